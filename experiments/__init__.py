@@ -1,0 +1,1 @@
+"""Runs: annotated models, data, recipes and the command-line programs."""

@@ -1,0 +1,1 @@
+"""Flax models whose parameters and activations carry dim names."""

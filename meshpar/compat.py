@@ -1,0 +1,34 @@
+"""What differs between the jax lines we support, or is not public in them yet."""
+
+import os
+
+import jax
+
+
+def prepare_cpu_threads() -> None:
+    """Keeps simulated devices from deadlocking on few cores (jaxlib before 0.12).
+
+    The collectives of several programs in flight wait for each other in one small
+    thread pool; XLA sizes that pool from NPROC when the CPU backend starts.
+    """
+    if (os.cpu_count() or 1) < 16:
+        os.environ.setdefault("NPROC", "16")
+
+
+def coordination_client():
+    """The key-value client of jax.distributed, or None in a single process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def backends_started() -> bool:
+    """Whether jax has already looked for devices (settings then come too late)."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def set_simulated_devices(count: int) -> None:
+    """Sets how many devices the CPU backend of this process will have."""
+    jax.config.update("jax_num_cpu_devices", count)

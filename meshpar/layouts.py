@@ -1,0 +1,373 @@
+"""Layouts: axis sizes and named-dim rules that say how a model is parallelized.
+
+A mesh has *axes* (``data``, ``fsdp``, ``tensor``), a tensor has *dims* with names
+(``embed``, ``mlp``, ``heads``, ...). A `Layout` gives the size of every axis and maps
+dim names to axes, once for parameters and once for activations. It round-trips through
+one string::
+
+    layouts.parse("data=2,fsdp=2,tensor=2,zero=3,microbatches=4,remat=full")
+
+Models name their activations with `constrain` and their layer boundary with `remat`;
+both do nothing outside a layout, so a model runs unchanged without meshpar.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+"""Mesh axes, outer (slowest link) to inner. `data` replicates, `fsdp` shards."""
+
+BATCH_AXES = ("data", "fsdp")
+"""The axes over which a batch is split."""
+
+PARAM_RULES: dict[str, tuple[str, ...]] = {
+    "embed": ("fsdp",),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "vocab": ("tensor",),
+    "head_dim": (),
+    "kv": (),
+    "length": (),
+    "layers": (),
+} | {axis: (axis,) for axis in AXES}
+"""Default rules for parameters: Megatron's for `tensor`, the embed dim for `fsdp`.
+
+An axis name is a dim name too, so models annotated with mesh axes work as they are.
+"""
+
+ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "length": (),
+    "embed": (),
+    "head_dim": (),
+    "kv": (),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "vocab": ("tensor",),
+} | {axis: (axis,) for axis in AXES}
+"""Default rules for activations (`constrain`)."""
+
+REMAT_POLICIES: dict[str, Callable[[], Any]] = {
+    "full": lambda: jax.checkpoint_policies.nothing_saveable,
+    "dots": lambda: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What the backward pass may reuse; `none` wraps nothing and saves everything."""
+
+Names = tuple[Any, ...]
+Rule = str | Iterable[str] | None
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be honoured, with the tensor, the rule and the remedy."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Names what exists and the nearest match, for error messages."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"known: {', '.join(known)}{hint}"
+
+
+def _rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
+    axes = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+    for axis in axes:
+        if axis not in AXES:
+            raise LayoutError(
+                f"rule {name!r} -> {axis!r}: no such mesh axis ({nearest(axis, AXES)})"
+            )
+    if len(set(axes)) != len(axes):
+        raise LayoutError(f"rule {name!r} -> {axes}: an axis may stand there once")
+    return axes
+
+
+def _as_rules(rules: Mapping[str, Rule] | Iterable) -> tuple:
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    return tuple(sorted((name, _rule_axes(name, rule)) for name, rule in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Axis sizes, rules and options of one parallel layout.
+
+    Attributes:
+      data: size of the axis over which parameters are replicated (data parallelism).
+      fsdp: size of the axis over which training state is sharded (ZeRO).
+      tensor: size of the axis that splits heads, mlp and vocab (Megatron).
+      zero: what `fsdp` shards: 1 optimizer state, 2 + gradients, 3 + parameters.
+      microbatches: gradient-accumulation steps per training step.
+      remat: rematerialization of each layer: "none", "dots" or "full".
+      min_shard_size: parameters with fewer elements stay whole over `fsdp`.
+      params: rules {dim name: axis, axes or None} laid over `PARAM_RULES`.
+      activations: rules laid over `ACTIVATION_RULES`.
+      paths: (regex, dim names) pairs that name parameters the model left unnamed.
+      waive: regexes of parameter paths whose rule may be dropped, or "idle_devices".
+
+    Raises:
+      LayoutError: a size, option or rule that cannot be meant.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero: int = 3
+    microbatches: int = 1
+    remat: str = "none"
+    min_shard_size: int = 0
+    params: Mapping[str, Rule] | tuple = ()
+    activations: Mapping[str, Rule] | tuple = ()
+    paths: Mapping[str, Names] | tuple = ()
+    waive: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in (*AXES, "microbatches"):
+            if not isinstance(size := getattr(self, name), int) or size < 1:
+                raise LayoutError(f"{name}={size!r}: use a whole number of at least 1")
+        if self.zero not in (1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
+        if self.zero != 3 and self.fsdp == 1:
+            raise LayoutError(
+                f"zero={self.zero} shards over the fsdp axis, which has size 1; "
+                f"use fsdp=N,zero={self.zero} in place of data=N"
+            )
+        if self.remat != "none" and self.remat not in REMAT_POLICIES:
+            known = nearest(self.remat, ["none", *REMAT_POLICIES])
+            raise LayoutError(f"remat={self.remat!r} ({known})")
+        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
+            raise LayoutError(f"min_shard_size={self.min_shard_size!r}: use 0 or more")
+        paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
+        paths = tuple((regex, tuple(names)) for regex, names in paths)
+        waive = (self.waive,) if isinstance(self.waive, str) else tuple(self.waive)
+        for regex in (*(regex for regex, _ in paths), *waive):
+            try:
+                re.compile(regex)
+            except re.error as error:
+                raise LayoutError(f"{regex!r} is not a regex: {error}") from error
+        object.__setattr__(self, "params", _as_rules(self.params))
+        object.__setattr__(self, "activations", _as_rules(self.activations))
+        object.__setattr__(self, "paths", paths)
+        object.__setattr__(self, "waive", waive)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every mesh axis, outer to inner."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that this layout fills."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Pieces into which a batch is split over the mesh."""
+        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    @property
+    def param_rules(self) -> dict[str, tuple[str, ...]]:
+        """{dim name: mesh axes} for parameters, defaults included."""
+        return PARAM_RULES | dict(self.params)
+
+    @property
+    def activation_rules(self) -> dict[str, tuple[str, ...]]:
+        """{dim name: mesh axes} for activations, defaults included."""
+        return ACTIVATION_RULES | dict(self.activations)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises LayoutError unless the batch splits over devices and microbatches."""
+        unit = self.num_batch_shards * self.microbatches
+        if batch_size < 1 or batch_size % unit:
+            near = max(unit, round(batch_size / unit) * unit)
+            raise LayoutError(
+                f"batch={batch_size} does not divide over data*fsdp*microbatches="
+                f"{self.data}*{self.fsdp}*{self.microbatches}={unit}; use a multiple "
+                f"of {unit} (the nearest is {near}), or a smaller layout"
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={n}" for axis, n in self.sizes.items() if n > 1] or ["data=1"]
+        if self.fsdp > 1:
+            parts.append(f"zero={self.zero}")
+        for name in ("microbatches", "remat", "min_shard_size"):
+            if (value := getattr(self, name)) != _DEFAULTS[name]:
+                parts.append(f"{name}={value}")
+        for kind in ("params", "activations"):
+            for name, axes in getattr(self, kind):
+                parts.append(f"{kind}.{_quote(name)}={'+'.join(axes) or 'none'}")
+        for regex, names in self.paths:
+            parts.append(f"paths.{_quote(regex)}={_quote('/'.join(map(_name, names)))}")
+        parts += [f"waive={_quote(regex)}" for regex in self.waive]
+        return ",".join(parts)
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
+_ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"])*)')
+
+
+def _quote(text: str) -> str:
+    return text if re.fullmatch(r"[\w/*.^$-]+", text) else json.dumps(text)
+
+
+def _unquote(text: str) -> str:
+    return json.loads(text) if text.startswith('"') else text
+
+
+def _name(name: Any) -> str:
+    return "none" if name is None else str(name)
+
+
+def parse(text: str) -> Layout:
+    """Reads a layout string such as ``"data=2,fsdp=4,zero=2"``.
+
+    Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
+    ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM`` and ``waive=REGEX``;
+    a regex with other characters than letters, digits and ``_/*.^$-`` stands in
+    JSON quotes. ``parse(str(layout)) == layout``.
+
+    Raises:
+      LayoutError: an item that is malformed, unknown or given twice.
+    """
+    values: dict[str, Any] = {}
+    rules: dict[str, dict] = {"params": {}, "activations": {}, "paths": {}}
+    waive, position, text = [], 0, re.sub(r"\s*,\s*", ",", text.strip())
+    while position < len(text):
+        item = _ITEM.match(text, position)
+        if not item or (item.end() < len(text) and text[item.end()] != ","):
+            rest = text[position:].split(",")[0]
+            raise LayoutError(f'{rest!r} in layout "{text}": write name=value')
+        position = item.end() + 1
+        key, value = item.group(1).strip(), item.group(2).strip()
+        kind, _, name = key.partition(".")
+        if kind in rules and name:
+            name, value = _unquote(name), _unquote(value)
+            split = "/" if kind == "paths" else "+"
+            entry = tuple(None if v == "none" else v for v in value.split(split))
+            if kind != "paths" and entry == (None,):
+                entry = ()
+            if name in rules[kind]:
+                raise LayoutError(f'{key} stands twice in layout "{text}"')
+            rules[kind][name] = entry
+        elif key == "waive":
+            waive.append(_unquote(value))
+        elif key not in _DEFAULTS or key in rules:
+            known = nearest(key, [*_DEFAULTS, "params.DIM", "activations.DIM"])
+            raise LayoutError(f'{key!r} in layout "{text}" ({known})')
+        elif key in values:
+            raise LayoutError(f'{key} stands twice in layout "{text}"')
+        elif key == "remat":
+            values[key] = value
+        elif not re.fullmatch(r"\d+", value):
+            raise LayoutError(f'{key}={value!r} in layout "{text}": use a whole number')
+        else:
+            values[key] = int(value)
+    return Layout(**values, **rules, waive=tuple(waive))
+
+
+@dataclasses.dataclass
+class Scope:
+    """The layout and mesh that a traced model runs under, and what it named."""
+
+    layout: Layout
+    mesh: Mesh
+    names_used: set[str] = dataclasses.field(default_factory=set)
+    remat_used: bool = False
+
+
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
+    "meshpar_layout", default=None
+)
+
+
+@contextlib.contextmanager
+def use(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
+    """Makes `constrain` and `remat` follow a layout while a model is traced."""
+    token = _scope.set(scope := Scope(layout, mesh))
+    try:
+        yield scope
+    finally:
+        _scope.reset(token)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Names the dims of an activation, and shards it as the layout in use says.
+
+    Works on automatic mesh axes (a sharding constraint) and on explicit ones (a
+    reshard); returns `x` as it is outside a layout.
+
+    Args:
+      x: an array of any dtype.
+      *names: one dim name per dim of `x`; None leaves that dim whole.
+
+    Raises:
+      LayoutError: a wrong number of names, a name without a rule, a dim that does not
+        divide, or an axis that two dims ask for.
+    """
+    scope = _scope.get()
+    if scope is None:
+        return x
+    what = f"constrain(x{list(x.shape)}, {', '.join(map(repr, names))})"
+    if len(names) != x.ndim:
+        raise LayoutError(f"{what}: {len(names)} names for {x.ndim} dims")
+    rules, sizes, entries = scope.layout.activation_rules, dict(scope.mesh.shape), []
+    for size, name in zip(x.shape, names, strict=True):
+        if name is not None and name not in rules:
+            raise LayoutError(
+                f"{what}: no rule for {name!r} ({nearest(name, rules)}); add "
+                f"activations.{name}=AXIS or activations.{name}=none to the layout"
+            )
+        axes = tuple(a for a in rules.get(name, ()) if sizes.get(a, 1) > 1)
+        ways = math.prod(sizes[a] for a in axes)
+        if size % ways:
+            raise LayoutError(
+                f"{what}: {name}={size} does not divide over {'*'.join(axes)}={ways}; "
+                f"change the size, or set activations.{name}=none"
+            )
+        scope.names_used.add(name)
+        entries.append(axes)
+    flat = [axis for axes in entries for axis in axes]
+    if len(set(flat)) != len(flat):
+        twice = next(axis for axis in flat if flat.count(axis) > 1)
+        first = next(n for n, axes in zip(names, entries, strict=True) if twice in axes)
+        raise LayoutError(
+            f"{what}: two dims on axis {twice!r}; map one of them to none, as in "
+            f"activations.{first}=none"
+        )
+    spec = PartitionSpec(
+        *(axes[0] if len(axes) == 1 else axes or None for axes in entries)
+    )
+    if all(kind == AxisType.Explicit for kind in scope.mesh.axis_types):
+        return jax.sharding.reshard(x, NamedSharding(scope.mesh, spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))
+
+
+def remat(fn: Callable, transform: Callable = jax.checkpoint) -> Callable:
+    """Rematerializes a layer in the backward pass, as the layout in use says.
+
+    Wrap the function that runs one layer, inside the scan over layers.
+
+    Args:
+      fn: the layer; for Linen modules pass the class and ``transform=nn.remat``.
+      transform: a checkpoint transformation that takes ``policy=``.
+
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost,
+      arXiv:1604.06174.
+    """
+    scope = _scope.get()
+    if scope is None:
+        return fn
+    scope.remat_used = True
+    if scope.layout.remat == "none":
+        return fn
+    return transform(fn, policy=REMAT_POLICIES[scope.layout.remat]())
