@@ -1,6 +1,7 @@
 """meshpar: train any Flax model under any parallel layout with JAX SPMD."""
 
 from meshpar import layouts as layouts
+from meshpar.errors import MeshparError as MeshparError
 from meshpar.flax_models import Model as Model
 from meshpar.flax_models import Param as Param
 from meshpar.flax_models import from_linen as from_linen

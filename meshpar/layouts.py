@@ -24,6 +24,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshpar.errors import MeshparError
+
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes, outer (slowest link) to inner. `data` replicates, `fsdp` shards."""
 
@@ -69,7 +71,7 @@ Names = tuple[Any, ...]
 Rule = str | Iterable[str] | None
 
 
-class LayoutError(ValueError):
+class LayoutError(MeshparError):
     """A layout that cannot be honoured, with the tensor, the rule and the remedy."""
 
 

@@ -21,7 +21,7 @@ class DecoderConfig:
     """Shape and kind of a decoder.
 
     Attributes:
-      vocab: number of token ids.
+      vocab: number of token ids; 0 until the data gives it.
       length: longest sequence, in tokens.
       depth: number of layers.
       embed: width of the residual stream.
@@ -63,7 +63,9 @@ class DecoderConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {known}")
-        for name in ("vocab", "length", "depth", "embed", "heads", "kv_heads", "mlp"):
+        if self.vocab < 0:
+            raise ValueError(f"vocab={self.vocab}: use at least 1, or 0 for the data's")
+        for name in ("length", "depth", "embed", "heads", "kv_heads", "mlp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
         if self.embed % self.heads or self.heads % self.kv_heads:

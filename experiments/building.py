@@ -1,0 +1,105 @@
+"""From a configuration to a lowered program: model, optimizer, data, devices."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import meshpar
+from experiments import data
+from experiments.models.decoder import Decoder
+from experiments.models.linen_decoder import LinenDecoder
+from experiments.models.loss import cross_entropy
+from experiments.recipes import Config, ConfigError, OptimizerConfig
+
+
+def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
+    """Takes the vocabulary of the data where the recipe leaves it open.
+
+    Raises:
+      ConfigError: the recipe's vocabulary is too small for the data.
+    """
+    model = config.model
+    if model.vocab == 0:
+        model = dataclasses.replace(model, vocab=corpus.vocab)
+        return dataclasses.replace(config, model=model)
+    highest = max(int(corpus.train.max()), int(corpus.held_out.max(initial=0)))
+    if highest >= model.vocab:
+        raise ConfigError(
+            f"model.vocab={model.vocab}, but the data holds token id {highest}; use "
+            "model.vocab=0 to take the vocabulary of the data"
+        )
+    return config
+
+
+def make_model(config: Config) -> meshpar.Model:
+    """The recipe's model with next-token cross-entropy."""
+    decoder = config.model
+    if config.framework == "linen":
+        tokens = jax.ShapeDtypeStruct((1, decoder.length), jnp.int32)
+        return meshpar.from_linen(
+            LinenDecoder(decoder),
+            lambda apply, batch: cross_entropy(
+                apply(batch["tokens"], train=True), batch["targets"]
+            ),
+            tokens,
+            lambda apply, batch: cross_entropy(
+                apply(batch["tokens"]), batch["targets"]
+            ),
+        )
+    return meshpar.from_nnx(
+        lambda rngs: Decoder(decoder, rngs),
+        lambda module, batch: cross_entropy(module(batch["tokens"]), batch["targets"]),
+    )
+
+
+def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up, then cosine decay to `final_fraction` at the last step."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=min(config.warmup_steps, steps),
+        decay_steps=max(steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_fraction,
+    )
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, model: meshpar.Model
+) -> optax.GradientTransformation:
+    """AdamW that decays weights of two dims or more, stacking apart."""
+
+    def is_weight(param: meshpar.Param) -> bool:
+        stacked = param.names is not None and "layers" in param.names
+        return len(param.shape) - stacked >= 2
+
+    return optax.adamw(
+        learning_rates(config, steps),
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        mask={path: is_weight(param) for path, param in model.params.items()},
+    )
+
+
+def make_program(
+    config: Config, layout: meshpar.Layout, devices: Sequence[jax.Device]
+) -> meshpar.TrainProgram:
+    """Lowers a configuration, whose vocabulary is known, under a layout."""
+    model = make_model(config)
+    shape = (config.batch_size, config.model.length)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")
+    }
+    return meshpar.lower(
+        model,
+        make_optimizer(config.optimizer, config.steps, model),
+        layout,
+        batch,
+        devices=devices,
+        clip_norm=config.optimizer.clip_norm,
+        compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
+    )

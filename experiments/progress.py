@@ -1,0 +1,62 @@
+"""A live progress line on a terminal, plain lines elsewhere."""
+
+import time
+
+import rich.console
+import rich.progress
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Shows training on a terminal, or prints a line now and then elsewhere."""
+
+    def __init__(self, steps: int, start: int, shown: bool):
+        """Prepares the display; `shown` is False on all processes but the first."""
+        self._steps, self._start, self._shown = steps, start, shown
+        self._console = rich.console.Console(highlight=False, soft_wrap=True)
+        self._live: rich.progress.Progress | None = None
+        self._began = self._last = time.monotonic()
+
+    def __enter__(self):
+        if self._shown and self._console.is_terminal:
+            columns = (
+                *("[bold]step", rich.progress.MofNCompleteColumn()),
+                *(rich.progress.BarColumn(None), "loss {task.fields[loss]:.4f}"),
+                *("{task.fields[speed]:,.0f} tokens/s", "left"),
+                rich.progress.TimeRemainingColumn(),
+            )
+            self._live = rich.progress.Progress(*columns, console=self._console)
+            self._task = self._live.add_task(
+                "", total=self._steps, completed=self._start, loss=float("nan"), speed=0
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def say(self, text: str) -> None:
+        """Prints text above the progress line."""
+        if self._shown:
+            self._console.print(text, markup=False)
+
+    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Shows a finished step."""
+        if self._live:
+            self._live.update(
+                self._task, completed=step, loss=loss, speed=tokens_per_second
+            )
+            return
+        now = time.monotonic()
+        first = step == self._start + 1
+        if first or step == self._steps or now - self._last > _SECONDS_BETWEEN_LINES:
+            self._last = now
+            done = step - self._start
+            left = (now - self._began) / done * (self._steps - step)
+            self.say(
+                f"step {step}/{self._steps}  loss {loss:.4f}  "
+                f"{tokens_per_second:,.0f} tokens/s  {left:.0f} s left"
+            )

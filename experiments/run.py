@@ -1,0 +1,34 @@
+r"""Trains a model under a layout.
+
+    python -m experiments.run --layout="data=2,fsdp=2,tensor=2" --steps=300
+
+The same command again goes on where it stopped, also under another layout.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from absl import flags
+
+from experiments import command_line
+from experiments.training import Trainer
+
+flags.adopt_module_key_flags(command_line)
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Metrics, checkpoints, plot; runs/RECIPE by default."
+)
+PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
+
+
+def main(_: Sequence[str]) -> int:
+    """Trains, and returns the exit code."""
+    config = command_line.config_from_flags()
+    if WORKDIR.value is not None:
+        config = dataclasses.replace(config, workdir=WORKDIR.value)
+    layout, devices = command_line.start_devices(config)
+    config = command_line.with_layout(config, layout)
+    return Trainer(config, layout, devices, PROFILE.value).run()
+
+
+if __name__ == "__main__":
+    command_line.run(main)

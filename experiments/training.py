@@ -1,0 +1,337 @@
+"""The training loop: resume, step, log, evaluate, checkpoint, stop in order."""
+
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import math
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import meshpar
+from experiments import building, data, metrics, sampling
+from experiments.progress import Progress
+from experiments.recipes import Config, ConfigError
+from meshpar import cost, multihost
+from meshpar.checkpoint import CheckpointError, Checkpoints
+from meshpar.errors import MeshparError
+
+RESTART = 75
+"""Exit code of a run stopped by a signal: run the same command again to go on."""
+
+
+class NonFiniteError(MeshparError):
+    """The loss or gradient is not a number."""
+
+
+class StopFlag:
+    """Set by the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self):
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._before = {n: signal.signal(n, self._handle) for n in numbers}
+        return self
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.signal == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _own_folder(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the run's folder, so that no second run writes to it."""
+    if jax.process_index():
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to {folder}: {error.strerror}; choose another --workdir"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"another run is writing to {folder}; stop it or choose another "
+                "--workdir"
+            ) from error
+        yield
+
+
+class Trainer:
+    """One run of a configuration in its folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: meshpar.Layout,
+        devices: Sequence[jax.Device],
+        profile: bool = False,
+    ):
+        """Reads the data and lowers the program; nothing is written or compiled yet.
+
+        Args:
+          config: the run.
+          layout: its layout.
+          devices: the devices to fill.
+          profile: whether to write a profiler trace of a few steps.
+
+        Raises:
+          MeshparError: data, layout or model that do not fit.
+        """
+        self.corpus = data.load(config.data)
+        self.config = config = building.fit_vocabulary(config, self.corpus)
+        self.program = building.make_program(config, layout, devices)
+        self.floor = data.unigram_loss(self.corpus)
+        self.folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
+        self.profile = profile
+        shape = dict(length=config.model.length, batch_size=config.batch_size)
+        self._batch_shape = dict(**shape, rows=self.program.batch_rows)
+        self._held_out = data.held_out_batches(
+            self.corpus, limit=config.evaluation_batches, **self._batch_shape
+        )
+        schedule = building.learning_rates(config.optimizer, config.steps)
+        self._learning_rates = np.asarray(schedule(np.arange(config.steps)))
+        peak = cost.peak_flops(devices[0].device_kind)
+        self._peak_flops = peak and peak * self.program.mesh.size
+        self._clock = time.perf_counter()
+        self._start = 0
+
+    def run(self) -> int:
+        """Trains to the last step; returns the exit code.
+
+        Raises:
+          MeshparError: a folder that cannot be used, or a loss that is not finite.
+        """
+        with _own_folder(self.folder), StopFlag() as stop:
+            checkpoints = Checkpoints(
+                self.folder / "checkpoints",
+                self.program.abstract_state,
+                self.config.keep_checkpoints,
+            )
+            with contextlib.closing(checkpoints):
+                state, position = self._start_state(checkpoints)
+                log = None
+                if jax.process_index() == 0:
+                    log = metrics.MetricsLog(self.folder, self._start)
+                progress = Progress(self.config.steps, self._start, log is not None)
+                progress.say(self._describe(self._start))
+                try:
+                    with progress:
+                        state = self._train(
+                            state, position, stop, checkpoints, log, progress
+                        )
+                finally:
+                    if log:
+                        log.close()
+                checkpoints.wait()
+                if stop.signal or int(state.step) < self.config.steps:
+                    progress.say(
+                        f"stopped at step {int(state.step)}, saved; the same command "
+                        "goes on from here"
+                    )
+                    return RESTART
+                self._report(state, log, progress)
+        return 0
+
+    def _identity(self) -> dict[str, Any]:
+        """What must stay the same for a checkpoint to be this run's."""
+        return {
+            "data": self.corpus.fingerprint,
+            "length": self.config.model.length,
+            "seed": self.config.seed,
+        }
+
+    def _start_state(self, checkpoints: Checkpoints) -> tuple[Any, int]:
+        """Restores the newest checkpoint or starts anew; all processes must agree."""
+        multihost.check_fingerprint(
+            {
+                "config": dataclasses.replace(self.config, workdir=""),
+                "layout": self.program.layout,
+                "jax": jax.__version__,
+                "devices": [
+                    (d.process_index, d.id) for d in self.program.mesh.devices.flat
+                ],
+                "data": self.corpus.fingerprint,
+                "checkpoints": checkpoints.steps(),
+                "program": self.program.fingerprint,
+            }
+        )
+        if restored := checkpoints.restore():
+            state, metadata = restored
+            for name, here in self._identity().items():
+                if metadata[name] != here:
+                    raise ConfigError(
+                        f"the run in {self.folder} has {name}={metadata[name]}, this "
+                        f"command has {name}={here}; use another --workdir, or the "
+                        "flags of that run"
+                    )
+            self._start = int(state.step)
+            multihost.check_fingerprint({"data position": metadata["position"]})
+            return state, metadata["position"]
+        return self.program.init(self.config.seed), 0
+
+    def _train(
+        self,
+        state: Any,
+        position: int,
+        stop: StopFlag,
+        checkpoints: Checkpoints,
+        log: metrics.MetricsLog | None,
+        progress: Progress,
+    ) -> Any:
+        """Runs the steps; metrics are read one step late, beside the next step."""
+        config, step = self.config, self._start
+        batches = data.training_batches(
+            self.corpus, seed=config.seed, position=position, **self._batch_shape
+        )
+        any_process = multihost.make_any(self.program.mesh)
+        pending: collections.deque = collections.deque()
+        self._clock, stopping, saved = time.perf_counter(), False, step
+        while step < config.steps and not stopping:
+            self._trace_profile(step, progress)
+            state, step_metrics = self.program.step(state, next(batches))
+            step += 1
+            pending.append((step, step_metrics, any_process(stop.signal is not None)))
+            evaluates = step % config.evaluate_every == 0 or step == config.steps
+            saves = step % config.checkpoint_every == 0 or step == config.steps
+            while len(pending) > (0 if evaluates or saves or stopping else 1):
+                stopping |= self._record(*pending.popleft(), log, progress, saved)
+            if saves or stopping:
+                saved = step
+                position_now = position + (step - self._start) * config.batch_size
+                identity = {"position": position_now, **self._identity()}
+                about = {"layout": config.layout, "config": dataclasses.asdict(config)}
+                checkpoints.save(step, state, identity | about)
+            if evaluates and not stopping:
+                losses = [
+                    self.program.evaluate(state, b)["loss"] for b in self._held_out
+                ]
+                loss = float(np.mean(jax.device_get(losses)))
+                progress.say(f"step {step}: held-out loss {loss:.4f}")
+                if log:
+                    log.write(step, evaluation_loss=loss)
+            if evaluates or saves:
+                self._clock = time.perf_counter()
+        return state
+
+    def _record(
+        self,
+        step: int,
+        step_metrics: Any,
+        stop: Any,
+        log: metrics.MetricsLog | None,
+        progress: Progress,
+        saved: int,
+    ) -> bool:
+        """Logs a finished step; returns whether any process was told to stop."""
+        values = {k: float(v) for k, v in jax.device_get(step_metrics).items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        tokens = self.config.batch_size * self.config.model.length
+        values |= {
+            "learning_rate": float(self._learning_rates[step - 1]),
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+        }
+        if self._peak_flops:
+            flops = self.config.model.flops_per_token() * tokens
+            values["mfu"] = flops / seconds / self._peak_flops
+        if log:
+            log.write(step, **values)
+        progress.update(step, values["loss"], values["tokens_per_second"])
+        if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+            first = (step - 1) * self.config.batch_size
+            raise NonFiniteError(
+                f"step {step}: loss={values['loss']}, grad_norm={values['grad_norm']}; "
+                f"look at learning_rate={values['learning_rate']:.3g}, at grad_norm in "
+                f"the steps before ({self.folder / 'metrics.jsonl'}), at samples "
+                f"{first} to {first + self.config.batch_size - 1} and at "
+                f"compute_dtype={self.config.compute_dtype}; the last good checkpoint "
+                f"is that of step {saved}"
+                if saved
+                else f"step {step}: loss={values['loss']} before the first checkpoint; "
+                f"look at learning_rate={values['learning_rate']:.3g} and the data"
+            )
+        return bool(stop)
+
+    def _trace_profile(self, step: int, progress: Progress) -> None:
+        """Starts a profiler trace after the third step and ends it three later."""
+        if not self.profile:
+            return
+        if step == self._start + 3:
+            jax.profiler.start_trace(str(self.folder / "profile"))
+        elif step == self._start + 6:
+            jax.profiler.stop_trace()
+            progress.say(f"profile: {self.folder / 'profile'}")
+
+    def _describe(self, start: int) -> str:
+        mesh, config = self.program.mesh, self.config
+        weights = sum(p.size for p in self.program.model.params.values())
+        device = mesh.devices.flat[0]
+        lines = [
+            f"model: {config.recipe}, {weights:,} parameters",
+            f"data: {self.corpus.name}, {len(self.corpus.train):,} tokens, held out "
+            f"{len(self.corpus.held_out):,}",
+            f"layout: {self.program.layout} on {mesh.size} {device.platform} "
+            f"device(s), {jax.process_count()} process(es)",
+            f"floor: a unigram model of this data reaches {self.floor:.4f}",
+            f"workdir: {self.folder}"
+            + (f", going on from step {start}" if start else ""),
+        ]
+        if start >= config.steps:
+            lines.append(f"already at step {start} of {config.steps}; raise --steps")
+        return "\n".join(lines)
+
+    def _report(
+        self, state: Any, log: metrics.MetricsLog | None, progress: Progress
+    ) -> None:
+        """Prints a sample and where everything lies."""
+        config = self.config
+        if config.sample_tokens:
+            prompt = np.asarray(self.corpus.held_out[: config.model.length // 2])
+            ids = sampling.sample(
+                self.program,
+                state.params,
+                prompt.tolist(),
+                config.sample_tokens,
+                length=config.model.length,
+                seed=config.seed,
+            )
+            text = self.corpus.decode(ids)
+            progress.say(f"sample:\n{text}\n")
+        if not log:
+            return
+        rows = metrics.read(log.path)
+        metrics.plot(rows, self.folder / "loss.png", self.floor)
+        held_out = [r["evaluation_loss"] for r in rows if "evaluation_loss" in r]
+        if held_out:
+            progress.say(
+                f"held-out loss {held_out[-1]:.4f}, unigram floor {self.floor:.4f}"
+            )
+        where = {
+            "metrics": log.path,
+            "tensorboard": log.tensorboard,
+            "checkpoints": self.folder / "checkpoints",
+            "plot": self.folder / "loss.png",
+        }
+        for name, path in where.items():
+            progress.say(f"{name}: {os.path.relpath(path)}")

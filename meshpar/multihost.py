@@ -1,0 +1,169 @@
+"""Many processes, one mesh: start, fingerprint check and agreement.
+
+A process of a multi-process run first joins the others (`initialize`), then all of
+them compare what they are about to run (`check_fingerprint`), before any collective.
+"""
+
+import collections
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar import compat
+from meshpar.errors import MeshparError
+
+_CLUSTERS = {
+    "SLURM": ("SLURM_JOB_ID", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+}
+_calls = itertools.count()
+
+
+class MultihostError(MeshparError):
+    """The processes of a run do not fit together, or one of them is missing."""
+
+
+def _from_environment() -> tuple[str, int, int] | None:
+    names = ("MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCESSES", "MESHPAR_PROCESS_ID")
+    values = [os.environ.get(name) for name in names]
+    if all(value is None for value in values):
+        return None
+    if None in values:
+        lacking = ", ".join(n for n, v in zip(names, values, strict=True) if v is None)
+        raise MultihostError(f"{lacking} not set; a launcher sets all of {names}")
+    return values[0], int(values[1]), int(values[2])
+
+
+def launched(
+    coordinator: str = "", num_processes: int = 0, process_id: int = -1
+) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and own id, from flags or the launcher.
+
+    Returns:
+      None for a single process, or where only the cluster's environment knows.
+    """
+    given = (bool(coordinator), num_processes > 0, process_id >= 0)
+    if any(given) and not all(given):
+        raise MultihostError(
+            f"coordinator={coordinator!r}, num_processes={num_processes}, "
+            f"process_id={process_id}: give all three or none"
+        )
+    who = (coordinator, num_processes, process_id) if all(given) else None
+    who = who or _from_environment()
+    if who and not 0 <= who[2] < who[1]:
+        raise MultihostError(
+            f"process_id={who[2]} is not one of num_processes={who[1]} "
+            f"(0 to {who[1] - 1})"
+        )
+    return who
+
+
+def initialize(who: tuple[str, int, int] | None, timeout_s: int = 120) -> None:
+    """Joins the other processes of the run; does nothing for a single process.
+
+    Args:
+      who: from `launched`; None looks at the cluster's own environment.
+      timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+      MultihostError: the others did not come in time.
+    """
+    arguments = {}
+    if who is not None:
+        if who[1] == 1:
+            return
+        names = ("coordinator_address", "num_processes", "process_id")
+        arguments = dict(zip(names, who, strict=True))
+    elif not any(
+        job in os.environ and int(os.environ.get(size, 1)) > 1
+        for job, size in _CLUSTERS.values()
+    ):
+        return
+    try:
+        jax.distributed.initialize(**arguments, initialization_timeout=timeout_s)
+    except RuntimeError as error:
+        raise MultihostError(
+            f"process {who} did not meet the others within {timeout_s} s: {error}"
+        ) from error
+
+
+def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) -> None:
+    """Compares what all processes are about to run, before the first collective.
+
+    Args:
+      fields: {name: value}, e.g. config, layout, versions, device order, data position.
+      timeout_s: how long to wait for each process, in seconds.
+
+    Raises:
+      MultihostError: names the odd process and field, or the processes that are
+        missing; raised on every process.
+    """
+    client, num = compat.coordination_client(), jax.process_count()
+    if client is None or num == 1:
+        return
+    prefix, mine = f"meshpar/fingerprint/{next(_calls)}", jax.process_index()
+    own = {name: str(value) for name, value in fields.items()}
+    client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
+    everyone, missing, deadline = {}, [], time.monotonic() + timeout_s
+    for process in range(num):
+        left_ms = max(1, int(1000 * (deadline - time.monotonic())))
+        try:
+            text = client.blocking_key_value_get(f"{prefix}/{process}", left_ms)
+            everyone[process] = json.loads(text)
+        except jax.errors.JaxRuntimeError:
+            missing.append(process)
+    if missing:
+        raise MultihostError(
+            f"process(es) {missing} of {num} did not report within {timeout_s:.0f} s; "
+            "look at their logs"
+        )
+    if problems := odd_ones(everyone):
+        raise MultihostError("the processes differ:\n  " + "\n  ".join(problems))
+
+
+def odd_ones(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Says which processes differ from the majority, field by field."""
+    problems = []
+    names = sorted({name for fields in everyone.values() for name in fields})
+    for name in names:
+        values = {process: f.get(name, "nothing") for process, f in everyone.items()}
+        (common, count), *others = collections.Counter(values.values()).most_common()
+        if not others:
+            continue
+        if others[0][1] == count:
+            said = ", ".join(f"process {p} has {v!r}" for p, v in values.items())
+            problems.append(f"{name}: {said}")
+        else:
+            problems += [
+                f"{name}: process {p} has {v!r}, the others {common!r}"
+                for p, v in values.items()
+                if v != common
+            ]
+    return problems
+
+
+def make_any(mesh: Mesh) -> Callable[[bool], jax.Array | bool]:
+    """Returns `any_process(flag)`: whether any process raised its flag.
+
+    The answer is the same on all processes. It is an array that computes beside the
+    training step, so reading it later does not stall the devices. In a single process
+    it is the flag itself. Every process must call it equally often.
+    """
+    if jax.process_count() == 1:
+        return bool
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    whole = NamedSharding(mesh, PartitionSpec())
+    anywhere = jax.jit(lambda flags: flags.any(), out_shardings=whole)
+
+    def any_process(flag: bool) -> jax.Array:
+        own = np.array([flag])
+        flags = jax.make_array_from_callback((mesh.size,), split, lambda _: own)
+        return anywhere(flags)
+
+    return any_process
