@@ -59,7 +59,7 @@ def make_model(config: Config) -> meshpar.Model:
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warm-up, then cosine decay to `final_fraction` at the last step."""
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
+        init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
         warmup_steps=min(config.warmup_steps, steps),
         decay_steps=max(steps, config.warmup_steps + 1),

@@ -88,11 +88,11 @@ class Config:
     layout: str = ""
     compute_dtype: str = "float32"
     batch_size: int = 32
-    steps: int = 300
+    steps: int = 200
     seed: int = 0
-    evaluate_every: int = 100
+    evaluate_every: int = 50
     evaluation_batches: int = 4
-    checkpoint_every: int = 100
+    checkpoint_every: int = 50
     keep_checkpoints: int = 2
     sample_tokens: int = 200
     workdir: str = ""

@@ -70,15 +70,22 @@ def _loss_and_aux(result: Any) -> tuple[Array, dict]:
     return loss, dict(aux)
 
 
-def _check_params(params: Mapping[str, Param]) -> None:
+def _checked(params: dict[str, Param]) -> dict[str, Param]:
+    """Pads names to all dims, as a PartitionSpec is, and refuses too many."""
     if not params:
         raise ValueError("the model has no parameters")
     for path, param in params.items():
-        if param.names is not None and len(param.names) != len(param.shape):
+        if param.names is None:
+            continue
+        missing = len(param.shape) - len(param.names)
+        if missing < 0:
             raise ValueError(
                 f"parameter {path} has shape {param.shape} and dim names {param.names}"
-                f": give one name per dim"
+                ": more names than dims"
             )
+        names = param.names + (None,) * missing
+        params[path] = dataclasses.replace(param, names=names)
+    return params
 
 
 def _path(keys: Iterable[Any]) -> str:
@@ -126,11 +133,12 @@ def from_nnx(
         given = next((metadata[k] for k in _NNX_NAMES if metadata.get(k)), None)
         return None if given is None else tuple(given)
 
-    params = {
-        _path(keys): Param(v.get_value().shape, v.get_value().dtype, names(v))
-        for keys, v in flat_params
-    }
-    _check_params(params)
+    params = _checked(
+        {
+            _path(keys): Param(v.get_value().shape, v.get_value().dtype, names(v))
+            for keys, v in flat_params
+        }
+    )
 
     def init(key: Array) -> Params:
         with nnx.use_eager_sharding(False):
@@ -227,7 +235,7 @@ def from_linen(
         leaf = nn.meta.unbox(box)
         names = None if names is None else tuple(names)
         params[path] = Param(leaf.shape, leaf.dtype, names)
-    _check_params(params)
+    params = _checked(params)
 
     def init(key: Array) -> Params:
         tree = nn.meta.unbox(init_variables(key)["params"])

@@ -12,7 +12,6 @@ both do nothing outside a layout, so a model runs unchanged without meshpar.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import difflib
 import json
@@ -277,9 +276,13 @@ def parse(text: str) -> Layout:
     return Layout(**values, **rules, waive=tuple(waive))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Scope:
-    """The layout and mesh that a traced model runs under, and what it named."""
+    """The layout and mesh that a traced model runs under, and what it named.
+
+    Each one is a key of jax's tracing caches, so that a jitted function inside a model
+    is traced anew under every layout.
+    """
 
     layout: Layout
     mesh: Mesh
@@ -287,19 +290,14 @@ class Scope:
     remat_used: bool = False
 
 
-_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
-    "meshpar_layout", default=None
-)
+_scope = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def use(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
     """Makes `constrain` and `remat` follow a layout while a model is traced."""
-    token = _scope.set(scope := Scope(layout, mesh))
-    try:
+    with _scope(scope := Scope(layout, mesh)):
         yield scope
-    finally:
-        _scope.reset(token)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -316,7 +314,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       LayoutError: a wrong number of names, a name without a rule, a dim that does not
         divide, or an axis that two dims ask for.
     """
-    scope = _scope.get()
+    scope = _scope.value
     if scope is None:
         return x
     what = f"constrain(x{list(x.shape)}, {', '.join(map(repr, names))})"
@@ -366,7 +364,7 @@ def remat(fn: Callable, transform: Callable = jax.checkpoint) -> Callable:
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost,
       arXiv:1604.06174.
     """
-    scope = _scope.get()
+    scope = _scope.value
     if scope is None:
         return fn
     scope.remat_used = True

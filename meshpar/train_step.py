@@ -287,7 +287,7 @@ class TrainProgram:
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         metrics, grads = self._loss_and_gradients(state, batch)
         grads = self._shard(grads, self.plan.update_specs)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -331,7 +331,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
         p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in model.params.items()
     }
     with jax.set_mesh(mesh), _model_scope(layout, mesh) as scope:
-        jax.eval_shape(model.loss, params, batch, jax.random.key(0))
+        jax.eval_shape(lambda *a: model.loss(*a), params, batch, jax.random.key(0))
     for name, _ in layout.activations:
         if name not in scope.names_used:
             known = nearest(name, (n for n in scope.names_used if n))

@@ -8,15 +8,16 @@ from experiments.models.decoder import DecoderConfig
 from meshpar import layouts
 
 
-def _dense(features, names, axis=-1):
-    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
-    return nn.DenseGeneral(features, axis=axis, use_bias=False, kernel_init=init)
-
-
-def _norm():
+def _norm() -> nn.LayerNorm:
     ones = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed",))
     return nn.LayerNorm(scale_init=ones, bias_init=zeros)
+
+
+def _weight(module: nn.Module, name: str, std: float, **dims: int) -> jax.Array:
+    """A normal weight whose dims are named and sized by `dims`, in order."""
+    init = nn.with_logical_partitioning(nn.initializers.normal(std), tuple(dims))
+    return module.param(name, init, tuple(dims.values()))
 
 
 class LinenBlock(nn.Module):
@@ -28,22 +29,23 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: jax.Array, _) -> tuple[jax.Array, None]:
         config = self.config
-        heads, head_dim = config.heads, config.head_dim
-        y_BLD = _norm()(x_BLD)
-        q_BLNH, k_BLNH, v_BLNH = (
-            layouts.constrain(
-                _dense((heads, head_dim), ("embed", "heads", "head_dim"))(y_BLD),
-                *("batch", "length", "heads", "head_dim"),
+        d, n, h, f = config.embed, config.heads, config.head_dim, config.mlp
+        dropout = nn.Dropout(config.dropout, deterministic=not self.train)
+        y_BLD, heads = _norm()(x_BLD), []
+        for name in "qkv":
+            w_DNH = _weight(self, name, d**-0.5, embed=d, heads=n, head_dim=h)
+            y_BLNH = jnp.einsum("BLD,DNH->BLNH", y_BLD, w_DNH)
+            heads.append(
+                layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
             )
-            for _ in range(3)
-        )
-        y_BLNH = jax.nn.dot_product_attention(q_BLNH, k_BLNH, v_BLNH, is_causal=True)
-        out = _dense(config.embed, ("heads", "head_dim", "embed"), axis=(-2, -1))
-        x_BLD += nn.Dropout(config.dropout, deterministic=not self.train)(out(y_BLNH))
-        h_BLF = jax.nn.gelu(_dense(config.mlp, ("embed", "mlp"))(_norm()(x_BLD)))
+        y_BLNH = jax.nn.dot_product_attention(*heads, is_causal=True)
+        w_NHD = _weight(self, "o", d**-0.5, heads=n, head_dim=h, embed=d)
+        x_BLD += dropout(jnp.einsum("BLNH,NHD->BLD", y_BLNH, w_NHD))
+        w_DF = _weight(self, "up", d**-0.5, embed=d, mlp=f)
+        h_BLF = jax.nn.gelu(jnp.einsum("BLD,DF->BLF", _norm()(x_BLD), w_DF))
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
-        y_BLD = _dense(config.embed, ("mlp", "embed"))(h_BLF)
-        x_BLD += nn.Dropout(config.dropout, deterministic=not self.train)(y_BLD)
+        w_FD = _weight(self, "down", f**-0.5, mlp=f, embed=d)
+        x_BLD += dropout(jnp.einsum("BLF,FD->BLD", h_BLF, w_FD))
         return layouts.constrain(x_BLD, "batch", "length", "embed"), None
 
 
@@ -55,22 +57,11 @@ class LinenDecoder(nn.Module):
     @nn.compact
     def __call__(self, tokens_BL: jax.Array, train: bool = False) -> jax.Array:
         config = self.config
-        embed = self.param(
-            "embedding",
-            nn.with_logical_partitioning(
-                nn.initializers.normal(config.embed**-0.5), ("vocab", "embed")
-            ),
-            (config.vocab, config.embed),
-        )
-        positions = self.param(
-            "positions",
-            nn.with_logical_partitioning(
-                nn.initializers.normal(0.02), ("length", "embed")
-            ),
-            (config.length, config.embed),
-        )
-        w_VD = layouts.constrain(embed, "vocab", None)
-        x_BLD = w_VD[tokens_BL] + positions[None, : tokens_BL.shape[1]]
+        d, v = config.embed, config.vocab
+        embedding_VD = _weight(self, "embedding", d**-0.5, vocab=v, embed=d)
+        w_LD = _weight(self, "positions", 0.02, length=config.length, embed=d)
+        w_VD = layouts.constrain(embedding_VD, "vocab", None)
+        x_BLD = w_VD[tokens_BL] + w_LD[None, : tokens_BL.shape[1]]
         x_BLD = layouts.constrain(x_BLD, "batch", "length", "embed")
         stack = nn.scan(
             layouts.remat(LinenBlock, transform=nn.remat),
@@ -80,5 +71,5 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         x_BLD, _ = stack(config, train, name="blocks")(x_BLD, None)
-        logits_BLV = jnp.einsum("BLD,VD->BLV", _norm()(x_BLD), embed)
+        logits_BLV = jnp.einsum("BLD,VD->BLV", _norm()(x_BLD), embedding_VD)
         return layouts.constrain(logits_BLV, "batch", "length", "vocab")

@@ -1,0 +1,127 @@
+"""Checkpoints: any layout to any layout, complete or invisible."""
+
+import os
+import shutil
+
+import numpy as np
+import optax
+import pytest
+from tiny_models import batch, host, lower, model
+
+from meshpar import checkpoint
+from meshpar.checkpoint import CheckpointError, Checkpoints
+
+TINY = model()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with checkpoints of steps 1 and 2, and the states they hold."""
+    program = lower("fsdp=4,tensor=2", TINY)
+    checkpoints = Checkpoints(tmp_path / "c", program.abstract_state)
+    state, states = program.init(0), []
+    for step in (1, 2):
+        state, _ = program.step(state, batch())
+        checkpoints.save(step, state, {"position": 16 * step})
+        states.append(host(state))
+    checkpoints.close()
+    return tmp_path / "c", states
+
+
+def restore(folder, layout="data=2", **options):
+    program = lower(layout, options.pop("of", TINY), **options)
+    checkpoints = Checkpoints(folder, program.abstract_state)
+    try:
+        return program, checkpoints.restore()
+    finally:
+        checkpoints.close()
+
+
+def assert_equal(state, want):
+    import jax
+
+    for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
+@pytest.mark.parametrize("layout", ["data=1", "data=8", "fsdp=8,zero=1", "fsdp=2"])
+def test_restores_bitwise_onto_any_layout(saved, layout):
+    folder, states = saved
+    program, (state, metadata) = restore(folder, layout)
+    assert metadata == {"position": 32}
+    assert_equal(state, states[1])
+    for got, want in zip(
+        state.params.values(), program.abstract_state.params.values(), strict=True
+    ):
+        assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
+
+
+def test_nothing_to_restore_in_a_new_folder(tmp_path):
+    assert restore(tmp_path / "new")[1] is None
+
+
+def test_keeps_the_newest(saved, tmp_path):
+    folder, _ = saved
+    program = lower("data=2", TINY)
+    checkpoints = Checkpoints(folder, program.abstract_state, keep=2)
+    checkpoints.save(3, program.init(0), {"position": 0})
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3]
+    checkpoints.save(3, program.init(0), {"position": 0})  # Saved once already.
+    checkpoints.close()
+
+
+def damage(kind, step):
+    if kind == "truncated":
+        files = sorted((step / "state").rglob("*"), key=lambda p: p.is_file())
+        for path in files:
+            if path.is_file() and path.stat().st_size > 64:
+                os.truncate(path, path.stat().st_size // 2)
+    elif kind == "missing":
+        shutil.rmtree(step / "state")
+    else:
+        (step / "metadata" / "metadata").write_text("{")
+
+
+@pytest.mark.parametrize("kind", ["truncated", "missing", "metadata"])
+def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
+    saved, kind, caplog
+):
+    folder, states = saved
+    damage(kind, folder / "2")
+    _, (state, metadata) = restore(folder)
+    assert metadata == {"position": 16}
+    assert_equal(state, states[0])
+    assert "checkpoint 2" in caplog.text and "set aside" in caplog.text
+    assert (folder.parent / "corrupt" / "2-0").is_dir()
+
+
+def test_all_corrupt_is_an_error_and_nothing_is_deleted(saved):
+    folder, _ = saved
+    for step in ("1", "2"):
+        damage("truncated", folder / step)
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints \[2, 1\]"):
+        restore(folder)
+    assert len(list((folder.parent / "corrupt").iterdir())) == 2
+
+
+def test_another_model_or_optimizer_is_an_error(saved):
+    folder, _ = saved
+    with pytest.raises(CheckpointError, match="another model.*is .*2, 32, 8, 4.*there and .*2, 64, 8, 8"):
+        restore(folder, of=model(embed=64))
+    with pytest.raises(CheckpointError, match="another model or optimizer.*nothing"):
+        restore(folder, optimizer=optax.sgd(1.0))
+    assert restore(folder)[1] is not None
+
+
+def test_unwritable_and_full_folders(tmp_path, monkeypatch):
+    state = lower("data=1", TINY).abstract_state
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write to .*file"):
+        Checkpoints(tmp_path / "file" / "c", state)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="1000 bytes free.*takes about"):
+        Checkpoints(tmp_path / "c", state)
+    with pytest.raises(CheckpointError, match="keep=0"):
+        Checkpoints(tmp_path / "c", state, keep=0)

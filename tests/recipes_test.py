@@ -1,0 +1,73 @@
+"""Recipes and settings: typed, and strict about names."""
+
+import pytest
+
+from experiments import building, data, recipes
+from experiments.recipes import ConfigError
+from meshpar import layouts
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_recipes_are_named_as_they_are_listed(name):
+    assert recipes.get(name).recipe == name
+
+
+def test_settings_change_nested_typed_values():
+    config = recipes.with_settings(
+        recipes.get("tiny"),
+        ["model.depth=4", "optimizer.learning_rate=1e-2", "model.tied=true", "steps=7"],
+    )
+    assert config.model.depth == 4 and config.model.tied is True
+    assert config.optimizer.learning_rate == 0.01 and config.steps == 7
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("model.dept=4", "no key 'dept'.*did you mean 'depth'"),
+        ("modle.depth=4", "no key 'modle'.*did you mean 'model'"),
+        ("model.depth", "write KEY=VALUE"),
+        ("model=4", "set one of model.vocab"),
+        ("steps.x=4", "steps has no parts"),
+        ("model.depth=four", "'four' is not of type int"),
+        ("model.tied=yes", "not of type bool"),
+        ("model.depth=0", "depth=0: use at least 1"),
+        ("model.heads=3", "heads must divide embed"),
+        ("model.norm=batch", "use one of"),
+        ("batch_size=0", "batch_size=0: use at least 1"),
+        ("data.held_out=1.5", "held_out=1.5"),
+        ("seed=-1", "seed=-1"),
+        ("framework=torch", "use nnx or linen"),
+        ("compute_dtype=int8", "use float32 or bfloat16"),
+    ],
+)
+def test_wrong_settings_say_what_to_do(setting, words):
+    with pytest.raises(ConfigError, match=words):
+        recipes.with_settings(recipes.get("tiny"), [setting])
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'tiny'"):
+        recipes.get("tinny")
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 6, 8, 64])
+def test_default_layout_fills_all_devices(num):
+    assert layouts.parse(recipes.default_layout(num)).num_devices == num
+    assert recipes.default_layout(8) == "data=2,fsdp=2,tensor=2"
+
+
+def test_vocabulary_comes_from_the_data_or_must_hold_it(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    corpus = data.load(recipes.DataConfig(path=str(tmp_path)))
+    config = recipes.get("tiny")
+    assert building.fit_vocabulary(config, corpus).model.vocab == 256
+    small = recipes.with_settings(config, ["model.vocab=100"])
+    with pytest.raises(ConfigError, match="model.vocab=100.*token id 1"):
+        building.fit_vocabulary(small, corpus)
+
+
+def test_learning_rate_warms_up_and_decays():
+    rates = building.learning_rates(recipes.OptimizerConfig(1.0, 10), steps=100)
+    assert 0 < rates(0) < rates(5) < rates(10) == 1.0
+    assert rates(100) == pytest.approx(0.1)

@@ -1,0 +1,57 @@
+"""Tiny models and batches that the tests share."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+
+import meshpar
+from experiments import building, recipes
+from experiments.recipes import Config
+
+LENGTH, BATCH = 16, 16
+
+
+def config(framework: str = "nnx", **model) -> Config:
+    tiny = recipes.tiny()
+    sizes = dict(
+        vocab=64, length=LENGTH, depth=2, embed=32, heads=8, kv_heads=8, mlp=64
+    )
+    decoder = dataclasses.replace(tiny.model, **(sizes | model))
+    return dataclasses.replace(tiny, framework=framework, model=decoder)
+
+
+def model(framework: str = "nnx", **sizes) -> meshpar.Model:
+    return building.make_model(config(framework, **sizes))
+
+
+def batch(seed: int = 0, size: int = BATCH) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(0, 64, (size, LENGTH + 1), np.int32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def lower(layout, of=None, optimizer=None, **options) -> meshpar.TrainProgram:
+    """Lowers the tiny model onto as many devices as the layout fills."""
+    if isinstance(layout, str):
+        layout = meshpar.layouts.parse(layout)
+    return meshpar.lower(
+        of or model(),
+        optimizer or optax.adamw(1e-2),
+        layout,
+        batch(),
+        devices=jax.devices()[: layout.num_devices],
+        **options,
+    )
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def relative_error(got: dict, want: dict) -> float:
+    """Largest relative error (L2) over the tensors of two dicts."""
+    assert got.keys() == want.keys()
+    return max(
+        float(np.linalg.norm(got[k] - want[k]) / np.linalg.norm(want[k])) for k in want
+    )
