@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -120,6 +121,8 @@ def run(main: Callable[[Sequence[str]], int]) -> None:
             code = 2
         sys.stdout.flush()
         if code and jax.distributed.is_initialized():
+            # Process 0 serves the others: it goes last, so that they can speak too.
+            time.sleep(2 if jax.process_index() == 0 else 0)
             # Leaving in order would wait for processes that may never come.
             os._exit(code)
         return code

@@ -259,17 +259,15 @@ class Trainer:
             log.write(step, **values)
         progress.update(step, values["loss"], values["tokens_per_second"])
         if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-            first = (step - 1) * self.config.batch_size
+            last = step * self.config.batch_size - 1
             raise NonFiniteError(
                 f"step {step}: loss={values['loss']}, grad_norm={values['grad_norm']}; "
-                f"look at learning_rate={values['learning_rate']:.3g}, at grad_norm in "
-                f"the steps before ({self.folder / 'metrics.jsonl'}), at samples "
-                f"{first} to {first + self.config.batch_size - 1} and at "
-                f"compute_dtype={self.config.compute_dtype}; the last good checkpoint "
-                f"is that of step {saved}"
-                if saved
-                else f"step {step}: loss={values['loss']} before the first checkpoint; "
-                f"look at learning_rate={values['learning_rate']:.3g} and the data"
+                f"look at learning_rate={values['learning_rate']:.3g}, at the "
+                f"grad_norm of the steps before ({self.folder / 'metrics.jsonl'}), at "
+                "samples "
+                f"{last - self.config.batch_size + 1} to {last} and at compute_dtype="
+                f"{self.config.compute_dtype}; the last good checkpoint is "
+                + (f"that of step {saved}" if saved else "none yet")
             )
         return bool(stop)
 

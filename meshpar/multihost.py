@@ -5,6 +5,7 @@ them compare what they are about to run (`check_fingerprint`), before any collec
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -118,6 +119,9 @@ def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) ->
             everyone[process] = json.loads(text)
         except jax.errors.JaxRuntimeError:
             missing.append(process)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        # Process 0 serves these values: nobody leaves before all have read them.
+        client.wait_at_barrier(f"{prefix}/read", 10_000)
     if missing:
         raise MultihostError(
             f"process(es) {missing} of {num} did not report within {timeout_s:.0f} s; "

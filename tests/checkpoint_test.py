@@ -107,7 +107,10 @@ def test_all_corrupt_is_an_error_and_nothing_is_deleted(saved):
 
 def test_another_model_or_optimizer_is_an_error(saved):
     folder, _ = saved
-    with pytest.raises(CheckpointError, match="another model.*is .*2, 32, 8, 4.*there and .*2, 64, 8, 8"):
+    with pytest.raises(
+        CheckpointError,
+        match="another model.*is .*2, 32, 8, 4.*there and .*2, 64, 8, 8",
+    ):
         restore(folder, of=model(embed=64))
     with pytest.raises(CheckpointError, match="another model or optimizer.*nothing"):
         restore(folder, optimizer=optax.sgd(1.0))

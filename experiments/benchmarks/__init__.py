@@ -1,0 +1,1 @@
+"""Measurements as ratios within one run, since machines are shared and noisy."""

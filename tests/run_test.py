@@ -1,0 +1,287 @@
+"""Runs as a user starts them: resume, signals, faults, errors."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import metrics, recipes, training
+from experiments.training import RESTART, NonFiniteError, Trainer
+from meshpar import layouts
+from meshpar.checkpoint import CheckpointError
+from meshpar.errors import MeshparError
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A small text with plenty of structure."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    rng = np.random.default_rng(0)
+    words = ["alpha ", "beta ", "gamma ", "delta "]
+    path.write_text("".join(rng.choice(words, 20_000)))
+    return str(path)
+
+
+def config(text, workdir, **changes):
+    tiny = recipes.with_settings(
+        recipes.get("tiny"), [f"data.path={text}", "steps=12", "sample_tokens=5"]
+    )
+    return dataclasses.replace(tiny, workdir=str(workdir), **changes)
+
+
+def train(config, layout="data=2,fsdp=2,tensor=2"):
+    layout = layouts.parse(layout)
+    config = dataclasses.replace(config, layout=str(layout))
+    return Trainer(config, layout, jax.devices()[: layout.num_devices]).run()
+
+
+def losses(workdir):
+    rows = metrics.read(pathlib.Path(workdir) / "metrics.jsonl")
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    """Losses of a run that nothing disturbed, and its folder."""
+    workdir = tmp_path_factory.mktemp("unbroken")
+    assert train(config(text, workdir)) == 0
+    return losses(workdir), workdir
+
+
+def test_a_run_learns_and_leaves_everything(unbroken, text):
+    found, workdir = unbroken
+    assert list(found) == list(range(1, 13))
+    assert found[12] < found[1] - 0.5
+    rows = metrics.read(workdir / "metrics.jsonl")
+    assert {r["step"] for r in rows if "evaluation_loss" in r} == {10, 12}
+    wanted = {"step", "loss", "grad_norm", "learning_rate"}
+    assert rows[0].keys() == wanted | {"tokens_per_second", "step_seconds"}
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((workdir / "tensorboard").iterdir())
+    kept = sorted(p.name for p in (workdir / "checkpoints").iterdir())
+    assert kept == ["10", "12"]
+
+
+def stop_after(monkeypatch, step, action):
+    """Acts once the metrics of a step have been read."""
+    record = Trainer._record
+
+    def acting(self, *arguments):
+        stopping = record(self, *arguments)
+        if arguments[0] == step:
+            action()
+        return stopping
+
+    monkeypatch.setattr(Trainer, "_record", acting)
+
+
+@pytest.mark.parametrize(
+    "number, layout", [(signal.SIGTERM, "fsdp=4"), (signal.SIGINT, "data=1")]
+)
+def test_a_signal_saves_and_another_layout_goes_on(
+    number, layout, unbroken, text, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7, lambda: os.kill(os.getpid(), number))
+        assert train(config(text, tmp_path)) == RESTART
+    assert 7 <= max(losses(tmp_path)) < 12
+    assert train(config(text, tmp_path), layout) == 0
+    found = losses(tmp_path)
+    assert list(found) == list(range(1, 13))
+    np.testing.assert_allclose(
+        list(found.values()), list(unbroken[0].values()), rtol=1e-5
+    )
+
+
+def command(text, workdir, *more):
+    return [
+        *(sys.executable, "-m", "experiments.run", "--recipe=tiny", "--steps=12"),
+        *(f"--data={text}", f"--workdir={workdir}", "--set=sample_tokens=5", *more),
+    ]
+
+
+def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):
+    """The metrics log may be ahead of the checkpoint, and its last line torn."""
+    process = subprocess.Popen(command(text, tmp_path), cwd=ROOT)
+    log = tmp_path / "metrics.jsonl"
+    while max(losses(tmp_path), default=0) < 6 and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    with log.open("a") as file:
+        file.write('{"step": 9, "lo')
+    assert train(config(text, tmp_path)) == 0
+    found = losses(tmp_path)
+    assert list(found) == list(range(1, 13))
+    np.testing.assert_allclose(
+        list(found.values()), list(unbroken[0].values()), rtol=1e-6
+    )
+
+
+def test_a_finished_run_says_so_and_changes_nothing(unbroken, text, capsys):
+    before = losses(unbroken[1])
+    assert train(config(text, unbroken[1])) == 0
+    assert "already at step 12 of 12; raise --steps" in capsys.readouterr().out
+    assert losses(unbroken[1]) == before
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("seed=1", "seed=0.*this command has seed=1"),
+        ("model.embed=64", "another model or optimizer"),
+        ("data.held_out=0.2", "data=.*another --workdir"),
+    ],
+)
+def test_a_workdir_of_another_run_is_refused(unbroken, text, setting, words):
+    other = recipes.with_settings(config(text, unbroken[1]), [setting])
+    before = losses(unbroken[1])
+    with pytest.raises(MeshparError, match=words):
+        train(other, "data=1")
+    assert losses(unbroken[1]) == before
+
+
+def test_two_runs_cannot_share_a_folder(text, tmp_path):
+    with training._own_folder(tmp_path):
+        with pytest.raises(CheckpointError, match="another run is writing"):
+            with training._own_folder(tmp_path):
+                pass
+
+
+def test_unwritable_workdir(text, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write to"):
+        train(config(text, tmp_path / "file" / "run"), "data=1")
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(text, tmp_path):
+    wild = recipes.with_settings(
+        config(text, tmp_path, checkpoint_every=2),
+        ["optimizer.learning_rate=1e36", "optimizer.warmup_steps=0"],
+    )
+    calm = config(text, tmp_path, checkpoint_every=2, steps=2)
+    assert train(calm, "data=1") == 0
+    with pytest.raises(NonFiniteError) as error:
+        train(wild, "data=1")
+    words = (
+        "e+35, at the grad_norm",
+        "samples",
+        "last good checkpoint is that of step 2",
+    )
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--recipe=tinny"], "did you mean 'tiny'"),
+        (["--layout=dta=2"], "did you mean 'data'"),
+        (["--set=model.dpth=2"], "did you mean 'depth'"),
+        (["--layout=data=8", "--devices=4"], "needs data*fsdp*tensor=8*1*1=8 devices"),
+        (["--layout=data=2", "--devices=4"], "would leave 2 idle"),
+        (["--devices=6"], "does not divide"),
+        (["--data=/nowhere/at/all.txt"], "does not exist"),
+        (["--num_processes=2"], "give all three or none"),
+        (["stray"], "are not flags"),
+    ],
+)
+def test_bad_input_is_an_error_without_a_traceback(arguments, words, tmp_path):
+    run = [sys.executable, "-m", "experiments.run", f"--workdir={tmp_path}/w"]
+    done = subprocess.run(
+        [*run, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert "error: " in done.stderr and words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "w").exists()
+
+
+def test_help_is_short():
+    run = [sys.executable, "-m", "experiments.run", "--helpshort"]
+    text = subprocess.run(run, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "--layout" in text and "--workdir" in text
+    assert len(text.splitlines()) < 60
+
+
+def test_launch_local_equals_one_process(unbroken, text, tmp_path):
+    """Two real processes form one mesh, resume a single-process run, and agree."""
+    workdir, logs = tmp_path / "run", tmp_path / "logs"
+    launch = ["launch/local.sh", f"--log_dir={logs}", "2", "--"]
+    run = command(text, workdir, "--layout=data=2,fsdp=2,tensor=2")
+    done = subprocess.run(
+        [*launch, *run], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 8 cpu device(s), 2 process(es)" in done.stdout
+    assert (logs / "0.log").exists() and (logs / "1.log").exists()
+    found = losses(workdir)
+    np.testing.assert_allclose(
+        list(found.values()), list(unbroken[0].values()), rtol=1e-5
+    )
+
+
+def test_launch_local_names_the_process_with_another_config(text, tmp_path):
+    """One process of three has another seed: all stop before the first collective."""
+    logs = tmp_path / "logs"
+    script = 'exec "$@" --seed=$((MESHPAR_PROCESS_ID == 1 ? 7 : 0))'
+    run = command(text, tmp_path / "run", "--layout=data=3", "--batch_size=12")
+    launch = ["launch/local.sh", f"--log_dir={logs}", "3", "--", "bash", "-c", script]
+    done = subprocess.run(
+        [*launch, "bash", *run], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    for process in range(3):
+        said = (logs / f"{process}.log").read_text()
+        assert "config: process 1 has" in said and "seed=7" in said, said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_launch_local_returns_the_code_of_the_process_that_fails(tmp_path):
+    script = "if ((MESHPAR_PROCESS_ID == 1)); then exit 3; fi; sleep 60"
+    launch = ["launch/local.sh", f"--log_dir={tmp_path}", "2", "--", "bash", "-c"]
+    began = time.monotonic()
+    done = subprocess.run([*launch, script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "process 1 ended with code 3" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
+    workdir = tmp_path / "run"
+    launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
+    run = command(text, workdir, "--layout=fsdp=2", "--steps=2000")
+    process = subprocess.Popen([*launch, *run], cwd=ROOT, stdout=subprocess.DEVNULL)
+    while max(losses(workdir), default=0) < 3 and process.poll() is None:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == RESTART
+    steps = [int(p.name) for p in (workdir / "checkpoints").iterdir()]
+    assert max(steps) == max(losses(workdir)) >= 3
+
+
+def test_verify_command_proves_and_names_differences(text):
+    run = [sys.executable, "-m", "experiments.verify", "--recipe=tiny"]
+    run += [f"--data={text}", "--layout=fsdp=2,tensor=2", "--verify_steps=2"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("EQUAL: fsdp=2,tensor=2,zero=3"), last
+    done = subprocess.run(
+        [*run, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    found = json.loads(done.stdout)
+    assert found["equal"] and found["first_difference"] is None
+    kinds = {c["kind"] for c in found["comparisons"]}
+    assert kinds == {"loss", "gradient", "grad_norm", "optimizer"}
