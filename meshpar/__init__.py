@@ -1,6 +1,7 @@
 """meshpar: train any Flax model under any parallel layout with JAX SPMD."""
 
 from meshpar import layouts as layouts
+from meshpar.automatic import TrainState as TrainState
 from meshpar.errors import MeshparError as MeshparError
 from meshpar.flax_models import Model as Model
 from meshpar.flax_models import Param as Param
@@ -12,5 +13,4 @@ from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
 from meshpar.plan import Plan as Plan
 from meshpar.train_step import TrainProgram as TrainProgram
-from meshpar.train_step import TrainState as TrainState
 from meshpar.train_step import lower as lower

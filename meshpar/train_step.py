@@ -1,47 +1,27 @@
 """Lowering: (model, optimizer, layout, batch) -> one compiled SPMD training program.
 
-The automatic lowering (`jit`): every mesh axis is automatic, training state carries the
-shardings of the plan, activations carry the model's constraints, and the compiler
-inserts the collectives. ZeRO is a matter of what is sharded over `fsdp`.
+`lower` checks everything that can be checked without compiling; the `TrainProgram` that
+it returns compiles when it is first used.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import layouts, microbatch
+from meshpar import layouts
+from meshpar.automatic import Automatic, Metrics, TrainState, model_scope
 from meshpar.flax_models import Model, Params
 from meshpar.layouts import Layout, LayoutError, nearest
 from meshpar.mesh import make_mesh
 from meshpar.plan import Plan, make_plan
-
-Metrics = dict[str, jax.Array]
-
-
-class TrainState(NamedTuple):
-    """All that training carries from step to step.
-
-    Attributes:
-      step: steps done, int32 scalar.
-      seed: seed of the run, uint32 scalar; dropout keys follow from seed and step.
-      params: {path: array}.
-      optimizer_state: the optax state.
-    """
-
-    step: jax.Array
-    seed: jax.Array
-    params: Params
-    optimizer_state: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +29,34 @@ class TrainProgram:
     """A model lowered under a layout; made by `lower`.
 
     Attributes:
-      model: the model.
-      layout: the layout.
-      mesh: the device mesh.
-      plan: spec, reason and bytes of every leaf.
+      lowering: the pure functions of the step.
       abstract_state: the training state as ShapeDtypeStructs with shardings.
       abstract_batch: the batch, likewise.
     """
 
-    model: Model
-    optimizer: optax.GradientTransformation
-    layout: Layout
-    mesh: Mesh
-    plan: Plan
+    lowering: Automatic
     abstract_state: TrainState
     abstract_batch: Any
-    clip_norm: float | None
-    compute_dtype: Any
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.lowering.model
+
+    @property
+    def plan(self) -> Plan:
+        """Spec, reason and bytes of every leaf."""
+        return self.lowering.plan
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.plan.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+        return self.lowering.mesh
 
     def init(self, seed: int = 0) -> TrainState:
         """Makes a fresh state: the same numbers whatever the layout."""
@@ -97,7 +88,7 @@ class TrainProgram:
         """The training step as StableHLO, before it is compiled."""
         with jax.set_mesh(self.mesh):
             return jax.jit(
-                self._traced(self._train_step),
+                self._traced(self.lowering.train_step),
                 donate_argnums=0,
                 out_shardings=(self._state_shardings, self._whole),
             ).lower(self.abstract_state, self.abstract_batch)
@@ -162,13 +153,19 @@ class TrainProgram:
 
     @functools.cached_property
     def _init(self) -> Callable[[Any], TrainState]:
-        def init(seed: jax.Array) -> TrainState:
-            params = self.model.init(jax.random.key(seed))
-            return TrainState(
-                jnp.zeros((), jnp.int32), seed, params, self.optimizer.init(params)
-            )
+        optimizer, model = self.lowering.optimizer, self.model
 
-        return jax.jit(init, out_shardings=self._state_shardings)
+        def init(seed: jax.Array) -> TrainState:
+            params = model.init(jax.random.key(seed))
+            step = jnp.zeros((), jnp.int32)
+            return TrainState(step, seed, params, optimizer.init(params))
+
+        # Runs once: on CPUs optimized code for it takes longer to make than it saves.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        return jax.jit(
+            init, out_shardings=self._state_shardings, compiler_options=options
+        )
 
     @functools.cached_property
     def _step(self) -> Callable:
@@ -180,15 +177,11 @@ class TrainProgram:
             path: NamedSharding(self.mesh, leaf.partition_spec)
             for path, leaf in self.plan.gradients.items()
         }
-        return self._jit(self._loss_and_gradients, (self._whole, shardings))
+        return self._jit(self.lowering.gradients, (self._whole, shardings))
 
     @functools.cached_property
     def _evaluate(self) -> Callable:
-        def evaluate(state: TrainState, batch: Any) -> Metrics:
-            loss, aux = self.model.evaluation_loss(self._cast(state.params), batch)
-            return {"loss": loss.astype(jnp.float32), **aux}
-
-        return self._jit(evaluate, self._whole)
+        return self._jit(self.lowering.evaluate, self._whole)
 
     def _jit(self, fn: Callable, out_shardings: Any) -> Callable:
         jitted = jax.jit(self._traced(fn), out_shardings=out_shardings)
@@ -200,112 +193,11 @@ class TrainProgram:
         return call
 
     def _traced(self, fn: Callable) -> Callable:
-        @functools.wraps(fn)
         def traced(state: TrainState, batch: Any) -> Any:
-            with _model_scope(self.layout, self.mesh):
+            with model_scope(self.layout, self.mesh):
                 return fn(state, batch)
 
         return traced
-
-    def _cast(self, params: Params) -> Params:
-        if self.compute_dtype is None:
-            return params
-        return {
-            path: x.astype(self.compute_dtype)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else x
-            for path, x in params.items()
-        }
-
-    def _shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
-        return {
-            path: jax.lax.with_sharding_constraint(
-                x, NamedSharding(self.mesh, specs[path])
-            )
-            for path, x in tree.items()
-        }
-
-    def _loss_and_gradients(
-        self, state: TrainState, batch: Any
-    ) -> tuple[Metrics, Params]:
-        key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-        specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
-
-        def loss_fn(params: Params, batch: Any, key: jax.Array):
-            loss, aux = self.model.loss(self._cast(params), batch, key)
-            return loss.astype(jnp.float32), aux
-
-        def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
-            with_aux = jax.value_and_grad(loss_fn, has_aux=True)
-            (loss, aux), grads = with_aux(state.params, batch, key)
-            return {"loss": loss, **aux}, self._shard(grads, specs)
-
-        if self.layout.microbatches == 1:
-            return one(batch, key)
-        return self._accumulate(one, batch, key, state.params, specs)
-
-    def _accumulate(
-        self,
-        one: Callable[[Any, jax.Array], tuple[Metrics, Params]],
-        batch: Any,
-        key: jax.Array,
-        params: Params,
-        specs: dict[str, PartitionSpec],
-    ) -> tuple[Metrics, Params]:
-        """Means over microbatches, each weighted by its aux["weight"] (1 without)."""
-        num = self.layout.microbatches
-        batches = jax.tree.map(
-            lambda x, target: jax.lax.with_sharding_constraint(
-                x,
-                NamedSharding(self.mesh, PartitionSpec(None, *target.sharding.spec)),
-            ),
-            microbatch.split(batch, num),
-            self.abstract_batch,
-        )
-        first = jax.tree.map(lambda x: x[0], batches)
-        metrics, _ = jax.eval_shape(one, first, key)
-        weighted = "weight" in metrics
-
-        def body(sums: Any, m_batch: tuple[jax.Array, Any]) -> tuple[Any, None]:
-            m, batch = m_batch
-            metrics, grads = one(batch, jax.random.fold_in(key, m))
-            weight = jnp.float32(metrics.pop("weight", 1.0))
-            new = weight, *jax.tree.map(lambda x: weight * x, (metrics, grads))
-            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
-            return (*total[:2], self._shard(total[2], specs)), None
-
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32),
-            ({k: v for k, v in metrics.items() if k != "weight"}, params),
-        )
-        sums = jnp.zeros((), jnp.float32), zeros[0], self._shard(zeros[1], specs)
-        sums, _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
-        weight, metrics, grads = sums[0], *jax.tree.map(lambda x: x / sums[0], sums[1:])
-        grads = {path: g.astype(params[path].dtype) for path, g in grads.items()}
-        return metrics | ({"weight": weight} if weighted else {}), grads
-
-    def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        metrics, grads = self._loss_and_gradients(state, batch)
-        grads = self._shard(grads, self.plan.update_specs)
-        grad_norm = optax.tree.norm(grads)
-        if self.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        params = self._shard(state.params, self.plan.update_specs)
-        updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, params
-        )
-        params = optax.apply_updates(params, updates)
-        new = TrainState(state.step + 1, state.seed, params, optimizer_state)
-        return new, metrics | {"grad_norm": grad_norm}
-
-
-@contextlib.contextmanager
-def _model_scope(layout: Layout, mesh: Mesh) -> Iterator[layouts.Scope]:
-    """Runs a model under a layout: our `constrain`, and Flax's own logical rules."""
-    rules = tuple(layout.activation_rules.items())
-    with layouts.use(layout, mesh) as scope, nn.logical_axis_rules(rules):
-        yield scope
 
 
 def _abstract_batch(batch: Any, layout: Layout, mesh: Mesh) -> Any:
@@ -330,7 +222,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     params = {
         p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in model.params.items()
     }
-    with jax.set_mesh(mesh), _model_scope(layout, mesh) as scope:
+    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         jax.eval_shape(lambda *a: model.loss(*a), params, batch, jax.random.key(0))
     for name, _ in layout.activations:
         if name not in scope.names_used:
@@ -398,14 +290,5 @@ def lower(
         },
         jax.tree.map(with_sharding, optimizer_state, plan.optimizer_specs),
     )
-    return TrainProgram(
-        model=model,
-        optimizer=optimizer,
-        layout=layout,
-        mesh=mesh,
-        plan=plan,
-        abstract_state=abstract_state,
-        abstract_batch=abstract_batch,
-        clip_norm=clip_norm,
-        compute_dtype=compute_dtype,
-    )
+    lowering = Automatic(model, optimizer, plan, mesh, clip_norm, compute_dtype)
+    return TrainProgram(lowering, abstract_state, abstract_batch)

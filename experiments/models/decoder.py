@@ -227,6 +227,8 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        if config.vocab == 0:
+            raise ValueError("vocab=0: the data has to give it before a model is made")
         self.config = config
         d, v = config.embed, config.vocab
         # 1/sqrt(fan_in) of a lookup is 1; a tied head wants logits of order one.
