@@ -47,7 +47,7 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
 An axis name is a dim name too, so models annotated with mesh axes work as they are.
 """
 
-ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
+_ACTIVATION_DIMS: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "length": (),
     "embed": (),
@@ -57,8 +57,16 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "vocab": ("tensor",),
-} | {axis: (axis,) for axis in AXES}
-"""Default rules for activations (`constrain`)."""
+}
+ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
+    **_ACTIVATION_DIMS,
+    **{f"activation_{dim}": axes for dim, axes in _ACTIVATION_DIMS.items()},
+    **{axis: (axis,) for axis in AXES},
+}
+"""Default rules for activations, for `constrain` and for Flax's own functions.
+
+Public Flax models often write `activation_embed` for the embed dim of an activation.
+"""
 
 REMAT_POLICIES: dict[str, Callable[[], Any]] = {
     "full": lambda: jax.checkpoint_policies.nothing_saveable,
