@@ -21,7 +21,7 @@ class Progress:
     def __enter__(self):
         if self._shown and self._console.is_terminal:
             columns = (
-                *("[bold]step", rich.progress.MofNCompleteColumn()),
+                *("step", rich.progress.MofNCompleteColumn()),
                 *(rich.progress.BarColumn(None), "loss {task.fields[loss]:.4f}"),
                 *("{task.fields[speed]:,.0f} tokens/s", "left"),
                 rich.progress.TimeRemainingColumn(),

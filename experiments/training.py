@@ -213,8 +213,9 @@ class Trainer:
             pending.append((step, step_metrics, any_process(stop.signal is not None)))
             evaluates = step % config.evaluate_every == 0 or step == config.steps
             saves = step % config.checkpoint_every == 0 or step == config.steps
-            while len(pending) > (0 if evaluates or saves or stopping else 1):
-                stopping |= self._record(*pending.popleft(), log, progress, saved)
+            ready = len(pending) - (0 if evaluates or saves or stopping else 1)
+            finished = [pending.popleft() for _ in range(ready)]
+            stopping |= self._record(finished, log, progress, saved)
             if saves or stopping:
                 saved = step
                 position_now = position + (step - self._start) * config.batch_size
@@ -235,17 +236,29 @@ class Trainer:
 
     def _record(
         self,
-        step: int,
-        step_metrics: Any,
-        stop: Any,
+        finished: Sequence[tuple[int, Any, Any]],
         log: metrics.MetricsLog | None,
         progress: Progress,
         saved: int,
     ) -> bool:
-        """Logs a finished step; returns whether any process was told to stop."""
-        values = {k: float(v) for k, v in jax.device_get(step_metrics).items()}
+        """Logs finished steps; returns whether any process was told to stop."""
+        steps = [(step, jax.device_get(values)) for step, values, _ in finished]
         now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds, self._clock = (now - self._clock) / max(1, len(steps)), now
+        for step, step_metrics in steps:
+            self._log_step(step, step_metrics, seconds, log, progress)
+            self._check_finite(step, step_metrics, saved)
+        return any(bool(stop) for _, _, stop in finished)
+
+    def _log_step(
+        self,
+        step: int,
+        step_metrics: Any,
+        seconds: float,
+        log: metrics.MetricsLog | None,
+        progress: Progress,
+    ) -> None:
+        values = {name: float(value) for name, value in step_metrics.items()}
         tokens = self.config.batch_size * self.config.model.length
         values |= {
             "learning_rate": float(self._learning_rates[step - 1]),
@@ -258,18 +271,20 @@ class Trainer:
         if log:
             log.write(step, **values)
         progress.update(step, values["loss"], values["tokens_per_second"])
-        if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+
+    def _check_finite(self, step: int, step_metrics: Any, saved: int) -> None:
+        loss, grad_norm = (float(step_metrics[k]) for k in ("loss", "grad_norm"))
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
             last = step * self.config.batch_size - 1
+            rate = self._learning_rates[step - 1]
             raise NonFiniteError(
-                f"step {step}: loss={values['loss']}, grad_norm={values['grad_norm']}; "
-                f"look at learning_rate={values['learning_rate']:.3g}, at the "
-                f"grad_norm of the steps before ({self.folder / 'metrics.jsonl'}), at "
-                "samples "
-                f"{last - self.config.batch_size + 1} to {last} and at compute_dtype="
-                f"{self.config.compute_dtype}; the last good checkpoint is "
-                + (f"that of step {saved}" if saved else "none yet")
+                f"step {step}: loss={loss}, grad_norm={grad_norm}; look at "
+                f"learning_rate={rate:.3g}, at the grad_norm of the steps before "
+                f"({self.folder / 'metrics.jsonl'}), at samples "
+                f"{last - self.config.batch_size + 1} to {last} and at "
+                f"compute_dtype={self.config.compute_dtype}; the last good checkpoint "
+                f"is {f'that of step {saved}' if saved else 'none yet'}"
             )
-        return bool(stop)
 
     def _trace_profile(self, step: int, progress: Progress) -> None:
         """Starts a profiler trace after the third step and ends it three later."""

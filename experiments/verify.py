@@ -34,7 +34,8 @@ def _table(report: verify.Report) -> rich.table.Table:
         key = (c.kind, c.tensor)
         if key not in worst or not c.error <= worst[key].error:
             worst[key] = c
-    table = rich.table.Table("kind", "tensor", "relative error", "step", "equal")
+    tensor = rich.table.Column("tensor", overflow="fold")
+    table = rich.table.Table("kind", tensor, "relative error", "step", "equal")
     for (kind, tensor), c in worst.items():
         verdict = "yes" if c.ok else "[bold red]NO"
         table.add_row(kind, tensor, f"{c.error:.1e}", str(c.step), verdict)

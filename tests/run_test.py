@@ -74,15 +74,14 @@ def test_a_run_learns_and_leaves_everything(unbroken, text):
 
 def stop_after(monkeypatch, step, action):
     """Acts once the metrics of a step have been read."""
-    record = Trainer._record
+    log_step = Trainer._log_step
 
-    def acting(self, *arguments):
-        stopping = record(self, *arguments)
-        if arguments[0] == step:
+    def acting(self, finished, *arguments):
+        log_step(self, finished, *arguments)
+        if finished == step:
             action()
-        return stopping
 
-    monkeypatch.setattr(Trainer, "_record", acting)
+    monkeypatch.setattr(Trainer, "_log_step", acting)
 
 
 @pytest.mark.parametrize(
