@@ -213,9 +213,10 @@ class Trainer:
             pending.append((step, step_metrics, any_process(stop.signal is not None)))
             evaluates = step % config.evaluate_every == 0 or step == config.steps
             saves = step % config.checkpoint_every == 0 or step == config.steps
-            ready = len(pending) - (0 if evaluates or saves or stopping else 1)
-            finished = [pending.popleft() for _ in range(ready)]
-            stopping |= self._record(finished, log, progress, saved)
+            boundary = evaluates or saves
+            while ready := len(pending) - (0 if boundary or stopping else 1):
+                finished = [pending.popleft() for _ in range(ready)]
+                stopping |= self._record(finished, log, progress, saved)
             if saves or stopping:
                 saved = step
                 position_now = position + (step - self._start) * config.batch_size
@@ -230,7 +231,7 @@ class Trainer:
                 progress.say(f"step {step}: held-out loss {loss:.4f}")
                 if log:
                     log.write(step, evaluation_loss=loss)
-            if evaluates or saves:
+            if boundary:
                 self._clock = time.perf_counter()
         return state
 
