@@ -11,7 +11,7 @@ import optax
 import meshpar
 from experiments import data
 from experiments.models.decoder import Decoder
-from experiments.models.linen_decoder import LinenDecoder
+from experiments.models.linen_decoder import LinenDecoder, check_kind
 from experiments.models.loss import cross_entropy
 from experiments.recipes import Config, ConfigError, OptimizerConfig
 
@@ -26,7 +26,7 @@ def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
     if model.vocab == 0:
         model = dataclasses.replace(model, vocab=corpus.vocab)
         return dataclasses.replace(config, model=model)
-    highest = max(int(corpus.train.max()), int(corpus.held_out.max(initial=0)))
+    highest = max(len(corpus.train_counts), len(corpus.held_out_counts)) - 1
     if highest >= model.vocab:
         raise ConfigError(
             f"model.vocab={model.vocab}, but the data holds token id {highest}; use "
@@ -39,6 +39,7 @@ def make_model(config: Config) -> meshpar.Model:
     """The recipe's model with next-token cross-entropy."""
     decoder = config.model
     if config.framework == "linen":
+        check_kind(decoder)
         tokens = jax.ShapeDtypeStruct((1, decoder.length), jnp.int32)
         return meshpar.from_linen(
             LinenDecoder(decoder),

@@ -1,6 +1,7 @@
 """Flags that all programs share, and how a program starts and ends."""
 
 import dataclasses
+import errno
 import os
 import sys
 import time
@@ -78,8 +79,9 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     if PLATFORM.value:
         jax.config.update("jax_platforms", PLATFORM.value.replace("gpu", "cuda"))
     layout = meshpar.layouts.parse(config.layout) if config.layout else None
-    wanted = DEVICES.value or (layout.num_devices if layout else 8)
     processes = who[1] if who else 1
+    fewest = -(-8 // processes) * processes  # 8, or as many as the processes split.
+    wanted = DEVICES.value or (layout.num_devices if layout else fewest)
     if wanted < 1 or wanted % processes:
         raise meshpar.LayoutError(
             f"{wanted} devices over {processes} processes: use a multiple of "
@@ -118,6 +120,16 @@ def run(main: Callable[[Sequence[str]], int]) -> None:
             code = main(argv)
         except meshpar.MeshparError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
+            code = 2
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            print(
+                f"error: {error}; make room and run the same command again: it goes on "
+                "from the last complete checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
             code = 2
         sys.stdout.flush()
         if code and jax.distributed.is_initialized():

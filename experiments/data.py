@@ -48,6 +48,16 @@ class Corpus:
     decode: Callable[[Sequence[int]], str]
 
     @functools.cached_property
+    def train_counts(self) -> np.ndarray:
+        """How often each token id stands in the training part, integer [ids]."""
+        return _counts(self.train)
+
+    @functools.cached_property
+    def held_out_counts(self) -> np.ndarray:
+        """How often each token id stands in the held-out part, integer [ids]."""
+        return _counts(self.held_out)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of sizes, vocabulary and a sample of the tokens."""
         digest = hashlib.sha256(f"{self.vocab}".encode())
@@ -56,6 +66,16 @@ class Corpus:
             digest.update(f"{len(part)}".encode())
             digest.update(np.ascontiguousarray(part[::stride], np.int64).tobytes())
         return digest.hexdigest()[:16]
+
+
+def _counts(tokens: np.ndarray) -> np.ndarray:
+    """Counts token ids piece by piece: the tokens may be a large mapped file."""
+    counts, piece = np.zeros(0, np.int64), 1 << 24
+    for start in range(0, len(tokens), piece):
+        more = np.bincount(tokens[start : start + piece], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+    return counts
 
 
 def _standard_library() -> list[pathlib.Path]:
@@ -192,9 +212,10 @@ def unigram_loss(corpus: Corpus) -> float:
 
     Token frequencies are counted on the training part, plus one each.
     """
-    counts = np.bincount(corpus.train, minlength=corpus.vocab) + 1.0
-    seen = np.bincount(corpus.held_out, minlength=corpus.vocab)
-    return float(-np.sum(seen * np.log(counts / counts.sum())) / seen.sum())
+    counts, seen = np.ones(corpus.vocab), corpus.held_out_counts
+    counts[: len(corpus.train_counts)] += corpus.train_counts
+    log_probabilities = np.log(counts / counts.sum())
+    return float(-np.sum(seen * log_probabilities[: len(seen)]) / seen.sum())
 
 
 class Windows(grain.sources.RandomAccessDataSource):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.models.decoder import DecoderConfig
+from experiments.models.linen_decoder import KIND as LINEN_KIND
 from meshpar.errors import MeshparError
 from meshpar.layouts import nearest
 
@@ -140,7 +141,7 @@ def bytes_gpt2() -> Config:
 
 def bytes_linen() -> Config:
     """Byte-level decoder in Flax Linen."""
-    model = DecoderConfig(vocab=0, kv_heads=4, mlp=512, tied=True)
+    model = DecoderConfig(vocab=0, kv_heads=4, mlp=512, **LINEN_KIND)
     return Config("bytes-linen", framework="linen", model=model)
 
 

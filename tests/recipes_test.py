@@ -5,6 +5,7 @@ import pytest
 from experiments import building, data, recipes
 from experiments.recipes import ConfigError
 from meshpar import layouts
+from meshpar.errors import MeshparError
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
@@ -65,6 +66,13 @@ def test_vocabulary_comes_from_the_data_or_must_hold_it(tmp_path):
     small = recipes.with_settings(config, ["model.vocab=100"])
     with pytest.raises(ConfigError, match="model.vocab=100.*token id 1"):
         building.fit_vocabulary(small, corpus)
+
+
+def test_linen_refuses_what_it_does_not_have():
+    config = recipes.with_settings(recipes.get("bytes-linen"), ["model.vocab=256"])
+    building.make_model(config)
+    with pytest.raises(MeshparError, match="model.norm='rmsnorm'.*framework=nnx"):
+        building.make_model(recipes.with_settings(config, ["model.norm=rmsnorm"]))
 
 
 def test_learning_rate_warms_up_and_decays():

@@ -8,6 +8,7 @@ import optax
 
 import meshpar
 from experiments import building, recipes
+from experiments.models.linen_decoder import KIND
 from experiments.recipes import Config
 
 LENGTH, BATCH = 16, 16
@@ -18,7 +19,8 @@ def config(framework: str = "nnx", **model) -> Config:
     sizes = dict(
         vocab=64, length=LENGTH, depth=2, embed=32, heads=8, kv_heads=8, mlp=64
     )
-    decoder = dataclasses.replace(tiny.model, **(sizes | model))
+    kind = KIND if framework == "linen" else {}
+    decoder = dataclasses.replace(tiny.model, **(sizes | kind | model))
     return dataclasses.replace(tiny, framework=framework, model=decoder)
 
 

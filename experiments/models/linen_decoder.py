@@ -6,6 +6,23 @@ import jax.numpy as jnp
 
 from experiments.models.decoder import DecoderConfig
 from meshpar import layouts
+from meshpar.errors import MeshparError
+
+KIND = dict(
+    position="learned", norm="layernorm", activation="gelu", bias=False, tied=True
+)
+"""The one kind of decoder that this file holds."""
+
+
+def check_kind(config: DecoderConfig) -> None:
+    """Raises MeshparError for what only the NNX decoder can be."""
+    wanted = KIND | {"kv_heads": config.heads}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise MeshparError(
+                f"model.{name}={getattr(config, name)!r}: the Linen decoder has "
+                f"{name}={value!r}; set that, or framework=nnx"
+            )
 
 
 def _norm() -> nn.LayerNorm:
