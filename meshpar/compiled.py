@@ -1,0 +1,275 @@
+"""Reads the collectives out of a compiled program: kind, mesh axes, bytes, executions.
+
+Takes the optimized HLO text of a CPU, TPU or GPU program. Loop trip counts are
+multiplied in, asynchronous pairs count once, and every collective is traced back to the
+mesh axes of its groups and to the source line that asked for it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from meshpar import cost
+
+_DTYPE_BYTES = {
+    **dict.fromkeys(("pred", "s8", "u8", "s4", "u4", "f8e4m3fn", "f8e5m2"), 1),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
+    **dict.fromkeys(("s32", "u32", "f32"), 4),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
+    "c128": 16,
+}
+_KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
+}
+_CALLS = re.compile(
+    r"\b(?:calls|to_apply|branch_computations|true_computation|false_computation"
+    r"|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+)
+_OPCODE = re.compile(r"(?<![\w:.%\-])([a-z][\w\-]*)\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+      kind: all_reduce, all_gather, reduce_scatter, all_to_all, permute or broadcast.
+      axes: mesh axes over which it runs, outer to inner; () where no set of axes gives
+        its groups.
+      group_size: devices that take part together.
+      payload_bytes: bytes of the whole tensor on one device: the operand, or the result
+        of an all_gather.
+      executions: how often it runs per call of the program.
+      asynchronous: whether it is a start/done pair.
+      computation: the computation in which it stands.
+      source: "file:line" that asked for it; "" where the compiler made it up.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    payload_bytes: int
+    executions: int
+    asynchronous: bool
+    computation: str
+    source: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends per call of the program, all executions."""
+        one = cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
+        return one * self.executions
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+
+
+def _type_bytes(text: str) -> int:
+    """Bytes of all arrays in an HLO type, tuples included."""
+    return sum(
+        _DTYPE_BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d)
+        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", text)
+        if dtype in _DTYPE_BYTES
+    )
+
+
+def _parse_instruction(line: str) -> _Instruction | None:
+    match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*)", line)
+    if not match:
+        return None
+    right = re.sub(r"/\*.*?\*/", "", match.group(2))
+    if not (opcode := _OPCODE.search(right)):
+        return None
+    operands = right[opcode.end() :].split(")", 1)[0]
+    return _Instruction(
+        name=match.group(1),
+        type=right[: opcode.start()],
+        opcode=opcode.group(1),
+        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
+        line=line,
+    )
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
+    """Computations {name: {instruction name: instruction}} and the entry's name."""
+    computations: dict[str, dict[str, _Instruction]] = {}
+    current, entry = None, ""
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line):
+            current = computations.setdefault(header.group(2), {})
+            entry = header.group(2) if header.group(1) else entry
+        elif current is not None and (one := _parse_instruction(line.strip())):
+            current[one.name] = one
+    if not entry:
+        raise ValueError("no ENTRY computation: give the text of a compiled program")
+    return computations, entry
+
+
+def _sources(text: str) -> dict[str, str]:
+    """{stack frame id: "file:line"} from the tables at the head of the text."""
+
+    def table(name: str, pattern: str) -> dict[str, tuple[str, ...]]:
+        match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        rows = match.group(1).splitlines() if match else []
+        found = {row.split(" ", 1)[0]: re.search(pattern, row) for row in rows}
+        return {number: m.groups() for number, m in found.items() if m}
+
+    files = table("FileNames", r'"(.*)"')
+    places = table("FileLocations", r"file_name_id=(\d+) .*?\bline=(\d+)")
+    frames = table("StackFrames", r"file_location_id=(\d+)")
+    return {
+        frame: f"{files[places[place][0]][0]}:{places[place][1]}"
+        for frame, (place,) in frames.items()
+        if place in places and places[place][0] in files
+    }
+
+
+def _groups(line: str, num_devices: int) -> list[list[int]]:
+    """The device groups of a collective that does not name its mesh axes."""
+    iota = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if match := re.search(iota, line):
+        shape, dims, order = (
+            [int(d) for d in part.split(",")] if part else None
+            for part in match.groups()
+        )
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    if match := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line):
+        inner = re.findall(r"\{([\d, ]+)\}", match.group(1))
+        return [[int(d) for d in group.split(",")] for group in inner]
+    return [list(range(num_devices))]
+
+
+@functools.lru_cache
+def _axis_groups(mesh: tuple[tuple[str, int], ...]) -> dict[frozenset, tuple[str, ...]]:
+    """{groups: axes}, for every set of mesh axes; the smallest set wins."""
+    names, sizes = zip(*mesh, strict=True)
+    ids, found = np.arange(math.prod(sizes)).reshape(sizes), {}
+    real = [i for i, size in enumerate(sizes) if size > 1]
+    for count in range(1, len(real) + 1):
+        for chosen in itertools.combinations(real, count):
+            last = range(len(sizes) - count, len(sizes))
+            rows = np.moveaxis(ids, chosen, last)
+            rows = rows.reshape(-1, math.prod(sizes[i] for i in chosen))
+            key = frozenset(frozenset(row) for row in rows.tolist())
+            found.setdefault(key, tuple(names[i] for i in chosen))
+    return found
+
+
+def _axes(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    """Mesh axes over which a collective runs, and the size of its groups."""
+    if match := re.search(r"replica_groups=mesh\[[^\]]*\] ?\{([^}]*)\}", line):
+        named = re.findall(r"'([^']+)'", match.group(1))
+        axes = tuple(a for a in mesh if a in named and mesh[a] > 1)
+    elif match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
+        pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
+        ends = np.array(pairs, int).reshape(-1, 2).T
+        sent, got = (np.array(np.unravel_index(e, tuple(mesh.values()))) for e in ends)
+        crossed = (sent != got).any(axis=1)
+        axes = tuple(a for a, one in zip(mesh, crossed, strict=True) if one)
+    else:
+        groups = _groups(line, math.prod(mesh.values()))
+        key = frozenset(frozenset(group) for group in groups)
+        axes = _axis_groups(tuple(mesh.items())).get(key, ())
+        return axes, max(len(group) for group in groups)
+    return axes, math.prod(mesh[a] for a in axes)
+
+
+def _trip_count(
+    loop: _Instruction, computations: Mapping[str, Mapping[str, _Instruction]]
+) -> int:
+    """Trips of a while loop: as the compiler notes it, or the bound it compares with.
+
+    Raises:
+      ValueError: neither tells.
+    """
+    if known := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.line):
+        return int(known.group(1))
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.line).group(1)
+    reachable, bounds = [condition], []
+    for name in reachable:
+        for one in computations.get(name, {}).values():
+            if one.opcode == "constant":
+                bounds += re.findall(r"[su]32\[\]\S* constant\((\d+)\)", one.line)
+            reachable += [c for c in _callees(one) if c not in reachable]
+    if not bounds:
+        raise ValueError(f"cannot tell how often the loop runs: {loop.line[:200]}")
+    return max(map(int, bounds))
+
+
+def _callees(one: _Instruction) -> list[str]:
+    found = _CALLS.findall(one.line)
+    return [name.strip(" %") for part in found for name in part.split(",")]
+
+
+def _payload(one: _Instruction, kind: str, within: Mapping[str, _Instruction]) -> int:
+    """Bytes of the whole tensor that a collective moves, on one device."""
+    operands = sum(_type_bytes(within[o].type) for o in one.operands if o in within)
+    result = _type_bytes(one.type)
+    if kind == "all_gather":
+        # The result of a start is the pair (operand, result).
+        return result - operands if one.opcode.endswith("-start") else result
+    return operands or result
+
+
+def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
+    """Lists the collectives of a compiled program.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()`.
+      mesh: {axis: size}, outer to inner, as in `jax.sharding.Mesh.shape`.
+
+    Raises:
+      ValueError: the text is no compiled program, or hides how often a loop runs.
+    """
+    computations, entry = _parse(text)
+    sources = _sources(text)
+
+    def walk(computation: str, executions: int) -> Iterator[Collective]:
+        within = computations.get(computation, {})
+        for one in within.values():
+            if one.opcode == "while":
+                body = re.search(r"body=%?([\w.\-]+)", one.line).group(1)
+                yield from walk(body, executions * _trip_count(one, computations))
+                continue
+            base = one.opcode.removesuffix("-start")
+            if base in _KINDS:
+                kind = _KINDS[base]
+                if kind == "all_reduce" and computation.startswith(
+                    "all-reduce-scatter"
+                ):
+                    kind = "reduce_scatter"  # How TPU programs spell it.
+                axes, size = _axes(one.line, mesh)
+                frame = re.search(r"stack_frame_id=(\d+)", one.line)
+                yield Collective(
+                    kind=kind,
+                    axes=axes,
+                    group_size=size,
+                    payload_bytes=_payload(one, kind, within),
+                    executions=executions,
+                    asynchronous=one.opcode.endswith("-start"),
+                    computation=computation,
+                    source=sources.get(frame.group(1), "") if frame else "",
+                )
+            elif not one.opcode.endswith(("-done", "-update")):
+                for callee in _callees(one):
+                    yield from walk(callee, executions)
+
+    return [c for c in walk(entry, 1) if c.group_size > 1]
