@@ -113,7 +113,7 @@ class Trainer:
         peak = cost.peak_flops(devices[0].device_kind)
         self._peak_flops = peak and peak * self.program.mesh.size
         self._clock = time.perf_counter()
-        self._start = 0
+        self._start = self._position = 0  # Steps done and samples used before.
 
     def run(self) -> int:
         """Trains to the last step; returns the exit code.
@@ -128,7 +128,7 @@ class Trainer:
                 self.config.keep_checkpoints,
             )
             with contextlib.closing(checkpoints):
-                state, position = self._start_state(checkpoints)
+                state = self._start_state(checkpoints)
                 log = None
                 if jax.process_index() == 0:
                     log = metrics.MetricsLog(self.folder, self._start)
@@ -136,9 +136,7 @@ class Trainer:
                 progress.say(self._describe(self._start))
                 try:
                     with progress:
-                        state = self._train(
-                            state, position, stop, checkpoints, log, progress
-                        )
+                        state = self._train(state, stop, checkpoints, log, progress)
                 finally:
                     if log:
                         log.close()
@@ -160,7 +158,7 @@ class Trainer:
             "seed": self.config.seed,
         }
 
-    def _start_state(self, checkpoints: Checkpoints) -> tuple[Any, int]:
+    def _start_state(self, checkpoints: Checkpoints) -> Any:
         """Restores the newest checkpoint or starts anew; all processes must agree."""
         multihost.check_fingerprint(
             {
@@ -184,15 +182,14 @@ class Trainer:
                         f"command has {name}={here}; use another --workdir, or the "
                         "flags of that run"
                     )
-            self._start = int(state.step)
-            multihost.check_fingerprint({"data position": metadata["position"]})
-            return state, metadata["position"]
-        return self.program.init(self.config.seed), 0
+            self._start, self._position = int(state.step), metadata["position"]
+            multihost.check_fingerprint({"data position": self._position})
+            return state
+        return self.program.init(self.config.seed)
 
     def _train(
         self,
         state: Any,
-        position: int,
         stop: StopFlag,
         checkpoints: Checkpoints,
         log: metrics.MetricsLog | None,
@@ -201,7 +198,10 @@ class Trainer:
         """Runs the steps; metrics are read one step late, beside the next step."""
         config, step = self.config, self._start
         batches = data.training_batches(
-            self.corpus, seed=config.seed, position=position, **self._batch_shape
+            self.corpus,
+            seed=config.seed,
+            position=self._position,
+            **self._batch_shape,
         )
         any_process = multihost.make_any(self.program.mesh)
         pending: collections.deque = collections.deque()
@@ -219,10 +219,13 @@ class Trainer:
                 stopping |= self._record(finished, log, progress, saved)
             if saves or stopping:
                 saved = step
-                position_now = position + (step - self._start) * config.batch_size
-                identity = {"position": position_now, **self._identity()}
-                about = {"layout": config.layout, "config": dataclasses.asdict(config)}
-                checkpoints.save(step, state, identity | about)
+                used = (step - self._start) * config.batch_size
+                about = {
+                    "position": self._position + used,
+                    "layout": config.layout,
+                    "config": dataclasses.asdict(config),
+                }
+                checkpoints.save(step, state, about | self._identity())
             if evaluates and not stopping:
                 losses = [
                     self.program.evaluate(state, b)["loss"] for b in self._held_out
@@ -276,13 +279,14 @@ class Trainer:
     def _check_finite(self, step: int, step_metrics: Any, saved: int) -> None:
         loss, grad_norm = (float(step_metrics[k]) for k in ("loss", "grad_norm"))
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            last = step * self.config.batch_size - 1
+            size = self.config.batch_size
+            first = self._position + (step - 1 - self._start) * size
             rate = self._learning_rates[step - 1]
             raise NonFiniteError(
                 f"step {step}: loss={loss}, grad_norm={grad_norm}; look at "
                 f"learning_rate={rate:.3g}, at the grad_norm of the steps before "
                 f"({self.folder / 'metrics.jsonl'}), at samples "
-                f"{last - self.config.batch_size + 1} to {last} and at "
+                f"{first} to {first + size - 1} and at "
                 f"compute_dtype={self.config.compute_dtype}; the last good checkpoint "
                 f"is {f'that of step {saved}' if saved else 'none yet'}"
             )

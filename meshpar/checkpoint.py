@@ -74,7 +74,9 @@ class Checkpoints:
         _check_writable(self._folder, abstract_state)
         self._manager = ocp.CheckpointManager(
             self._folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=False),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, create=False, cleanup_tmp_directories=True
+            ),
             item_names=(_STATE, _METADATA),
         )
 
@@ -111,7 +113,8 @@ class Checkpoints:
         free = shutil.disk_usage(self._folder).free
         return CheckpointError(
             f"writing a checkpoint to {self._folder} failed ({free} bytes free there): "
-            f"{error}; complete ones are untouched: {self.steps()}"
+            f"{error}; make room and run the same command again; complete ones are "
+            f"untouched: {self.steps()}"
         )
 
     def steps(self) -> list[int]:

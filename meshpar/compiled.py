@@ -36,6 +36,13 @@ _CALLS = re.compile(
     r"\b(?:calls|to_apply|branch_computations|true_computation|false_computation"
     r"|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
 )
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
+)
+_IOTA_GROUPS = re.compile(
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+)
 _OPCODE = re.compile(r"(?<![\w:.%\-])([a-z][\w\-]*)\(")
 
 
@@ -141,20 +148,45 @@ def _sources(text: str) -> dict[str, str]:
     }
 
 
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Device ids of the form [2,4]T(1,0): counted up in `dims`, then transposed."""
+    shape = [int(d) for d in dims.split(",")]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose([int(d) for d in order.split(",")]) if order else ids
+
+
+def _mesh_groups(sizes: str, devices: np.ndarray | None, axes: str) -> list[list[int]]:
+    """Groups of the form mesh['a'=4,'b'=2] {'a':(1)2,'b'}; axis names are made up."""
+    named = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    shape, chosen = [], []
+    wanted = {
+        name: (int(before or 1), int(size or named[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    }
+    for name, whole in named.items():
+        before, size = wanted.get(name, (1, 1))
+        chosen.append(len(shape) + 1)
+        shape += [before, size, whole // (before * size)]
+    ids = np.arange(math.prod(shape)) if devices is None else devices
+    ids, last = ids.reshape(shape), range(len(shape) - len(chosen), len(shape))
+    width = math.prod(shape[i] for i in chosen)
+    return np.moveaxis(ids, chosen, last).reshape(-1, width).tolist()
+
+
 def _groups(line: str, num_devices: int) -> list[list[int]]:
-    """The device groups of a collective that does not name its mesh axes."""
-    iota = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if match := re.search(iota, line):
-        shape, dims, order = (
-            [int(d) for d in part.split(",")] if part else None
-            for part in match.groups()
-        )
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    """The device groups of a collective, in any of the three forms of the text."""
+    if match := _MESH_GROUPS.search(line):
+        sizes, dims, order, axes = match.groups()
+        return _mesh_groups(sizes, _iota(dims, order) if dims else None, axes)
+    if match := _IOTA_GROUPS.search(line):
+        shape, dims, order = match.groups()
+        return _iota(dims, order).reshape([int(d) for d in shape.split(",")]).tolist()
     if match := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line):
         inner = re.findall(r"\{([\d, ]+)\}", match.group(1))
         return [[int(d) for d in group.split(",")] for group in inner]
-    return [list(range(num_devices))]
+    if "replica_groups={}" in line or "replica_groups=" not in line:
+        return [list(range(num_devices))]
+    raise ValueError(f"cannot read the replica groups of: {line[:300]}")
 
 
 @functools.lru_cache
@@ -175,21 +207,17 @@ def _axis_groups(mesh: tuple[tuple[str, int], ...]) -> dict[frozenset, tuple[str
 
 def _axes(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     """Mesh axes over which a collective runs, and the size of its groups."""
-    if match := re.search(r"replica_groups=mesh\[[^\]]*\] ?\{([^}]*)\}", line):
-        named = re.findall(r"'([^']+)'", match.group(1))
-        axes = tuple(a for a in mesh if a in named and mesh[a] > 1)
-    elif match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
+    if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
         pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
         ends = np.array(pairs, int).reshape(-1, 2).T
         sent, got = (np.array(np.unravel_index(e, tuple(mesh.values()))) for e in ends)
         crossed = (sent != got).any(axis=1)
         axes = tuple(a for a, one in zip(mesh, crossed, strict=True) if one)
-    else:
-        groups = _groups(line, math.prod(mesh.values()))
-        key = frozenset(frozenset(group) for group in groups)
-        axes = _axis_groups(tuple(mesh.items())).get(key, ())
-        return axes, max(len(group) for group in groups)
-    return axes, math.prod(mesh[a] for a in axes)
+        return axes, math.prod(mesh[a] for a in axes)
+    groups = _groups(line, math.prod(mesh.values()))
+    key = frozenset(frozenset(group) for group in groups)
+    axes = _axis_groups(tuple(mesh.items())).get(key, ())
+    return axes, max(len(group) for group in groups)
 
 
 def _trip_count(

@@ -222,8 +222,9 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     params = {
         p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in model.params.items()
     }
+    key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
-        jax.eval_shape(lambda *a: model.loss(*a), params, batch, jax.random.key(0))
+        jax.eval_shape(lambda *a: model.loss(*a), params, batch, key)
     for name, _ in layout.activations:
         if name not in scope.names_used:
             known = nearest(name, (n for n in scope.names_used if n))

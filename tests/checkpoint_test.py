@@ -71,6 +71,23 @@ def test_keeps_the_newest(saved, tmp_path):
     checkpoints.close()
 
 
+def test_a_write_that_a_kill_cut_off_is_invisible_and_can_be_done_again(saved):
+    folder, states = saved
+    for name in ("3.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-17"):
+        shutil.copytree(folder / "2", folder / name)
+        (folder / name / "commit_success.txt").unlink(missing_ok=True)
+    program, (state, metadata) = restore(folder)
+    assert metadata == {"position": 32}
+    checkpoints = Checkpoints(folder, program.abstract_state)
+    state, _ = program.step(state, batch())
+    want = host(state)
+    checkpoints.save(3, state, {"position": 48})
+    checkpoints.close()
+    _, (state, metadata) = restore(folder, "data=1")
+    assert metadata == {"position": 48}
+    assert_equal(state, want)
+
+
 def damage(kind, step):
     if kind == "truncated":
         files = sorted((step / "state").rglob("*"), key=lambda p: p.is_file())

@@ -214,9 +214,15 @@ def test_help_is_short():
     assert len(text.splitlines()) < 60
 
 
-def test_launch_local_equals_one_process(unbroken, text, tmp_path):
-    """Two real processes form one mesh, resume a single-process run, and agree."""
+def test_two_real_processes_go_on_where_one_stopped(
+    unbroken, text, tmp_path, monkeypatch
+):
+    """launch/local.sh: one mesh over both, the losses of the single process."""
     workdir, logs = tmp_path / "run", tmp_path / "logs"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(config(text, workdir), "fsdp=2") == RESTART
+    stopped = max(losses(workdir))
     launch = ["launch/local.sh", f"--log_dir={logs}", "2", "--"]
     run = command(text, workdir, "--layout=data=2,fsdp=2,tensor=2")
     done = subprocess.run(
@@ -224,8 +230,10 @@ def test_launch_local_equals_one_process(unbroken, text, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 8 cpu device(s), 2 process(es)" in done.stdout
+    assert f"going on from step {stopped}" in done.stdout
     assert (logs / "0.log").exists() and (logs / "1.log").exists()
     found = losses(workdir)
+    assert list(found) == list(range(1, 13))
     np.testing.assert_allclose(
         list(found.values()), list(unbroken[0].values()), rtol=1e-5
     )
