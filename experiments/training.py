@@ -206,37 +206,48 @@ class Trainer:
         any_process = multihost.make_any(self.program.mesh)
         pending: collections.deque = collections.deque()
         self._clock, stopping, saved = time.perf_counter(), False, step
-        while step < config.steps and not stopping:
-            self._trace_profile(step, progress)
-            state, step_metrics = self.program.step(state, next(batches))
-            step += 1
-            pending.append((step, step_metrics, any_process(stop.signal is not None)))
-            evaluates = step % config.evaluate_every == 0 or step == config.steps
-            saves = step % config.checkpoint_every == 0 or step == config.steps
-            boundary = evaluates or saves
-            while ready := len(pending) - (0 if boundary or stopping else 1):
-                finished = [pending.popleft() for _ in range(ready)]
-                stopping |= self._record(finished, log, progress, saved)
-            if saves or stopping:
-                saved = step
-                used = (step - self._start) * config.batch_size
-                about = {
-                    "position": self._position + used,
-                    "layout": config.layout,
-                    "config": dataclasses.asdict(config),
-                }
-                checkpoints.save(step, state, about | self._identity())
-            if evaluates and not stopping:
-                losses = [
-                    self.program.evaluate(state, b)["loss"] for b in self._held_out
-                ]
-                loss = float(np.mean(jax.device_get(losses)))
-                progress.say(f"step {step}: held-out loss {loss:.4f}")
-                if log:
-                    log.write(step, evaluation_loss=loss)
-            if boundary:
-                self._clock = time.perf_counter()
+        with contextlib.ExitStack() as tracing:
+            while step < config.steps and not stopping:
+                self._trace(step, tracing)
+                state, step_metrics = self.program.step(state, next(batches))
+                step += 1
+                pending.append(
+                    (step, step_metrics, any_process(stop.signal is not None))
+                )
+                evaluates = step % config.evaluate_every == 0 or step == config.steps
+                saves = step % config.checkpoint_every == 0 or step == config.steps
+                boundary = evaluates or saves
+                while ready := len(pending) - (0 if boundary or stopping else 1):
+                    finished = [pending.popleft() for _ in range(ready)]
+                    stopping |= self._record(finished, log, progress, saved)
+                if saves or stopping:
+                    saved = step
+                    used = (step - self._start) * config.batch_size
+                    about = {
+                        "position": self._position + used,
+                        "layout": config.layout,
+                        "config": dataclasses.asdict(config),
+                    }
+                    checkpoints.save(step, state, about | self._identity())
+                if evaluates and not stopping:
+                    losses = [
+                        self.program.evaluate(state, b)["loss"] for b in self._held_out
+                    ]
+                    loss = float(np.mean(jax.device_get(losses)))
+                    progress.say(f"step {step}: held-out loss {loss:.4f}")
+                    if log:
+                        log.write(step, evaluation_loss=loss)
+                if boundary:
+                    self._clock = time.perf_counter()
         return state
+
+    def _trace(self, step: int, tracing: contextlib.ExitStack) -> None:
+        """Profiles three steps, from the fourth on; `tracing` ends it in any case."""
+        if self.profile and step == self._start + 3:
+            folder = str(self.folder / "profile")
+            tracing.enter_context(jax.profiler.trace(folder))
+        elif step == self._start + 6:
+            tracing.close()
 
     def _record(
         self,
@@ -291,16 +302,6 @@ class Trainer:
                 f"is {f'that of step {saved}' if saved else 'none yet'}"
             )
 
-    def _trace_profile(self, step: int, progress: Progress) -> None:
-        """Starts a profiler trace after the third step and ends it three later."""
-        if not self.profile:
-            return
-        if step == self._start + 3:
-            jax.profiler.start_trace(str(self.folder / "profile"))
-        elif step == self._start + 6:
-            jax.profiler.stop_trace()
-            progress.say(f"profile: {self.folder / 'profile'}")
-
     def _describe(self, start: int) -> str:
         mesh, config = self.program.mesh, self.config
         weights = sum(p.size for p in self.program.model.params.values())
@@ -351,5 +352,7 @@ class Trainer:
             "checkpoints": self.folder / "checkpoints",
             "plot": self.folder / "loss.png",
         }
+        if self.profile:
+            where["profile"] = self.folder / "profile"
         for name, path in where.items():
             progress.say(f"{name}: {os.path.relpath(path)}")

@@ -39,10 +39,11 @@ def config(text, workdir, **changes):
     return dataclasses.replace(tiny, workdir=str(workdir), **changes)
 
 
-def train(config, layout="data=2,fsdp=2,tensor=2"):
+def train(config, layout="data=2,fsdp=2,tensor=2", profile=False):
     layout = layouts.parse(layout)
     config = dataclasses.replace(config, layout=str(layout))
-    return Trainer(config, layout, jax.devices()[: layout.num_devices]).run()
+    devices = jax.devices()[: layout.num_devices]
+    return Trainer(config, layout, devices, profile).run()
 
 
 def losses(workdir):
@@ -54,7 +55,7 @@ def losses(workdir):
 def unbroken(text, tmp_path_factory):
     """Losses of a run that nothing disturbed, and its folder."""
     workdir = tmp_path_factory.mktemp("unbroken")
-    assert train(config(text, workdir)) == 0
+    assert train(config(text, workdir), profile=True) == 0
     return losses(workdir), workdir
 
 
@@ -68,6 +69,7 @@ def test_a_run_learns_and_leaves_everything(unbroken, text):
     assert rows[0].keys() == wanted | {"tokens_per_second", "step_seconds"}
     assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((workdir / "tensorboard").iterdir())
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
     kept = sorted(p.name for p in (workdir / "checkpoints").iterdir())
     assert kept == ["10", "12"]
 
