@@ -10,10 +10,10 @@ import optax
 
 import meshpar
 from experiments import data
+from experiments.config import Config, ConfigError, OptimizerConfig
 from experiments.models.decoder import Decoder
 from experiments.models.linen_decoder import LinenDecoder, check_kind
 from experiments.models.loss import cross_entropy
-from experiments.recipes import Config, ConfigError, OptimizerConfig
 
 
 def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
@@ -81,6 +81,7 @@ def make_optimizer(
         learning_rates(config, steps),
         b1=config.b1,
         b2=config.b2,
+        eps=config.eps,
         weight_decay=config.weight_decay,
         mask={path: is_weight(param) for path, param in model.params.items()},
     )

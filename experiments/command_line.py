@@ -13,7 +13,7 @@ from absl import app, flags, logging
 
 import meshpar
 from experiments import recipes
-from experiments.recipes import Config
+from experiments.config import Config, ConfigError, with_settings
 from meshpar import multihost
 
 RECIPE = flags.DEFINE_string(
@@ -63,7 +63,7 @@ def config_from_flags() -> Config:
         "seed": SEED.value,
     }
     settings = [f"{key}={value}" for key, value in given.items() if value is not None]
-    config = recipes.with_settings(config, [*SET.value, *settings])
+    config = with_settings(config, [*SET.value, *settings])
     if config.layout:
         meshpar.layouts.parse(config.layout)
     return config
@@ -114,7 +114,7 @@ def run(main: Callable[[Sequence[str]], int]) -> None:
         warnings.filterwarnings("ignore", module="orbax")
         try:
             if len(argv) > 1:
-                raise recipes.ConfigError(
+                raise ConfigError(
                     f"arguments {argv[1:]} are not flags; write --name=value"
                 )
             code = main(argv)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
-from experiments.recipes import DataConfig
+from experiments.config import DataConfig
 from meshpar.errors import MeshparError
 from meshpar.layouts import nearest
 

@@ -17,8 +17,8 @@ import numpy as np
 
 import meshpar
 from experiments import building, data, metrics, sampling
+from experiments.config import Config, ConfigError
 from experiments.progress import Progress
-from experiments.recipes import Config, ConfigError
 from meshpar import cost, multihost
 from meshpar.checkpoint import CheckpointError, Checkpoints
 from meshpar.errors import MeshparError

@@ -21,6 +21,9 @@ from meshpar import verify
 
 flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
+MAX_ERROR = flags.DEFINE_float(
+    "tolerance", None, "Largest relative error; what rounding explains by default."
+)
 JSON = flags.DEFINE_bool("json", False, "Print JSON for programs.")
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
@@ -67,7 +70,7 @@ def main(_: Sequence[str]) -> int:
         reference,
         (next(batches) for _ in range(VERIFY_STEPS.value)),
         config.seed,
-        TOLERANCE[config.compute_dtype],
+        TOLERANCE[config.compute_dtype] if MAX_ERROR.value is None else MAX_ERROR.value,
     )
     first = report.first_difference
     if JSON.value:

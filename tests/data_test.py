@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from experiments import data
+from experiments.config import DataConfig
 from experiments.data import DataError
-from experiments.recipes import DataConfig
 
 LENGTH = 8
 

@@ -1,59 +1,47 @@
 """The decoders: causal, of the published sizes, and what they are made of."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import LENGTH, batch, config, lower, model
+from tiny_models import LENGTH, batch, lower, model
 
-from experiments import building, sampling
-from experiments.models.decoder import DecoderConfig, rotate
+from experiments import building, recipes, sampling
+from experiments.models.decoder import rotate
 from experiments.models.loss import cross_entropy
 
 GPT2 = dict(
-    length=1024,
-    position="learned",
-    norm="layernorm",
-    activation="gelu",
-    bias=True,
-    tied=True,
+    position="learned", norm="layernorm", activation="gelu", bias=True, tied=True
 )
 
 
-def count(decoder):
-    made = building.make_model(dataclasses.replace(config(), model=decoder))
-    return sum(p.size for p in made.params.values())
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("gpt3-175b", 174_604_259_328),
+        ("llama-1b", 1_100_048_384),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+    ],
+)
+def test_published_sizes(name, size):
+    made = building.make_model(recipes.get(name))
+    assert sum(p.size for p in made.params.values()) == size
 
 
-def test_published_sizes():
-    small = DecoderConfig(
-        vocab=50257, depth=12, embed=768, heads=12, kv_heads=12, mlp=3072, **GPT2
-    )
-    assert count(small) == 124_439_808
-    llama = DecoderConfig(
-        vocab=32000,
-        length=4096,
-        depth=32,
-        embed=4096,
-        heads=32,
-        kv_heads=32,
-        mlp=11008,
-    )
-    assert count(llama) == 6_738_415_616
-    grouped = dataclasses.replace(
-        llama, depth=80, embed=8192, heads=64, kv_heads=8, mlp=28672
-    )
-    assert count(grouped) == 68_976_648_192
-    # 6 FLOPs per weight but the embedding's, and the attention matrix.
-    weights = 6_738_415_616 - 32000 * 4096
+def test_flops_are_six_per_weight_and_the_attention_matrix():
+    decoder = recipes.get("llama2-7b").model
+    weights = 6_738_415_616 - 32000 * 4096  # The embedding is a lookup.
     attention = 12 * 32 * 4096 * 4096
-    assert llama.flops_per_token() == pytest.approx(6 * weights + attention, rel=1e-3)
+    want = pytest.approx(6 * weights + attention, rel=1e-3)
+    assert decoder.flops_per_token() == want
 
 
-@pytest.mark.parametrize("sizes", [{}, GPT2 | {"length": LENGTH}])
+@pytest.mark.parametrize("sizes", [{}, GPT2])
 def test_causal(framework, sizes):
     made = model(framework, **(sizes if framework == "nnx" else {}))
     params = jax.jit(made.init)(jax.random.key(0))

@@ -3,7 +3,12 @@
 import pytest
 
 from experiments import building, data, recipes
-from experiments.recipes import ConfigError
+from experiments.config import (
+    ConfigError,
+    DataConfig,
+    OptimizerConfig,
+    with_settings,
+)
 from meshpar import layouts
 from meshpar.errors import MeshparError
 
@@ -14,7 +19,7 @@ def test_recipes_are_named_as_they_are_listed(name):
 
 
 def test_settings_change_nested_typed_values():
-    config = recipes.with_settings(
+    config = with_settings(
         recipes.get("tiny"),
         ["model.depth=4", "optimizer.learning_rate=1e-2", "model.tied=true", "steps=7"],
     )
@@ -44,7 +49,7 @@ def test_settings_change_nested_typed_values():
 )
 def test_wrong_settings_say_what_to_do(setting, words):
     with pytest.raises(ConfigError, match=words):
-        recipes.with_settings(recipes.get("tiny"), [setting])
+        with_settings(recipes.get("tiny"), [setting])
 
 
 def test_unknown_recipe_names_the_nearest():
@@ -60,22 +65,34 @@ def test_default_layout_fills_all_devices(num):
 
 def test_vocabulary_comes_from_the_data_or_must_hold_it(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 100)
-    corpus = data.load(recipes.DataConfig(path=str(tmp_path)))
+    corpus = data.load(DataConfig(path=str(tmp_path)))
     config = recipes.get("tiny")
     assert building.fit_vocabulary(config, corpus).model.vocab == 256
-    small = recipes.with_settings(config, ["model.vocab=100"])
+    small = with_settings(config, ["model.vocab=100"])
     with pytest.raises(ConfigError, match="model.vocab=100.*token id 1"):
         building.fit_vocabulary(small, corpus)
 
 
+def test_published_hyperparameters():
+    llama = recipes.get("llama2-70b")
+    assert llama.batch_size * llama.model.length == 2**22
+    assert llama.steps == 476_837 and llama.optimizer.warmup_steps == 2000
+    assert llama.optimizer.learning_rate == 1.5e-4 and llama.optimizer.eps == 1e-5
+    gpt = recipes.get("gpt3-175b")
+    assert gpt.optimizer.learning_rate == 0.6e-4
+    tokens = gpt.batch_size * gpt.model.length
+    assert gpt.optimizer.warmup_steps * tokens == pytest.approx(375e6, rel=0.01)
+    assert gpt.steps * tokens == pytest.approx(300e9, rel=0.01)
+
+
 def test_linen_refuses_what_it_does_not_have():
-    config = recipes.with_settings(recipes.get("bytes-linen"), ["model.vocab=256"])
+    config = with_settings(recipes.get("bytes-linen"), ["model.vocab=256"])
     building.make_model(config)
     with pytest.raises(MeshparError, match="model.norm='rmsnorm'.*framework=nnx"):
-        building.make_model(recipes.with_settings(config, ["model.norm=rmsnorm"]))
+        building.make_model(with_settings(config, ["model.norm=rmsnorm"]))
 
 
 def test_learning_rate_warms_up_and_decays():
-    rates = building.learning_rates(recipes.OptimizerConfig(1.0, 10), steps=100)
+    rates = building.learning_rates(OptimizerConfig(1.0, 10), steps=100)
     assert 0 < rates(0) < rates(5) < rates(10) == 1.0
     assert rates(100) == pytest.approx(0.1)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from experiments import metrics, recipes, training
+from experiments.config import with_settings
 from experiments.training import RESTART, NonFiniteError, Trainer
 from meshpar import layouts
 from meshpar.checkpoint import CheckpointError
@@ -33,7 +34,7 @@ def text(tmp_path_factory):
 
 
 def config(text, workdir, **changes):
-    tiny = recipes.with_settings(
+    tiny = with_settings(
         recipes.get("tiny"), [f"data.path={text}", "steps=12", "sample_tokens=5"]
     )
     return dataclasses.replace(tiny, workdir=str(workdir), **changes)
@@ -145,7 +146,7 @@ def test_a_finished_run_says_so_and_changes_nothing(unbroken, text, capsys):
     ],
 )
 def test_a_workdir_of_another_run_is_refused(unbroken, text, setting, words):
-    other = recipes.with_settings(config(text, unbroken[1]), [setting])
+    other = with_settings(config(text, unbroken[1]), [setting])
     before = losses(unbroken[1])
     with pytest.raises(MeshparError, match=words):
         train(other, "data=1")
@@ -166,7 +167,7 @@ def test_unwritable_workdir(text, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(text, tmp_path):
-    wild = recipes.with_settings(
+    wild = with_settings(
         config(text, tmp_path, checkpoint_every=2),
         ["optimizer.learning_rate=1e36", "optimizer.warmup_steps=0"],
     )
@@ -287,10 +288,18 @@ def test_verify_command_proves_and_names_differences(text):
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("EQUAL: fsdp=2,tensor=2,zero=3"), last
+    # A tolerance below rounding finds a difference, names it and exits 1.
     done = subprocess.run(
-        [*run, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*run, "--json", "--tolerance=1e-12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
+    assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert found["equal"] and found["first_difference"] is None
+    assert not found["equal"]
+    first = next(c for c in found["comparisons"] if c["error"] > 1e-12)
+    assert found["first_difference"] == first
     kinds = {c["kind"] for c in found["comparisons"]}
     assert kinds == {"loss", "gradient", "grad_norm", "optimizer"}

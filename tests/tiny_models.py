@@ -8,8 +8,8 @@ import optax
 
 import meshpar
 from experiments import building, recipes
+from experiments.config import Config
 from experiments.models.linen_decoder import KIND
-from experiments.recipes import Config
 
 LENGTH, BATCH = 16, 16
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar
 from experiments import building, command_line
-from experiments.recipes import Config
+from experiments.config import Config
 
 flags.adopt_module_key_flags(command_line)
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each.")

@@ -1,0 +1,171 @@
+"""The configuration of a run: frozen dataclasses, and typed settings over them.
+
+`--set model.depth=4` changes single values. A key that does not exist is an error that
+lists the near ones.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.models.decoder import DecoderConfig
+from meshpar.errors import MeshparError
+from meshpar.layouts import nearest
+
+
+class ConfigError(MeshparError):
+    """A recipe, key or value that does not exist or cannot be meant."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and global-norm clipping.
+
+    Attributes:
+      learning_rate: peak learning rate.
+      warmup_steps: steps of linear warm-up.
+      final_fraction: learning rate at the last step, as a part of the peak.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: decoupled decay of every weight that multiplies activations.
+      clip_norm: largest global gradient norm.
+    """
+
+    learning_rate: float = 4e-3
+    warmup_steps: int = 20
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    Attributes:
+      path: text file, folder, glob, or a .npy/.bin file of token ids; empty for the
+        text of Python's own standard library.
+      tokenizer: a tokenizer.json; empty for bytes.
+      held_out: part of the tokens kept for evaluation.
+    """
+
+    path: str = ""
+    tokenizer: str = ""
+    held_out: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run.
+
+    Attributes:
+      recipe: name of the recipe that made it.
+      framework: "nnx" or "linen".
+      model: the decoder; vocab=0 takes the vocabulary of the data.
+      optimizer: the optimizer.
+      data: the data.
+      layout: layout string; empty mixes data, fsdp and tensor over all devices.
+      compute_dtype: "float32" or "bfloat16"; master weights are float32.
+      batch_size: sequences per step, over all devices.
+      steps: training steps.
+      seed: seed of initialization, dropout and shuffling.
+      evaluate_every: steps between evaluations.
+      evaluation_batches: batches per evaluation.
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: how many to keep.
+      sample_tokens: length of the sample printed at the end.
+      workdir: folder of metrics, checkpoints and plot.
+    """
+
+    recipe: str
+    framework: str = "nnx"
+    model: DecoderConfig = DecoderConfig(vocab=0)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    layout: str = ""
+    compute_dtype: str = "float32"
+    batch_size: int = 32
+    steps: int = 200
+    seed: int = 0
+    evaluate_every: int = 50
+    evaluation_batches: int = 4
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    sample_tokens: int = 200
+    workdir: str = ""
+
+    def __post_init__(self):
+        if self.framework not in ("nnx", "linen"):
+            raise ConfigError(f"framework={self.framework!r}: use nnx or linen")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"compute_dtype={self.compute_dtype!r}: use float32 or bfloat16"
+            )
+        for name in (
+            *("batch_size", "steps", "evaluate_every", "evaluation_batches"),
+            *("checkpoint_every", "keep_checkpoints"),
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: use at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed}: use 0 to 2**32 - 1")
+        if not 0 < self.data.held_out < 1:
+            raise ConfigError(
+                f"data.held_out={self.data.held_out}: use a part between 0 and 1"
+            )
+
+
+def _parse_value(key: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+    elif kind is str:
+        return text
+    else:
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    raise ConfigError(f"--set {key}={text}: {text!r} is not of type {kind.__name__}")
+
+
+def _set(config: Any, key: str, path: Sequence[str], text: str) -> Any:
+    kinds = typing.get_type_hints(type(config))
+    name, *rest = path
+    if name not in kinds:
+        raise ConfigError(f"--set {key}: no key {name!r} ({nearest(name, kinds)})")
+    value = getattr(config, name)
+    if dataclasses.is_dataclass(value):
+        if not rest:
+            inner = ", ".join(f"{name}.{f.name}" for f in dataclasses.fields(value))
+            raise ConfigError(f"--set {key}: set one of {inner}")
+        new = _set(value, key, rest, text)
+    elif rest:
+        raise ConfigError(f"--set {key}: {name} has no parts")
+    else:
+        new = _parse_value(key, text, kinds[name])
+    try:
+        return dataclasses.replace(config, **{name: new})
+    except MeshparError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--set {key}={text}: {error}") from error
+
+
+def with_settings(config: Config, settings: Sequence[str]) -> Config:
+    """Applies `KEY=VALUE` settings such as "model.depth=4", in order.
+
+    Raises:
+      ConfigError: a key that does not exist, or a value of the wrong type.
+    """
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting}: write KEY=VALUE")
+        config = _set(config, key, key.strip().split("."), text.strip())
+    return config

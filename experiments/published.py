@@ -1,0 +1,169 @@
+"""Published models at real size, with their published hyperparameters and source.
+
+Batches are published in millions of tokens; here they are sequences, in round numbers
+that divide over many devices. Compute is bfloat16 over float32 master weights.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from experiments.config import Config, OptimizerConfig
+from experiments.models.decoder import DecoderConfig
+
+MILLION, BILLION = 10**6, 10**9
+
+_GPT = DecoderConfig(
+    vocab=50257,
+    position="learned",
+    norm="layernorm",
+    activation="gelu",
+    bias=True,
+    tied=True,
+    init_std=0.02,
+)
+_LLAMA = DecoderConfig(vocab=32000, init_std=0.02)
+
+
+def _config(
+    name: str,
+    model: DecoderConfig,
+    *,
+    learning_rate: float,
+    batch_size: int,
+    total_tokens: int,
+    warmup_steps: int = 0,
+    warmup_tokens: int = 0,
+    eps: float,
+) -> Config:
+    step_tokens = batch_size * model.length
+    optimizer = OptimizerConfig(
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps or round(warmup_tokens / step_tokens),
+        eps=eps,
+    )
+    return Config(
+        name,
+        model=model,
+        optimizer=optimizer,
+        compute_dtype="bfloat16",
+        batch_size=batch_size,
+        steps=round(total_tokens / step_tokens),
+        evaluate_every=1000,
+        checkpoint_every=1000,
+    )
+
+
+def _gpt(
+    name: str,
+    depth: int,
+    embed: int,
+    heads: int,
+    length: int,
+    learning_rate: float,
+    batch_size: int,
+) -> Config:
+    """A GPT shape, trained as GPT-3 models of its size were.
+
+    GPT-2's own learning rates were never published.
+    Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019),
+      table 2; Brown et al., GPT-3, arXiv:2005.14165, table 2.1 and appendix B.
+    """
+    model = dataclasses.replace(
+        _GPT,
+        depth=depth,
+        embed=embed,
+        heads=heads,
+        kv_heads=heads,
+        mlp=4 * embed,
+        length=length,
+    )
+    return _config(
+        name,
+        model,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        total_tokens=300 * BILLION,
+        warmup_tokens=375 * MILLION,
+        eps=1e-8,
+    )
+
+
+def _llama2(
+    name: str, depth: int, embed: int, heads: int, kv_heads: int, mlp: int, rate: float
+) -> Config:
+    """Source: Touvron et al., Llama 2, arXiv:2307.09288, section 2.2 and table 1."""
+    model = dataclasses.replace(
+        _LLAMA,
+        depth=depth,
+        embed=embed,
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp=mlp,
+        length=4096,
+    )
+    return _config(
+        name,
+        model,
+        learning_rate=rate,
+        batch_size=1024,
+        total_tokens=2000 * BILLION,
+        warmup_steps=2000,
+        eps=1e-5,
+    )
+
+
+def gpt2_124m() -> Config:
+    """GPT-2 small, trained as the 125M model of GPT-3."""
+    return _gpt("gpt2-124m", 12, 768, 12, 1024, 6e-4, 512)
+
+
+def gpt2_1_5b() -> Config:
+    """GPT-2 XL, trained as the 1.3B model of GPT-3."""
+    return _gpt("gpt2-1.5b", 48, 1600, 25, 1024, 2e-4, 1024)
+
+
+def gpt3_175b() -> Config:
+    """GPT-3 with dense attention in every layer (theirs alternates with sparse)."""
+    return _gpt("gpt3-175b", 96, 12288, 96, 2048, 0.6e-4, 1536)
+
+
+def llama_1b() -> Config:
+    """TinyLlama, a 1.1B Llama (Zhang et al., arXiv:2401.02385, section 2)."""
+    model = dataclasses.replace(
+        _LLAMA, depth=22, embed=2048, heads=32, kv_heads=4, mlp=5632, length=2048
+    )
+    return _config(
+        "llama-1b",
+        model,
+        learning_rate=4e-4,
+        batch_size=1024,
+        total_tokens=3000 * BILLION,
+        warmup_steps=2000,
+        eps=1e-8,
+    )
+
+
+def llama2_7b() -> Config:
+    """Llama 2 with 7 billion parameters."""
+    return _llama2("llama2-7b", 32, 4096, 32, 32, 11008, 3e-4)
+
+
+def llama2_13b() -> Config:
+    """Llama 2 with 13 billion parameters."""
+    return _llama2("llama2-13b", 40, 5120, 40, 40, 13824, 3e-4)
+
+
+def llama2_70b() -> Config:
+    """Llama 2 with 70 billion parameters and grouped-query attention."""
+    return _llama2("llama2-70b", 80, 8192, 64, 8, 28672, 1.5e-4)
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "gpt2-124m": gpt2_124m,
+    "gpt2-1.5b": gpt2_1_5b,
+    "gpt3-175b": gpt3_175b,
+    "llama-1b": llama_1b,
+    "llama2-7b": llama2_7b,
+    "llama2-13b": llama2_13b,
+    "llama2-70b": llama2_70b,
+}
