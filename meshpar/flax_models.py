@@ -63,6 +63,8 @@ def _loss_and_aux(result: Any) -> tuple[Array, dict]:
             "(the mean over the batch)"
         )
     for name, value in aux.items():
+        if name in ("loss", "grad_norm"):
+            raise ValueError(f"aux[{name!r}] is a metric of its own; rename it")
         if jnp.ndim(value):
             raise ValueError(
                 f"aux[{name!r}] has shape {jnp.shape(value)}; aux holds scalars"
