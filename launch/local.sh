@@ -9,6 +9,11 @@
 # go to all of them.
 set -u
 
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)); then
+  echo "launch/local.sh needs bash 5.1 or newer, this is $BASH_VERSION" >&2
+  exit 2
+fi
+
 usage() {
   echo "usage: launch/local.sh [--log_dir=DIR] N -- COMMAND..." >&2
   exit 2
