@@ -13,7 +13,7 @@ from experiments import data
 from experiments.config import Config, ConfigError, OptimizerConfig
 from experiments.models.decoder import Decoder
 from experiments.models.linen_decoder import LinenDecoder, check_kind
-from experiments.models.loss import cross_entropy
+from experiments.models.loss import chunked_cross_entropy, cross_entropy
 
 
 def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
@@ -51,10 +51,18 @@ def make_model(config: Config) -> meshpar.Model:
                 apply(batch["tokens"]), batch["targets"]
             ),
         )
-    return meshpar.from_nnx(
-        lambda rngs: Decoder(decoder, rngs),
-        lambda module, batch: cross_entropy(module(batch["tokens"]), batch["targets"]),
-    )
+
+    def loss(module: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
+        if not decoder.loss_chunk:
+            return cross_entropy(module(batch["tokens"]), batch["targets"])
+        return chunked_cross_entropy(
+            module.hidden(batch["tokens"]),
+            module.head_weight(),
+            batch["targets"],
+            decoder.loss_chunk,
+        )
+
+    return meshpar.from_nnx(lambda rngs: Decoder(decoder, rngs), loss)
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:

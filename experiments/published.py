@@ -22,6 +22,8 @@ _GPT = DecoderConfig(
     init_std=0.02,
 )
 _LLAMA = DecoderConfig(vocab=32000, init_std=0.02)
+LOSS_CHUNK = 256
+"""Tokens of a sequence whose logits exist at once; changes memory, not numbers."""
 
 
 def _config(
@@ -36,6 +38,7 @@ def _config(
     eps: float,
 ) -> Config:
     step_tokens = batch_size * model.length
+    model = dataclasses.replace(model, loss_chunk=LOSS_CHUNK)
     optimizer = OptimizerConfig(
         learning_rate=learning_rate,
         warmup_steps=warmup_steps or round(warmup_tokens / step_tokens),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import LENGTH, batch, lower, model
+from tiny_models import LENGTH, batch, host, lower, model, relative_error
 
 from experiments import building, recipes, sampling
 from experiments.models.decoder import rotate
@@ -85,6 +85,21 @@ def test_cross_entropy_is_optax_s():
     targets = rng.integers(0, 7, (2, 3))
     want = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     np.testing.assert_allclose(cross_entropy(logits, targets), want, rtol=1e-6)
+
+
+def test_a_chunked_loss_is_the_loss_in_less_memory():
+    found, memory = {}, {}
+    for chunk in (0, 2):
+        made = model(vocab=4096, loss_chunk=chunk)
+        program = lower("data=2,fsdp=2,tensor=2", made)
+        found[chunk] = host(program.gradients(program.init(0), batch()))
+        compiled = program.lowered.compile()
+        memory[chunk] = compiled.memory_analysis().temp_size_in_bytes
+    (loss, gradients), (want_loss, want) = found[2], found[0]
+    assert loss["loss"] == pytest.approx(want_loss["loss"], rel=1e-6)
+    assert relative_error(gradients, want) < 1e-5
+    # 4 sequences of 16 tokens, half of 4096 logits in float32 on each device.
+    assert memory[0] - memory[2] > 4 * 16 * 2048 * 4
 
 
 def test_sampling_equals_a_plain_loop_beyond_the_window():

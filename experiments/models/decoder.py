@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from experiments.models.loss import logits
 from meshpar import layouts
 
 Array = jax.Array
@@ -36,6 +37,7 @@ class DecoderConfig:
       dropout: rate after the embedding, attention and mlp.
       rope_theta: base of the rotary wavelengths.
       init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
+      loss_chunk: tokens of a sequence whose logits exist at once; 0 for all.
     """
 
     vocab: int = 256
@@ -53,6 +55,7 @@ class DecoderConfig:
     dropout: float = 0.0
     rope_theta: float = 10_000.0
     init_std: float = 0.0
+    loss_chunk: int = 0
 
     def __post_init__(self):
         choices = {
@@ -75,6 +78,11 @@ class DecoderConfig:
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")
+        if self.loss_chunk < 0 or (self.loss_chunk and self.length % self.loss_chunk):
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk}: use a divisor of length={self.length}, "
+                "or 0 for all at once"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: use 0 <= dropout < 1")
 
@@ -253,6 +261,14 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BL: Array) -> Array:
         """Returns logits_BLV for token ids of at most `config.length`."""
+        return logits(self.hidden(tokens_BL), self.head_weight())
+
+    def head_weight(self) -> Array:
+        """The head w[D, V]; the transposed embedding if it is tied."""
+        return self.embedding[...].T if self.head is None else self.head[...]
+
+    def hidden(self, tokens_BL: Array) -> Array:
+        """Returns x_BLD, what the head sees."""
         if tokens_BL.shape[1] > self.config.length:
             raise ValueError(
                 f"tokens {tokens_BL.shape} are longer than length={self.config.length}"
@@ -270,7 +286,4 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, *state)(x_BLD), None
 
         x_BLD, _ = jax.lax.scan(layer, x_BLD, (params, rest))
-        x_BLD = self.norm(x_BLD)
-        w_DV = self.embedding[...].T if self.head is None else self.head[...]
-        logits_BLV = jnp.einsum("BLD,DV->BLV", x_BLD, w_DV)
-        return layouts.constrain(logits_BLV, "batch", "length", "vocab")
+        return self.norm(x_BLD)

@@ -5,11 +5,17 @@ import jax
 import jax.numpy as jnp
 
 from experiments.models.decoder import DecoderConfig
+from experiments.models.loss import logits
 from meshpar import layouts
 from meshpar.errors import MeshparError
 
 KIND = dict(
-    position="learned", norm="layernorm", activation="gelu", bias=False, tied=True
+    position="learned",
+    norm="layernorm",
+    activation="gelu",
+    bias=False,
+    tied=True,
+    loss_chunk=0,
 )
 """The one kind of decoder that this file holds."""
 
@@ -88,5 +94,4 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         x_BLD, _ = stack(config, train, name="blocks")(x_BLD, None)
-        logits_BLV = jnp.einsum("BLD,VD->BLV", _norm()(x_BLD), embedding_VD)
-        return layouts.constrain(logits_BLV, "batch", "length", "vocab")
+        return logits(_norm()(x_BLD), embedding_VD.T)
