@@ -8,19 +8,11 @@ import dataclasses
 from collections.abc import Callable
 
 from experiments.config import Config, OptimizerConfig
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder import GPT2_KIND, DecoderConfig
 
 MILLION, BILLION = 10**6, 10**9
 
-_GPT = DecoderConfig(
-    vocab=50257,
-    position="learned",
-    norm="layernorm",
-    activation="gelu",
-    bias=True,
-    tied=True,
-    init_std=0.02,
-)
+_GPT = DecoderConfig(vocab=50257, init_std=0.02, **GPT2_KIND)
 _LLAMA = DecoderConfig(vocab=32000, init_std=0.02)
 LOSS_CHUNK = 256
 """Tokens of a sequence whose logits exist at once; changes memory, not numbers."""

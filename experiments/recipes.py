@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from experiments import published
 from experiments.config import Config, ConfigError
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder import GPT2_KIND, DecoderConfig
 from experiments.models.linen_decoder import KIND as LINEN_KIND
 from meshpar.layouts import nearest
 
@@ -17,16 +17,7 @@ def bytes_llama() -> Config:
 
 def bytes_gpt2() -> Config:
     """Byte-level GPT-2-style decoder: learned positions, LayerNorm, GELU, tied head."""
-    model = DecoderConfig(
-        vocab=0,
-        kv_heads=4,
-        mlp=512,
-        position="learned",
-        norm="layernorm",
-        activation="gelu",
-        bias=True,
-        tied=True,
-    )
+    model = DecoderConfig(vocab=0, kv_heads=4, mlp=512, **GPT2_KIND)
     return Config("bytes-gpt2", model=model)
 
 

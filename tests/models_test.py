@@ -8,12 +8,8 @@ import pytest
 from tiny_models import LENGTH, batch, host, lower, model, relative_error
 
 from experiments import building, recipes, sampling
-from experiments.models.decoder import rotate
+from experiments.models.decoder import GPT2_KIND, rotate
 from experiments.models.loss import cross_entropy
-
-GPT2 = dict(
-    position="learned", norm="layernorm", activation="gelu", bias=True, tied=True
-)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +37,7 @@ def test_flops_are_six_per_weight_and_the_attention_matrix():
     assert decoder.flops_per_token() == want
 
 
-@pytest.mark.parametrize("sizes", [{}, GPT2])
+@pytest.mark.parametrize("sizes", [{}, GPT2_KIND])
 def test_causal(framework, sizes):
     made = model(framework, **(sizes if framework == "nnx" else {}))
     params = jax.jit(made.init)(jax.random.key(0))

@@ -103,6 +103,12 @@ class DecoderConfig:
         return 6 * weights + 12 * self.depth * self.embed * self.length
 
 
+GPT2_KIND = dict(
+    position="learned", norm="layernorm", activation="gelu", bias=True, tied=True
+)
+"""What makes a decoder a GPT-2; the defaults make it a Llama."""
+
+
 def _weight(
     rngs: nnx.Rngs, config: DecoderConfig, fan_in: int, scale: float = 1.0, **dims: int
 ) -> nnx.Param:

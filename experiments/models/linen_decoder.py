@@ -4,19 +4,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder import GPT2_KIND, DecoderConfig
 from experiments.models.loss import logits
 from meshpar import layouts
 from meshpar.errors import MeshparError
 
-KIND = dict(
-    position="learned",
-    norm="layernorm",
-    activation="gelu",
-    bias=False,
-    tied=True,
-    loss_chunk=0,
-)
+KIND = GPT2_KIND | {"bias": False, "loss_chunk": 0}
 """The one kind of decoder that this file holds."""
 
 
