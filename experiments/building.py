@@ -11,9 +11,9 @@ import optax
 import meshpar
 from experiments import data
 from experiments.config import Config, ConfigError, OptimizerConfig
-from experiments.models.decoder import Decoder
+from experiments.models.decoder import language_model
 from experiments.models.linen_decoder import LinenDecoder, check_kind
-from experiments.models.loss import chunked_cross_entropy, cross_entropy
+from experiments.models.loss import cross_entropy
 
 
 def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
@@ -52,17 +52,7 @@ def make_model(config: Config) -> meshpar.Model:
             ),
         )
 
-    def loss(module: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
-        if not decoder.loss_chunk:
-            return cross_entropy(module(batch["tokens"]), batch["targets"])
-        return chunked_cross_entropy(
-            module.hidden(batch["tokens"]),
-            module.head_weight(),
-            batch["targets"],
-            decoder.loss_chunk,
-        )
-
-    return meshpar.from_nnx(lambda rngs: Decoder(decoder, rngs), loss)
+    return language_model(decoder)
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:

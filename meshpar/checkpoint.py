@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from meshpar.automatic import TrainState
 from meshpar.errors import MeshparError
+from meshpar.lowering import TrainState
 
 _STATE, _METADATA, _TENSORS = "state", "metadata", "tensors"
 

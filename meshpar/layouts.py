@@ -50,6 +50,7 @@ An axis name is a dim name too, so models annotated with mesh axes work as they 
 _ACTIVATION_DIMS: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "length": (),
+    "residual_length": ("tensor",),
     "embed": (),
     "head_dim": (),
     "kv": (),
@@ -66,6 +67,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 """Default rules for activations, for `constrain` and for Flax's own functions.
 
 Public Flax models often write `activation_embed` for the embed dim of an activation.
+`residual_length` is the length of the stream between blocks (sequence parallelism).
 """
 
 REMAT_POLICIES: dict[str, Callable[[], Any]] = {
@@ -288,12 +290,15 @@ def parse(text: str) -> Layout:
 class Scope:
     """The layout and mesh that a traced model runs under, and what it named.
 
+    Over the manual axes (inside shard_map) the model sees shards already.
+
     Each one is a key of jax's tracing caches, so that a jitted function inside a model
     is traced anew under every layout.
     """
 
     layout: Layout
     mesh: Mesh
+    manual_axes: frozenset[str] = frozenset()
     names_used: set[str] = dataclasses.field(default_factory=set)
     remat_used: bool = False
 
@@ -302,9 +307,9 @@ _scope = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def use(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
+def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator[Scope]:
     """Makes `constrain` and `remat` follow a layout while a model is traced."""
-    with _scope(scope := Scope(layout, mesh)):
+    with _scope(scope := Scope(layout, mesh, frozenset(manual_axes))):
         yield scope
 
 
@@ -335,7 +340,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
                 f"{what}: no rule for {name!r} ({nearest(name, rules)}); add "
                 f"activations.{name}=AXIS or activations.{name}=none to the layout"
             )
-        axes = tuple(a for a in rules.get(name, ()) if sizes.get(a, 1) > 1)
+        axes = tuple(
+            a
+            for a in rules.get(name, ())
+            if sizes.get(a, 1) > 1 and a not in scope.manual_axes
+        )
         ways = math.prod(sizes[a] for a in axes)
         if size % ways:
             raise LayoutError(
@@ -355,6 +364,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     spec = PartitionSpec(
         *(axes[0] if len(axes) == 1 else axes or None for axes in entries)
     )
+    if scope.manual_axes:
+        # The mesh at hand inside shard_map knows which axes are manual.
+        return jax.lax.with_sharding_constraint(x, spec) if flat else x
     if all(kind == AxisType.Explicit for kind in scope.mesh.axis_types):
         return jax.sharding.reshard(x, NamedSharding(scope.mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

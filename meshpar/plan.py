@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path, tree_unflatten
@@ -33,7 +34,7 @@ class LeafPlan:
 
     Attributes:
       path: the parameter's path, or the optimizer leaf's key path.
-      kind: "parameter", "gradient" or "optimizer".
+      kind: "parameter", "weight", "gradient" or "optimizer".
       shape: logical shape.
       dtype: its dtype.
       names: dim names, None where the leaf has none.
@@ -63,27 +64,39 @@ class Plan:
 
     Attributes:
       layout: the layout.
-      parameters: {path: LeafPlan}.
-      gradients: {path: LeafPlan}, as they leave the backward pass.
+      parameters: {path: LeafPlan} of the master weights, which the optimizer updates:
+        sharded over every axis, whatever `zero` says.
+      weights: the copies that the loss computes with, in its dtype: whole over `fsdp`
+        during a step under zero=1 and 2, and one layer at a time under zero=3.
+      gradients: as the backward pass holds them, in the dtype of the weights.
       optimizer: one LeafPlan per optimizer leaf, in tree order.
       optimizer_specs: PartitionSpecs with the structure of the optimizer state.
-      update_specs: {path: PartitionSpec} under which the optimizer runs: sharded over
-        every axis, whatever `zero` says about parameters and gradients.
     """
 
     layout: Layout
     parameters: dict[str, LeafPlan]
+    weights: dict[str, LeafPlan]
     gradients: dict[str, LeafPlan]
     optimizer: tuple[LeafPlan, ...]
     optimizer_specs: Any
-    update_specs: dict[str, PartitionSpec]
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """{path: spec} of master weights, and of gradients when the optimizer runs."""
+        return {path: leaf.partition_spec for path, leaf in self.parameters.items()}
 
     def bytes_per_device(self) -> dict[str, int]:
-        """State bytes on one device by kind."""
+        """Bytes on one device by kind, exact.
+
+        Parameters and optimizer state live from step to step. Weights and gradients
+        live within a step; under zero=3 the weights' shards are counted, without the
+        layer that is gathered.
+        """
         return {
             "parameters": sum(p.bytes_per_device for p in self.parameters.values()),
-            "gradients": sum(p.bytes_per_device for p in self.gradients.values()),
             "optimizer": sum(p.bytes_per_device for p in self.optimizer),
+            "weights": sum(p.bytes_per_device for p in self.weights.values()),
+            "gradients": sum(p.bytes_per_device for p in self.gradients.values()),
         }
 
     def __str__(self) -> str:
@@ -235,7 +248,10 @@ def _reduced_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> Spec | No
 
 
 def make_plan(
-    layout: Layout, params: Mapping[str, Param], optimizer_state: Any
+    layout: Layout,
+    params: Mapping[str, Param],
+    optimizer_state: Any,
+    compute_dtype: Any = None,
 ) -> Plan:
     """Resolves a layout for a model's parameters and its abstract optimizer state.
 
@@ -244,6 +260,7 @@ def make_plan(
       params: {path: Param}.
       optimizer_state: `jax.eval_shape(optimizer.init, params)`; leaves below a
         dict key that is a parameter's path follow that parameter.
+      compute_dtype: dtype of the weights inside the loss; the parameters' own if None.
 
     Raises:
       LayoutError: every rule that cannot be honoured, each with its remedy.
@@ -261,6 +278,10 @@ def make_plan(
         size = math.prod(shape) * np.dtype(dtype).itemsize // ways
         return LeafPlan(path, kind, tuple(shape), dtype, names, spec, reason, size)
 
+    def dtype_inside(param: Param) -> Any:
+        floats = jnp.issubdtype(param.dtype, jnp.floating)
+        return compute_dtype if compute_dtype is not None and floats else param.dtype
+
     def follow(kind: str, shards_from: int) -> dict[str, LeafPlan]:
         plans = {}
         for path, param in params.items():
@@ -268,9 +289,8 @@ def make_plan(
             if layout.zero < shards_from and spec != _without_fsdp(spec):
                 spec = _without_fsdp(spec)
                 reason += f"; whole over fsdp: zero={layout.zero}"
-            plans[path] = leaf(
-                path, kind, param.shape, param.dtype, names, spec, reason
-            )
+            dtype = param.dtype if kind == "parameter" else dtype_inside(param)
+            plans[path] = leaf(path, kind, param.shape, dtype, names, spec, reason)
         return plans
 
     optimizer, specs = [], []
@@ -296,9 +316,9 @@ def make_plan(
         specs.append(partition_spec(spec))
     return Plan(
         layout=layout,
-        parameters=follow("parameter", shards_from=3),
+        parameters=follow("parameter", shards_from=1),
+        weights=follow("weight", shards_from=3),
         gradients=follow("gradient", shards_from=2),
         optimizer=tuple(optimizer),
         optimizer_specs=tree_unflatten(treedef, specs),
-        update_specs={path: partition_spec(spec) for path, spec in full.items()},
     )

@@ -16,12 +16,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import layouts
-from meshpar.automatic import Automatic, Metrics, TrainState, model_scope
+from meshpar import explicit, layouts
+from meshpar.automatic import Automatic
+from meshpar.explicit import Explicit
 from meshpar.flax_models import Model, Params
 from meshpar.layouts import Layout, LayoutError, nearest
+from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.mesh import make_mesh
 from meshpar.plan import Plan, make_plan
+
+LOWERINGS: dict[str, type[Lowering]] = {"jit": Automatic, "shard_map": Explicit}
+"""How gradients come about: by the compiler, or written by us."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ class TrainProgram:
       abstract_batch: the batch, likewise.
     """
 
-    lowering: Automatic
+    lowering: Lowering
     abstract_state: TrainState
     abstract_batch: Any
 
@@ -174,8 +179,8 @@ class TrainProgram:
     @functools.cached_property
     def _gradients(self) -> Callable:
         shardings = {
-            path: NamedSharding(self.mesh, leaf.partition_spec)
-            for path, leaf in self.plan.gradients.items()
+            path: NamedSharding(self.mesh, spec)
+            for path, spec in self.plan.specs.items()
         }
         return self._jit(self.lowering.gradients, (self._whole, shardings))
 
@@ -248,6 +253,7 @@ def lower(
     devices: Sequence[jax.Device] | None = None,
     clip_norm: float | None = None,
     compute_dtype: Any = None,
+    lowering: str = "",
 ) -> TrainProgram:
     """Lowers training of a model under a layout to one SPMD program.
 
@@ -261,10 +267,14 @@ def lower(
       clip_norm: largest global gradient norm; larger gradients are scaled down.
       compute_dtype: dtype to which parameters are cast for the loss (bfloat16 over
         float32 master weights); None computes in the parameters' own dtype.
+      lowering: "shard_map" (explicit collectives, for staged models) or "jit" (the
+        compiler's); by default the explicit one wherever it is possible.
 
     Raises:
       LayoutError: a layout that the devices, the model or the batch cannot honour.
     """
+    if lowering not in ("", *LOWERINGS):
+        raise LayoutError(f"lowering={lowering!r} ({nearest(lowering, LOWERINGS)})")
     layout = layouts.parse(layout) if isinstance(layout, str) else layout
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm}: use a number above 0, or None")
@@ -274,7 +284,7 @@ def lower(
         p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in model.params.items()
     }
     optimizer_state = jax.eval_shape(optimizer.init, params)
-    plan = make_plan(layout, model.params, optimizer_state)
+    plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     _check_trace(model, layout, mesh, abstract_batch)
 
     def with_sharding(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -285,11 +295,12 @@ def lower(
     abstract_state = TrainState(
         with_sharding(scalar, PartitionSpec()),
         with_sharding(scalar.update(dtype=jnp.uint32), PartitionSpec()),
-        {
-            path: with_sharding(leaf, plan.parameters[path].partition_spec)
-            for path, leaf in params.items()
-        },
+        {path: with_sharding(leaf, plan.specs[path]) for path, leaf in params.items()},
         jax.tree.map(with_sharding, optimizer_state, plan.optimizer_specs),
     )
-    lowering = Automatic(model, optimizer, plan, mesh, clip_norm, compute_dtype)
-    return TrainProgram(lowering, abstract_state, abstract_batch)
+    if why_not := explicit.why_not(model, layout):
+        if lowering == "shard_map":
+            raise LayoutError(f"lowering=shard_map: {why_not}; use lowering=jit")
+    kind = LOWERINGS[lowering or ("jit" if why_not else "shard_map")]
+    made = kind(model, optimizer, plan, mesh, clip_norm, compute_dtype)
+    return TrainProgram(made, abstract_state, abstract_batch)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.models.loss import logits
+import meshpar
+from experiments.models.loss import chunked_cross_entropy, cross_entropy, logits
 from meshpar import layouts
 
 Array = jax.Array
@@ -131,6 +132,20 @@ def _plus(x: Array, bias: nnx.Param | None) -> Array:
     return x + b.reshape((1,) * (x.ndim - b.ndim) + b.shape)
 
 
+def _residual(x_BLD: Array) -> Array:
+    """The stream between blocks: split over `tensor` along the length.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+      Models, arXiv:2205.05198, section 4.2.2 (sequence parallelism).
+    """
+    return layouts.constrain(x_BLD, "batch", "residual_length", "embed")
+
+
+def _gathered(x_BLD: Array) -> Array:
+    """What attention, mlp and head see: whole sequences."""
+    return layouts.constrain(x_BLD, "batch", "length", "embed")
+
+
 class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the embed dim, computed in float32."""
 
@@ -228,10 +243,10 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x_BLD: Array) -> Array:
-        x_BLD += self.dropout(self.attention(self.attention_norm(x_BLD)))
-        x_BLD = layouts.constrain(x_BLD, "batch", "length", "embed")
-        x_BLD += self.dropout(self.mlp(self.mlp_norm(x_BLD)))
-        return layouts.constrain(x_BLD, "batch", "length", "embed")
+        y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)))
+        x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
+        y_BLD = self.mlp(_gathered(self.mlp_norm(x_BLD)))
+        return _residual(x_BLD + self.dropout(_residual(y_BLD)))
 
 
 class Decoder(nnx.Module):
@@ -267,14 +282,16 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BL: Array) -> Array:
         """Returns logits_BLV for token ids of at most `config.length`."""
-        return logits(self.hidden(tokens_BL), self.head_weight())
+        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
 
-    def head_weight(self) -> Array:
-        """The head w[D, V]; the transposed embedding if it is tied."""
-        return self.embedding[...].T if self.head is None else self.head[...]
+        def layer(x_BLD: Array, state) -> tuple[Array, None]:
+            return nnx.merge(graph, *state)(x_BLD), None
 
-    def hidden(self, tokens_BL: Array) -> Array:
-        """Returns x_BLD, what the head sees."""
+        x_BLD, _ = jax.lax.scan(layer, self.embed(tokens_BL), (params, rest))
+        return logits(self.norm(x_BLD), self.head_weight())
+
+    def embed(self, tokens_BL: Array) -> Array:
+        """Returns x_BLD, what the first layer sees."""
         if tokens_BL.shape[1] > self.config.length:
             raise ValueError(
                 f"tokens {tokens_BL.shape} are longer than length={self.config.length}"
@@ -284,12 +301,31 @@ class Decoder(nnx.Module):
         x_BLD = w_VD[tokens_BL]
         if self.positions is not None:
             x_BLD += self.positions[...][None, : tokens_BL.shape[1]]
-        x_BLD = layouts.constrain(self.dropout(x_BLD), "batch", "length", "embed")
-        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
+        return _residual(self.dropout(x_BLD))
 
-        @layouts.remat
-        def layer(x_BLD: Array, state) -> tuple[Array, None]:
-            return nnx.merge(graph, *state)(x_BLD), None
+    def head_weight(self) -> Array:
+        """The head w[D, V]; the transposed embedding if it is tied."""
+        return self.embedding[...].T if self.head is None else self.head[...]
 
-        x_BLD, _ = jax.lax.scan(layer, x_BLD, (params, rest))
-        return self.norm(x_BLD)
+    def head_loss(self, x_BLD: Array, targets_BL: Array) -> Array:
+        """Mean next-token cross-entropy, in nats, of what the last layer returned."""
+        x_BLD, w_DV = _gathered(self.norm(x_BLD)), self.head_weight()
+        if not self.config.loss_chunk:
+            return cross_entropy(logits(x_BLD, w_DV), targets_BL)
+        return chunked_cross_entropy(x_BLD, w_DV, targets_BL, self.config.loss_chunk)
+
+
+def language_model(config: DecoderConfig) -> meshpar.Model:
+    """The decoder with next-token cross-entropy, in staged form.
+
+    Its batches are {"tokens": ids_BL, "targets": ids_BL}.
+    """
+    stages = meshpar.Stages(
+        stack="blocks",
+        embed=lambda decoder, batch: decoder.embed(batch["tokens"]),
+        layer=lambda block, x_BLD: block(x_BLD),
+        head_loss=lambda decoder, x_BLD, batch: decoder.head_loss(
+            x_BLD, batch["targets"]
+        ),
+    )
+    return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stages)

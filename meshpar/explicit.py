@@ -1,0 +1,204 @@
+"""The explicit lowering: one shard_map, manual over data and fsdp, for staged models.
+
+Every reduction over the batch axes is written here or in `fsdp`, so that their number
+and bytes are known before compiling; `tensor` stays automatic inside. ZeRO says when
+weights are whole and when gradients are reduced:
+
+    zero=1   weights gathered once a step; gradients reduce-scattered after it
+    zero=2   the same gather; gradients reduce-scattered layer by layer, going backward
+    zero=3   weights gathered layer by layer, forward and again backward
+
+With microbatches, zero=1 and 2 add up whole gradients and reduce them once (no_sync).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from meshpar import fsdp, layouts, microbatch
+from meshpar.flax_models import Model, Params
+from meshpar.fsdp import MANUAL_AXES, Placement, vary
+from meshpar.layouts import Layout
+from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
+from meshpar.sharded_random import for_shard
+from meshpar.staged import Key, fold
+
+_GATHERED = "meshpar_gathered_weights"
+
+
+def why_not(model: Model, layout: Layout) -> str:
+    """Why a model cannot be lowered explicitly under a layout; "" if it can."""
+    if model.staged is None:
+        return "the model has no staged form (give from_nnx a meshpar.Stages)"
+    for name, axes in layout.activations:
+        if name == "batch" or set(axes) & set(MANUAL_AXES):
+            return f"activations.{name}={'+'.join(axes) or 'none'} moves the batch axes"
+    for name, axes in layout.params:
+        if name == "layers" and axes:
+            return f"params.layers={'+'.join(axes)} splits the stack of layers"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explicit(Lowering):
+    """`Lowering` by shard_map; for staged models."""
+
+    @functools.cached_property
+    def placements(self) -> dict[str, Placement]:
+        """{path: Placement} of parameters and gradients."""
+        return {
+            path: Placement.of(path, leaf.spec)
+            for path, leaf in self.plan.parameters.items()
+        }
+
+    @functools.cached_property
+    def _layer_placements(self) -> dict[str, Placement]:
+        stack = self.model.staged.split(self.placements)[1]
+        return {path: placement.layer() for path, placement in stack.items()}
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether weights are gathered layer by layer."""
+        return self.plan.layout.zero == 3 and self._splits_any
+
+    @property
+    def _splits_any(self) -> bool:
+        return any(placement.splits for placement in self.placements.values())
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients are reduced inside the backward pass."""
+        layout = self.plan.layout
+        once = layout.zero == 2 and layout.microbatches == 1
+        return self.gathers_layers or (once and self._splits_any)
+
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
+        """Loss, aux and gradients, sharded as the plan says, before clipping."""
+        specs = {path: placement.spec for path, placement in self.placements.items()}
+        return jax.shard_map(
+            self._gradients,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(), PartitionSpec(MANUAL_AXES)),
+            out_specs=(PartitionSpec(), specs),
+            axis_names=set(MANUAL_AXES),
+        )(state.params, state.key(), batch)
+
+    def _gradients(
+        self, params: Params, key: jax.Array, batch: Any
+    ) -> tuple[Metrics, Params]:
+        """`gradients` on one shard of the batch."""
+        key = for_shard(key, lax.axis_index(MANUAL_AXES))
+        shards = {path: vary(x) for path, x in self.cast(params).items()}
+        leaves, whole = shards, {}
+        if not self.gathers_layers:
+            whole = fsdp.gather(shards, self.placements)
+            leaves = shards if self.reduces_early else whole
+
+        def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
+            """Sums over this shard's samples, in units of the loss's weight."""
+
+            def loss_fn(leaves: Params) -> tuple[jax.Array, Metrics]:
+                with model_scope(self.plan.layout, self.mesh, MANUAL_AXES):
+                    loss, aux = self._loss(leaves, whole, batch, key)
+                return vary(loss.astype(jnp.float32)), aux
+
+            loss, backward, aux = jax.vjp(loss_fn, leaves, has_aux=True)
+            weight = vary(jnp.float32(aux.pop("weight", 1.0)))
+            metrics = {"loss": loss} | {k: jnp.float32(x) for k, x in aux.items()}
+            metrics = {k: vary(weight * x) for k, x in metrics.items()}
+            (gradients,) = backward(weight)
+            return {"weight": weight, **metrics}, fsdp.constrain_automatic(
+                gradients, self.placements
+            )
+
+        with model_scope(self.plan.layout, self.mesh, MANUAL_AXES):
+            if self.plan.layout.microbatches == 1:
+                sums = one(batch, key)
+            else:
+                sums = self._accumulate(one, batch, key)
+        return self._reduce(*sums, params)
+
+    def _accumulate(
+        self, one: Any, batch: Any, key: jax.Array
+    ) -> tuple[Metrics, Params]:
+        """Sums of `one` over the microbatches, in float32."""
+        num = self.plan.layout.microbatches
+        batches = microbatch.split(batch, num)
+        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batches), key)
+        zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32)), shapes)
+
+        def body(sums: Any, m_batch: tuple[jax.Array, Any]) -> tuple[Any, None]:
+            new = one(m_batch[1], fold(key, m_batch[0]))
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new), None
+
+        return lax.scan(body, zeros, (jnp.arange(num), batches))[0]
+
+    def _reduce(
+        self, metrics: Metrics, gradients: Params, params: Params
+    ) -> tuple[Metrics, Params]:
+        """From sums on every device to means over the whole batch."""
+        names = list(metrics)
+        sums = lax.psum(jnp.stack([metrics[name] for name in names]), MANUAL_AXES)
+        total = dict(zip(names, sums, strict=True))
+        weight = total.pop("weight")
+        if self.mesh.devices.flat[0].platform == "cpu":
+            # XLA:CPU adds in float32 anyway, and aborts on bfloat16 beside automatic
+            # axes (its all-reduce promotion, seen in jaxlib 0.10.2 and 0.12.0).
+            gradients = {path: x.astype(jnp.float32) for path, x in gradients.items()}
+        if not self.reduces_early:
+            gradients = fsdp.reduce_scatter(gradients, self.placements)
+        gradients = fsdp.all_reduce(gradients, self.placements)
+        gradients = {
+            path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
+            for path, x in gradients.items()
+        }
+        means = {name: x / weight for name, x in total.items()}
+        return means, fsdp.constrain_automatic(gradients, self.placements)
+
+    def _loss(
+        self, leaves: Params, whole: Params, batch: Any, key: Key
+    ) -> tuple[jax.Array, Metrics]:
+        """The model's loss on this shard, with weights made whole as `zero` says."""
+        staged = self.model.staged
+        shared, stack = staged.split(leaves)
+        whole_shared, whole_stack = staged.split(whole)
+
+        def scan(layer: Any, stack: Params, x: Any, key: Key) -> Any:
+            def body(x: Any, one: tuple[Params, Params, jax.Array]) -> tuple[Any, None]:
+                leaves, whole, i = one
+                weights = self._whole(leaves, whole, self._layer_placements)
+                return jax.tree.map(vary, layer(weights, x, fold(key, i))), None
+
+            xs = (stack, whole_stack, jnp.arange(staged.depth))
+            return lax.scan(self._remat(body), jax.tree.map(vary, x), xs)[0]
+
+        shared = self._whole(shared, whole_shared, self.placements)
+        return staged.loss({**shared, **stack}, batch, key, scan)
+
+    def _whole(
+        self, leaves: Params, whole: Params, placements: dict[str, Placement]
+    ) -> Params:
+        """Weights as the model uses them, from what is differentiated."""
+        placements = {path: placements[path] for path in leaves}
+        if self.gathers_layers:
+            weights = fsdp.gather(leaves, placements)
+            return checkpoint_name(weights, _GATHERED)
+        if self.reduces_early:
+            return fsdp.borrow(placements)(leaves, whole)
+        return leaves
+
+    def _remat(self, body: Any) -> Any:
+        """What the backward pass of a layer may reuse; never a gathered weight."""
+        if self.plan.layout.remat != "none":
+            policy = layouts.REMAT_POLICIES[self.plan.layout.remat]()
+        elif self.gathers_layers:
+            policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+        else:
+            return body
+        return jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -1,0 +1,238 @@
+"""Fully sharded data parallelism (ZeRO-1, 2, 3) inside shard_map: gather and scatter.
+
+A tensor of the training state is split over the manual axes of the mesh as its
+`Placement` says. `gather` makes it whole before use; its transpose is the
+reduce-scatter of the gradient, so ZeRO-3 is `gather` inside the layer. Small tensors
+travel together in buckets of constant size.
+
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, sections 5 and 6.2 (buckets);
+  Zhao et al., PyTorch FSDP, arXiv:2304.11277.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.layouts import BATCH_AXES, LayoutError
+from meshpar.plan import Spec, partition_spec
+
+Array = jax.Array
+Params = dict[str, Array]
+
+MANUAL_AXES = BATCH_AXES
+"""Mesh axes that are manual in the explicit lowering; `tensor` stays automatic."""
+BUCKET_BYTES = 4 * 2**20
+"""Whole size of one bucket; tensors of a quarter of it or more travel alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the manual axes split one tensor, and what the automatic ones do.
+
+    Attributes:
+      splits: (dim, axes) of every dim that manual axes split.
+      automatic: spec over the automatic axes alone.
+    """
+
+    splits: tuple[tuple[int, tuple[str, ...]], ...]
+    automatic: PartitionSpec
+
+    @classmethod
+    def of(cls, path: str, spec: Spec) -> "Placement":
+        """The placement of a leaf with mesh axes `spec` per dim.
+
+        Raises:
+          LayoutError: a dim splits over an automatic axis first.
+        """
+        splits, automatic = [], []
+        for dim, axes in enumerate(spec):
+            manual = tuple(axis for axis in axes if axis in MANUAL_AXES)
+            if manual != axes[: len(manual)]:
+                raise LayoutError(
+                    f"{path}: dim {dim} splits over {'*'.join(axes)}; write data and "
+                    "fsdp before tensor in its rule"
+                )
+            if manual:
+                splits.append((dim, manual))
+            automatic.append(axes[len(manual) :])
+        return cls(tuple(splits), partition_spec(tuple(automatic)))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All manual axes that split the tensor."""
+        return tuple(axis for _, axes in self.splits for axis in axes)
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The manual axes over which the tensor is whole."""
+        return tuple(axis for axis in MANUAL_AXES if axis not in self.axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The manual part as a spec for shard_map."""
+        dims = dict(self.splits)
+        return PartitionSpec(*(dims.get(d) for d in range(max(dims, default=-1) + 1)))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it cannot share a bucket: it is split twice or over `tensor`."""
+        return len(self.splits) > 1 or any(self.automatic)
+
+    def layer(self) -> "Placement":
+        """The placement of one layer of a stack."""
+        splits = tuple((dim - 1, axes) for dim, axes in self.splits)
+        return Placement(splits, PartitionSpec(*self.automatic[1:]))
+
+
+def vary(x: Array) -> Array:
+    """Marks an array as differing over all manual axes: no hidden psum in a vjp."""
+    missing = frozenset(MANUAL_AXES) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def constrain_automatic(tree: Params, placements: Mapping[str, Placement]) -> Params:
+    """Holds whole or split tensors to their placement over the automatic axes."""
+    return {
+        path: lax.with_sharding_constraint(x, placements[path].automatic)
+        if any(placements[path].automatic)
+        else x
+        for path, x in tree.items()
+    }
+
+
+def buckets(
+    tree: Mapping[str, Any], placements: Mapping[str, Placement], ways: int
+) -> Iterator[list[str]]:
+    """Groups the paths that travel together, in order.
+
+    Args:
+      tree: {path: array or shape}; only shapes and dtypes matter.
+      placements: of the same paths.
+      ways: how many times larger the moved tensors are than those of `tree`.
+    """
+    filling: dict[Any, tuple[list[str], int]] = {}
+    for path, x in tree.items():
+        size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize * ways
+        if placements[path].alone or 4 * size >= BUCKET_BYTES:
+            yield [path]
+            continue
+        kind = placements[path].axes, jnp.dtype(x.dtype)
+        paths, filled = filling.get(kind, ([], 0))
+        if filled + size > BUCKET_BYTES:
+            yield paths
+            paths, filled = [], 0
+        filling[kind] = [*paths, path], filled + size
+    yield from (paths for paths, _ in filling.values())
+
+
+def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
+    """Makes tensors whole; the transpose reduce-scatters their gradients.
+
+    W[D_fsdp, F] -> W[D, F] for every path. Communication: (n-1)/n of the whole bytes
+    received per device.
+
+    Args:
+      shards: {path: this device's shard}; call inside shard_map.
+      placements: of the same paths.
+
+    Returns:
+      {path: whole tensor}, equal on all devices of the axes that split it.
+    """
+    split = {path: x for path, x in shards.items() if placements[path].splits}
+    whole = dict(shards)
+    for axes in {placements[path].axes for path in split}:
+        group = {path: x for path, x in split.items() if placements[path].axes == axes}
+        n = lax.axis_size(axes)
+        for paths in buckets(group, placements, n):
+            if len(paths) > 1:
+                whole |= _gather_bucket({p: group[p] for p in paths}, placements, n)
+                continue
+            x = group[paths[0]]
+            for dim, dim_axes in placements[paths[0]].splits:
+                x = lax.all_gather(x, dim_axes, axis=dim, tiled=True)
+            whole[paths[0]] = x
+    return constrain_automatic(whole, placements)
+
+
+def _gather_bucket(
+    shards: Params, placements: Mapping[str, Placement], n: int
+) -> Params:
+    flat = jnp.concatenate([x.reshape(-1) for x in shards.values()])
+    rows, start, whole = (
+        lax.all_gather(flat, placements[next(iter(shards))].axes),
+        0,
+        {},
+    )
+    for path, x in shards.items():
+        ((dim, _),) = placements[path].splits
+        part = rows[:, start : start + x.size].reshape(n, *x.shape)
+        start += x.size
+        shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+        whole[path] = jnp.moveaxis(part, 0, dim).reshape(shape)
+    return whole
+
+
+def reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params:
+    """Sums tensors over the axes that split them; every device keeps its shard.
+
+    W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of `gather`.
+    Communication: (n-1)/n of the whole bytes sent per device.
+    """
+
+    def shard(path: str, x: Array) -> Array:
+        shape = list(x.shape)
+        for dim, axes in placements[path].splits:
+            shape[dim] //= lax.axis_size(axes)
+        return vary(jnp.zeros(shape, x.dtype))
+
+    shards = {path: shard(path, x) for path, x in whole.items()}
+    transpose = jax.linear_transpose(lambda s: gather(s, placements), shards)
+    return transpose(whole)[0]
+
+
+def all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:
+    """Sums tensors over the manual axes that do not split them, small ones together."""
+    summed = {}
+    for axes in {placements[path].rest for path in tree}:
+        group = {path: x for path, x in tree.items() if placements[path].rest == axes}
+        if not axes:
+            summed |= group
+            continue
+        for paths in buckets(group, placements, 1):
+            if len(paths) == 1:
+                summed[paths[0]] = lax.psum(group[paths[0]], axes)
+                continue
+            flat = jnp.concatenate([group[path].reshape(-1) for path in paths])
+            flat, start = lax.psum(flat, axes), 0
+            for path in paths:
+                x = group[path]
+                summed[path] = flat[start : start + x.size].reshape(x.shape)
+                start += x.size
+    return {path: summed[path] for path in tree}
+
+
+def borrow(placements: Mapping[str, Placement]) -> Callable[[Params, Params], Params]:
+    """Whole tensors whose gradients are reduce-scattered to their shards (ZeRO-2).
+
+    Returns:
+      (shards, whole) -> whole, where the gradient of the result goes to the shards.
+    """
+
+    @jax.custom_vjp
+    def use(shards: Params, whole: Params) -> Params:
+        return whole
+
+    def forward(shards: Params, whole: Params) -> tuple[Params, None]:
+        return whole, None
+
+    def backward(_: None, gradient: Params) -> tuple[Params, None]:
+        return reduce_scatter(gradient, placements), None
+
+    use.defvjp(forward, backward)
+    return use
