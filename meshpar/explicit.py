@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar import fsdp, layouts, microbatch
 from meshpar.flax_models import Model, Params
-from meshpar.fsdp import MANUAL_AXES, Placement, vary
-from meshpar.layouts import Layout
+from meshpar.fsdp import Placement
+from meshpar.layouts import BATCH_AXES, Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.sharded_random import for_shard
 from meshpar.staged import Key, fold
@@ -37,7 +37,7 @@ def why_not(model: Model, layout: Layout) -> str:
     if model.staged is None:
         return "the model has no staged form (give from_nnx a meshpar.Stages)"
     for name, axes in layout.activations:
-        if name == "batch" or set(axes) & set(MANUAL_AXES):
+        if name == "batch" or set(axes) & set(BATCH_AXES):
             return f"activations.{name}={'+'.join(axes) or 'none'} moves the batch axes"
     for name, axes in layout.params:
         if name == "layers" and axes:
@@ -49,11 +49,19 @@ def why_not(model: Model, layout: Layout) -> str:
 class Explicit(Lowering):
     """`Lowering` by shard_map; for staged models."""
 
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        """The batch axes that this layout uses; all others stay automatic."""
+        return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1)
+
+    def _vary(self, x: jax.Array) -> jax.Array:
+        return fsdp.vary(x, self.manual_axes)
+
     @functools.cached_property
     def placements(self) -> dict[str, Placement]:
         """{path: Placement} of parameters and gradients."""
         return {
-            path: Placement.of(path, leaf.spec)
+            path: Placement.of(path, leaf.spec, self.manual_axes)
             for path, leaf in self.plan.parameters.items()
         }
 
@@ -61,6 +69,15 @@ class Explicit(Lowering):
     def _layer_placements(self) -> dict[str, Placement]:
         stack = self.model.staged.split(self.placements)[1]
         return {path: placement.layer() for path, placement in stack.items()}
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether collectives move float32 instead of a smaller compute dtype.
+
+        XLA:CPU adds in float32 anyway, and aborts on bfloat16 reductions beside
+        automatic axes (its promotion pass, seen in jaxlib 0.10.2 and 0.12.0).
+        """
+        return self.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def gathers_layers(self) -> bool:
@@ -80,44 +97,49 @@ class Explicit(Lowering):
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
+        params, key = state.params, state.key()
+        if not self.manual_axes:
+            return self._gradients(params, key, batch)
         specs = {path: placement.spec for path, placement in self.placements.items()}
         return jax.shard_map(
             self._gradients,
             mesh=self.mesh,
-            in_specs=(specs, PartitionSpec(), PartitionSpec(MANUAL_AXES)),
+            in_specs=(specs, PartitionSpec(), PartitionSpec(self.manual_axes)),
             out_specs=(PartitionSpec(), specs),
-            axis_names=set(MANUAL_AXES),
-        )(state.params, state.key(), batch)
+            axis_names=set(self.manual_axes),
+        )(params, key, batch)
 
     def _gradients(
         self, params: Params, key: jax.Array, batch: Any
     ) -> tuple[Metrics, Params]:
         """`gradients` on one shard of the batch."""
-        key = for_shard(key, lax.axis_index(MANUAL_AXES))
-        shards = {path: vary(x) for path, x in self.cast(params).items()}
+        if self.manual_axes:
+            key = for_shard(key, lax.axis_index(self.manual_axes))
+        wire = params if self._on_cpu else self.cast(params)
+        shards = {path: self._vary(x) for path, x in wire.items()}
         leaves, whole = shards, {}
         if not self.gathers_layers:
             whole = fsdp.gather(shards, self.placements)
-            leaves = shards if self.reduces_early else whole
+            leaves = shards if self.reduces_early else self.cast(whole)
 
         def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
             """Sums over this shard's samples, in units of the loss's weight."""
 
             def loss_fn(leaves: Params) -> tuple[jax.Array, Metrics]:
-                with model_scope(self.plan.layout, self.mesh, MANUAL_AXES):
+                with model_scope(self.plan.layout, self.mesh, self.manual_axes):
                     loss, aux = self._loss(leaves, whole, batch, key)
-                return vary(loss.astype(jnp.float32)), aux
+                return self._vary(loss.astype(jnp.float32)), aux
 
             loss, backward, aux = jax.vjp(loss_fn, leaves, has_aux=True)
-            weight = vary(jnp.float32(aux.pop("weight", 1.0)))
+            weight = self._vary(jnp.float32(aux.pop("weight", 1.0)))
             metrics = {"loss": loss} | {k: jnp.float32(x) for k, x in aux.items()}
-            metrics = {k: vary(weight * x) for k, x in metrics.items()}
+            metrics = {k: self._vary(weight * x) for k, x in metrics.items()}
             (gradients,) = backward(weight)
             return {"weight": weight, **metrics}, fsdp.constrain_automatic(
                 gradients, self.placements
             )
 
-        with model_scope(self.plan.layout, self.mesh, MANUAL_AXES):
+        with model_scope(self.plan.layout, self.mesh, self.manual_axes):
             if self.plan.layout.microbatches == 1:
                 sums = one(batch, key)
             else:
@@ -131,7 +153,7 @@ class Explicit(Lowering):
         num = self.plan.layout.microbatches
         batches = microbatch.split(batch, num)
         shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batches), key)
-        zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32)), shapes)
+        zeros = jax.tree.map(lambda x: self._vary(jnp.zeros(x.shape, jnp.float32)), shapes)
 
         def body(sums: Any, m_batch: tuple[jax.Array, Any]) -> tuple[Any, None]:
             new = one(m_batch[1], fold(key, m_batch[0]))
@@ -144,12 +166,10 @@ class Explicit(Lowering):
     ) -> tuple[Metrics, Params]:
         """From sums on every device to means over the whole batch."""
         names = list(metrics)
-        sums = lax.psum(jnp.stack([metrics[name] for name in names]), MANUAL_AXES)
+        sums = lax.psum(jnp.stack([metrics[name] for name in names]), self.manual_axes)
         total = dict(zip(names, sums, strict=True))
         weight = total.pop("weight")
-        if self.mesh.devices.flat[0].platform == "cpu":
-            # XLA:CPU adds in float32 anyway, and aborts on bfloat16 beside automatic
-            # axes (its all-reduce promotion, seen in jaxlib 0.10.2 and 0.12.0).
+        if self._on_cpu:
             gradients = {path: x.astype(jnp.float32) for path, x in gradients.items()}
         if not self.reduces_early:
             gradients = fsdp.reduce_scatter(gradients, self.placements)
@@ -173,10 +193,10 @@ class Explicit(Lowering):
             def body(x: Any, one: tuple[Params, Params, jax.Array]) -> tuple[Any, None]:
                 leaves, whole, i = one
                 weights = self._whole(leaves, whole, self._layer_placements)
-                return jax.tree.map(vary, layer(weights, x, fold(key, i))), None
+                return jax.tree.map(self._vary, layer(weights, x, fold(key, i))), None
 
             xs = (stack, whole_stack, jnp.arange(staged.depth))
-            return lax.scan(self._remat(body), jax.tree.map(vary, x), xs)[0]
+            return lax.scan(self._remat(body), jax.tree.map(self._vary, x), xs)[0]
 
         shared = self._whole(shared, whole_shared, self.placements)
         return staged.loss({**shared, **stack}, batch, key, scan)
@@ -187,10 +207,10 @@ class Explicit(Lowering):
         """Weights as the model uses them, from what is differentiated."""
         placements = {path: placements[path] for path in leaves}
         if self.gathers_layers:
-            weights = fsdp.gather(leaves, placements)
+            weights = self.cast(fsdp.gather(leaves, placements))
             return checkpoint_name(weights, _GATHERED)
         if self.reduces_early:
-            return fsdp.borrow(placements)(leaves, whole)
+            return self.cast(fsdp.borrow(placements)(leaves, whole))
         return leaves
 
     def _remat(self, body: Any) -> Any:

@@ -19,14 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.layouts import BATCH_AXES, LayoutError
+from meshpar.layouts import LayoutError
 from meshpar.plan import Spec, partition_spec
 
 Array = jax.Array
 Params = dict[str, Array]
 
-MANUAL_AXES = BATCH_AXES
-"""Mesh axes that are manual in the explicit lowering; `tensor` stays automatic."""
 BUCKET_BYTES = 4 * 2**20
 """Whole size of one bucket; tensors of a quarter of it or more travel alone."""
 
@@ -37,14 +35,16 @@ class Placement:
 
     Attributes:
       splits: (dim, axes) of every dim that manual axes split.
+      rest: the manual axes over which the tensor is whole.
       automatic: spec over the automatic axes alone.
     """
 
     splits: tuple[tuple[int, tuple[str, ...]], ...]
+    rest: tuple[str, ...]
     automatic: PartitionSpec
 
     @classmethod
-    def of(cls, path: str, spec: Spec) -> "Placement":
+    def of(cls, path: str, spec: Spec, manual_axes: tuple[str, ...]) -> "Placement":
         """The placement of a leaf with mesh axes `spec` per dim.
 
         Raises:
@@ -52,7 +52,7 @@ class Placement:
         """
         splits, automatic = [], []
         for dim, axes in enumerate(spec):
-            manual = tuple(axis for axis in axes if axis in MANUAL_AXES)
+            manual = tuple(axis for axis in axes if axis in manual_axes)
             if manual != axes[: len(manual)]:
                 raise LayoutError(
                     f"{path}: dim {dim} splits over {'*'.join(axes)}; write data and "
@@ -61,17 +61,14 @@ class Placement:
             if manual:
                 splits.append((dim, manual))
             automatic.append(axes[len(manual) :])
-        return cls(tuple(splits), partition_spec(tuple(automatic)))
+        split = {axis for _, axes in splits for axis in axes}
+        rest = tuple(axis for axis in manual_axes if axis not in split)
+        return cls(tuple(splits), rest, partition_spec(tuple(automatic)))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """All manual axes that split the tensor."""
         return tuple(axis for _, axes in self.splits for axis in axes)
-
-    @property
-    def rest(self) -> tuple[str, ...]:
-        """The manual axes over which the tensor is whole."""
-        return tuple(axis for axis in MANUAL_AXES if axis not in self.axes)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -87,12 +84,12 @@ class Placement:
     def layer(self) -> "Placement":
         """The placement of one layer of a stack."""
         splits = tuple((dim - 1, axes) for dim, axes in self.splits)
-        return Placement(splits, PartitionSpec(*self.automatic[1:]))
+        return Placement(splits, self.rest, PartitionSpec(*self.automatic[1:]))
 
 
-def vary(x: Array) -> Array:
-    """Marks an array as differing over all manual axes: no hidden psum in a vjp."""
-    missing = frozenset(MANUAL_AXES) - jax.typeof(x).manual_axis_type.varying
+def vary(x: Array, axes: tuple[str, ...]) -> Array:
+    """Marks an array as differing over manual axes: no hidden psum in a vjp."""
+    missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
@@ -189,7 +186,8 @@ def reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params
         shape = list(x.shape)
         for dim, axes in placements[path].splits:
             shape[dim] //= lax.axis_size(axes)
-        return vary(jnp.zeros(shape, x.dtype))
+        placement = placements[path]
+        return vary(jnp.zeros(shape, x.dtype), placement.axes + placement.rest)
 
     shards = {path: shard(path, x) for path, x in whole.items()}
     transpose = jax.linear_transpose(lambda s: gather(s, placements), shards)
