@@ -102,4 +102,5 @@ def make_program(
         devices=devices,
         clip_norm=config.optimizer.clip_norm,
         compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
+        lowering=config.lowering,
     )

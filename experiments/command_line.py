@@ -22,6 +22,11 @@ RECIPE = flags.DEFINE_string(
 LAYOUT = flags.DEFINE_string(
     "layout", None, 'Such as "data=2,fsdp=2,tensor=2,zero=3"; mixed by default.'
 )
+LOWERING = flags.DEFINE_string(
+    "lowering",
+    None,
+    "shard_map (explicit collectives) or jit (the compiler's); the first if possible.",
+)
 DATA = flags.DEFINE_string(
     "data",
     None,
@@ -56,6 +61,7 @@ def config_from_flags() -> Config:
     config = recipes.get(RECIPE.value)
     given = {
         "layout": LAYOUT.value,
+        "lowering": LOWERING.value,
         "data.path": DATA.value,
         "data.tokenizer": TOKENIZER.value,
         "steps": STEPS.value,

@@ -70,6 +70,7 @@ class Config:
       optimizer: the optimizer.
       data: the data.
       layout: layout string; empty mixes data, fsdp and tensor over all devices.
+      lowering: "shard_map" or "jit"; empty for the best that the model allows.
       compute_dtype: "float32" or "bfloat16"; master weights are float32.
       batch_size: sequences per step, over all devices.
       steps: training steps.
@@ -88,6 +89,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     layout: str = ""
+    lowering: str = ""
     compute_dtype: str = "float32"
     batch_size: int = 32
     steps: int = 200

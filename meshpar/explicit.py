@@ -18,18 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshpar import fsdp, layouts, microbatch
 from meshpar.flax_models import Model, Params
 from meshpar.fsdp import Placement
+from meshpar.layer_scan import scan_gathered
 from meshpar.layouts import BATCH_AXES, Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.sharded_random import for_shard
 from meshpar.staged import Key, fold
-
-_GATHERED = "meshpar_gathered_weights"
 
 
 def why_not(model: Model, layout: Layout) -> str:
@@ -153,7 +151,9 @@ class Explicit(Lowering):
         num = self.plan.layout.microbatches
         batches = microbatch.split(batch, num)
         shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batches), key)
-        zeros = jax.tree.map(lambda x: self._vary(jnp.zeros(x.shape, jnp.float32)), shapes)
+        zeros = jax.tree.map(
+            lambda x: self._vary(jnp.zeros(x.shape, jnp.float32)), shapes
+        )
 
         def body(sums: Any, m_batch: tuple[jax.Array, Any]) -> tuple[Any, None]:
             new = one(m_batch[1], fold(key, m_batch[0]))
@@ -186,39 +186,48 @@ class Explicit(Lowering):
     ) -> tuple[jax.Array, Metrics]:
         """The model's loss on this shard, with weights made whole as `zero` says."""
         staged = self.model.staged
-        shared, stack = staged.split(leaves)
         whole_shared, whole_stack = staged.split(whole)
+        shared, stack = staged.split(leaves)
 
         def scan(layer: Any, stack: Params, x: Any, key: Key) -> Any:
-            def body(x: Any, one: tuple[Params, Params, jax.Array]) -> tuple[Any, None]:
-                leaves, whole, i = one
-                weights = self._whole(leaves, whole, self._layer_placements)
-                return jax.tree.map(self._vary, layer(weights, x, fold(key, i))), None
+            @self._remat
+            def one(weights: Params, x: Any, i: jax.Array) -> Any:
+                y = layer(self.cast(weights), x, fold(key, i))
+                return jax.tree.map(self._vary, y)
 
-            xs = (stack, whole_stack, jnp.arange(staged.depth))
-            return lax.scan(self._remat(body), jax.tree.map(self._vary, x), xs)[0]
+            placements = self._layer_placements
+            run = scan_gathered(
+                one,
+                functools.partial(self._whole, placements=placements),
+                lambda gradient: self._reduced(gradient, placements),
+            )
+            return run(stack, whole_stack, jax.tree.map(self._vary, x))
 
-        shared = self._whole(shared, whole_shared, self.placements)
-        return staged.loss({**shared, **stack}, batch, key, scan)
+        if self.reduces_early:
+            placements = staged.split(self.placements)[0]
+            shared = fsdp.gather_with(
+                lambda leaves: self._whole(leaves, whole_shared, placements),
+                lambda gradient: self._reduced(gradient, placements),
+            )(shared)
+        return staged.loss({**self.cast(shared), **stack}, batch, key, scan)
 
     def _whole(
         self, leaves: Params, whole: Params, placements: dict[str, Placement]
     ) -> Params:
-        """Weights as the model uses them, from what is differentiated."""
-        placements = {path: placements[path] for path in leaves}
+        """Whole weights on the wire's dtype, from what is differentiated."""
         if self.gathers_layers:
-            weights = self.cast(fsdp.gather(leaves, placements))
-            return checkpoint_name(weights, _GATHERED)
-        if self.reduces_early:
-            return self.cast(fsdp.borrow(placements)(leaves, whole))
-        return leaves
+            return fsdp.gather(leaves, placements)
+        return whole if self.reduces_early else leaves
 
-    def _remat(self, body: Any) -> Any:
-        """What the backward pass of a layer may reuse; never a gathered weight."""
-        if self.plan.layout.remat != "none":
-            policy = layouts.REMAT_POLICIES[self.plan.layout.remat]()
-        elif self.gathers_layers:
-            policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-        else:
-            return body
-        return jax.checkpoint(body, policy=policy, prevent_cse=False)
+    def _reduced(self, gradient: Params, placements: dict[str, Placement]) -> Params:
+        """Gradient of what is differentiated, from that of the whole weights."""
+        if self.reduces_early:
+            return fsdp.reduce_scatter(gradient, placements)
+        return gradient
+
+    def _remat(self, one: Any) -> Any:
+        """What the backward pass of a layer may reuse beside its input."""
+        if self.plan.layout.remat == "none":
+            return one
+        policy = layouts.REMAT_POLICIES[self.plan.layout.remat]()
+        return jax.checkpoint(one, policy=policy, prevent_cse=False)

@@ -215,22 +215,18 @@ def all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:
     return {path: summed[path] for path in tree}
 
 
-def borrow(placements: Mapping[str, Placement]) -> Callable[[Params, Params], Params]:
-    """Whole tensors whose gradients are reduce-scattered to their shards (ZeRO-2).
+def gather_with(
+    gather: Callable[[Params], Params], reduce: Callable[[Params], Params]
+) -> Callable[[Params], Params]:
+    """A function of leaves whose gradient goes back through `reduce`.
 
-    Returns:
-      (shards, whole) -> whole, where the gradient of the result goes to the shards.
+    Whatever whole tensors `gather` returns, their gradient ends up on the leaves: a
+    forward pass may use weights that were gathered before (ZeRO-2).
     """
 
     @jax.custom_vjp
-    def use(shards: Params, whole: Params) -> Params:
-        return whole
+    def whole(leaves: Params) -> Params:
+        return gather(leaves)
 
-    def forward(shards: Params, whole: Params) -> tuple[Params, None]:
-        return whole, None
-
-    def backward(_: None, gradient: Params) -> tuple[Params, None]:
-        return reduce_scatter(gradient, placements), None
-
-    use.defvjp(forward, backward)
-    return use
+    whole.defvjp(lambda leaves: (gather(leaves), None), lambda _, g: (reduce(g),))
+    return whole
