@@ -1,8 +1,10 @@
 """Reads the collectives out of a compiled program: kind, mesh axes, bytes, executions.
 
 Takes the optimized HLO text of a CPU, TPU or GPU program. Loop trip counts are
-multiplied in, asynchronous pairs count once, and every collective is traced back to the
-mesh axes of its groups and to the source line that asked for it.
+multiplied in, asynchronous pairs and the fragments of one chain (TPU) count once, and
+every collective is traced back to the mesh axes of its groups and to the source line
+that asked for it. A collective is overlapped if the schedule has compute between its
+start and its end, and exposed otherwise.
 """
 
 import dataclasses
@@ -10,7 +12,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +46,8 @@ _MESH_GROUPS = re.compile(
 _IOTA_GROUPS = re.compile(
     r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
+_COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "scatter"}
+"""Instructions that keep a device busy."""
 _OPCODE = re.compile(r"(?<![\w:.%\-])([a-z][\w\-]*)\(")
 
 
@@ -58,7 +63,8 @@ class Collective:
       payload_bytes: bytes of the whole tensor on one device: the operand, or the result
         of an all_gather.
       executions: how often it runs per call of the program.
-      asynchronous: whether it is a start/done pair.
+      asynchronous: whether it starts and ends in different places.
+      overlapped: whether compute is scheduled between its start and its end.
       computation: the computation in which it stands.
       source: "file:line" that asked for it; "" where the compiler made it up.
     """
@@ -69,6 +75,7 @@ class Collective:
     payload_bytes: int
     executions: int
     asynchronous: bool
+    overlapped: bool
     computation: str
     source: str
 
@@ -270,34 +277,85 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     computations, entry = _parse(text)
     sources = _sources(text)
 
-    def walk(computation: str, executions: int) -> Iterator[Collective]:
+    def found(computation: str, executions: int, site: tuple) -> Iterator[_Found]:
         within = computations.get(computation, {})
-        for one in within.values():
+        schedule = list(within.values())
+        for place, one in enumerate(schedule):
             if one.opcode == "while":
                 body = re.search(r"body=%?([\w.\-]+)", one.line).group(1)
-                yield from walk(body, executions * _trip_count(one, computations))
+                trips = executions * _trip_count(one, computations)
+                yield from found(body, trips, (body, None))
                 continue
+            # A fusion runs where it is called: fragments are ordered by that place.
+            here = site if site[1] is not None else (computation, place)
             base = one.opcode.removesuffix("-start")
             if base in _KINDS:
                 kind = _KINDS[base]
                 if kind == "all_reduce" and computation.startswith(
                     "all-reduce-scatter"
                 ):
-                    kind = "reduce_scatter"  # How TPU programs spell it.
+                    kind = "reduce_scatter"  # How TPU programs may spell it.
                 axes, size = _axes(one.line, mesh)
                 frame = re.search(r"stack_frame_id=(\d+)", one.line)
-                yield Collective(
+                chain = re.search(r'chain_id="(\d+)"', one.line)
+                end = place
+                if one.opcode.endswith("-start"):
+                    end = _end(schedule, place)
+                collective = Collective(
                     kind=kind,
                     axes=axes,
                     group_size=size,
                     payload_bytes=_payload(one, kind, within),
                     executions=executions,
-                    asynchronous=one.opcode.endswith("-start"),
+                    asynchronous=end > place,
+                    overlapped=_computes(schedule, place, end),
                     computation=computation,
                     source=sources.get(frame.group(1), "") if frame else "",
                 )
+                yield chain and (chain.group(1), kind), here, collective
             elif not one.opcode.endswith(("-done", "-update")):
+                called = one.opcode in ("fusion", "custom-call")
                 for callee in _callees(one):
-                    yield from walk(callee, executions)
+                    where = here if called else (callee, None)
+                    yield from found(callee, executions, where)
 
-    return [c for c in walk(entry, 1) if c.group_size > 1]
+    return _merged(found(entry, 1, (entry, None)), computations)
+
+
+_Found = tuple[Any, tuple[str, int], Collective]
+"""A collective with the chain that it is a fragment of, and where it runs."""
+
+
+def _end(schedule: list[_Instruction], start: int) -> int:
+    """Place of the last instruction of an asynchronous chain that begins at `start`."""
+    names, end = {schedule[start].name}, start
+    for place, one in enumerate(schedule[start + 1 :], start + 1):
+        if one.opcode.endswith(("-done", "-update")) and names & set(one.operands):
+            names.add(one.name)
+            end = place
+    return end
+
+
+def _computes(schedule: list[_Instruction], start: int, end: int) -> bool:
+    return any(one.opcode in _COMPUTE for one in schedule[start + 1 : end])
+
+
+def _merged(
+    found: Iterable[_Found], computations: Mapping[str, Mapping[str, _Instruction]]
+) -> list[Collective]:
+    """Collectives that move something; all fragments of a chain as one."""
+    chains: dict[Any, list[_Found]] = {}
+    for number, one in enumerate(found):
+        if one[2].group_size > 1:
+            chains.setdefault(one[0] or number, []).append(one)
+    merged = []
+    for fragments in chains.values():
+        first = fragments[0][2]
+        if len(fragments) > 1:
+            computation = fragments[0][1][0]
+            places = [place for _, (_, place), _ in fragments]
+            schedule = list(computations[computation].values())
+            overlapped = _computes(schedule, min(places), max(places))
+            first = dataclasses.replace(first, asynchronous=True, overlapped=overlapped)
+        merged.append(first)
+    return merged

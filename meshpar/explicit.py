@@ -99,12 +99,15 @@ class Explicit(Lowering):
         if not self.manual_axes:
             return self._gradients(params, key, batch)
         specs = {path: placement.spec for path, placement in self.placements.items()}
+        # An axis of size 1 left automatic keeps TPUs from scattering reductions.
+        automatic = {a for a, n in self.mesh.shape.items() if n > 1} - set(self.manual_axes)
+        manual = set(self.mesh.axis_names) - automatic
         return jax.shard_map(
             self._gradients,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), PartitionSpec(self.manual_axes)),
             out_specs=(PartitionSpec(), specs),
-            axis_names=set(self.manual_axes),
+            axis_names=manual,
         )(params, key, batch)
 
     def _gradients(

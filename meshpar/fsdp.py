@@ -129,7 +129,7 @@ def buckets(
 
 
 def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
-    """Makes tensors whole; the transpose reduce-scatters their gradients.
+    """Makes tensors whole; its transpose is `reduce_scatter`.
 
     W[D_fsdp, F] -> W[D, F] for every path. Communication: (n-1)/n of the whole bytes
     received per device.
@@ -160,12 +160,9 @@ def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
 def _gather_bucket(
     shards: Params, placements: Mapping[str, Placement], n: int
 ) -> Params:
+    axes = placements[next(iter(shards))].axes
     flat = jnp.concatenate([x.reshape(-1) for x in shards.values()])
-    rows, start, whole = (
-        lax.all_gather(flat, placements[next(iter(shards))].axes),
-        0,
-        {},
-    )
+    rows, start, whole = lax.all_gather(flat, axes), 0, {}
     for path, x in shards.items():
         ((dim, _),) = placements[path].splits
         part = rows[:, start : start + x.size].reshape(n, *x.shape)
@@ -181,17 +178,41 @@ def reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params
     W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of `gather`.
     Communication: (n-1)/n of the whole bytes sent per device.
     """
+    split = {path: x for path, x in whole.items() if placements[path].splits}
+    shards = dict(whole)
+    for axes in {placements[path].axes for path in split}:
+        group = {path: x for path, x in split.items() if placements[path].axes == axes}
+        n = lax.axis_size(axes)
+        for paths in buckets(group, placements, 1):
+            if len(paths) > 1:
+                shards |= _scatter_bucket({p: group[p] for p in paths}, placements, n)
+                continue
+            x = group[paths[0]]
+            for dim, dim_axes in placements[paths[0]].splits:
+                # In front, because TPUs scatter reductions along the major dim only.
+                x = lax.optimization_barrier(jnp.moveaxis(x, dim, 0))
+                x = lax.psum_scatter(x, dim_axes, tiled=True)
+                x = jnp.moveaxis(x, 0, dim)
+            shards[paths[0]] = x
+    return constrain_automatic(shards, placements)
 
-    def shard(path: str, x: Array) -> Array:
-        shape = list(x.shape)
-        for dim, axes in placements[path].splits:
-            shape[dim] //= lax.axis_size(axes)
-        placement = placements[path]
-        return vary(jnp.zeros(shape, x.dtype), placement.axes + placement.rest)
 
-    shards = {path: shard(path, x) for path, x in whole.items()}
-    transpose = jax.linear_transpose(lambda s: gather(s, placements), shards)
-    return transpose(whole)[0]
+def _scatter_bucket(
+    whole: Params, placements: Mapping[str, Placement], n: int
+) -> Params:
+    rows, shapes = [], {}
+    for path, x in whole.items():
+        ((dim, _),) = placements[path].splits
+        shapes[path] = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+        x = x.reshape(*x.shape[:dim], n, *shapes[path][dim:])
+        rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
+    axes, start, shards = placements[next(iter(whole))].axes, 0, {}
+    flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), axes)
+    for path, shape in shapes.items():
+        size = math.prod(shape)
+        shards[path] = flat[start : start + size].reshape(shape)
+        start += size
+    return shards
 
 
 def all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:

@@ -31,7 +31,9 @@ class Stages:
       layer: (one layer's module, x) -> x of the same shapes.
       head_loss: (module, x, batch) -> loss or (loss, aux), a mean over the batch.
 
-    `embed` and `head_loss` may use every variable outside the stack.
+    `embed` and `head_loss` may use every variable outside the stack. All three see one
+    shard of the batch: a loop inside them (`lax.scan`) has to start from values that
+    come from the activations, or to carry nothing.
     """
 
     stack: str

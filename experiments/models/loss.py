@@ -49,9 +49,9 @@ def chunked_cross_entropy(
     w_DV = w_DV.astype(jnp.float32)
 
     @jax.checkpoint
-    def add(total: jax.Array, part: tuple[jax.Array, jax.Array]):
+    def one(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         x_BCD, targets_BC = part
         logits_BCV = logits(x_BCD, w_DV.astype(x_BCD.dtype))
-        return total + cross_entropy(logits_BCV, targets_BC) / num, None
+        return None, cross_entropy(logits_BCV, targets_BC)
 
-    return jax.lax.scan(add, jnp.float32(0), (split(x_BLD), split(targets_BL)))[0]
+    return jnp.mean(jax.lax.scan(one, None, (split(x_BLD), split(targets_BL)))[1])
