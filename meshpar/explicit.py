@@ -64,7 +64,8 @@ class Explicit(Lowering):
         }
 
     @functools.cached_property
-    def _layer_placements(self) -> dict[str, Placement]:
+    def layer_placements(self) -> dict[str, Placement]:
+        """The same of one layer of the stack."""
         stack = self.model.staged.split(self.placements)[1]
         return {path: placement.layer() for path, placement in stack.items()}
 
@@ -76,6 +77,11 @@ class Explicit(Lowering):
         automatic axes (its promotion pass, seen in jaxlib 0.10.2 and 0.12.0).
         """
         return self.mesh.devices.flat[0].platform == "cpu"
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which weights of a compute dtype travel."""
+        wider = self._on_cpu and jnp.issubdtype(dtype, jnp.floating)
+        return jnp.promote_types(dtype, jnp.float32) if wider else dtype
 
     @property
     def gathers_layers(self) -> bool:
@@ -100,8 +106,8 @@ class Explicit(Lowering):
             return self._gradients(params, key, batch)
         specs = {path: placement.spec for path, placement in self.placements.items()}
         # An axis of size 1 left automatic keeps TPUs from scattering reductions.
-        automatic = {a for a, n in self.mesh.shape.items() if n > 1} - set(self.manual_axes)
-        manual = set(self.mesh.axis_names) - automatic
+        used = {axis for axis, size in self.mesh.shape.items() if size > 1}
+        manual = set(self.mesh.axis_names) - (used - set(self.manual_axes))
         return jax.shard_map(
             self._gradients,
             mesh=self.mesh,
@@ -123,6 +129,8 @@ class Explicit(Lowering):
             whole = fsdp.gather(shards, self.placements)
             leaves = shards if self.reduces_early else self.cast(whole)
 
+        weighted: list[bool] = []
+
         def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
             """Sums over this shard's samples, in units of the loss's weight."""
 
@@ -132,20 +140,21 @@ class Explicit(Lowering):
                 return self._vary(loss.astype(jnp.float32)), aux
 
             loss, backward, aux = jax.vjp(loss_fn, leaves, has_aux=True)
+            weighted.append("weight" in aux)
             weight = self._vary(jnp.float32(aux.pop("weight", 1.0)))
             metrics = {"loss": loss} | {k: jnp.float32(x) for k, x in aux.items()}
             metrics = {k: self._vary(weight * x) for k, x in metrics.items()}
             (gradients,) = backward(weight)
-            return {"weight": weight, **metrics}, fsdp.constrain_automatic(
-                gradients, self.placements
-            )
+            return {"weight": weight, **metrics}, gradients
 
         with model_scope(self.plan.layout, self.mesh, self.manual_axes):
             if self.plan.layout.microbatches == 1:
                 sums = one(batch, key)
             else:
                 sums = self._accumulate(one, batch, key)
-        return self._reduce(*sums, params)
+        metrics, gradients = self._reduce(*sums, params)
+        weight = metrics.pop("weight")
+        return metrics | ({"weight": weight} if weighted[0] else {}), gradients
 
     def _accumulate(
         self, one: Any, batch: Any, key: jax.Array
@@ -172,6 +181,7 @@ class Explicit(Lowering):
         sums = lax.psum(jnp.stack([metrics[name] for name in names]), self.manual_axes)
         total = dict(zip(names, sums, strict=True))
         weight = total.pop("weight")
+        means = {name: x / weight for name, x in total.items()} | {"weight": weight}
         if self._on_cpu:
             gradients = {path: x.astype(jnp.float32) for path, x in gradients.items()}
         if not self.reduces_early:
@@ -181,8 +191,7 @@ class Explicit(Lowering):
             path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
             for path, x in gradients.items()
         }
-        means = {name: x / weight for name, x in total.items()}
-        return means, fsdp.constrain_automatic(gradients, self.placements)
+        return means, gradients
 
     def _loss(
         self, leaves: Params, whole: Params, batch: Any, key: Key
@@ -198,7 +207,7 @@ class Explicit(Lowering):
                 y = layer(self.cast(weights), x, fold(key, i))
                 return jax.tree.map(self._vary, y)
 
-            placements = self._layer_placements
+            placements = self.layer_placements
             run = scan_gathered(
                 one,
                 functools.partial(self._whole, placements=placements),

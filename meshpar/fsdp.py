@@ -10,6 +10,7 @@ Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, sections 5 and 6.2 (buckets)
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -77,9 +78,15 @@ class Placement:
         return PartitionSpec(*(dims.get(d) for d in range(max(dims, default=-1) + 1)))
 
     @property
+    def automatic_axes(self) -> frozenset[str]:
+        """The automatic axes that split the tensor."""
+        dims = (dim if isinstance(dim, tuple) else (dim,) for dim in self.automatic)
+        return frozenset(axis for dim in dims for axis in dim if axis is not None)
+
+    @property
     def alone(self) -> bool:
-        """Whether it cannot share a bucket: it is split twice or over `tensor`."""
-        return len(self.splits) > 1 or any(self.automatic)
+        """Whether it cannot share a bucket: more than one dim is split."""
+        return len(self.splits) > 1
 
     def layer(self) -> "Placement":
         """The placement of one layer of a stack."""
@@ -93,14 +100,20 @@ def vary(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
-def constrain_automatic(tree: Params, placements: Mapping[str, Placement]) -> Params:
-    """Holds whole or split tensors to their placement over the automatic axes."""
-    return {
-        path: lax.with_sharding_constraint(x, placements[path].automatic)
-        if any(placements[path].automatic)
-        else x
-        for path, x in tree.items()
-    }
+def locally(
+    move: Callable[[Params], Params], tree: Params, placements: Mapping[str, Placement]
+) -> Params:
+    """Moves tensors with the automatic axes manual too, each device its own shard.
+
+    A collective between automatic axes would be run on tensors made whole over them.
+    """
+    specs = {path: placements[path].automatic for path in tree}
+    axes = {axis for path in tree for axis in placements[path].automatic_axes}
+    if not axes:
+        return move(tree)
+    return jax.shard_map(move, in_specs=(specs,), out_specs=specs, axis_names=axes)(
+        tree
+    )
 
 
 def buckets(
@@ -119,7 +132,8 @@ def buckets(
         if placements[path].alone or 4 * size >= BUCKET_BYTES:
             yield [path]
             continue
-        kind = placements[path].axes, jnp.dtype(x.dtype)
+        automatic = placements[path].automatic_axes
+        kind = placements[path].axes, automatic, jnp.dtype(x.dtype)
         paths, filled = filling.get(kind, ([], 0))
         if filled + size > BUCKET_BYTES:
             yield paths
@@ -141,6 +155,12 @@ def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
     Returns:
       {path: whole tensor}, equal on all devices of the axes that split it.
     """
+    return locally(
+        functools.partial(_gather, placements=placements), shards, placements
+    )
+
+
+def _gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
     split = {path: x for path, x in shards.items() if placements[path].splits}
     whole = dict(shards)
     for axes in {placements[path].axes for path in split}:
@@ -154,7 +174,7 @@ def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
             for dim, dim_axes in placements[paths[0]].splits:
                 x = lax.all_gather(x, dim_axes, axis=dim, tiled=True)
             whole[paths[0]] = x
-    return constrain_automatic(whole, placements)
+    return whole
 
 
 def _gather_bucket(
@@ -178,6 +198,11 @@ def reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params
     W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of `gather`.
     Communication: (n-1)/n of the whole bytes sent per device.
     """
+    scatter = functools.partial(_reduce_scatter, placements=placements)
+    return locally(scatter, whole, placements)
+
+
+def _reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params:
     split = {path: x for path, x in whole.items() if placements[path].splits}
     shards = dict(whole)
     for axes in {placements[path].axes for path in split}:
@@ -194,7 +219,7 @@ def reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params
                 x = lax.psum_scatter(x, dim_axes, tiled=True)
                 x = jnp.moveaxis(x, 0, dim)
             shards[paths[0]] = x
-    return constrain_automatic(shards, placements)
+    return shards
 
 
 def _scatter_bucket(
@@ -217,6 +242,12 @@ def _scatter_bucket(
 
 def all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:
     """Sums tensors over the manual axes that do not split them, small ones together."""
+    return locally(
+        functools.partial(_all_reduce, placements=placements), tree, placements
+    )
+
+
+def _all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:
     summed = {}
     for axes in {placements[path].rest for path in tree}:
         group = {path: x for path, x in tree.items() if placements[path].rest == axes}

@@ -16,8 +16,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import explicit, layouts
+from meshpar import compiled, explicit, layouts, traffic
 from meshpar.automatic import Automatic
+from meshpar.compiled import Collective
+from meshpar.contract import Contract
 from meshpar.explicit import Explicit
 from meshpar.flax_models import Model, Params
 from meshpar.layouts import Layout, LayoutError, nearest
@@ -78,7 +80,7 @@ class TrainProgram:
           The next state, and metrics: loss, grad_norm (before clipping) and the
           scalars of the model's aux, all means over the batch.
         """
-        return self._step(state, self._placed(batch))
+        return self.compiled(state, self._placed(batch))
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Returns metrics and gradients {path: array}, before clipping."""
@@ -97,6 +99,29 @@ class TrainProgram:
                 donate_argnums=0,
                 out_shardings=(self._state_shardings, self._whole),
             ).lower(self.abstract_state, self.abstract_batch)
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled training step."""
+        return self.lowered.compile()
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """The collectives of the compiled training step."""
+        return compiled.read(self.compiled.as_text(), dict(self.mesh.shape))
+
+    @functools.cached_property
+    def contract(self) -> Contract:
+        """The collectives that this layout and lowering declare for one step."""
+        with jax.set_mesh(self.mesh):
+            traced = self._traced(self.lowering.gradients)
+            shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
+        metrics = set(shapes[0]) | {"weight"}
+        return traffic.declare(self.lowering, self.abstract_batch, len(metrics))
+
+    def violations(self) -> list[str]:
+        """What the compiled training step does against its contract."""
+        return self.contract.violations(self.collectives)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -171,10 +196,6 @@ class TrainProgram:
         return jax.jit(
             init, out_shardings=self._state_shardings, compiler_options=options
         )
-
-    @functools.cached_property
-    def _step(self) -> Callable:
-        return self.lowered.compile()
 
     @functools.cached_property
     def _gradients(self) -> Callable:

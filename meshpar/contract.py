@@ -1,0 +1,140 @@
+"""Contracts: the collectives that a layout declares for one step, and the check.
+
+A `Contract` says per collective its kind, mesh axes, how often it runs, its bytes and
+why. `violations` holds a compiled program (read by `compiled.read`) to it: reductions
+have to be found with exactly their bytes, gathers with no more (a compiler may drop
+those that it does not need), bounded terms may take up to theirs, and nothing else may
+occur.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from meshpar import cost
+from meshpar.compiled import Collective
+
+SMALL_BYTES = 2**20
+"""Below this a compiler may spell a reduce_scatter as an all_reduce."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One declared collective.
+
+    Attributes:
+      kind: as `compiled.Collective.kind`; "any" for a bound over all kinds.
+      axes: mesh axes over which it runs, outer to inner.
+      group_size: devices that take part together.
+      count: executions per step; 0 where only the bytes are bounded. Compilers may
+        combine executions, never add any.
+      payload_bytes: bytes of the whole tensors on one device, over all executions.
+      why: what it is for.
+      bound: whether the bytes are an upper bound on the wire, for axes that the
+        compiler handles, and not exact.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    count: int
+    payload_bytes: int
+    why: str
+    bound: bool = False
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends per step; the largest for a bound."""
+        if self.kind == "any":
+            return float(self.payload_bytes)
+        return cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """What one training step may move between devices.
+
+    Attributes:
+      terms: the declared collectives.
+    """
+
+    terms: tuple[Term, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that the exact terms put on the wire, per device and step."""
+        return sum(term.wire_bytes for term in self.terms if not term.bound)
+
+    def violations(self, found: Iterable[Collective]) -> list[str]:
+        """What a compiled program does that the contract does not say, or fails to do.
+
+        Args:
+          found: `compiled.read` of the training step.
+
+        Returns:
+          One line per violation; empty if the program keeps the contract.
+        """
+        found, groups = list(found), {}
+        for one in found:
+            groups.setdefault((one.kind, one.axes), []).append(one)
+        declared: dict[tuple, list[Term]] = {}
+        for term in self.terms:
+            if not term.bound:
+                declared.setdefault((term.kind, term.axes), []).append(term)
+        room = {term: term.wire_bytes for term in self.terms if term.bound}
+        problems = []
+        for key in [*declared, *(key for key in groups if key not in declared)]:
+            group, terms = groups.get(key, []), declared.get(key, [])
+            problems += _violations(key, group, terms, room, groups)
+        return problems
+
+
+def _violations(
+    key: tuple[str, tuple[str, ...]],
+    group: list[Collective],
+    terms: list[Term],
+    room: dict[Term, float],
+    groups: dict[tuple, list[Collective]],
+) -> list[str]:
+    """Holds all collectives of one kind over the same axes to their terms.
+
+    Bytes beyond the exact terms are taken from the room that is left of the bounds.
+    """
+    kind, axes = key
+    want, got = sum(t.payload_bytes for t in terms), sum(map(_moved, group))
+    name = f"{kind} over {'*'.join(axes) or 'no mesh axes'}"
+    why = "; ".join(sorted({term.why for term in terms}))
+    if got < want and kind == "reduce_scatter":
+        got += _spelled_all_reduce(want - got, groups.get(("all_reduce", axes), []))
+    # A gather whose result is not needed, or the same in every round, may be dropped.
+    if got < want and not (kind == "all_gather" and got):
+        return [f"{name}: {got} bytes found, {want} declared ({why})"]
+    beyond = max(0, got - want)
+    size = group[0].group_size if group else 1
+    wire = cost.wire_bytes(kind, beyond, size)
+    for term in room if beyond else ():
+        fits = axes and set(axes) <= set(term.axes) and term.kind in ("any", kind)
+        if fits and wire <= room[term]:
+            room[term] -= wire
+            return []
+    if beyond:
+        bytes_declared = f"{want} declared ({why})" if terms else "none declared"
+        places = ", ".join(sorted({one.source for one in group if one.source}))
+        at = f", at {places}" if places else ""
+        return [f"{name}: {got} bytes found, {bytes_declared}{at}"]
+    executions, count = sum(o.executions for o in group), sum(t.count for t in terms)
+    if executions > count:
+        return [f"{name}: runs {executions} times, declared {count} ({why})"]
+    return []
+
+
+def _spelled_all_reduce(missing: int, reductions: list[Collective]) -> int:
+    """Bytes of small reduce_scatters that the compiler turned into all_reduces."""
+    for one in reductions:
+        if one.payload_bytes <= SMALL_BYTES and _moved(one) == missing:
+            reductions.remove(one)
+            return missing
+    return 0
+
+
+def _moved(one: Collective) -> int:
+    return one.payload_bytes * one.executions
