@@ -47,6 +47,9 @@ def why_not(model: Model, layout: Layout) -> str:
 class Explicit(Lowering):
     """`Lowering` by shard_map; for staged models."""
 
+    def __post_init__(self):
+        _ = self.placements  # Rules that cannot be honoured fail here.
+
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The batch axes that this layout uses; all others stay automatic."""

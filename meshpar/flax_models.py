@@ -203,7 +203,8 @@ def from_nnx(
       make_model: builds the module from `nnx.Rngs`; traced, never run eagerly.
       loss_fn: (module, batch) -> loss or (loss, aux), or `Stages` for a model of equal
         layers, which allows the explicit lowering. The loss is a mean over the batch;
-        aux["weight"], if given, is its weight against other parts of the batch.
+        aux["weight"], if given, is its weight against other parts of the batch; a part
+        of weight 0 still needs a finite loss.
       evaluation_loss_fn: the same for evaluation; `loss_fn` by default. It gets the
         module in evaluation mode (`module.eval()`).
 

@@ -210,7 +210,10 @@ def _tensor_terms(lowering: Explicit, batch: Any) -> Iterator[Term]:
         for p, w in lowering.plan.weights.items()
     }
     x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), params, batch)
-    size = sum(map(_bytes, jax.tree.leaves(x)))
+    size = sum(
+        _bytes(leaf.update(dtype=lowering.wire_dtype(leaf.dtype)))
+        for leaf in jax.tree.leaves(x)
+    )
     ways = _ways(lowering, axes)
     unit = cost.wire_bytes("all_gather", size // layout.num_batch_shards, ways)
     recomputed = _FORWARD if layout.remat != "none" else 0

@@ -299,6 +299,9 @@ def lower(
     layout = layouts.parse(layout) if isinstance(layout, str) else layout
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm}: use a number above 0, or None")
+    if why_not := explicit.why_not(model, layout):
+        if lowering == "shard_map":
+            raise LayoutError(f"lowering=shard_map: {why_not}; use lowering=jit")
     mesh = make_mesh(layout, devices)
     abstract_batch = _abstract_batch(batch, layout, mesh)
     params = {
@@ -319,9 +322,6 @@ def lower(
         {path: with_sharding(leaf, plan.specs[path]) for path, leaf in params.items()},
         jax.tree.map(with_sharding, optimizer_state, plan.optimizer_specs),
     )
-    if why_not := explicit.why_not(model, layout):
-        if lowering == "shard_map":
-            raise LayoutError(f"lowering=shard_map: {why_not}; use lowering=jit")
     kind = LOWERINGS[lowering or ("jit" if why_not else "shard_map")]
     made = kind(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     return TrainProgram(made, abstract_state, abstract_batch)

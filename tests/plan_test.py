@@ -25,28 +25,54 @@ def plan(text, params=None, optimizer=None):
     return make_plan(layouts.parse(text), params, state)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_says_what_is_sharded(zero):
+    made = plan(f"fsdp=4,tensor=2,zero={zero}")
+    whole, shard = P(None, None, "tensor"), P(None, "fsdp", "tensor")
+    assert made.specs["mlp/up"] == shard
+    assert made.weights["mlp/up"].partition_spec == (shard if zero == 3 else whole)
+    assert made.gradients["mlp/up"].partition_spec == (shard if zero >= 2 else whole)
+    assert made.optimizer_specs[0].mu["mlp/up"] == shard
+    assert made.optimizer_specs[0].count == P()
+    # The norm's 8 elements are whole over tensor.
+    over_tensor = 4 * ((3 * 8 * 16 + 8 * 32) // 2 + 8)
+    both = 4 * ((3 * 8 * 16 + 8 * 32) // 8 + 8 // 4)
+    assert made.bytes_per_device() == {
+        "parameters": both,
+        "optimizer": 2 * both + 4,
+        "weights": both if zero == 3 else over_tensor,
+        "gradients": both if zero >= 2 else over_tensor,
+    }
+
+
 @pytest.mark.parametrize(
-    "zero, parameter, gradient",
+    "layout, gigabytes",
     [
-        (1, P(None, None, "tensor"), P(None, None, "tensor")),
-        (2, P(None, None, "tensor"), P(None, "fsdp", "tensor")),
-        (3, P(None, "fsdp", "tensor"), P(None, "fsdp", "tensor")),
+        ("data=64", 120),
+        ("fsdp=64,zero=1", 31.4),
+        ("fsdp=64,zero=2", 16.6),
+        ("fsdp=64,zero=3", 1.9),
     ],
 )
-def test_zero_says_what_is_sharded(zero, parameter, gradient):
-    made = plan(f"fsdp=4,tensor=2,zero={zero}")
-    assert made.parameters["mlp/up"].partition_spec == parameter
-    assert made.gradients["mlp/up"].partition_spec == gradient
-    assert made.optimizer_specs[0].mu["mlp/up"] == P(None, "fsdp", "tensor")
-    assert made.optimizer_specs[0].count == P()
-    state = 3 * 8 * 16 + 8 + 8 * 32
-    ways = {"parameters": zero == 3, "gradients": zero >= 2}
-    for kind, sharded in ways.items():
-        over_tensor = (3 * 8 * 16 + 8 * 32) // 2 + 8
-        want = state * 4 // 8 + (8 - 4) // 1 if sharded else over_tensor * 4
-        # The norm is whole over tensor: 8 / 4 elements of 4 bytes.
-        want = (3 * 8 * 16 + 8 * 32) * 4 // 8 + 8 if sharded else want
-        assert made.bytes_per_device()[kind] == want
+def test_state_of_7_5_billion_parameters_is_as_in_the_zero_paper(layout, gigabytes):
+    """16 bytes per parameter in mixed precision, over 64 devices.
+
+    Weights and gradients in the compute dtype take 2 bytes each; float32 master
+    weights and Adam's two moments take 12. The paper's figures in its Figure 1.
+    """
+    params = {"w": Param((1_171_875, 6400), jnp.float32, (None, "embed"))}
+    abstract = {"w": jax.ShapeDtypeStruct(params["w"].shape, jnp.float32)}
+    state = jax.eval_shape(optax.adam(1e-3).init, abstract)
+    made = make_plan(layouts.parse(layout), params, state, jnp.bfloat16)
+    size = made.bytes_per_device()
+    count = 4  # Adam's step counter.
+    n = 64 if "fsdp" in layout else 1
+    zero = int(layout[-1]) if n > 1 else 0
+    phi = 7_500_000_000
+    assert size["parameters"] + size["optimizer"] == 12 * phi // n + count
+    assert size["weights"] == 2 * phi // (n if zero == 3 else 1)
+    assert size["gradients"] == 2 * phi // (n if zero >= 2 else 1)
+    assert round(sum(size.values()) / 1e9, 1) == gigabytes
 
 
 def test_plan_tells_reasons_and_bytes():

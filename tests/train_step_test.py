@@ -79,6 +79,17 @@ def check_shardings(program, state):
         assert value.addressable_shards[0].data.nbytes == leaf.bytes_per_device
 
 
+@pytest.mark.parametrize("layout", ["data=2,fsdp=2,tensor=2", "fsdp=8,zero=2"])
+def test_the_automatic_lowering_of_a_staged_model_equals_one_device(layout):
+    program = lower(layout, cached_model("nnx"), clip_norm=1.0, lowering="jit")
+    _, gradients, losses, state = trained(program)
+    _, want_gradients, want_losses, want_state = one_device("nnx")
+    assert relative_error(gradients, want_gradients) < 1e-5
+    for got, want in zip(losses, want_losses, strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+    assert relative_error(host(state.params), host(want_state.params)) < 1e-5
+
+
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialization_changes_nothing_but_the_program(remat):
     program = lower(f"fsdp=2,remat={remat}", cached_model("nnx"))

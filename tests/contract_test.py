@@ -1,0 +1,96 @@
+"""A contract that is wrong fails; one that is kept does not."""
+
+import dataclasses
+import functools
+
+import pytest
+from tiny_models import lower, model
+
+from meshpar.compiled import Collective
+from meshpar.contract import Contract, Term
+
+
+@functools.cache
+def program():
+    return lower("data=2,fsdp=4", model(), clip_norm=1.0)
+
+
+def wrong(change):
+    """The contract with every exact term changed, one at a time."""
+    terms = program().contract.terms
+    for i, term in enumerate(terms):
+        if not term.bound:
+            yield term, Contract((*terms[:i], *change(term), *terms[i + 1 :]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda term: (),
+        lambda term: (dataclasses.replace(term, axes=("tensor",)),),
+        lambda term: (
+            dataclasses.replace(term, payload_bytes=term.payload_bytes // 2),
+        ),
+        lambda term: (dataclasses.replace(term, kind="all_to_all"),),
+    ],
+    ids=["missing", "another axis", "half the bytes", "another kind"],
+)
+def test_every_wrong_contract_fails(change):
+    assert program().violations() == []
+    kinds = set()
+    for term, contract in wrong(change):
+        if term.payload_bytes < 64:
+            continue  # The bound for scalars covers the metrics too.
+        assert contract.violations(program().collectives), term
+        kinds.add(term.kind)
+    assert kinds == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_reductions_that_are_declared_have_to_be_found():
+    twice = [
+        contract
+        for term, contract in wrong(
+            lambda term: (
+                dataclasses.replace(term, payload_bytes=3 * term.payload_bytes),
+            )
+        )
+        if term.kind == "reduce_scatter"
+    ]
+    for contract in twice:
+        (line,) = contract.violations(program().collectives)
+        assert "reduce_scatter over fsdp" in line and "declared" in line
+
+
+def found(kind="all_reduce", axes=("fsdp",), payload=100, executions=1):
+    return Collective(
+        kind, axes, 4, payload, executions, False, False, "main", "a.py:1"
+    )
+
+
+def test_unlisted_collectives_are_named_with_their_place():
+    (line,) = Contract(()).violations([found("all_to_all", ("tensor",))])
+    assert line == "all_to_all over tensor: 100 bytes found, none declared, at a.py:1"
+    (line,) = Contract(()).violations([found(axes=())])
+    assert "no mesh axes" in line
+
+
+def test_bounds_take_what_fits_and_no_more():
+    bound = Term("any", ("fsdp", "tensor"), 8, 0, 200, "activations", bound=True)
+    gather = found("all_gather", payload=200)  # 150 bytes on the wire.
+    assert Contract((bound,)).violations([gather]) == []
+    assert Contract((bound,)).violations([gather, found("permute", payload=100)])
+    assert Contract((bound,)).violations([found("all_gather", ("data",))])
+
+
+def test_more_executions_than_declared_are_a_violation():
+    term = Term("all_reduce", ("fsdp",), 4, 2, 100, "gradients")
+    assert Contract((term,)).violations([found(payload=50, executions=2)]) == []
+    (line,) = Contract((term,)).violations([found(payload=25, executions=4)])
+    assert "runs 4 times, declared 2" in line
+
+
+def test_a_small_reduce_scatter_may_be_spelled_as_an_all_reduce():
+    term = Term("reduce_scatter", ("fsdp",), 4, 2, 100, "gradients")
+    scatter = found("reduce_scatter", payload=60)
+    assert Contract((term,)).violations([scatter, found(payload=40)]) == []
+    assert Contract((term,)).violations([scatter, found(payload=41)])
