@@ -108,15 +108,12 @@ class Explicit(Lowering):
         if not self.manual_axes:
             return self._gradients(params, key, batch)
         specs = {path: placement.spec for path, placement in self.placements.items()}
-        # An axis of size 1 left automatic keeps TPUs from scattering reductions.
-        used = {axis for axis, size in self.mesh.shape.items() if size > 1}
-        manual = set(self.mesh.axis_names) - (used - set(self.manual_axes))
         return jax.shard_map(
             self._gradients,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), PartitionSpec(self.manual_axes)),
             out_specs=(PartitionSpec(), specs),
-            axis_names=manual,
+            axis_names=set(self.manual_axes),
         )(params, key, batch)
 
     def _gradients(

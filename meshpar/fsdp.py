@@ -105,11 +105,13 @@ def locally(
 ) -> Params:
     """Moves tensors with the automatic axes manual too, each device its own shard.
 
-    A collective between automatic axes would be run on tensors made whole over them.
+    A collective between automatic axes would be run on tensors made whole over them,
+    and TPUs would turn a reduce_scatter into an all_reduce, even for axes of size 1.
     """
+    kinds = jax.sharding.get_abstract_mesh()
+    axes = set(kinds.axis_names) - set(kinds.manual_axes)
     specs = {path: placements[path].automatic for path in tree}
-    axes = {axis for path in tree for axis in placements[path].automatic_axes}
-    if not axes:
+    if not axes or not tree:
         return move(tree)
     return jax.shard_map(move, in_specs=(specs,), out_specs=specs, axis_names=axes)(
         tree

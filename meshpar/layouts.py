@@ -17,7 +17,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -313,28 +313,25 @@ def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator
         yield scope
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Names the dims of an activation, and shards it as the layout in use says.
+def in_use() -> Scope | None:
+    """The scope that the model being traced runs under; None outside a layout."""
+    return _scope.value
 
-    Works on automatic mesh axes (a sharding constraint) and on explicit ones (a
-    reshard); returns `x` as it is outside a layout.
 
-    Args:
-      x: an array of any dtype.
-      *names: one dim name per dim of `x`; None leaves that dim whole.
+def activation_spec(
+    scope: Scope, shape: Sequence[int], names: Sequence[str | None]
+) -> PartitionSpec:
+    """The axes of an activation's dims, but for the manual ones of the scope.
 
     Raises:
       LayoutError: a wrong number of names, a name without a rule, a dim that does not
         divide, or an axis that two dims ask for.
     """
-    scope = _scope.value
-    if scope is None:
-        return x
-    what = f"constrain(x{list(x.shape)}, {', '.join(map(repr, names))})"
-    if len(names) != x.ndim:
-        raise LayoutError(f"{what}: {len(names)} names for {x.ndim} dims")
+    what = f"constrain(x{list(shape)}, {', '.join(map(repr, names))})"
+    if len(names) != len(shape):
+        raise LayoutError(f"{what}: {len(names)} names for {len(shape)} dims")
     rules, sizes, entries = scope.layout.activation_rules, dict(scope.mesh.shape), []
-    for size, name in zip(x.shape, names, strict=True):
+    for size, name in zip(shape, names, strict=True):
         if name is not None and name not in rules:
             raise LayoutError(
                 f"{what}: no rule for {name!r} ({nearest(name, rules)}); add "
@@ -361,12 +358,32 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
             f"{what}: two dims on axis {twice!r}; map one of them to none, as in "
             f"activations.{first}=none"
         )
-    spec = PartitionSpec(
+    return PartitionSpec(
         *(axes[0] if len(axes) == 1 else axes or None for axes in entries)
     )
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Names the dims of an activation, and shards it as the layout in use says.
+
+    Works on automatic mesh axes (a sharding constraint) and on explicit ones (a
+    reshard); returns `x` as it is outside a layout.
+
+    Args:
+      x: an array of any dtype.
+      *names: one dim name per dim of `x`; None leaves that dim whole.
+
+    Raises:
+      LayoutError: a wrong number of names, a name without a rule, a dim that does not
+        divide, or an axis that two dims ask for.
+    """
+    scope = _scope.value
+    if scope is None:
+        return x
+    spec = activation_spec(scope, x.shape, names)
     if scope.manual_axes:
         # The mesh at hand inside shard_map knows which axes are manual.
-        return jax.lax.with_sharding_constraint(x, spec) if flat else x
+        return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
     if all(kind == AxisType.Explicit for kind in scope.mesh.axis_types):
         return jax.sharding.reshard(x, NamedSharding(scope.mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import meshpar
+from experiments.models.attention import causal_attention
 from experiments.models.loss import chunked_cross_entropy, cross_entropy, logits
 from meshpar import layouts
 
@@ -203,7 +204,7 @@ class Attention(nnx.Module):
         q_BLNH = layouts.constrain(q_BLNH, "batch", "length", "heads", "head_dim")
         k_BLKH = layouts.constrain(k_BLKH, "batch", "length", "kv_heads", "head_dim")
         v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")
-        y_BLNH = jax.nn.dot_product_attention(q_BLNH, k_BLKH, v_BLKH, is_causal=True)
+        y_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH)
         y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
         return _plus(jnp.einsum("BLNH,NHD->BLD", y_BLNH, self.o[...]), self.o_bias)
 
