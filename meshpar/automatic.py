@@ -22,6 +22,8 @@ from meshpar.lowering import Lowering, Metrics, TrainState
 class Automatic(Lowering):
     """`Lowering` by the compiler; works for every model."""
 
+    name = "jit"
+
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
         key, weights = state.key(), self.weights(state)

@@ -47,6 +47,8 @@ def why_not(model: Model, layout: Layout) -> str:
 class Explicit(Lowering):
     """`Lowering` by shard_map; for staged models."""
 
+    name = "shard_map"
+
     def __post_init__(self):
         _ = self.placements  # Rules that cannot be honoured fail here.
 

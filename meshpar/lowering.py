@@ -8,7 +8,7 @@ says how gradients come about (`automatic`: the compiler inserts the collectives
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -75,6 +75,8 @@ class Lowering:
       clip_norm: largest global gradient norm, or None.
       compute_dtype: dtype of the parameters inside the loss, or None for their own.
     """
+
+    name: ClassVar[str]
 
     model: Model
     optimizer: optax.GradientTransformation

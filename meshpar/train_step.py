@@ -27,7 +27,9 @@ from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.mesh import make_mesh
 from meshpar.plan import Plan, make_plan
 
-LOWERINGS: dict[str, type[Lowering]] = {"jit": Automatic, "shard_map": Explicit}
+LOWERINGS: dict[str, type[Lowering]] = {
+    lowering.name: lowering for lowering in (Automatic, Explicit)
+}
 """How gradients come about: by the compiler, or written by us."""
 
 

@@ -1,0 +1,244 @@
+"""What a layout does to a model: specs, bytes, collectives, warnings, as data.
+
+Everything comes from the plan, the contract and the compiled program; no accelerator is
+needed, only its compiler (`mesh.topology`).
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from meshpar import memory
+from meshpar.compiled import Collective
+from meshpar.contract import Term
+from meshpar.memory import Memory
+from meshpar.plan import LeafPlan
+from meshpar.train_step import TrainProgram
+
+SMALL_BYTES, MANY = 2**16, 64
+"""Collectives below this, run more often than that, are better combined."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind over the same axes, declared and found.
+
+    Attributes:
+      kind: as `compiled.Collective.kind`.
+      axes: mesh axes.
+      declared_bytes: bytes that one device sends per step, as declared.
+      bounded: whether the declared bytes are an upper bound.
+      found_bytes: the same, as compiled.
+      exposed_bytes: the part of them that no compute hides.
+      executions: how often they run per step, as compiled.
+      why: the reasons declared.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    declared_bytes: float
+    bounded: bool
+    found_bytes: float
+    exposed_bytes: float
+    executions: int
+    why: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One training step under one layout.
+
+    Attributes:
+      layout: the layout string.
+      lowering: "shard_map" or "jit".
+      device_kind: the device compiled for.
+      mesh: {axis: size}.
+      parameters: LeafPlan of every parameter.
+      replicated: {path: reason} of parameters that are whole on every device.
+      predicted: memory by kind, or None without stages.
+      state_bytes: exact bytes per device of master weights and optimizer state.
+      compiled_bytes: what the compiler reports: "arguments", "temporary" and "peak".
+      traffic: collectives, declared and found.
+      violations: what breaks the contract.
+      warnings: what is legal and probably not meant.
+    """
+
+    layout: str
+    lowering: str
+    device_kind: str
+    mesh: dict[str, int]
+    parameters: tuple[LeafPlan, ...]
+    replicated: dict[str, str]
+    predicted: Memory | None
+    state_bytes: int
+    compiled_bytes: dict[str, int]
+    traffic: tuple[Traffic, ...]
+    violations: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        plain = dataclasses.asdict(self)
+        for leaf in plain["parameters"]:
+            leaf["dtype"] = np.dtype(leaf["dtype"]).name
+        if self.predicted is not None:
+            plain["predicted"]["total"] = self.predicted.total
+        for row in plain["traffic"]:
+            if row["declared_bytes"] == float("inf"):
+                row["declared_bytes"] = None
+        return plain
+
+
+def explain(program: TrainProgram) -> Explanation:
+    """Compiles a program and says what it does.
+
+    Args:
+      program: from `meshpar.lower`; its devices may be a topology.
+    """
+    log: list[str] = []
+    with _standard_error(log):
+        compiled = program.compiled
+    plan, analysis = program.plan, compiled.memory_analysis()
+    sizes = plan.bytes_per_device()
+    used = any(size > 1 for size in program.mesh.shape.values())
+    replicated = {
+        path: leaf.reason
+        for path, leaf in plan.parameters.items()
+        if used and not any(leaf.spec)
+    }
+    compiled_bytes = {
+        "arguments": analysis.argument_size_in_bytes,
+        "temporary": analysis.temp_size_in_bytes,
+    }
+    compiled_bytes["peak"] = sum(compiled_bytes.values())
+    if program.mesh.devices.flat[0].platform != "cpu":
+        # CPUs report a peak without temporaries.
+        compiled_bytes["peak"] = analysis.peak_memory_in_bytes
+    return Explanation(
+        layout=str(program.layout),
+        lowering=program.lowering.name,
+        device_kind=program.mesh.devices.flat[0].device_kind,
+        mesh=dict(program.mesh.shape),
+        parameters=tuple(plan.parameters.values()),
+        replicated=replicated,
+        predicted=memory.predict(program.lowering, program.abstract_batch),
+        state_bytes=sizes["parameters"] + sizes["optimizer"],
+        compiled_bytes=compiled_bytes,
+        traffic=_traffic(program.contract.terms, program.collectives),
+        violations=tuple(program.violations()),
+        warnings=(*_moved_oddly(program), *_rematerialized(log)),
+    )
+
+
+def _traffic(terms: tuple[Term, ...], found: list[Collective]) -> tuple[Traffic, ...]:
+    rows: dict[tuple, dict[str, Any]] = {}
+
+    def row(kind: str, axes: tuple[str, ...]) -> dict[str, Any]:
+        empty = dict(declared=0.0, bounded=False, found=0.0, exposed=0.0, runs=0)
+        return rows.setdefault((kind, axes), empty | {"why": []})
+
+    for term in terms:
+        one = row(term.kind, term.axes)
+        one["declared"] += term.wire_bytes
+        one["bounded"] |= term.bound
+        one["why"].append(term.why)
+    for collective in found:
+        one = row(collective.kind, collective.axes)
+        one["found"] += collective.wire_bytes
+        one["runs"] += collective.executions
+        if not collective.overlapped:
+            one["exposed"] += collective.wire_bytes
+    return tuple(
+        Traffic(
+            kind,
+            axes,
+            one["declared"],
+            one["bounded"],
+            one["found"],
+            one["exposed"],
+            one["runs"],
+            tuple(dict.fromkeys(one["why"])),
+        )
+        for (kind, axes), one in rows.items()
+    )
+
+
+def _moved_oddly(program: TrainProgram) -> Iterator[str]:
+    """Warnings about collectives that are too small, or too large."""
+    small: dict[tuple, list[Collective]] = {}
+    stacked = _stacked_sizes(program)
+    for one in program.collectives:
+        if one.payload_bytes < SMALL_BYTES:
+            small.setdefault((one.kind, one.axes), []).append(one)
+        gathered = one.kind == "all_gather" and "fsdp" in one.axes
+        if gathered and one.payload_bytes in stacked:
+            yield (
+                f"gather of a whole stack of weights, {stacked[one.payload_bytes]}: "
+                f"{one.payload_bytes} bytes ({one.source or 'made by the compiler'})"
+            )
+    for (kind, axes), group in small.items():
+        runs = sum(one.executions for one in group)
+        if runs > MANY:
+            places = sorted({one.source for one in group if one.source})
+            yield (
+                f"uncombined: {runs} x {kind} over {'*'.join(axes)} of less than "
+                f"{SMALL_BYTES} bytes ({', '.join(places[:3])})"
+            )
+
+
+def _stacked_sizes(program: TrainProgram) -> dict[int, str]:
+    """{whole bytes on one device: path} of stacks that zero=3 gathers by layer."""
+    plan, staged = program.plan, program.model.staged
+    if staged is None or staged.depth == 1 or plan.layout.zero < 3:
+        return {}
+    sizes = {}
+    for path, leaf in staged.split({**plan.parameters, **plan.weights})[1].items():
+        for one in (plan.parameters[path], leaf):
+            ways = math.prod(plan.layout.sizes[a] for s in one.spec for a in s)
+            sizes[one.bytes_per_device * ways // plan.layout.tensor] = path
+    return sizes
+
+
+def _rematerialized(log: list[str]) -> Iterator[str]:
+    """Tensors that the compiler moved whole because it could not reshard them."""
+    seen = set()
+    for line in log:
+        if "nvoluntary full rematerialization" not in line:
+            continue
+        name = re.search(r"HLO operation: %?([\w.\-]+)", line)
+        place = re.search(r'op_name="([^"]*)"', line)
+        what = (place or name).group(1) if place or name else line.strip()[:200]
+        if what not in seen:
+            seen.add(what)
+            yield f"involuntary full rematerialization of {what}"
+
+
+@contextlib.contextmanager
+def _standard_error(log: list[str]) -> Iterator[None]:
+    """Collects the lines that a compiler writes to standard error.
+
+    Those about rematerialization become warnings of ours; the others are passed on.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            log += file.read().decode(errors="replace").splitlines()
+            for line in log:
+                if "rematerialization" not in line:
+                    print(line, file=sys.stderr)
