@@ -14,7 +14,7 @@ from meshpar import cost
 from meshpar.compiled import Collective
 
 SMALL_BYTES = 2**20
-"""Below this a compiler may spell a reduce_scatter as an all_reduce."""
+"""Below this a compiler may spell a gather or reduce_scatter as an all_reduce."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,11 @@ class Contract:
             if not term.bound:
                 declared.setdefault((term.kind, term.axes), []).append(term)
         room = {term: term.wire_bytes for term in self.terms if term.bound}
+        spelled = _spelled_all_reduce(groups, declared)
         problems = []
         for key in [*declared, *(key for key in groups if key not in declared)]:
             group, terms = groups.get(key, []), declared.get(key, [])
-            problems += _violations(key, group, terms, room, groups)
+            problems += _violations(key, group, terms, room, spelled.get(key, 0))
         return problems
 
 
@@ -93,18 +94,18 @@ def _violations(
     group: list[Collective],
     terms: list[Term],
     room: dict[Term, float],
-    groups: dict[tuple, list[Collective]],
+    spelled: int,
 ) -> list[str]:
     """Holds all collectives of one kind over the same axes to their terms.
 
     Bytes beyond the exact terms are taken from the room that is left of the bounds.
+    `spelled` bytes were found under another kind, or (negative) stand for another.
     """
     kind, axes = key
-    want, got = sum(t.payload_bytes for t in terms), sum(map(_moved, group))
+    want = sum(term.payload_bytes for term in terms)
+    got = sum(map(_moved, group)) + spelled
     name = f"{kind} over {'*'.join(axes) or 'no mesh axes'}"
     why = "; ".join(sorted({term.why for term in terms}))
-    if got < want and kind == "reduce_scatter":
-        got += _spelled_all_reduce(want - got, groups.get(("all_reduce", axes), []))
     # A gather whose result is not needed, or the same in every round, may be dropped.
     if got < want and not (kind == "all_gather" and got):
         return [f"{name}: {got} bytes found, {want} declared ({why})"]
@@ -122,18 +123,31 @@ def _violations(
         at = f", at {places}" if places else ""
         return [f"{name}: {got} bytes found, {bytes_declared}{at}"]
     executions, count = sum(o.executions for o in group), sum(t.count for t in terms)
-    if executions > count:
+    if not spelled and executions > count:
         return [f"{name}: runs {executions} times, declared {count} ({why})"]
     return []
 
 
-def _spelled_all_reduce(missing: int, reductions: list[Collective]) -> int:
-    """Bytes of small reduce_scatters that the compiler turned into all_reduces."""
-    for one in reductions:
-        if one.payload_bytes <= SMALL_BYTES and _moved(one) == missing:
-            reductions.remove(one)
-            return missing
-    return 0
+def _spelled_all_reduce(
+    groups: dict[tuple, list[Collective]], declared: dict[tuple, list[Term]]
+) -> dict[tuple, int]:
+    """Bytes of small gathers and reduce_scatters that were made all_reduces, by key."""
+    spelled: dict[tuple, int] = {}
+    for key, group in groups.items():
+        kind, axes = key
+        if kind != "all_reduce":
+            continue
+        listed = sum(term.payload_bytes for term in declared.get(key, []))
+        small = sum(_moved(one) for one in group if one.payload_bytes <= SMALL_BYTES)
+        left = min(small, max(0, sum(map(_moved, group)) - listed))
+        for other in (("reduce_scatter", axes), ("all_gather", axes)):
+            want = sum(term.payload_bytes for term in declared.get(other, []))
+            missing = max(0, want - sum(map(_moved, groups.get(other, []))))
+            if 0 < missing <= left:
+                spelled[other] = missing
+                spelled[key] = spelled.get(key, 0) - missing
+                left -= missing
+    return spelled
 
 
 def _moved(one: Collective) -> int:

@@ -187,13 +187,22 @@ class Explicit(Lowering):
         if self._on_cpu:
             gradients = {path: x.astype(jnp.float32) for path, x in gradients.items()}
         if not self.reduces_early:
-            gradients = fsdp.reduce_scatter(gradients, self.placements)
+            gradients = self._scattered(gradients)
         gradients = fsdp.all_reduce(gradients, self.placements)
         gradients = {
             path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
             for path, x in gradients.items()
         }
         return means, gradients
+
+    def _scattered(self, gradients: Params) -> Params:
+        """Whole gradients reduce-scattered, the stack layer by layer to save memory."""
+        if not self._splits_any:
+            return gradients
+        shared, stack = self.model.staged.split(gradients)
+        layers = self.layer_placements
+        stack = lax.map(lambda layer: fsdp.reduce_scatter(layer, layers), stack)
+        return {**fsdp.reduce_scatter(shared, self.placements), **stack}
 
     def _loss(
         self, leaves: Params, whole: Params, batch: Any, key: Key

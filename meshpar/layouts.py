@@ -383,7 +383,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     spec = activation_spec(scope, x.shape, names)
     if scope.manual_axes:
         # The mesh at hand inside shard_map knows which axes are manual.
-        return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+        sizes = scope.mesh.shape
+        free = any(n > 1 for a, n in sizes.items() if a not in scope.manual_axes)
+        return jax.lax.with_sharding_constraint(x, spec) if free else x
     if all(kind == AxisType.Explicit for kind in scope.mesh.axis_types):
         return jax.sharding.reshard(x, NamedSharding(scope.mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

@@ -86,7 +86,9 @@ def topology(text: str) -> list[jax.Device]:
       MeshparError: an unknown form, or the compiler is not installed, with the remedy.
     """
     kind, _, shape = text.partition(":")
-    known = f"{', '.join(f'{k}:4x4' for k in TPUS)}, {', '.join(gpu_targets.TARGETS)}:8"
+    known = ", ".join(
+        [*(f"{k}:4x4" for k in TPUS), *(f"{k}:8" for k in gpu_targets.TARGETS)]
+    )
     if kind in gpu_targets.TARGETS and shape.isdigit() and int(shape):
         return _gpus(kind, int(shape))
     if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):

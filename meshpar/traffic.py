@@ -98,7 +98,7 @@ class _Declared:
         for axes in {placements[path].axes for path in split}:
             group = {p: x for p, x in split.items() if placements[p].axes == axes}
             for paths in fsdp.buckets(group, placements, 1):
-                for stage_axes, size in self._stages(paths, group, placements):
+                for stage_axes, size in self._stages(kind, paths, group, placements):
                     total = found.setdefault(stage_axes, [0, 0])
                     total[0] += 1
                     total[1] += size
@@ -107,11 +107,20 @@ class _Declared:
             yield Term(kind, axes, ways, runs * count, runs * size, why)
 
     def _stages(
-        self, paths: list[str], shapes: Shapes, placements: Mapping[str, Placement]
+        self,
+        kind: str,
+        paths: list[str],
+        shapes: Shapes,
+        placements: Mapping[str, Placement],
     ) -> Iterator[tuple[tuple[str, ...], int]]:
         """(axes, bytes) of every collective that makes one bucket whole."""
         if len(paths) > 1:
-            yield placements[paths[0]].axes, sum(_bytes(shapes[p]) for p in paths)
+            axes, dtype = placements[paths[0]].axes, shapes[paths[0]].dtype
+            ways = _ways(self.lowering, axes)
+            size = sum(math.prod(shapes[path].shape) for path in paths)
+            if kind == "reduce_scatter":
+                size += ways * fsdp.padding(size // ways)
+            yield axes, size * jnp.dtype(dtype).itemsize
             return
         (path,) = paths
         size = _bytes(shapes[path])
@@ -162,8 +171,10 @@ def _gradient_terms(lowering: Explicit, num_metrics: int) -> Iterator[Term]:
             made[path] = jax.ShapeDtypeStruct(tuple(shape), kind)
         return made
 
-    def both(kind: str, times: int, why: str, passes: Iterable[str]) -> Iterator[Term]:
-        shared, stack = staged.split(shapes())
+    def both(
+        kind: str, times: int, why: str, passes: Iterable[str], dtype: Any = None
+    ) -> Iterator[Term]:
+        shared, stack = staged.split(shapes(dtype))
         outside = f"{why}: embedding, head and the like"
         yield from declared.split_terms(kind, shared, placements, times, outside)
         stack = {
@@ -185,9 +196,8 @@ def _gradient_terms(lowering: Explicit, num_metrics: int) -> Iterator[Term]:
     if lowering.reduces_early:
         yield from both("reduce_scatter", num, f"zero={zero}: gradients", ("backward",))
     else:
-        why = f"zero={zero}: gradients, once a step"
-        whole = shapes(added)
-        yield from declared.split_terms("reduce_scatter", whole, placements, 1, why)
+        why, after = f"zero={zero}: gradients, once a step", ("after backward",)
+        yield from both("reduce_scatter", 1, why, after, added)
     why = "gradients, over the axes that replicate the tensor"
     yield from declared.reduced_terms(shapes(added, sharded=True), placements, why)
     manual = lowering.manual_axes

@@ -89,8 +89,12 @@ def test_more_executions_than_declared_are_a_violation():
     assert "runs 4 times, declared 2" in line
 
 
-def test_a_small_reduce_scatter_may_be_spelled_as_an_all_reduce():
-    term = Term("reduce_scatter", ("fsdp",), 4, 2, 100, "gradients")
-    scatter = found("reduce_scatter", payload=60)
-    assert Contract((term,)).violations([scatter, found(payload=40)]) == []
-    assert Contract((term,)).violations([scatter, found(payload=41)])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_a_small_collective_may_be_spelled_as_an_all_reduce(kind):
+    contract = Contract((Term(kind, ("fsdp",), 4, 2, 100, "gradients"),))
+    rest = found(kind, payload=60)
+    assert contract.violations([rest, found(payload=40)]) == []
+    assert contract.violations([rest, found(payload=41)])
+    assert contract.violations([rest, found(payload=39)])
+    large = Contract((Term(kind, ("fsdp",), 4, 2, 2**22, "gradients"),))
+    assert large.violations([found(kind, payload=2**21), found(payload=2**21)])

@@ -1,0 +1,117 @@
+"""Ahead of time for machines that are not here, with their real compilers."""
+
+import dataclasses
+import importlib.util
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import meshpar
+from experiments import building, recipes
+from experiments.config import with_settings
+from meshpar import memory, mesh
+from meshpar.errors import MeshparError
+
+SETTINGS = [
+    "model.vocab=1024",
+    "model.length=256",
+    "model.depth=3",
+    "model.embed=512",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.mlp=2048",
+]
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='the TPU compiler comes with pip install "meshpar[aot-tpu]"',
+)
+
+
+def small():
+    config = with_settings(recipes.get("bytes-llama"), SETTINGS)
+    return dataclasses.replace(config, compute_dtype="bfloat16", batch_size=32)
+
+
+@tpu
+@pytest.mark.parametrize(
+    "layout, least, most",
+    [
+        ("data=8", 2.0, 2.0),
+        ("fsdp=8,zero=1", 2.0, 2.0),
+        ("fsdp=8,zero=2", 2.0, 2.0),
+        ("fsdp=8,zero=3,remat=full", 2.7, 3.0),
+        ("fsdp=4,tensor=2,remat=full", 0, 99),
+    ],
+)
+def test_tpu_programs_keep_the_contract(layout, least, most):
+    """Bytes on the wire, in payloads of all parameters times (n-1)/n, bfloat16."""
+    program = building.make_program(
+        small(), meshpar.layouts.parse(layout), mesh.topology("v5e:2x4")
+    )
+    assert program.violations() == []
+    payload = 2 * sum(p.size for p in program.model.params.values()) * 7 / 8
+    moved = sum(one.wire_bytes for one in program.collectives) / payload
+    assert least - 0.01 <= moved <= most + 0.01
+    if "zero=3" in layout:
+        hidden = [one for one in program.collectives if one.overlapped]
+        gathered = sum(one.wire_bytes for one in hidden if one.kind == "all_gather")
+        assert gathered > payload
+        assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
+
+
+@pytest.mark.slow
+@tpu
+@pytest.mark.parametrize(
+    "recipe, topology, layout, batch",
+    [
+        ("gpt2-124m", "v5e:2x4", "fsdp=8,remat=full", 16),
+        ("llama-1b", "v5e:2x4", "fsdp=8,remat=full", 8),
+        ("llama2-7b", "v5e:4x4", "fsdp=16,remat=full", 16),
+    ],
+)
+def test_predicted_memory_is_the_tpu_compiler_s(recipe, topology, layout, batch):
+    config = dataclasses.replace(recipes.get(recipe), batch_size=batch)
+    program = building.make_program(
+        config, meshpar.layouts.parse(layout), mesh.topology(topology)
+    )
+    predicted = memory.predict(program.lowering, program.abstract_batch)
+    peak = program.compiled.memory_analysis().peak_memory_in_bytes
+    assert predicted.total == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("v5e", "write one such as v4:4x4"),
+        ("v9:4x4", "write one such as"),
+        ("h100:0", "write one such as.*h100:8"),
+        ("v5e:4xx4", "topology='v5e:4xx4'"),
+    ],
+)
+def test_unknown_topologies_are_an_error(text, words):
+    with pytest.raises(MeshparError, match=words):
+        mesh.topology(text)
+
+
+@tpu
+def test_shapes_that_do_not_exist_are_an_error():
+    with pytest.raises(MeshparError, match="shape must be one that exists"):
+        mesh.topology("v5e:3x5")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
+    reason='the GPU compiler comes with pip install "meshpar[aot-gpu]"',
+)
+def test_gpu_programs_keep_the_contract():
+    program = meshpar.lower(
+        building.make_model(small()),
+        optax.adamw(1e-3),
+        "fsdp=4,tensor=2",
+        {k: jnp.zeros((32, 256), jnp.int32) for k in ("tokens", "targets")},
+        devices=mesh.topology("h100:8"),
+        compute_dtype=jnp.bfloat16,
+    )
+    assert program.violations() == []
+    assert all(one.axes for one in program.collectives)
