@@ -141,16 +141,61 @@ def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
     Raises:
       ValueError: the dim does not divide over the axis.
     """
-    _check_divides("ring_reduce_scatter", x, axis, dim)
+    return torus_reduce_scatter(x, axis, 1, dim)
+
+
+def torus_reduce_scatter(
+    x: jax.Array, axis: str, num_rows: int, dim: int = 0
+) -> jax.Array:
+    """`reduce_scatter` around the rings of a torus, one after the other.
+
+    The axis is taken as a torus of `num_rows` rows, in row order. n devices take
+    num_rows + n/num_rows - 2 steps, and move the same bytes as one ring; each step can
+    overlap with compute.
+
+    Args:
+      x: this device's addend.
+      axis: one mesh axis.
+      num_rows: divides the axis.
+      dim: dim that is scattered.
+
+    Raises:
+      ValueError: the dim does not divide over the axis, or the axis over the rows.
+    """
+    _check_divides("reduce_scatter by rings", x, axis, dim)
     n, i = lax.axis_size(axis), lax.axis_index(axis)
-    size = x.shape[dim] // n
+    if n % num_rows:
+        raise ValueError(f"num_rows={num_rows} does not divide axis {axis!r} of {n}")
+    num_columns = n // num_rows
+    down = [(j, (j + num_columns) % n) for j in range(n)]
+    right = [
+        (j, j // num_columns * num_columns + (j + 1) % num_columns) for j in range(n)
+    ]
+    for place, size, pairs in (
+        (i // num_columns, num_rows, down),
+        (i % num_columns, num_columns, right),
+    ):
+        x = _around(x, axis, place, size, pairs, dim)
+    return x
+
+
+def _around(
+    x: jax.Array,
+    axis: str,
+    place: jax.Array,
+    size: int,
+    pairs: list[tuple[int, int]],
+    dim: int,
+) -> jax.Array:
+    """Reduce-scatters around rings of `size` devices; this one stands at `place`."""
+    length = x.shape[dim] // size
 
     def part(number: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, number % n * size, size, dim)
+        return lax.dynamic_slice_in_dim(x, number % size * length, length, dim)
 
-    total = part(i - 1)
-    for step in range(1, n):
-        total = lax.ppermute(total, axis, _to_next(n)) + part(i - 1 - step)
+    total = part(place - 1)
+    for step in range(1, size):
+        total = lax.ppermute(total, axis, pairs) + part(place - 1 - step)
     return total
 
 

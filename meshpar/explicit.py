@@ -83,6 +83,15 @@ class Explicit(Lowering):
         """
         return self.mesh.devices.flat[0].platform == "cpu"
 
+    @property
+    def rings(self) -> bool:
+        """Whether gradients are reduce-scattered around rings.
+
+        TPUs run a reduce_scatter alone, or as an all_reduce (16 chips and more, seen
+        with libtpu 0.0.50); steps of a ring hide behind the backward pass.
+        """
+        return self.mesh.devices.flat[0].platform == "tpu"
+
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which weights of a compute dtype travel."""
         wider = self._on_cpu and jnp.issubdtype(dtype, jnp.floating)
@@ -201,8 +210,13 @@ class Explicit(Lowering):
             return gradients
         shared, stack = self.model.staged.split(gradients)
         layers = self.layer_placements
-        stack = lax.map(lambda layer: fsdp.reduce_scatter(layer, layers), stack)
-        return {**fsdp.reduce_scatter(shared, self.placements), **stack}
+        stack = lax.map(lambda layer: self._reduce_scatter(layer, layers), stack)
+        return {**self._reduce_scatter(shared, self.placements), **stack}
+
+    def _reduce_scatter(
+        self, whole: Params, placements: dict[str, Placement]
+    ) -> Params:
+        return fsdp.reduce_scatter(whole, placements, self.rings)
 
     def _loss(
         self, leaves: Params, whole: Params, batch: Any, key: Key
@@ -245,7 +259,7 @@ class Explicit(Lowering):
     def _reduced(self, gradient: Params, placements: dict[str, Placement]) -> Params:
         """Gradient of what is differentiated, from that of the whole weights."""
         if self.reduces_early:
-            return fsdp.reduce_scatter(gradient, placements)
+            return self._reduce_scatter(gradient, placements)
         return gradient
 
     def _remat(self, one: Any) -> Any:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshpar import collectives
 from meshpar.layouts import LayoutError
 from meshpar.plan import Spec, partition_spec
 
@@ -194,17 +195,39 @@ def _gather_bucket(
     return whole
 
 
-def reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params:
+def reduce_scatter(
+    whole: Params, placements: Mapping[str, Placement], rings: bool = False
+) -> Params:
     """Sums tensors over the axes that split them; every device keeps its shard.
 
     W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of `gather`.
     Communication: (n-1)/n of the whole bytes sent per device.
+
+    Args:
+      whole: {path: this device's addend}; call inside shard_map.
+      placements: of the same paths.
+      rings: pass the sums around rings (`ring_rows`), step by step beside compute,
+        instead of one collective, which TPUs run alone.
     """
-    scatter = functools.partial(_reduce_scatter, placements=placements)
+    scatter = functools.partial(_reduce_scatter, placements=placements, rings=rings)
     return locally(scatter, whole, placements)
 
 
-def _reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Params:
+def ring_rows(n: int) -> int:
+    """Rows of the most square torus of n devices."""
+    return max(rows for rows in range(1, math.isqrt(n) + 1) if n % rows == 0)
+
+
+def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: bool) -> Array:
+    if rings and len(axes) == 1:
+        n = lax.axis_size(axes[0])
+        return collectives.torus_reduce_scatter(rows, axes[0], ring_rows(n))
+    return lax.psum_scatter(rows, axes, tiled=True)
+
+
+def _reduce_scatter(
+    whole: Params, placements: Mapping[str, Placement], rings: bool
+) -> Params:
     split = {path: x for path, x in whole.items() if placements[path].splits}
     shards = dict(whole)
     for axes in {placements[path].axes for path in split}:
@@ -212,11 +235,13 @@ def _reduce_scatter(whole: Params, placements: Mapping[str, Placement]) -> Param
         n = lax.axis_size(axes)
         for paths in buckets(group, placements, 1):
             if len(paths) > 1:
-                shards |= _scatter_bucket({p: group[p] for p in paths}, placements, n)
+                shards |= _scatter_bucket(
+                    {p: group[p] for p in paths}, placements, n, rings
+                )
                 continue
             x = group[paths[0]]
             for dim, dim_axes in placements[paths[0]].splits:
-                x = _scatter_dim(x, dim, dim_axes)
+                x = _scatter_dim(x, dim, dim_axes, rings)
             shards[paths[0]] = x
     return shards
 
@@ -229,7 +254,7 @@ twice the traffic.
 """
 
 
-def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
+def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: bool) -> Array:
     """Reduce-scatters along one dim, as rows of a matrix."""
     n = lax.axis_size(axes)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -240,7 +265,7 @@ def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
         rows = jnp.moveaxis(x.reshape(*x.shape[:dim], n, *shard[dim:]), dim, 0)
         whole_tiles = math.prod(shard) % _TILE[0] == 0
         rows = rows.reshape(n * (_TILE[0] if whole_tiles else 1), -1)
-    return lax.psum_scatter(rows, axes, tiled=True).reshape(shard)
+    return _scatter_rows(rows, axes, rings).reshape(shard)
 
 
 def padding(shard_size: int) -> int:
@@ -250,7 +275,7 @@ def padding(shard_size: int) -> int:
 
 
 def _scatter_bucket(
-    whole: Params, placements: Mapping[str, Placement], n: int
+    whole: Params, placements: Mapping[str, Placement], n: int, rings: bool
 ) -> Params:
     rows, shapes = [], {}
     for path, x in whole.items():
@@ -264,7 +289,7 @@ def _scatter_bucket(
         flat = jnp.pad(flat, ((0, 0), (0, added)))
     if flat.shape[1] % math.prod(_TILE) == 0:
         flat = flat.reshape(n * _TILE[0], -1)
-    flat = lax.psum_scatter(flat, axes, tiled=True).reshape(-1)
+    flat = _scatter_rows(flat, axes, rings).reshape(-1)
     for path, shape in shapes.items():
         size = math.prod(shape)
         shards[path] = flat[start : start + size].reshape(shape)

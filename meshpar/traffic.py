@@ -89,6 +89,7 @@ class _Declared:
         why: str,
     ) -> Iterator[Term]:
         """Gathers or reduce_scatters of whole tensors over the axes that split them."""
+        rings = kind == "reduce_scatter" and self.lowering.rings
         found: dict[tuple, list[int]] = {}
         split = {
             path: self.local(x, placements[path])
@@ -103,8 +104,15 @@ class _Declared:
                     total[0] += 1
                     total[1] += size
         for axes, (count, size) in found.items():
-            ways = _ways(self.lowering, axes)
-            yield Term(kind, axes, ways, runs * count, runs * size, why)
+            ways, kind_found = _ways(self.lowering, axes), kind
+            if rings and len(axes) == 1:
+                rows = fsdp.ring_rows(ways)
+                count *= rows + ways // rows - 2
+                size = size // ways * (ways - 1)
+                kind_found, why_found = "permute", f"{why}, around rings"
+            else:
+                why_found = why
+            yield Term(kind_found, axes, ways, runs * count, runs * size, why_found)
 
     def _stages(
         self,

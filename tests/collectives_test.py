@@ -77,6 +77,11 @@ PATTERNS = {
         parts(SUM),
         {"permute": [WHOLE // N] * (N - 1)},
     ),
+    "torus_reduce_scatter": (
+        functools.partial(c.torus_reduce_scatter, num_rows=2),
+        parts(SUM),
+        {"permute": [WHOLE // 2] + [WHOLE // N] * (N // 2 - 1)},
+    ),
     "ring_all_reduce": (
         c.ring_all_reduce,
         everywhere(SUM),
@@ -177,6 +182,7 @@ def test_rings_and_trees_of_any_size(n):
         (lambda x: c.reduce_scatter(x, "x", 1), r"\[16, 3\] along dim 1: 3 does not"),
         (lambda x: c.all_to_all(x, "x", 1, 0), "3 does not divide over axis 'x'"),
         (lambda x: c.ring_reduce_scatter(x, "x", 1), "3 does not divide"),
+        (lambda x: c.torus_reduce_scatter(x, "x", 3), "num_rows=3 does not divide"),
         (lambda x: c.broadcast(x, "x", 8), "root=8: axis 'x' has 8 devices"),
     ],
 )
