@@ -70,7 +70,8 @@ class Config:
       optimizer: the optimizer.
       data: the data.
       layout: layout string; empty mixes data, fsdp and tensor over all devices.
-      lowering: "shard_map" or "jit"; empty for the best that the model allows.
+      lowering: "shard_map" where the model allows it (empty), "jit", or "auto" for the
+        better of the two as compiled.
       compute_dtype: "float32" or "bfloat16"; master weights are float32.
       batch_size: sequences per step, over all devices.
       steps: training steps.

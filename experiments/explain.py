@@ -98,6 +98,8 @@ def print_report(explanations: Sequence[Explanation]) -> None:
             f"[bold]{e.layout}[/]: lowering {e.lowering}, {sizes} x {e.device_kind}",
             soft_wrap=True,
         )
+        if e.why_lowering:
+            console.print(e.why_lowering, soft_wrap=True)
         if PARAMETERS.value:
             console.print(_parameters(e))
         console.print(_traffic(e))

@@ -1,9 +1,10 @@
-r"""Proves that a layout trains the same model as one device.
+r"""Proves that a layout trains the same model as one device, and keeps its contract.
 
     python -m experiments.verify --recipe=tiny --layout="fsdp=4,tensor=2"
 
-Prints a table and a last line; exits 0 if every tensor is equal within rounding, and 1
-with the name of the first one that differs.
+Prints a table and a last line; exits 0 if every tensor is equal within rounding and the
+compiled program moves what the layout declares, and 1 with the first tensor that differs
+or the collectives that are wrong.
 """
 
 import dataclasses
@@ -77,6 +78,7 @@ def main(_: Sequence[str]) -> int:
         found = {
             "layout": str(layout),
             "equal": report.ok,
+            "violations": report.violations,
             "first_difference": first and dataclasses.asdict(first),
             "comparisons": [dataclasses.asdict(c) for c in report.comparisons],
         }
@@ -84,13 +86,18 @@ def main(_: Sequence[str]) -> int:
         return 0 if report.ok else 1
     console = rich.console.Console(highlight=False)
     console.print(_table(report))
-    if first is None:
+    for violation in report.violations:
+        console.print(f"CONTRACT BROKEN: {violation}", soft_wrap=True)
+    if report.ok:
         console.print(
             f"EQUAL: {layout} trains the same model as one device "
-            f"({VERIFY_STEPS.value} steps, {len(report.comparisons)} comparisons)",
+            f"({VERIFY_STEPS.value} steps, {len(report.comparisons)} comparisons) and "
+            f"keeps its contract ({len(program.collectives)} collectives)",
             soft_wrap=True,
         )
         return 0
+    if first is None:
+        return 1
     console.print(
         f"DIFFERENT: first {first.kind} {first.tensor} at step {first.step}, relative "
         f"error {first.error:.1e} above {first.tolerance:.0e}",

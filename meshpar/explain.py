@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar import memory
+from meshpar import choose, memory
 from meshpar.compiled import Collective
 from meshpar.contract import Term
 from meshpar.memory import Memory
@@ -59,6 +59,7 @@ class Explanation:
     Attributes:
       layout: the layout string.
       lowering: "shard_map" or "jit".
+      why_lowering: why it was taken, where lowering="auto" chose.
       device_kind: the device compiled for.
       mesh: {axis: size}.
       parameters: LeafPlan of every parameter.
@@ -73,6 +74,7 @@ class Explanation:
 
     layout: str
     lowering: str
+    why_lowering: str
     device_kind: str
     mesh: dict[str, int]
     parameters: tuple[LeafPlan, ...]
@@ -117,14 +119,12 @@ def explain(program: TrainProgram) -> Explanation:
     compiled_bytes = {
         "arguments": analysis.argument_size_in_bytes,
         "temporary": analysis.temp_size_in_bytes,
+        "peak": choose.peak_bytes(program),
     }
-    compiled_bytes["peak"] = sum(compiled_bytes.values())
-    if program.mesh.devices.flat[0].platform != "cpu":
-        # CPUs report a peak without temporaries.
-        compiled_bytes["peak"] = analysis.peak_memory_in_bytes
     return Explanation(
         layout=str(program.layout),
         lowering=program.lowering.name,
+        why_lowering=program.why_lowering,
         device_kind=program.mesh.devices.flat[0].device_kind,
         mesh=dict(program.mesh.shape),
         parameters=tuple(plan.parameters.values()),

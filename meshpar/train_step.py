@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import compiled, explicit, layouts, traffic
+from meshpar import choose, compiled, explicit, layouts, traffic
 from meshpar.automatic import Automatic
 from meshpar.compiled import Collective
 from meshpar.contract import Contract
@@ -41,11 +41,13 @@ class TrainProgram:
       lowering: the pure functions of the step.
       abstract_state: the training state as ShapeDtypeStructs with shardings.
       abstract_batch: the batch, likewise.
+      why_lowering: why this lowering, where lowering="auto" chose it.
     """
 
     lowering: Lowering
     abstract_state: TrainState
     abstract_batch: Any
+    why_lowering: str = ""
 
     @property
     def model(self) -> Model:
@@ -290,14 +292,16 @@ def lower(
       clip_norm: largest global gradient norm; larger gradients are scaled down.
       compute_dtype: dtype to which parameters are cast for the loss (bfloat16 over
         float32 master weights); None computes in the parameters' own dtype.
-      lowering: "shard_map" (explicit collectives, for staged models) or "jit" (the
-        compiler's); by default the explicit one wherever it is possible.
+      lowering: "shard_map" (explicit collectives, for staged models), "jit" (the
+        compiler's), or "auto" to compile both and take the better program; by default
+        the explicit one wherever it is possible.
 
     Raises:
       LayoutError: a layout that the devices, the model or the batch cannot honour.
     """
-    if lowering not in ("", *LOWERINGS):
-        raise LayoutError(f"lowering={lowering!r} ({nearest(lowering, LOWERINGS)})")
+    known = ("auto", *LOWERINGS)
+    if lowering and lowering not in known:
+        raise LayoutError(f"lowering={lowering!r} ({nearest(lowering, known)})")
     layout = layouts.parse(layout) if isinstance(layout, str) else layout
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm}: use a number above 0, or None")
@@ -324,6 +328,19 @@ def lower(
         {path: with_sharding(leaf, plan.specs[path]) for path, leaf in params.items()},
         jax.tree.map(with_sharding, optimizer_state, plan.optimizer_specs),
     )
-    kind = LOWERINGS[lowering or ("jit" if why_not else "shard_map")]
-    made = kind(model, optimizer, plan, mesh, clip_norm, compute_dtype)
-    return TrainProgram(made, abstract_state, abstract_batch)
+    names = [lowering or ("jit" if why_not else "shard_map")]
+    if lowering == "auto":
+        names = ["jit"] if why_not else list(LOWERINGS)
+    programs = [
+        TrainProgram(
+            LOWERINGS[name](model, optimizer, plan, mesh, clip_norm, compute_dtype),
+            abstract_state,
+            abstract_batch,
+        )
+        for name in names
+    ]
+    if len(programs) == 1:
+        return programs[0]
+    program, why = choose.best(programs)
+    object.__setattr__(program, "why_lowering", why)  # It is compiled: keep it.
+    return program

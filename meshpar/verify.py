@@ -1,4 +1,7 @@
-"""Equivalence: a layout trains the same model as one device, tensor by tensor."""
+"""Equivalence: a layout trains the same model as one device, tensor by tensor.
+
+And its compiled program moves what its contract says, and nothing else.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -44,9 +47,10 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All comparisons of one verification, in order."""
+    """All comparisons of one verification, in order, and what breaks the contract."""
 
     comparisons: tuple[Comparison, ...]
+    violations: tuple[str, ...] = ()
 
     @property
     def first_difference(self) -> Comparison | None:
@@ -55,8 +59,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all tensors are equal."""
-        return self.first_difference is None
+        """Whether all tensors are equal and the contract is kept."""
+        return self.first_difference is None and not self.violations
 
 
 def _compare(
@@ -129,4 +133,4 @@ def verify(
         got, want = (_optimizer_groups(program, s.optimizer_state) for s in states)
         for what in want:
             comparisons += _compare(step, "optimizer", got[what], want[what], tolerance)
-    return Report(tuple(comparisons))
+    return Report(tuple(comparisons), tuple(program.violations()))

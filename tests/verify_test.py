@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import batch, lower, model
 
+from meshpar.contract import Contract
 from meshpar.verify import Comparison, Report, verify
 
 TINY = model()
@@ -17,7 +18,7 @@ def planted(change):
     def loss(params, batch, key):
         return TINY.loss(change(params), batch, key)
 
-    return dataclasses.replace(TINY, loss=loss)
+    return dataclasses.replace(TINY, loss=loss, staged=None)
 
 
 def test_equal_layouts_are_equal():
@@ -42,6 +43,14 @@ def test_a_wrong_gradient_is_named(path):
     first = report.first_difference
     assert (first.kind, first.tensor) == ("gradient", path)
     assert 5e-5 < first.error < 5e-4
+
+
+def test_a_broken_contract_is_a_failure():
+    program = lower("fsdp=2", TINY)
+    program.__dict__["contract"] = Contract(program.contract.terms[1:])
+    report = verify(program, lower("data=1", TINY), [batch()])
+    assert report.first_difference is None and not report.ok
+    assert any("over fsdp" in line for line in report.violations)
 
 
 def test_nan_is_a_difference():

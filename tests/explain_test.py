@@ -1,0 +1,119 @@
+"""explain: what is said is what was compiled; lowering="auto" takes the better."""
+
+import html.parser
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from tiny_models import lower, model
+
+from meshpar import choose, compiled, memory
+from meshpar.explain import _rematerialized, explain
+
+TINY = model()
+
+
+def test_says_what_was_declared_and_found():
+    program = lower("fsdp=8", TINY, clip_norm=1.0)
+    said = explain(program)
+    assert said.violations == () and said.lowering == "shard_map"
+    assert said.replicated == {}
+    rows = {(row.kind, row.axes): row for row in said.traffic}
+    gather = rows["all_gather", ("fsdp",)]
+    assert gather.declared_bytes == gather.found_bytes > 0
+    assert "zero=3: weights: layer by layer, forward" in gather.why
+    found = sum(one.wire_bytes for one in program.collectives)
+    assert sum(row.found_bytes for row in said.traffic) == pytest.approx(found)
+    assert said.state_bytes == sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in (*program.init(0).params.values(), *_optimizer(program))
+    )
+    json.dumps(said.as_dict())
+
+
+def _optimizer(program):
+    return jax.tree.leaves(program.init(0).optimizer_state)
+
+
+def test_says_what_is_replicated_and_warns():
+    program = lower("fsdp=2,min_shard_size=100", TINY)
+    said = explain(program)
+    assert "32 < min_shard_size=100" in said.replicated["norm/scale"]
+    collective = compiled.Collective(
+        "all_reduce", ("fsdp",), 2, 64, 1000, False, False, "main", "a.py:7"
+    )
+    stack = model().params["blocks/mlp/up"].size * 4
+    whole = compiled.Collective(
+        "all_gather", ("fsdp",), 2, stack, 1, False, False, "main", "a.py:9"
+    )
+    program.__dict__["collectives"] = [collective, whole]
+    said = explain(program)
+    small, gather = sorted(said.warnings, reverse=True)
+    assert (
+        small.startswith("uncombined: 1000 x all_reduce over fsdp")
+        and "a.py:7" in small
+    )
+    assert (
+        gather.startswith("gather of a whole stack of weights") and "a.py:9" in gather
+    )
+    assert any("all_reduce over fsdp" in line for line in said.violations)
+
+
+def test_involuntary_rematerialization_is_named():
+    line = (
+        "W spmd_partitioner.cc:1 [SPMD] Involuntary full rematerialization. The "
+        "compiler cannot go from sharding {a} to {b} for HLO operation: %copy.3 = f32[8]{0} "
+        'copy(%x), metadata={op_name="jit(f)/layer/reshape"}'
+    )
+    (warning,) = _rematerialized([line, line, "another line"])
+    assert warning == "involuntary full rematerialization of jit(f)/layer/reshape"
+
+
+def test_auto_takes_the_program_that_exposes_less():
+    program = lower("fsdp=8", TINY, lowering="auto")
+    assert program.lowering.name == "shard_map"
+    assert "jit exposes" in program.why_lowering
+    assert "took shard_map" in program.why_lowering
+    other = lower("fsdp=8", TINY, lowering="jit")
+    assert choose.exposed_bytes(program) < choose.exposed_bytes(other)
+    assert choose.best([other, program])[0] is program
+
+
+@pytest.mark.parametrize("remat, kept", [("none", 10), ("full", 1)])
+def test_predicted_activations_follow_rematerialization(remat, kept):
+    program = lower(f"fsdp=2,remat={remat}", TINY)
+    predicted = memory.predict(program.lowering, program.abstract_batch)
+    x = 8 * 16 * 32 * 4  # Rows of one device, length, embed, float32.
+    assert predicted.activations >= 2 * kept * x
+    assert (predicted.activations < 3 * x) == (remat == "full")
+    sizes = program.plan.bytes_per_device()
+    assert predicted.parameters == sizes["parameters"]
+    assert predicted.optimizer == sizes["optimizer"]
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href") and v[:1] != "#"]
+
+
+def test_the_program_prints_json_and_writes_a_page_of_its_own(tmp_path):
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "experiments.explain", "--recipe=tiny"]
+    flags = ["--layout=fsdp=4", "--diff=data=4", "--json", f"--html={page}"]
+    flags += ["--set=model.vocab=64"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, other = json.loads(done.stdout)
+    assert (one["layout"], other["layout"]) == ("fsdp=4,zero=3", "data=4")
+    assert one["state_bytes"] < other["state_bytes"] / 3
+    tags = Tags()
+    tags.feed(page.read_text())
+    assert tags.links == [] and tags.seen.count("svg") == 4
+    assert "zero=3: weights: layer by layer, forward" in page.read_text()
