@@ -3,8 +3,8 @@ r"""Proves that a layout trains the same model as one device, and keeps its cont
     python -m experiments.verify --recipe=tiny --layout="fsdp=4,tensor=2"
 
 Prints a table and a last line; exits 0 if every tensor is equal within rounding and the
-compiled program moves what the layout declares, and 1 with the first tensor that differs
-or the collectives that are wrong.
+compiled program moves what the layout declares, and 1 with the first tensor that
+differs or the collectives that are wrong.
 """
 
 import dataclasses

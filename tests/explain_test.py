@@ -64,7 +64,7 @@ def test_says_what_is_replicated_and_warns():
 def test_involuntary_rematerialization_is_named():
     line = (
         "W spmd_partitioner.cc:1 [SPMD] Involuntary full rematerialization. The "
-        "compiler cannot go from sharding {a} to {b} for HLO operation: %copy.3 = f32[8]{0} "
+        "compiler cannot go from {a} to {b} for HLO operation: %copy.3 = f32[8]{0} "
         'copy(%x), metadata={op_name="jit(f)/layer/reshape"}'
     )
     (warning,) = _rematerialized([line, line, "another line"])
