@@ -25,7 +25,7 @@ LAYOUT = flags.DEFINE_string(
 LOWERING = flags.DEFINE_string(
     "lowering",
     None,
-    "shard_map (explicit collectives; the default where possible), jit (the compiler's) "
+    "shard_map (explicit collectives; default where possible), jit (the compiler's) "
     "or auto (the better as compiled).",
 )
 DATA = flags.DEFINE_string(

@@ -101,7 +101,7 @@ def test_shapes_that_do_not_exist_are_an_error():
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
     reason='the GPU compiler comes with pip install "meshpar[aot-gpu]"',
 )
 def test_gpu_programs_keep_the_contract():
