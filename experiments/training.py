@@ -133,6 +133,8 @@ class Trainer:
                 if jax.process_index() == 0:
                     log = metrics.MetricsLog(self.folder, self._start)
                 progress = Progress(self.config.steps, self._start, log is not None)
+                if why := self.program.why_lowering:
+                    progress.say(why)
                 progress.say(self._describe(self._start))
                 try:
                     with progress:

@@ -146,8 +146,7 @@ class Explicit(Lowering):
             """Sums over this shard's samples, in units of the loss's weight."""
 
             def loss_fn(leaves: Params) -> tuple[jax.Array, Metrics]:
-                with model_scope(self.plan.layout, self.mesh, self.manual_axes):
-                    loss, aux = self._loss(leaves, whole, batch, key)
+                loss, aux = self._loss(leaves, whole, batch, key)
                 return self._vary(loss.astype(jnp.float32)), aux
 
             loss, backward, aux = jax.vjp(loss_fn, leaves, has_aux=True)
