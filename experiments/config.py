@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.models.decoder import DecoderConfig
-from meshpar.errors import MeshparError
-from meshpar.layouts import nearest
+from meshpar.errors import MeshparError, nearest
 
 
 class ConfigError(MeshparError):

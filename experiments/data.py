@@ -18,8 +18,7 @@ import grain
 import numpy as np
 
 from experiments.config import DataConfig
-from meshpar.errors import MeshparError
-from meshpar.layouts import nearest
+from meshpar.errors import MeshparError, nearest
 
 SEPARATOR = b"\0"
 """Stands between documents; a byte that no text holds."""

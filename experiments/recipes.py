@@ -7,7 +7,7 @@ from experiments import published
 from experiments.config import Config, ConfigError
 from experiments.models.decoder import GPT2_KIND, DecoderConfig
 from experiments.models.linen_decoder import KIND as LINEN_KIND
-from meshpar.layouts import nearest
+from meshpar.errors import nearest
 
 
 def bytes_llama() -> Config:

@@ -1,13 +1,13 @@
 """meshpar: train any Flax model under any parallel layout with JAX SPMD."""
 
 from meshpar import layouts as layouts
+from meshpar.errors import LayoutError as LayoutError
 from meshpar.errors import MeshparError as MeshparError
 from meshpar.flax_models import Model as Model
 from meshpar.flax_models import Param as Param
 from meshpar.flax_models import from_linen as from_linen
 from meshpar.flax_models import from_nnx as from_nnx
 from meshpar.layouts import Layout as Layout
-from meshpar.layouts import LayoutError as LayoutError
 from meshpar.lowering import TrainState as TrainState
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate

@@ -1,4 +1,7 @@
-"""The root of all errors that a user can mend."""
+"""Errors that a user can mend, and how they name what exists."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class MeshparError(ValueError):
@@ -6,3 +9,15 @@ class MeshparError(ValueError):
 
     Programs print it without a traceback and exit with code 2.
     """
+
+
+class LayoutError(MeshparError):
+    """A layout that cannot be honoured, with the tensor, the rule and the remedy."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Names what exists and the nearest match, for error messages."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"known: {', '.join(known)}{hint}"

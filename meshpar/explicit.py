@@ -13,6 +13,7 @@ With microbatches, zero=1 and 2 add up whole gradients and reduce them once (no_
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar import fsdp, layouts, microbatch
+from meshpar.errors import LayoutError
 from meshpar.flax_models import Model, Params
 from meshpar.fsdp import Placement
 from meshpar.layer_scan import scan_gathered
@@ -50,7 +52,7 @@ class Explicit(Lowering):
     name = "shard_map"
 
     def __post_init__(self):
-        _ = self.placements  # Rules that cannot be honoured fail here.
+        _ = self.prefetched  # Rules that cannot be honoured fail here.
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -73,6 +75,21 @@ class Explicit(Lowering):
         """The same of one layer of the stack."""
         stack = self.model.staged.split(self.placements)[1]
         return {path: placement.layer() for path, placement in stack.items()}
+
+    @functools.cached_property
+    def prefetched(self) -> frozenset[str]:
+        """Paths of the stack that are gathered one layer ahead."""
+        split = [p for p, placed in self.layer_placements.items() if placed.splits]
+        found: set[str] = set()
+        for regex in self.plan.layout.prefetch:
+            hits = {path for path in split if re.search(regex, path)}
+            if not hits:
+                raise LayoutError(
+                    f"prefetch={regex} matches no sharded parameter of the stack; "
+                    f"there are {', '.join(split)}"
+                )
+            found |= hits
+        return frozenset(found)
 
     @property
     def _on_cpu(self) -> bool:
@@ -236,6 +253,7 @@ class Explicit(Lowering):
                 one,
                 functools.partial(self._whole, placements=placements),
                 lambda gradient: self._reduced(gradient, placements),
+                self.prefetched,
             )
             return run(stack, whole_stack, jax.tree.map(self._vary, x))
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar import collectives
-from meshpar.layouts import LayoutError
+from meshpar.errors import LayoutError
 from meshpar.plan import Spec, partition_spec
 
 Array = jax.Array
@@ -166,7 +166,7 @@ def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
 def _gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
     split = {path: x for path, x in shards.items() if placements[path].splits}
     whole = dict(shards)
-    for axes in {placements[path].axes for path in split}:
+    for axes in dict.fromkeys(placements[path].axes for path in split):
         group = {path: x for path, x in split.items() if placements[path].axes == axes}
         n = lax.axis_size(axes)
         for paths in buckets(group, placements, n):
@@ -230,7 +230,7 @@ def _reduce_scatter(
 ) -> Params:
     split = {path: x for path, x in whole.items() if placements[path].splits}
     shards = dict(whole)
-    for axes in {placements[path].axes for path in split}:
+    for axes in dict.fromkeys(placements[path].axes for path in split):
         group = {path: x for path, x in split.items() if placements[path].axes == axes}
         n = lax.axis_size(axes)
         for paths in buckets(group, placements, 1):
@@ -306,7 +306,7 @@ def all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:
 
 def _all_reduce(tree: Params, placements: Mapping[str, Placement]) -> Params:
     summed = {}
-    for axes in {placements[path].rest for path in tree}:
+    for axes in dict.fromkeys(placements[path].rest for path in tree):
         group = {path: x for path, x in tree.items() if placements[path].rest == axes}
         if not axes:
             summed |= group

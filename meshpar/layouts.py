@@ -13,8 +13,7 @@ both do nothing outside a layout, so a model runs unchanged without meshpar.
 
 import contextlib
 import dataclasses
-import difflib
-import json
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshpar.errors import MeshparError
+from meshpar import layout_string
+from meshpar.errors import LayoutError, nearest
 
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes, outer (slowest link) to inner. `data` replicates, `fsdp` shards."""
@@ -80,18 +80,6 @@ Names = tuple[Any, ...]
 Rule = str | Iterable[str] | None
 
 
-class LayoutError(MeshparError):
-    """A layout that cannot be honoured, with the tensor, the rule and the remedy."""
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Names what exists and the nearest match, for error messages."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"known: {', '.join(known)}{hint}"
-
-
 def _rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
     axes = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
     for axis in axes:
@@ -124,6 +112,8 @@ class Layout:
       params: rules {dim name: axis, axes or None} laid over `PARAM_RULES`.
       activations: rules laid over `ACTIVATION_RULES`.
       paths: (regex, dim names) pairs that name parameters the model left unnamed.
+      prefetch: regexes of parameters in the stack of layers that zero=3 gathers one
+        layer ahead, beside the layer before.
       waive: regexes of parameter paths whose rule may be dropped, or "idle_devices".
 
     Raises:
@@ -140,6 +130,7 @@ class Layout:
     params: Mapping[str, Rule] | tuple = ()
     activations: Mapping[str, Rule] | tuple = ()
     paths: Mapping[str, Names] | tuple = ()
+    prefetch: tuple[str, ...] = ()
     waive: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -160,8 +151,11 @@ class Layout:
             raise LayoutError(f"min_shard_size={self.min_shard_size!r}: use 0 or more")
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         paths = tuple((regex, tuple(names)) for regex, names in paths)
-        waive = (self.waive,) if isinstance(self.waive, str) else tuple(self.waive)
-        for regex in (*(regex for regex, _ in paths), *waive):
+        regexes = {
+            kind: (given,) if isinstance(given := getattr(self, kind), str) else given
+            for kind in layout_string.REGEXES
+        }
+        for regex in (*dict(paths), *itertools.chain(*regexes.values())):
             try:
                 re.compile(regex)
             except re.error as error:
@@ -169,7 +163,14 @@ class Layout:
         object.__setattr__(self, "params", _as_rules(self.params))
         object.__setattr__(self, "activations", _as_rules(self.activations))
         object.__setattr__(self, "paths", paths)
-        object.__setattr__(self, "waive", waive)
+        for kind, given in regexes.items():
+            object.__setattr__(self, kind, tuple(given))
+        if self.prefetch and (self.zero != 3 or self.fsdp == 1):
+            raise LayoutError(
+                f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
+                f"fsdp={self.fsdp},zero={self.zero} gathers none layer by layer; use "
+                "fsdp=N,zero=3, or leave it out"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -214,76 +215,30 @@ class Layout:
         for name in ("microbatches", "remat", "min_shard_size"):
             if (value := getattr(self, name)) != _DEFAULTS[name]:
                 parts.append(f"{name}={value}")
-        for kind in ("params", "activations"):
-            for name, axes in getattr(self, kind):
-                parts.append(f"{kind}.{_quote(name)}={'+'.join(axes) or 'none'}")
-        for regex, names in self.paths:
-            parts.append(f"paths.{_quote(regex)}={_quote('/'.join(map(_name, names)))}")
-        parts += [f"waive={_quote(regex)}" for regex in self.waive]
+        for kind in layout_string.RULES:
+            entries = getattr(self, kind)
+            parts += [layout_string.rule(kind, *entry) for entry in entries]
+        for kind in layout_string.REGEXES:
+            regexes = getattr(self, kind)
+            parts += [f"{kind}={layout_string.quote(regex)}" for regex in regexes]
         return ",".join(parts)
-
-
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
-_ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"])*)')
-
-
-def _quote(text: str) -> str:
-    return text if re.fullmatch(r"[\w/*.^$-]+", text) else json.dumps(text)
-
-
-def _unquote(text: str) -> str:
-    return json.loads(text) if text.startswith('"') else text
-
-
-def _name(name: Any) -> str:
-    return "none" if name is None else str(name)
 
 
 def parse(text: str) -> Layout:
     """Reads a layout string such as ``"data=2,fsdp=4,zero=2"``.
 
     Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
-    ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM`` and ``waive=REGEX``;
-    a regex with other characters than letters, digits and ``_/*.^$-`` stands in
-    JSON quotes. ``parse(str(layout)) == layout``.
+    ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``, ``prefetch=REGEX`` and
+    ``waive=REGEX``; a regex with other characters than letters, digits and
+    ``_/*.^$-`` stands in JSON quotes. ``parse(str(layout)) == layout``.
 
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.
     """
-    values: dict[str, Any] = {}
-    rules: dict[str, dict] = {"params": {}, "activations": {}, "paths": {}}
-    waive, position, text = [], 0, re.sub(r"\s*,\s*", ",", text.strip())
-    while position < len(text):
-        item = _ITEM.match(text, position)
-        if not item or (item.end() < len(text) and text[item.end()] != ","):
-            rest = text[position:].split(",")[0]
-            raise LayoutError(f'{rest!r} in layout "{text}": write name=value')
-        position = item.end() + 1
-        key, value = item.group(1).strip(), item.group(2).strip()
-        kind, _, name = key.partition(".")
-        if kind in rules and name:
-            name, value = _unquote(name), _unquote(value)
-            split = "/" if kind == "paths" else "+"
-            entry = tuple(None if v == "none" else v for v in value.split(split))
-            if kind != "paths" and entry == (None,):
-                entry = ()
-            if name in rules[kind]:
-                raise LayoutError(f'{key} stands twice in layout "{text}"')
-            rules[kind][name] = entry
-        elif key == "waive":
-            waive.append(_unquote(value))
-        elif key not in _DEFAULTS or key in rules:
-            known = nearest(key, [*_DEFAULTS, "params.DIM", "activations.DIM"])
-            raise LayoutError(f'{key!r} in layout "{text}" ({known})')
-        elif key in values:
-            raise LayoutError(f'{key} stands twice in layout "{text}"')
-        elif key == "remat":
-            values[key] = value
-        elif not re.fullmatch(r"\d+", value):
-            raise LayoutError(f'{key}={value!r} in layout "{text}": use a whole number')
-        else:
-            values[key] = int(value)
-    return Layout(**values, **rules, waive=tuple(waive))
+    return Layout(**layout_string.read(text, _DEFAULTS))
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 
 
 @dataclasses.dataclass(eq=False)

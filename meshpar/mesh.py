@@ -9,8 +9,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from meshpar import compat, gpu_targets
-from meshpar.errors import MeshparError
-from meshpar.layouts import AXES, Layout, LayoutError
+from meshpar.errors import LayoutError, MeshparError
+from meshpar.layouts import AXES, Layout
 
 TPUS = ("v4", "v5e", "v5p", "v6e")
 

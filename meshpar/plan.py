@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path, tree_unflatten
 
+from meshpar.errors import LayoutError, nearest
 from meshpar.flax_models import Param
-from meshpar.layouts import AXES, Layout, LayoutError, nearest
+from meshpar.layouts import AXES, Layout
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes per dim, in the order of the dims; () leaves a dim whole."""

@@ -96,7 +96,7 @@ class _Declared:
             for path, x in shapes.items()
             if placements[path].splits
         }
-        for axes in {placements[path].axes for path in split}:
+        for axes in dict.fromkeys(placements[path].axes for path in split):
             group = {p: x for p, x in split.items() if placements[p].axes == axes}
             for paths in fsdp.buckets(group, placements, 1):
                 for stage_axes, size in self._stages(kind, paths, group, placements):
@@ -140,7 +140,7 @@ class _Declared:
         self, shards: Shapes, placements: Mapping[str, Placement], why: str
     ) -> Iterator[Term]:
         """All_reduces of shards over the axes that do not split them."""
-        for axes in {placements[path].rest for path in shards}:
+        for axes in dict.fromkeys(placements[path].rest for path in shards):
             group = {
                 path: self.local(x, placements[path])
                 for path, x in shards.items()
@@ -188,10 +188,14 @@ def _gradient_terms(lowering: Explicit, num_metrics: int) -> Iterator[Term]:
         stack = {
             p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()
         }
-        layers = lowering.layer_placements
+        layers, ahead = lowering.layer_placements, {}
+        if kind == "all_gather":
+            ahead = {p: stack.pop(p) for p in lowering.prefetched}
         for name in passes:
             inside = f"{why}: layer by layer, {name}"
             yield from declared.split_terms(kind, stack, layers, times * depth, inside)
+            early, runs = f"{why}: one layer ahead, {name}", times * (depth + 1)
+            yield from declared.split_terms(kind, ahead, layers, runs, early)
 
     added = jnp.float32 if num > 1 else None
     if lowering.gathers_layers:

@@ -20,9 +20,10 @@ from meshpar import choose, compiled, explicit, layouts, traffic
 from meshpar.automatic import Automatic
 from meshpar.compiled import Collective
 from meshpar.contract import Contract
+from meshpar.errors import LayoutError, nearest
 from meshpar.explicit import Explicit
 from meshpar.flax_models import Model, Params
-from meshpar.layouts import Layout, LayoutError, nearest
+from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.mesh import make_mesh
 from meshpar.plan import Plan, make_plan
@@ -308,6 +309,11 @@ def lower(
     if why_not := explicit.why_not(model, layout):
         if lowering == "shard_map":
             raise LayoutError(f"lowering=shard_map: {why_not}; use lowering=jit")
+    if layout.prefetch and (why_not or lowering == "jit"):
+        raise LayoutError(
+            f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
+            "lowering=jit; leave it out, or use lowering=shard_map with a staged model"
+        )
     mesh = make_mesh(layout, devices)
     abstract_batch = _abstract_batch(batch, layout, mesh)
     params = {

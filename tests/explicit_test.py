@@ -13,8 +13,8 @@ from tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
 from meshpar import explicit, fsdp, layouts
+from meshpar.errors import LayoutError
 from meshpar.explicit import Explicit
-from meshpar.layouts import LayoutError
 
 TINY = model(depth=3)
 PAYLOAD = 4 * sum(param.size for param in TINY.params.values())
@@ -73,6 +73,32 @@ def test_gradients_around_rings_are_the_same(monkeypatch):
     kinds = {one.kind for one in program.collectives if one.payload_bytes > 64}
     assert kinds == {"all_gather", "permute", "all_reduce"}
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4", "fsdp=2,remat=full,microbatches=2"])
+def test_weights_gathered_one_layer_ahead_change_nothing(layout):
+    program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
+    assert len(program.lowering.prefetched) > 4
+    _, gradients = program.gradients(program.init(0), batch())
+    assert relative_error(host(gradients), host(one_device()[1])) < 1e-5
+    assert program.violations() == []
+    early = [term for term in program.contract.terms if "one layer ahead" in term.why]
+    assert {term.kind for term in early} == {"all_gather"}
+    # The last layer of every pass gathers once more than there are layers.
+    assert all(term.count % (TINY.staged.depth + 1) == 0 for term in early)
+
+
+@pytest.mark.parametrize(
+    "layout, lowering, words",
+    [
+        ("fsdp=2,prefetch=nothing", "", "prefetch=nothing matches no sharded .*mlp"),
+        ("fsdp=2,zero=2,prefetch=mlp", "", "fsdp=2,zero=2 gathers none"),
+        ("fsdp=2,prefetch=mlp", "jit", "the compiler schedules"),
+    ],
+)
+def test_a_prefetch_that_cannot_be_is_refused(layout, lowering, words):
+    with pytest.raises(LayoutError, match=words):
+        lower(layout, TINY, lowering=lowering)
 
 
 def test_zero_3_keeps_no_gathered_weight():

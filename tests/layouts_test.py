@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import layouts
-from meshpar.layouts import Layout, LayoutError
+from meshpar.errors import LayoutError
+from meshpar.layouts import Layout
 from meshpar.mesh import make_mesh
 
 
@@ -16,6 +17,7 @@ from meshpar.mesh import make_mesh
         "data=1",
         "data=2,fsdp=2,tensor=2,zero=3",
         "fsdp=8,zero=1,microbatches=4,remat=full,min_shard_size=1024",
+        'fsdp=2,zero=3,prefetch="attention/[qkv]",prefetch=mlp',
         "tensor=2,params.embed=data+tensor,params.mlp=none,activations.length=tensor",
         r'data=1,paths."blocks/\\d+,x=[\"a\"]"=embed/none/heads,waive=bias$,waive=idle_devices',
     ],

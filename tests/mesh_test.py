@@ -5,7 +5,7 @@ import pytest
 
 import meshpar
 from meshpar import layouts
-from meshpar.layouts import LayoutError
+from meshpar.errors import LayoutError
 
 
 def test_axes_are_all_there_outer_first():

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import layouts
+from meshpar.errors import LayoutError
 from meshpar.flax_models import Param
-from meshpar.layouts import LayoutError
 from meshpar.plan import make_plan
 
 PARAMS = {

@@ -14,7 +14,7 @@ from tiny_models import batch, config, host, lower, model, relative_error
 import meshpar
 from experiments import building
 from meshpar import layouts
-from meshpar.layouts import LayoutError
+from meshpar.errors import LayoutError
 
 LAYOUTS = [
     "data=8",
