@@ -25,7 +25,7 @@ from meshpar import fsdp, layouts, microbatch
 from meshpar.errors import LayoutError
 from meshpar.flax_models import Model, Params
 from meshpar.fsdp import Placement
-from meshpar.layer_scan import scan_gathered
+from meshpar.layer_scan import LayerScan, differentiable
 from meshpar.layouts import BATCH_AXES, Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.sharded_random import for_shard
@@ -242,19 +242,8 @@ class Explicit(Lowering):
         whole_shared, whole_stack = staged.split(whole)
         shared, stack = staged.split(leaves)
 
-        def scan(layer: Any, stack: Params, x: Any, key: Key) -> Any:
-            @self._remat
-            def one(weights: Params, x: Any, i: jax.Array) -> Any:
-                y = layer(self.cast(weights), x, fold(key, i))
-                return jax.tree.map(self._vary, y)
-
-            placements = self.layer_placements
-            run = scan_gathered(
-                one,
-                functools.partial(self._whole, placements=placements),
-                lambda gradient: self._reduced(gradient, placements),
-                self.prefetched,
-            )
+        def scan(_: Any, stack: Params, x: Any, key: Key) -> Any:
+            run = differentiable(self._layers(key))
             return run(stack, whole_stack, jax.tree.map(self._vary, x))
 
         if self.reduces_early:
@@ -264,6 +253,22 @@ class Explicit(Lowering):
                 lambda gradient: self._reduced(gradient, placements),
             )(shared)
         return staged.loss({**self.cast(shared), **stack}, batch, key, scan)
+
+    def _layers(self, key: Key) -> LayerScan:
+        """The stack, whose layer i has the key `fold_in(key, i)`."""
+
+        @self._remat
+        def one(weights: Params, x: Any, i: jax.Array) -> Any:
+            y = self.model.staged.layer(self.cast(weights), x, fold(key, i))
+            return jax.tree.map(self._vary, y)
+
+        placements = self.layer_placements
+        return LayerScan(
+            one,
+            functools.partial(self._whole, placements=placements),
+            functools.partial(self._reduced, placements=placements),
+            self.prefetched,
+        )
 
     def _whole(
         self, leaves: Params, whole: Params, placements: dict[str, Placement]

@@ -48,82 +48,168 @@ class Stash:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def scan_gathered(
-    layer: Callable[[Params, Any, Array], Any],
-    gather: Callable[[Params, Params], Params],
-    reduce: Callable[[Params], Params],
-    ahead: frozenset[str] = frozenset(),
-) -> Callable[[Params, Params, Any], Any]:
-    """Makes the function that runs a stack of layers inside shard_map.
+@dataclasses.dataclass(frozen=True)
+class LayerScan:
+    """Runs consecutive layers of a stack inside shard_map, forward and backward.
 
-    Args:
+    Attributes:
       layer: (weights of one layer, x, its number) -> x of the same shapes.
       gather: (differentiated leaves, constants of one layer) -> its weights, {path:
         array} in both; of a part of the leaves it makes that part.
       reduce: gradient of the weights -> gradient of the leaves.
       ahead: paths that are gathered while the layer before computes. The last layer
         of a pass gathers the first one's again, unused: one gather in `depth + 1`.
+      stashes: what the traced layers keep; the last one counts.
+    """
+
+    layer: Callable[[Params, Any, Array], Any]
+    gather: Callable[[Params, Params], Params]
+    reduce: Callable[[Params], Params]
+    ahead: frozenset[str] = frozenset()
+    stashes: list[Stash] = dataclasses.field(default_factory=list)
+
+    def _sweep(
+        self,
+        one: Callable[[Any, Params, Array, Array, Any], tuple[Any, Any]],
+        carry: Any,
+        leaves: Params,
+        constants: Params,
+        rows: tuple[Any, Array],
+        rest: Any,
+        reverse: bool = False,
+    ) -> tuple[Any, Any]:
+        """Scans `one(carry, weights, row, number, rest)` over rows of the stack."""
+        start, numbers = rows
+        depth = len(numbers)
+
+        def taken(tree: Params, i: Any) -> Params:
+            return {
+                path: lax.dynamic_index_in_dim(x, start + i, keepdims=False)
+                for path, x in tree.items()
+            }
+
+        coming = {path: x for path, x in leaves.items() if path in self.ahead}
+        own = {path: x for path, x in leaves.items() if path not in self.ahead}
+
+        def early(i: Any) -> Params:
+            return self.gather(taken(coming, i), {}) if coming else {}
+
+        def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
+            (carry, ready), (i, number, rest) = state, x
+            following = early((i + (depth - 1 if reverse else 1)) % depth)
+            weights = ready | self.gather(taken(own, i), taken(constants, i))
+            carry, y = one(carry, weights, start + i, number, rest)
+            return (carry, following), y
+
+        first = carry, early(depth - 1 if reverse else 0)
+        xs = jnp.arange(depth), numbers, rest
+        (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
+        return carry, ys
+
+    def run(
+        self, leaves: Params, constants: Params, x: Any, rows: tuple[Any, Array]
+    ) -> Any:
+        """The layers' output, keeping nothing.
+
+        Args:
+          leaves: {path: [depth of the whole stack, ...]}.
+          constants: likewise.
+          x: activations.
+          rows: the first row of the stack to run, and the numbers of the layers from
+            there on.
+        """
+
+        def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
+            return self.layer(weights, x, number), None
+
+        return self._sweep(one, x, leaves, constants, rows, None)[0]
+
+    def forward(
+        self, leaves: Params, constants: Params, x: Any, rows: tuple[Any, Array]
+    ) -> tuple[Any, list[Array]]:
+        """As `run`, with what `backward` needs: arrays [layers run, ...]."""
+
+        def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
+            x, vjp = jax.vjp(
+                lambda weights, x: self.layer(weights, x, number), weights, x
+            )
+            stash, kept = Stash.of(vjp, weights)
+            self.stashes.append(stash)
+            return x, kept
+
+        return self._sweep(one, x, leaves, constants, rows, None)
+
+    def backward(
+        self,
+        leaves: Params,
+        constants: Params,
+        kept: list[Array],
+        dx: Any,
+        rows: tuple[Any, Array],
+        sums: Params | None = None,
+        add: Callable[[Array, Array], Array] = lambda total, new: total + new,
+    ) -> tuple[Any, Params]:
+        """From the gradient of the output to that of the input and of the leaves.
+
+        Args:
+          leaves: as given to `forward`.
+          constants: likewise.
+          kept: what it returned.
+          dx: gradient of the output.
+          rows: as given to `forward`.
+          sums: {path: [depth of the whole stack, ...]} to which the gradients of these
+            rows are added in place; without it they are returned, [layers run, ...].
+          add: how one layer's gradient is added.
+        """
+        stash = self.stashes[-1]
+
+        def one(
+            carry: tuple, weights: Params, row: Array, _: Array, kept: list[Array]
+        ) -> tuple[tuple, Params]:
+            dx, sums = carry
+            dweights, dx = stash.vjp(kept, weights)(dx)
+            gradient = self.reduce(dweights)
+            if sums is None:
+                return (dx, None), gradient
+            return (dx, _added(sums, gradient, row, add)), {}
+
+        carry = dx, sums
+        (dx, sums), gradient = self._sweep(
+            one, carry, leaves, constants, rows, kept, reverse=True
+        )
+        return dx, gradient if sums is None else sums
+
+
+def _added(sums: Params, new: Params, row: Array, add: Callable) -> Params:
+    added = {}
+    for path, total in sums.items():
+        before = lax.dynamic_index_in_dim(total, row, keepdims=False)
+        after = add(before, new[path].astype(total.dtype))
+        added[path] = lax.dynamic_update_index_in_dim(total, after, row, 0)
+    return added
+
+
+def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
+    """The whole stack as a function that jax differentiates by `LayerScan.backward`.
 
     Returns:
       (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.
     """
-    stashes: list[Stash] = []
 
-    def sweep(
-        one: Callable, carry: Any, leaves: Params, xs: Any, reverse: bool = False
-    ) -> tuple[Any, Any]:
-        """Scans `one(carry, weights, constants, number, rest)` over the layers."""
-        constants, rest = xs
-        depth = len(next(iter(leaves.values())))
-        coming = {path: x for path, x in leaves.items() if path in ahead}
-        own = {path: x for path, x in leaves.items() if path not in ahead}
-
-        def early(i: Any) -> Params:
-            layer_i = {
-                path: lax.dynamic_index_in_dim(x, i, keepdims=False)
-                for path, x in coming.items()
-            }
-            return gather(layer_i, {}) if coming else {}
-
-        def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
-            (carry, ready), (i, own, constants, rest) = state, x
-            following = early((i + (depth - 1 if reverse else 1)) % depth)
-            carry, y = one(carry, ready | gather(own, constants), i, rest)
-            return (carry, following), y
-
-        start = carry, early(depth - 1 if reverse else 0)
-        numbered = jnp.arange(depth), own, constants, rest
-        (carry, _), ys = lax.scan(body, start, numbered, reverse=reverse)
-        return carry, ys
+    def rows(leaves: Params) -> tuple[int, Array]:
+        return 0, jnp.arange(len(next(iter(leaves.values()))))
 
     @jax.custom_vjp
     def run(leaves: Params, constants: Params, x: Any) -> Any:
-        def one(x: Any, weights: Params, i: Array, _: None) -> tuple[Any, None]:
-            return layer(weights, x, i), None
-
-        return sweep(one, x, leaves, (constants, None))[0]
+        return layers.run(leaves, constants, x, rows(leaves))
 
     def forward(leaves: Params, constants: Params, x: Any) -> tuple[Any, Any]:
-        def one(x: Any, weights: Params, i: Array, _: None) -> tuple[Any, list[Array]]:
-            x, vjp = jax.vjp(lambda weights, x: layer(weights, x, i), weights, x)
-            stash, kept = Stash.of(vjp, weights)
-            stashes.append(stash)
-            return x, kept
-
-        x, kept = sweep(one, x, leaves, (constants, None))
+        x, kept = layers.forward(leaves, constants, x, rows(leaves))
         return x, (leaves, constants, kept)
 
     def backward(saved: Any, dx: Any) -> tuple[Params, None, Any]:
         leaves, constants, kept = saved
-        stash = stashes[-1]
-
-        def one(
-            dx: Any, weights: Params, i: Array, kept: list[Array]
-        ) -> tuple[Any, Params]:
-            dweights, dx = stash.vjp(kept, weights)(dx)
-            return dx, reduce(dweights)
-
-        dx, dleaves = sweep(one, dx, leaves, (constants, kept), reverse=True)
+        dx, dleaves = layers.backward(leaves, constants, kept, dx, rows(leaves))
         return dleaves, None, dx
 
     run.defvjp(forward, backward)
