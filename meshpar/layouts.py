@@ -22,10 +22,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshpar import layout_string
+from meshpar import layout_string, schedules
 from meshpar.errors import LayoutError, nearest
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("pipe", "data", "fsdp", "tensor")
 """Mesh axes, outer (slowest link) to inner. `data` replicates, `fsdp` shards."""
 
 BATCH_AXES = ("data", "fsdp")
@@ -40,9 +40,11 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "kv": (),
     "length": (),
-    "layers": (),
+    "layers": ("pipe",),
 } | {axis: (axis,) for axis in AXES}
 """Default rules for parameters: Megatron's for `tensor`, the embed dim for `fsdp`.
+
+The stack of layers is cut into the stages of a pipeline.
 
 An axis name is a dim name too, so models annotated with mesh axes work as they are.
 """
@@ -102,11 +104,22 @@ class Layout:
     """Axis sizes, rules and options of one parallel layout.
 
     Attributes:
+      pipe: size of the axis over which the layers are split (pipeline stages).
       data: size of the axis over which parameters are replicated (data parallelism).
       fsdp: size of the axis over which training state is sharded (ZeRO).
       tensor: size of the axis that splits heads, mlp and vocab (Megatron).
-      zero: what `fsdp` shards: 1 optimizer state, 2 + gradients, 3 + parameters.
-      microbatches: gradient-accumulation steps per training step.
+      zero: what `fsdp` shards: 1 optimizer state, 2 + gradients, 3 + parameters. By
+        default 3, and 2 in a pipeline, where 3 gathers in every tick.
+      microbatches: gradient-accumulation steps per training step; a pipeline has them
+        in flight together.
+      schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zb_h1", one of your
+        own (`schedules.register`), or "auto": interleaved where `virtual_stages`
+        allow it, and 1f1b.
+      virtual_stages: chunks of layers per stage (interleaved schedules).
+      partition: layers of every chunk in the order of the model, as in "3/3/2"; even
+        by default.
+      stash: what a stage keeps from its forward pass: "inputs", to run it again, or
+        "residuals", whatever `remat` keeps of its layers.
       remat: rematerialization of each layer: "none", "dots" or "full".
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
       params: rules {dim name: axis, axes or None} laid over `PARAM_RULES`.
@@ -120,11 +133,16 @@ class Layout:
       LayoutError: a size, option or rule that cannot be meant.
     """
 
+    pipe: int = 1
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
-    zero: int = 3
+    zero: int = 0
     microbatches: int = 1
+    schedule: str = "auto"
+    virtual_stages: int = 1
+    partition: str = ""
+    stash: str = "inputs"
     remat: str = "none"
     min_shard_size: int = 0
     params: Mapping[str, Rule] | tuple = ()
@@ -134,16 +152,20 @@ class Layout:
     waive: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name in (*AXES, "microbatches"):
+        for name in (*AXES, "microbatches", "virtual_stages"):
             if not isinstance(size := getattr(self, name), int) or size < 1:
                 raise LayoutError(f"{name}={size!r}: use a whole number of at least 1")
-        if self.zero not in (1, 2, 3):
-            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
-        if self.zero != 3 and self.fsdp == 1:
+        if self.zero == 0:
+            whole = self.pipe == 1 or self.fsdp == 1
+            object.__setattr__(self, "zero", 3 if whole else 2)
+        elif self.fsdp == 1 and self.zero != 3:
             raise LayoutError(
                 f"zero={self.zero} shards over the fsdp axis, which has size 1; "
                 f"use fsdp=N,zero={self.zero} in place of data=N"
             )
+        if self.zero not in (1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
+        self._check_pipeline()
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(self.remat, ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={self.remat!r} ({known})")
@@ -170,6 +192,25 @@ class Layout:
                 f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
                 f"fsdp={self.fsdp},zero={self.zero} gathers none layer by layer; use "
                 "fsdp=N,zero=3, or leave it out"
+            )
+
+    def _check_pipeline(self) -> None:
+        for name in ("schedule", "virtual_stages", "partition", "stash"):
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if self.pipe == 1 and value != default:
+                raise LayoutError(
+                    f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or "
+                    f"leave {name} out"
+                )
+        known = ("auto", *schedules.SCHEDULES)
+        if self.schedule not in known:
+            hint = nearest(self.schedule, known)
+            raise LayoutError(f"schedule={self.schedule!r} ({hint})")
+        if self.stash not in ("inputs", "residuals"):
+            raise LayoutError(f"stash={self.stash!r}: use inputs or residuals")
+        if not re.fullmatch(r"(\d+(/\d+)*)?", self.partition):
+            raise LayoutError(
+                f"partition={self.partition!r}: write numbers of layers, as in 3/3/2"
             )
 
     @property
@@ -212,7 +253,7 @@ class Layout:
         parts = [f"{axis}={n}" for axis, n in self.sizes.items() if n > 1] or ["data=1"]
         if self.fsdp > 1:
             parts.append(f"zero={self.zero}")
-        for name in ("microbatches", "remat", "min_shard_size"):
+        for name in _OPTIONS:
             if (value := getattr(self, name)) != _DEFAULTS[name]:
                 parts.append(f"{name}={value}")
         for kind in layout_string.RULES:
@@ -238,6 +279,10 @@ def parse(text: str) -> Layout:
     return Layout(**layout_string.read(text, _DEFAULTS))
 
 
+_OPTIONS = (
+    *("microbatches", "schedule", "virtual_stages", "partition", "stash"),
+    *("remat", "min_shard_size"),
+)
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 
 

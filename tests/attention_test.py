@@ -21,8 +21,9 @@ def gradients(fn, *arrays):
     return jax.grad(lambda *a: (fn(*a) * weights).sum(), argnums=(0, 1, 2))(*arrays)
 
 
-def test_splash_attention_is_the_reference():
-    q, k, v = arrays()
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_splash_attention_is_the_reference(head_dim):
+    q, k, v = arrays(dim=head_dim)
 
     def interpreted(q, k, v):
         return attention.splash(q, k, v, interpret=True)

@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from meshpar import kernels
 
 Array = jax.Array
+_TILE = 128
 _NAMES = ("batch", "length", "heads", "head_dim")
 
 
@@ -55,15 +56,18 @@ def cudnn(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
 
 
 def splash_fits(q_BLNH: Array) -> bool:
-    """Whether the shapes suit the kernel's tiles."""
-    return q_BLNH.shape[1] % 128 == 0 and q_BLNH.shape[3] % 128 == 0
+    """Whether the length comes in the kernel's tiles; heads are padded to theirs."""
+    return q_BLNH.shape[1] % _TILE == 0
 
 
 def splash(
     q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, interpret: bool = False
 ) -> Array:
-    """Pallas splash attention; `interpret` runs it anywhere, slowly."""
-    length, heads = q_BLNH.shape[1:3]
+    """Pallas splash attention; `interpret` runs it anywhere, slowly.
+
+    Heads are filled up with zeros to whole tiles: more FLOPs, but never all scores.
+    """
+    length, heads, head_dim = q_BLNH.shape[1:]
     block = next(size for size in (512, 256, 128) if length % size == 0)
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block,
@@ -82,6 +86,9 @@ def splash(
         block_sizes=sizes,
         interpret=interpret,
     )
-    q_BNLH, k_BKLH, v_BKLH = (x.swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-    q_BNLH *= jnp.asarray(q_BLNH.shape[-1] ** -0.5, q_BLNH.dtype)
-    return jax.vmap(kernel)(q_BNLH, k_BKLH, v_BKLH).swapaxes(1, 2)
+    q_BLNH *= jnp.asarray(head_dim**-0.5, q_BLNH.dtype)
+    fill = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
+    y_BNLH = jax.vmap(kernel)(
+        *(jnp.pad(x, fill).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+    )
+    return y_BNLH.swapaxes(1, 2)[..., :head_dim]
