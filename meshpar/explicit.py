@@ -14,6 +14,7 @@ With microbatches, zero=1 and 2 add up whole gradients and reduce them once (no_
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,8 +29,12 @@ from meshpar.fsdp import Placement
 from meshpar.layer_scan import LayerScan, differentiable
 from meshpar.layouts import BATCH_AXES, Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
+from meshpar.plan import Spec, partition_spec
 from meshpar.sharded_random import for_shard
 from meshpar.staged import Key, fold
+
+WEIGHT = "weight of the batch"
+"""Among the metrics that are summed: what their means are taken over."""
 
 
 def why_not(model: Model, layout: Layout) -> str:
@@ -40,7 +45,7 @@ def why_not(model: Model, layout: Layout) -> str:
         if name == "batch" or set(axes) & set(BATCH_AXES):
             return f"activations.{name}={'+'.join(axes) or 'none'} moves the batch axes"
     for name, axes in layout.params:
-        if name == "layers" and axes:
+        if name == "layers" and axes not in ((), ("pipe",)):
             return f"params.layers={'+'.join(axes)} splits the stack of layers"
     return ""
 
@@ -55,9 +60,14 @@ class Explicit(Lowering):
         _ = self.prefetched  # Rules that cannot be honoured fail here.
 
     @property
-    def manual_axes(self) -> tuple[str, ...]:
-        """The batch axes that this layout uses; all others stay automatic."""
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which this layout splits the batch."""
         return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1)
+
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        """The axes of the shard_map; all others stay automatic."""
+        return self.batch_axes
 
     def _vary(self, x: jax.Array) -> jax.Array:
         return fsdp.vary(x, self.manual_axes)
@@ -65,8 +75,20 @@ class Explicit(Lowering):
     @functools.cached_property
     def placements(self) -> dict[str, Placement]:
         """{path: Placement} of parameters and gradients."""
+        leaves = self.plan.parameters.items()
+        return {path: self._placement(path, leaf.spec) for path, leaf in leaves}
+
+    def _placement(self, path: str, spec: Spec) -> Placement:
+        return Placement.of(path, spec, self.manual_axes)
+
+    @property
+    def _specs(self) -> dict[str, PartitionSpec]:
+        """{path: spec} of parameters over the manual axes alone."""
+        manual = set(self.manual_axes)
         return {
-            path: Placement.of(path, leaf.spec, self.manual_axes)
+            path: partition_spec(
+                tuple(tuple(a for a in axes if a in manual) for axes in leaf.spec)
+            )
             for path, leaf in self.plan.parameters.items()
         }
 
@@ -130,58 +152,79 @@ class Explicit(Lowering):
         once = layout.zero == 2 and layout.microbatches == 1
         return self.gathers_layers or (once and self._splits_any)
 
+    @property
+    def reduces_shared_early(self) -> bool:
+        """The same of embedding, head and whatever stands outside the stack."""
+        return self.reduces_early
+
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
-        params, key = state.params, state.key()
+        outputs = PartitionSpec(), self._specs
+        return self._mapped(self._gradients, outputs)(state.params, state.key(), batch)
+
+    def _mapped(self, fn: Callable, out_specs: Any) -> Callable:
+        """Runs fn(params, key, batch) on shards, every axis of ours manual."""
         if not self.manual_axes:
-            return self._gradients(params, key, batch)
-        specs = {path: placement.spec for path, placement in self.placements.items()}
+            return fn
+        batch = PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
         return jax.shard_map(
-            self._gradients,
+            fn,
             mesh=self.mesh,
-            in_specs=(specs, PartitionSpec(), PartitionSpec(self.manual_axes)),
-            out_specs=(PartitionSpec(), specs),
+            in_specs=(self._specs, PartitionSpec(), batch),
+            out_specs=out_specs,
             axis_names=set(self.manual_axes),
-        )(params, key, batch)
+        )
 
     def _gradients(
         self, params: Params, key: jax.Array, batch: Any
     ) -> tuple[Metrics, Params]:
         """`gradients` on one shard of the batch."""
-        if self.manual_axes:
-            key = for_shard(key, lax.axis_index(self.manual_axes))
+        key = self._shard_key(key)
+        leaves, whole = self._leaves(params)
+        with model_scope(self.plan.layout, self.mesh, self.manual_axes):
+            sums = self._sums(leaves, whole, batch, key)
+        return self._reduce(*sums, params)
+
+    def _shard_key(self, key: jax.Array) -> jax.Array:
+        if not self.batch_axes:
+            return key
+        return for_shard(key, lax.axis_index(self.batch_axes))
+
+    def _leaves(self, params: Params) -> tuple[Params, Params]:
+        """What the loss is differentiated by, and weights that are whole already."""
         wire = params if self._on_cpu else self.cast(params)
         shards = {path: self._vary(x) for path, x in wire.items()}
-        leaves, whole = shards, {}
-        if not self.gathers_layers:
-            whole = fsdp.gather(shards, self.placements)
-            leaves = shards if self.reduces_early else self.cast(whole)
+        if self.gathers_layers:
+            return shards, {}
+        whole = fsdp.gather(shards, self.placements)
+        return (shards if self.reduces_early else self.cast(whole)), whole
 
-        weighted: list[bool] = []
+    def _sums(
+        self, leaves: Params, whole: Params, batch: Any, key: jax.Array
+    ) -> tuple[Metrics, Params]:
+        """Metrics and gradients summed over this shard's samples."""
 
         def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
-            """Sums over this shard's samples, in units of the loss's weight."""
-
             def loss_fn(leaves: Params) -> tuple[jax.Array, Metrics]:
-                loss, aux = self._loss(leaves, whole, batch, key)
-                return self._vary(loss.astype(jnp.float32)), aux
+                return self._weighted(*self._loss(leaves, whole, batch, key))
 
-            loss, backward, aux = jax.vjp(loss_fn, leaves, has_aux=True)
-            weighted.append("weight" in aux)
-            weight = self._vary(jnp.float32(aux.pop("weight", 1.0)))
-            metrics = {"loss": loss} | {k: jnp.float32(x) for k, x in aux.items()}
-            metrics = {k: self._vary(weight * x) for k, x in metrics.items()}
-            (gradients,) = backward(weight)
-            return {"weight": weight, **metrics}, gradients
+            weighted, backward, metrics = jax.vjp(loss_fn, leaves, has_aux=True)
+            return metrics, backward(jnp.ones_like(weighted))[0]
 
-        with model_scope(self.plan.layout, self.mesh, self.manual_axes):
-            if self.plan.layout.microbatches == 1:
-                sums = one(batch, key)
-            else:
-                sums = self._accumulate(one, batch, key)
-        metrics, gradients = self._reduce(*sums, params)
-        weight = metrics.pop("weight")
-        return metrics | ({"weight": weight} if weighted[0] else {}), gradients
+        if self.plan.layout.microbatches == 1:
+            return one(batch, key)
+        return self._accumulate(one, batch, key)
+
+    def _weighted(self, loss: jax.Array, aux: Metrics) -> tuple[jax.Array, Metrics]:
+        """The loss times its weight, and all metrics in that unit."""
+        weight = self._vary(jnp.float32(aux.get("weight", 1.0)))
+        metrics = {
+            name: lax.stop_gradient(weight) * self._vary(jnp.float32(x))
+            for name, x in ({"loss": loss} | aux).items()
+            if name != "weight"
+        }
+        given = {"weight": weight} if "weight" in aux else {}
+        return metrics["loss"], {WEIGHT: weight, **metrics, **given}
 
     def _accumulate(
         self, one: Any, batch: Any, key: jax.Array
@@ -204,15 +247,11 @@ class Explicit(Lowering):
         self, metrics: Metrics, gradients: Params, params: Params
     ) -> tuple[Metrics, Params]:
         """From sums on every device to means over the whole batch."""
-        names = list(metrics)
-        sums = lax.psum(jnp.stack([metrics[name] for name in names]), self.manual_axes)
-        total = dict(zip(names, sums, strict=True))
-        weight = total.pop("weight")
-        means = {name: x / weight for name, x in total.items()} | {"weight": weight}
+        means = self._means(metrics)
+        weight = means.pop(WEIGHT)
         if self._on_cpu:
             gradients = {path: x.astype(jnp.float32) for path, x in gradients.items()}
-        if not self.reduces_early:
-            gradients = self._scattered(gradients)
+        gradients = self._scattered(gradients)
         gradients = fsdp.all_reduce(gradients, self.placements)
         gradients = {
             path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
@@ -220,14 +259,24 @@ class Explicit(Lowering):
         }
         return means, gradients
 
+    def _means(self, metrics: Metrics) -> Metrics:
+        """From sums on every device to means, and the weight of the whole batch."""
+        names = [name for name in metrics if name != "weight"]
+        sums = lax.psum(jnp.stack([metrics[name] for name in names]), self.manual_axes)
+        total = dict(zip(names, sums, strict=True))
+        weight = total[WEIGHT]
+        means = {name: x / weight for name, x in total.items()} | {WEIGHT: weight}
+        return means | ({"weight": weight} if "weight" in metrics else {})
+
     def _scattered(self, gradients: Params) -> Params:
-        """Whole gradients reduce-scattered, the stack layer by layer to save memory."""
-        if not self._splits_any:
-            return gradients
+        """What is whole yet reduce-scattered, layer by layer to save memory."""
         shared, stack = self.model.staged.split(gradients)
-        layers = self.layer_placements
-        stack = lax.map(lambda layer: self._reduce_scatter(layer, layers), stack)
-        return {**self._reduce_scatter(shared, self.placements), **stack}
+        if self._splits_any and not self.reduces_shared_early:
+            shared = self._reduce_scatter(shared, self.placements)
+        if self._splits_any and not self.reduces_early:
+            layers = self.layer_placements
+            stack = lax.map(lambda layer: self._reduce_scatter(layer, layers), stack)
+        return {**shared, **stack}
 
     def _reduce_scatter(
         self, whole: Params, placements: dict[str, Placement]

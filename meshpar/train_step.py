@@ -26,6 +26,7 @@ from meshpar.flax_models import Model, Params
 from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.mesh import make_mesh
+from meshpar.pipelined import Pipelined
 from meshpar.plan import Plan, make_plan
 
 LOWERINGS: dict[str, type[Lowering]] = {
@@ -337,12 +338,17 @@ def lower(
     names = [lowering or ("jit" if why_not else "shard_map")]
     if lowering == "auto":
         names = ["jit"] if why_not else list(LOWERINGS)
+    if layout.pipe > 1:
+        if why_not or lowering == "jit":
+            raise LayoutError(
+                f"pipe={layout.pipe} needs lowering=shard_map: "
+                f"{why_not or 'the compiler makes no pipeline'}"
+            )
+        names = ["pipeline"]
+    kinds = LOWERINGS | {"pipeline": Pipelined}
+    parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
     programs = [
-        TrainProgram(
-            LOWERINGS[name](model, optimizer, plan, mesh, clip_norm, compute_dtype),
-            abstract_state,
-            abstract_batch,
-        )
+        TrainProgram(kinds[name](*parts), abstract_state, abstract_batch)
         for name in names
     ]
     if len(programs) == 1:

@@ -1,0 +1,268 @@
+"""The pipeline executor: runs any schedule as one SPMD program inside shard_map.
+
+All stages walk through the ticks of a schedule in lock step. One tick is, in order:
+
+    gradient arrives | embed | forward | send | head and loss | backward | embedding's
+    gradient
+
+Ticks in which the same slots are in use become one straight `lax.scan`: stages that
+have no work compute on what lies there and mask the result, so there is no conditional,
+and sends overlap with compute: an activation travels beside head and backward pass, a
+gradient beside the forward pass of the next tick.
+
+Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., PipeDream,
+  arXiv:1806.03377 and arXiv:2104.04473. Several operations in one tick: ours.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.tick_tables import Columns, Phase, Tables
+
+Array = jax.Array
+Params = dict[str, Array]
+AXIS = "pipe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What one stage does, as functions of chunk and microbatch (int32 scalars).
+
+    Attributes:
+      embed: microbatch -> x, what the first chunk reads.
+      forward: (chunk, microbatch, x) -> (y, what backward needs).
+      run: (chunk, microbatch, x) -> y, keeping nothing.
+      backward: (chunk, microbatch, kept, dy, sums, on) -> (dx, sums), the gradient of
+        its weights added where `on`.
+      head: (microbatch, y) -> (metrics, dy, gradient of the shared weights).
+      head_metrics: (microbatch, y) -> metrics.
+      embed_backward: (microbatch, dx) -> gradient of the shared weights.
+    """
+
+    embed: Callable[[Array], Any]
+    forward: Callable[[Array, Array, Any], tuple[Any, Any]]
+    run: Callable[[Array, Array, Any], Any]
+    backward: Callable[[Array, Array, Any, Any, Params, Array], tuple[Any, Params]]
+    head: Callable[[Array, Any], tuple[Params, Any, Params]]
+    head_metrics: Callable[[Array, Any], Params]
+    embed_backward: Callable[[Array, Any], Params]
+
+
+class Sums(NamedTuple):
+    """What a step adds up on one stage.
+
+    Attributes:
+      metrics: {name: scalar}.
+      stack: gradient of this stage's layers.
+      shared: gradient of embedding and head.
+    """
+
+    metrics: Params
+    stack: Params
+    shared: Params
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick; buffers are [slots + 1, ...], the last for nothing.
+
+    Attributes:
+      inputs: activations that have arrived.
+      stash: what the backward pass needs.
+      gradients: gradients that have arrived.
+      dx: gradient that this stage sends next.
+      sums: what is added up.
+    """
+
+    inputs: Any
+    stash: Any
+    gradients: Any
+    dx: Any
+    sums: Sums
+
+
+def _take(buffer: Any, slot: Array) -> Any:
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), buffer
+    )
+
+
+def _put(buffer: Any, slot: Array, value: Any) -> Any:
+    return jax.tree.map(
+        lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0),
+        buffer,
+        value,
+    )
+
+
+def _where(on: Array, value: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(on, a, b), value, other)
+
+
+def _add(total: Params, new: Params, on: Array) -> Params:
+    return {
+        path: x + jnp.where(on, new[path].astype(x.dtype), 0) if path in new else x
+        for path, x in total.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Executor:
+    """Runs the ticks of one schedule.
+
+    Attributes:
+      tables: the compiled schedule.
+      num_stages: P.
+      wraps: whether the last stage sends to the first one (several chunks).
+      vary: marks an array as differing over the manual axes.
+    """
+
+    tables: Tables
+    num_stages: int
+    wraps: bool
+    vary: Callable[[Array], Array]
+
+    def _send(self, x: Any, step: int) -> Any:
+        """From every stage to the one after (step=1) or before (step=-1)."""
+        pairs = [
+            (stage, (stage + step) % self.num_stages)
+            for stage in range(self.num_stages)
+            if self.wraps or 0 <= stage + step < self.num_stages
+        ]
+        return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x)
+
+    def _zeros(self, like: Any, *lead: int) -> Any:
+        return jax.tree.map(
+            lambda x: self.vary(jnp.zeros((*lead, *x.shape), x.dtype)), like
+        )
+
+    def _columns(self) -> Columns:
+        """This stage's columns, [ticks] each."""
+        stage = lax.axis_index(AXIS)
+        return jax.tree.map(
+            lambda x: self.vary(
+                lax.dynamic_index_in_dim(jnp.asarray(x), stage, 1, keepdims=False)
+            ),
+            self.tables.columns,
+        )
+
+    def train(self, stage: Stage, zeros: Sums) -> Sums:
+        """Runs all ticks: forward, backward, and everything added up.
+
+        Args:
+          stage: what this stage does.
+          zeros: where the sums start; call inside shard_map.
+        """
+        tables, columns = self.tables, self._columns()
+        chunk, microbatch = columns.f_chunk[0], columns.f_microbatch[0]
+
+        def first_forward() -> tuple[Any, Any]:
+            x = stage.embed(microbatch)
+            return x, stage.forward(chunk, microbatch, x)[1]
+
+        x, kept = jax.eval_shape(first_forward)
+        carry = _Carry(
+            self._zeros(x, tables.num_inputs + 1),
+            self._zeros(kept, tables.num_stash + 1),
+            self._zeros(x, tables.num_gradients + 1),
+            self._zeros(x),
+            zeros,
+        )
+        for phase in tables.phases:
+            ticks = slice(phase.start, phase.stop)
+            rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], columns)
+            head = jnp.asarray(tables.columns.last[ticks].any(axis=1))
+            arrives = tables.columns.gradient_arrived[ticks] < tables.num_gradients
+
+            def tick(
+                carry: _Carry,
+                row: tuple[Columns, Array],
+                phase: Phase = phase,
+                receives: bool = bool(arrives.any()),
+            ) -> tuple[_Carry, None]:
+                return self._tick(stage, phase, receives, carry, *row), None
+
+            carry, _ = lax.scan(tick, carry, (rows, head))
+        return carry.sums
+
+    def _tick(
+        self,
+        stage: Stage,
+        phase: Phase,
+        receives: bool,
+        carry: _Carry,
+        row: Columns,
+        head: Array,
+    ) -> _Carry:
+        if receives:
+            came = self._send(carry.dx, -1)
+            gradients = _put(carry.gradients, row.gradient_arrived, came)
+            carry = carry._replace(gradients=gradients)
+        if phase.forward:
+            carry, y = self._forward(stage, carry, row)
+            if phase.head is None:
+                carry = lax.cond(
+                    head,
+                    lambda carry, y: self._head(stage, carry, row, y),
+                    lambda carry, y: carry,
+                    carry,
+                    y,
+                )
+            elif phase.head:
+                carry = self._head(stage, carry, row, y)
+        return self._backward(stage, carry, row) if phase.backward else carry
+
+    def _forward(self, stage: Stage, carry: _Carry, row: Columns) -> tuple[_Carry, Any]:
+        x = self._input(stage, carry.inputs, row)
+        y, kept = stage.forward(row.f_chunk, row.f_microbatch, x)
+        stash = _put(carry.stash, row.f_stash, kept)
+        inputs = _put(carry.inputs, row.arrived, self._send(y, 1))
+        return carry._replace(stash=stash, inputs=inputs), y
+
+    def _input(self, stage: Stage, inputs: Any, row: Columns) -> Any:
+        embedded = stage.embed(row.f_microbatch)
+        return _where(row.first > 0, embedded, _take(inputs, row.f_input))
+
+    def _head(self, stage: Stage, carry: _Carry, row: Columns, y: Any) -> _Carry:
+        metrics, dy, gradient = stage.head(row.f_microbatch, y)
+        on, sums = row.last > 0, carry.sums
+        sums = sums._replace(
+            metrics=_add(sums.metrics, metrics, on),
+            shared=_add(sums.shared, gradient, on),
+        )
+        gradients = _put(carry.gradients, row.head_gradient, dy)
+        return carry._replace(gradients=gradients, sums=sums)
+
+    def _backward(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
+        kept = _take(carry.stash, row.b_stash)
+        dy = _take(carry.gradients, row.b_gradient)
+        dx, stack = stage.backward(
+            row.b_chunk, row.b_microbatch, kept, dy, carry.sums.stack, row.b_on > 0
+        )
+        gradient = stage.embed_backward(row.b_microbatch, dx)
+        shared = _add(carry.sums.shared, gradient, row.b_first > 0)
+        sums = carry.sums._replace(stack=stack, shared=shared)
+        return carry._replace(dx=dx, sums=sums)
+
+    def evaluate(self, stage: Stage, zeros: Params) -> Params:
+        """Runs the forward passes alone: {name: metric} added up on the last stage."""
+        tables, columns = self.tables, self._columns()
+        x = jax.eval_shape(lambda: stage.embed(columns.f_microbatch[0]))
+        forward = [phase for phase in tables.phases if phase.forward]
+        stop = max(phase.stop for phase in forward)
+        rows = jax.tree.map(lambda x: x[:stop], columns)
+
+        def tick(carry: tuple[Any, Params], row: Columns) -> tuple[Any, None]:
+            inputs, metrics = carry
+            x = self._input(stage, inputs, row)
+            y = stage.run(row.f_chunk, row.f_microbatch, x)
+            new = stage.head_metrics(row.f_microbatch, y)
+            inputs = _put(inputs, row.arrived, self._send(y, 1))
+            return (inputs, _add(metrics, new, row.last > 0)), None
+
+        inputs = self._zeros(x, tables.num_inputs + 1)
+        return lax.scan(tick, (inputs, zeros), rows)[0][1]

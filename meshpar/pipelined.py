@@ -1,0 +1,284 @@
+"""Pipelines inside the explicit lowering: what each stage does in a tick.
+
+The stack of layers is split over `pipe`; embedding and head run on the stages at its
+edges. The same layers, gathers and reductions as without a pipeline are given to the
+executor (`pipeline`), which runs them as the schedule says.
+
+    zero=1, 2   weights gathered once a step, gradients reduced once a step
+    zero=3      weights gathered in every tick that uses them, gradients reduced in it
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar import fsdp, microbatch, partition, pipeline, schedules, tick_tables
+from meshpar.errors import LayoutError
+from meshpar.explicit import WEIGHT, Explicit
+from meshpar.flax_models import Params
+from meshpar.fsdp import Placement
+from meshpar.layer_scan import LayerScan
+from meshpar.layouts import Layout
+from meshpar.lowering import Metrics, TrainState, model_scope
+from meshpar.partition import Partition
+from meshpar.pipeline import Executor, Stage, Sums
+from meshpar.plan import Spec
+from meshpar.schedules import Schedule
+from meshpar.staged import Key, fold
+
+_PIPE = pipeline.AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """A layout's pipeline for a model of some depth.
+
+    Attributes:
+      schedule: when every operation runs.
+      partition: which layers every stage holds.
+      why: what schedule=auto took, and why; "" if the layout names its schedule.
+    """
+
+    schedule: Schedule
+    partition: Partition
+    why: str
+
+
+def arrange(layout: Layout, depth: int) -> Arrangement:
+    """Makes the schedule and the partition that a layout asks for.
+
+    Raises:
+      LayoutError: a schedule or a partition that cannot be.
+    """
+    stages, num, chunks = layout.pipe, layout.microbatches, layout.virtual_stages
+    name, why = layout.schedule, ""
+    if name == "auto":
+        rounds = chunks > 1 and depth % (stages * chunks) == 0 and num % stages == 0
+        name = "interleaved" if rounds else "1f1b"
+        reason = (
+            f"virtual_stages={chunks}: {stages * chunks} chunks divide {depth} layers, "
+            f"and pipe={stages} divides microbatches={num}"
+        )
+        if chunks == 1:
+            reason = "virtual_stages=1"
+        elif not rounds:
+            reason = (
+                f"virtual_stages={chunks} left aside, because {stages * chunks} chunks "
+                f"have to divide {depth} layers, and pipe={stages} microbatches={num}"
+            )
+            chunks = 1
+        why = f"schedule=auto took {name} ({reason})"
+    sizes = tuple(map(int, layout.partition.split("/"))) if layout.partition else ()
+    return Arrangement(
+        schedules.make(name, stages, num, chunks),
+        partition.make(depth, stages, chunks, sizes),
+        why,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined(Explicit):
+    """`Lowering` by shard_map with the layers split over `pipe`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        shared, stack = self.model.staged.split(self.plan.parameters)
+        for path, leaf in stack.items():
+            if leaf.spec[0] != (_PIPE,) or _PIPE in sum(leaf.spec[1:], ()):
+                raise LayoutError(
+                    f"{path} {leaf.shape}: pipe={self.plan.layout.pipe} splits the "
+                    f"first dim of the stack and nothing else, but its dims "
+                    f"{leaf.names} split over {leaf.spec}; name the first dim "
+                    "'layers', and map no other one to pipe"
+                )
+        for path, leaf in shared.items():
+            if _PIPE in sum(leaf.spec, ()):
+                raise LayoutError(
+                    f"{path} {leaf.shape} splits over {leaf.spec}: outside the stack "
+                    "of layers no dim may be mapped to pipe"
+                )
+
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        """The axes of the shard_map; all others stay automatic."""
+        return (_PIPE, *self.batch_axes)
+
+    @functools.cached_property
+    def arrangement(self) -> Arrangement:
+        """Schedule and partition."""
+        return arrange(self.plan.layout, self.model.staged.depth)
+
+    @functools.cached_property
+    def tables(self) -> tick_tables.Tables:
+        """The compiled schedule."""
+        return tick_tables.compile_schedule(self.arrangement.schedule)
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients of the layers are reduced inside the backward pass."""
+        return self.gathers_layers
+
+    @property
+    def reduces_shared_early(self) -> bool:
+        """The same of embedding and head: no, once a step."""
+        return False
+
+    def _placement(self, path: str, spec: Spec) -> Placement:
+        """Over `pipe` a layer stays where it is: nothing gathers it there."""
+        held = _PIPE in sum(spec, ())
+        rest = tuple(tuple(axis for axis in axes if axis != _PIPE) for axes in spec)
+        return Placement.of(path, rest, self.batch_axes if held else self.manual_axes)
+
+    def _layers(self, key: Key) -> LayerScan:
+        layers = super()._layers(key)
+        if not (self.arrangement.partition.order < 0).any():
+            return layers
+
+        def padded(weights: Params, x: Any, number: jax.Array) -> Any:
+            y = layers.layer(weights, x, number)
+            return jax.tree.map(lambda y, x: jnp.where(number >= 0, y, x), y, x)
+
+        return dataclasses.replace(layers, layer=padded)
+
+    @property
+    def _executor(self) -> Executor:
+        schedule = self.arrangement.schedule
+        wraps = schedule.num_chunks > 1
+        return Executor(self.tables, schedule.num_stages, wraps, self._vary)
+
+    def _sums(
+        self, leaves: Params, whole: Params, batch: Any, key: jax.Array
+    ) -> tuple[Metrics, Params]:
+        shared, stack = self._split(leaves)
+        stage = self._stage(shared, stack, batch, key)
+        metrics = jax.eval_shape(
+            lambda: stage.head_metrics(jnp.int32(0), stage.embed(jnp.int32(0)))
+        )
+        zeros = Sums(
+            *(
+                {
+                    path: self._vary(jnp.zeros(x.shape, jnp.float32))
+                    for path, x in tree.items()
+                }
+                for tree in (metrics, stack, shared)
+            )
+        )
+        sums = self._executor.train(stage, zeros)
+        return sums.metrics, {**sums.shared, **sums.stack}
+
+    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
+        """Loss and aux of the model in evaluation mode."""
+
+        def forward(params: Params, _: jax.Array, batch: Any) -> Metrics:
+            with model_scope(self.plan.layout, self.mesh, self.manual_axes):
+                shared, stack = self._split(self._leaves(params)[0])
+                stage = self._stage(shared, stack, batch, None)
+                shapes = jax.eval_shape(
+                    lambda: stage.head_metrics(jnp.int32(0), stage.embed(jnp.int32(0)))
+                )
+                zeros = {name: self._vary(jnp.float32(0)) for name in shapes}
+                means = self._means(self._executor.evaluate(stage, zeros))
+            return {name: x for name, x in means.items() if name != WEIGHT}
+
+        run = self._mapped(forward, PartitionSpec())
+        return run(state.params, state.key(), batch)
+
+    def _split(self, leaves: Params) -> tuple[Params, Params]:
+        """Whole weights of embedding and head, and the leaves of the stack."""
+        shared, stack = self.model.staged.split(leaves)
+        if self.gathers_layers:
+            shared = fsdp.gather(shared, self.placements)
+        return self.cast(shared), stack
+
+    def _stage(self, shared: Params, stack: Params, batch: Any, key: Key) -> Stage:
+        """What this device does; without a key in evaluation mode."""
+        staged, schedule = self.model.staged, self.arrangement.schedule
+        num, parts = schedule.num_microbatches, self.arrangement.partition
+        batches = microbatch.split(batch, num)
+        numbers = jnp.asarray(parts.order).reshape(parts.num_stages, -1)
+        numbers = self._vary(numbers[lax.axis_index(_PIPE)])
+        residuals = self.plan.layout.stash == "residuals"
+
+        def part(m: jax.Array) -> Any:
+            return jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, m, keepdims=False), batches
+            )
+
+        def key_of(m: jax.Array) -> Key:
+            return fold(key, m) if num > 1 else key
+
+        def layers_of(m: jax.Array) -> LayerScan:
+            return self._layers(fold(key_of(m), 1))
+
+        def rows(chunk: jax.Array) -> tuple[Any, jax.Array]:
+            if parts.num_chunks == 1:
+                return 0, numbers
+            start = chunk * parts.rows
+            return start, lax.dynamic_slice_in_dim(numbers, start, parts.rows)
+
+        def embed(m: jax.Array, shared: Params = shared) -> Any:
+            x = staged.embed(shared, part(m), fold(key_of(m), 0))
+            return jax.tree.map(self._vary, x)
+
+        def run(chunk: jax.Array, m: jax.Array, x: Any) -> Any:
+            return layers_of(m).run(stack, {}, x, rows(chunk))
+
+        stashes: list[LayerScan] = []
+
+        def forward(chunk: jax.Array, m: jax.Array, x: Any) -> tuple[Any, Any]:
+            if not residuals:
+                return run(chunk, m, x), x
+            stashes.append(layers_of(m))
+            y, kept = stashes[-1].forward(stack, {}, x, rows(chunk))
+            return y, _raw(kept)
+
+        def backward(
+            chunk: jax.Array, m: jax.Array, kept: Any, dy: Any, sums: Params, on: Any
+        ) -> tuple[Any, Params]:
+            if residuals:
+                layers = stashes[-1]
+            else:
+                layers = layers_of(m)
+                _, kept = layers.forward(stack, {}, kept, rows(chunk))
+
+            def add(total: jax.Array, new: jax.Array) -> jax.Array:
+                return total + jnp.where(on, new, 0)
+
+            return layers.backward(stack, {}, kept, dy, rows(chunk), sums, add)
+
+        def loss(shared: Params, y: Any, m: jax.Array) -> tuple[jax.Array, Metrics]:
+            key = fold(key_of(m), 2)
+            return self._weighted(*staged.head_loss(shared, y, part(m), key))
+
+        def head(m: jax.Array, y: Any) -> tuple[Metrics, Any, Params]:
+            weighted, back, metrics = jax.vjp(
+                lambda shared, y: loss(shared, y, m), shared, y, has_aux=True
+            )
+            gradient, dy = back(jnp.ones_like(weighted))
+            return metrics, dy, gradient
+
+        def embed_backward(m: jax.Array, dx: Any) -> Params:
+            return jax.vjp(lambda shared: embed(m, shared), shared)[1](dx)[0]
+
+        return Stage(
+            embed,
+            forward,
+            run,
+            backward,
+            head,
+            lambda m, y: loss(shared, y, m)[1],
+            embed_backward,
+        )
+
+
+def _raw(kept: list[jax.Array]) -> list[jax.Array]:
+    """Random keys as plain arrays, which a buffer can hold."""
+    return [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in kept
+    ]
