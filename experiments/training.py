@@ -124,7 +124,7 @@ class Trainer:
         with _own_folder(self.folder), StopFlag() as stop:
             checkpoints = Checkpoints(
                 self.folder / "checkpoints",
-                self.program.abstract_state,
+                self.program.portable_state,
                 self.config.keep_checkpoints,
             )
             with contextlib.closing(checkpoints):
@@ -186,7 +186,7 @@ class Trainer:
                     )
             self._start, self._position = int(state.step), metadata["position"]
             multihost.check_fingerprint({"data position": self._position})
-            return state
+            return self.program.as_stored(state)
         return self.program.init(self.config.seed)
 
     def _train(
@@ -230,7 +230,8 @@ class Trainer:
                         "layout": config.layout,
                         "config": dataclasses.asdict(config),
                     }
-                    checkpoints.save(step, state, about | self._identity())
+                    portable = self.program.in_model_order(state)
+                    checkpoints.save(step, portable, about | self._identity())
                 if evaluates and not stopping:
                     losses = [
                         self.program.evaluate(state, b)["loss"] for b in self._held_out

@@ -23,10 +23,11 @@ from meshpar.contract import Contract
 from meshpar.errors import LayoutError, nearest
 from meshpar.explicit import Explicit
 from meshpar.flax_models import Model, Params
+from meshpar.layer_order import LayerOrder
 from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.mesh import make_mesh
-from meshpar.pipelined import Pipelined
+from meshpar.pipelined import Pipelined, arrange
 from meshpar.plan import Plan, make_plan
 
 LOWERINGS: dict[str, type[Lowering]] = {
@@ -44,12 +45,14 @@ class TrainProgram:
       abstract_state: the training state as ShapeDtypeStructs with shardings.
       abstract_batch: the batch, likewise.
       why_lowering: why this lowering, where lowering="auto" chose it.
+      layer_order: how a pipeline stores the layers, where not in the model's order.
     """
 
     lowering: Lowering
     abstract_state: TrainState
     abstract_batch: Any
     why_lowering: str = ""
+    layer_order: LayerOrder | None = None
 
     @property
     def model(self) -> Model:
@@ -89,12 +92,43 @@ class TrainProgram:
         return self.compiled(state, self._placed(batch))
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-        """Returns metrics and gradients {path: array}, before clipping."""
+        """Returns metrics and gradients {path: array}, before clipping.
+
+        Layers stand in the order of the model.
+        """
         return self._gradients(state, self._placed(batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Returns the loss and aux of the model in evaluation mode."""
         return self._evaluate(state, self._placed(batch))
+
+    def in_model_order(self, state: TrainState) -> TrainState:
+        """The state with layers in the order of the model, the same in all layouts.
+
+        A pipeline may store them in another order; otherwise it is the state itself.
+        """
+        if self.layer_order is None:
+            return state
+        return self._reorder(self.layer_order.in_model_order, self.portable_state)(
+            state
+        )
+
+    def as_stored(self, state: TrainState) -> TrainState:
+        """The inverse of `in_model_order`."""
+        if self.layer_order is None:
+            return state
+        return self._reorder(self.layer_order.as_stored, self.abstract_state)(state)
+
+    @property
+    def portable_state(self) -> TrainState:
+        """What `in_model_order` returns, as ShapeDtypeStructs with shardings."""
+        if self.layer_order is None:
+            return self.abstract_state
+        return self.layer_order.abstract_in_model_order(self.abstract_state)
+
+    def _reorder(self, fn: Callable, like: TrainState) -> Callable:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+        return jax.jit(fn, out_shardings=shardings)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -205,11 +239,15 @@ class TrainProgram:
 
     @functools.cached_property
     def _gradients(self) -> Callable:
-        shardings = {
-            path: NamedSharding(self.mesh, spec)
-            for path, spec in self.plan.specs.items()
-        }
-        return self._jit(self.lowering.gradients, (self._whole, shardings))
+        order = self.layer_order
+        like = self.portable_state.params
+        shardings = {path: leaf.sharding for path, leaf in like.items()}
+
+        def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:
+            metrics, gradients = self.lowering.gradients(state, batch)
+            return metrics, order.in_model_order(gradients) if order else gradients
+
+        return self._jit(gradients, (self._whole, shardings))
 
     @functools.cached_property
     def _evaluate(self) -> Callable:
@@ -315,12 +353,26 @@ def lower(
             f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
             "lowering=jit; leave it out, or use lowering=shard_map with a staged model"
         )
+    order = None
+    if layout.pipe > 1:
+        if why_not or lowering == "jit":
+            raise LayoutError(
+                f"pipe={layout.pipe} needs lowering=shard_map: "
+                f"{why_not or 'the compiler makes no pipeline'}"
+            )
+        staged = model.staged
+        parts = arrange(layout, staged.depth).partition
+        if parts.moves:
+            order = LayerOrder(parts, staged.prefix)
+            model = order.stored(model)
     mesh = make_mesh(layout, devices)
     abstract_batch = _abstract_batch(batch, layout, mesh)
     params = {
         p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in model.params.items()
     }
     optimizer_state = jax.eval_shape(optimizer.init, params)
+    if order is not None:
+        order.check_optimizer(optimizer_state, params)
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     _check_trace(model, layout, mesh, abstract_batch)
 
@@ -339,16 +391,13 @@ def lower(
     if lowering == "auto":
         names = ["jit"] if why_not else list(LOWERINGS)
     if layout.pipe > 1:
-        if why_not or lowering == "jit":
-            raise LayoutError(
-                f"pipe={layout.pipe} needs lowering=shard_map: "
-                f"{why_not or 'the compiler makes no pipeline'}"
-            )
         names = ["pipeline"]
     kinds = LOWERINGS | {"pipeline": Pipelined}
     parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
     programs = [
-        TrainProgram(kinds[name](*parts), abstract_state, abstract_batch)
+        TrainProgram(
+            kinds[name](*parts), abstract_state, abstract_batch, layer_order=order
+        )
         for name in names
     ]
     if len(programs) == 1:

@@ -78,7 +78,7 @@ def _compare(
     return comparisons
 
 
-def _optimizer_groups(program: TrainProgram, state: Any) -> dict[str, dict[str, Any]]:
+def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
     """Optimizer leaves by what they are (mu, nu, ...), each {path: array}."""
     groups: dict[str, dict[str, Any]] = {}
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -130,7 +130,10 @@ def verify(
             comparisons += _compare(step, kind, got, want, tolerance)
             if kind == "loss":
                 comparisons += _compare(step, "gradient", *gradients, tolerance)
-        got, want = (_optimizer_groups(program, s.optimizer_state) for s in states)
+        got, want = (
+            _optimizer_groups(p.in_model_order(state).optimizer_state)
+            for p, state in zip((program, reference), states, strict=True)
+        )
         for what in want:
             comparisons += _compare(step, "optimizer", got[what], want[what], tolerance)
     return Report(tuple(comparisons), tuple(program.violations()))

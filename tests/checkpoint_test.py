@@ -18,7 +18,7 @@ TINY = model()
 def saved(tmp_path):
     """A folder with checkpoints of steps 1 and 2, and the states they hold."""
     program = lower("fsdp=4,tensor=2", TINY)
-    checkpoints = Checkpoints(tmp_path / "c", program.abstract_state)
+    checkpoints = Checkpoints(tmp_path / "c", program.portable_state)
     state, states = program.init(0), []
     for step in (1, 2):
         state, _ = program.step(state, batch())
@@ -30,7 +30,7 @@ def saved(tmp_path):
 
 def restore(folder, layout="data=2", **options):
     program = lower(layout, options.pop("of", TINY), **options)
-    checkpoints = Checkpoints(folder, program.abstract_state)
+    checkpoints = Checkpoints(folder, program.portable_state)
     try:
         return program, checkpoints.restore()
     finally:
@@ -78,7 +78,7 @@ def test_a_write_that_a_kill_cut_off_is_invisible_and_can_be_done_again(saved):
         (folder / name / "commit_success.txt").unlink(missing_ok=True)
     program, (state, metadata) = restore(folder)
     assert metadata == {"position": 32}
-    checkpoints = Checkpoints(folder, program.abstract_state)
+    checkpoints = Checkpoints(folder, program.portable_state)
     state, _ = program.step(state, batch())
     want = host(state)
     checkpoints.save(3, state, {"position": 48})
