@@ -157,6 +157,12 @@ class Explicit(Lowering):
         """The same of embedding, head and whatever stands outside the stack."""
         return self.reduces_early
 
+    @property
+    def layer_passes(self) -> list[tuple[str, int, int]]:
+        """(name, times, layers) of every pass over the layers in one step."""
+        times, depth = self.plan.layout.microbatches, self.model.staged.depth
+        return [("forward", times, depth), ("backward", times, depth)]
+
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
         outputs = PartitionSpec(), self._specs

@@ -126,6 +126,22 @@ class Executor:
     wraps: bool
     vary: Callable[[Array], Array]
 
+    @property
+    def num_sends(self) -> int:
+        """Activations that a stage sends in one training step, masked ones included."""
+        return sum(p.stop - p.start for p in self.tables.phases if p.forward)
+
+    @property
+    def num_gradient_sends(self) -> int:
+        """Gradients that a stage sends, likewise."""
+        received = (p for p in self.tables.phases if self._receives(p))
+        return sum(phase.stop - phase.start for phase in received)
+
+    def _receives(self, phase: Phase) -> bool:
+        """Whether a gradient arrives in some tick of a phase."""
+        came = self.tables.columns.gradient_arrived[phase.start : phase.stop]
+        return bool((came < self.tables.num_gradients).any())
+
     def _send(self, x: Any, step: int) -> Any:
         """From every stage to the one after (step=1) or before (step=-1)."""
         pairs = [
@@ -176,15 +192,11 @@ class Executor:
             ticks = slice(phase.start, phase.stop)
             rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], columns)
             head = jnp.asarray(tables.columns.last[ticks].any(axis=1))
-            arrives = tables.columns.gradient_arrived[ticks] < tables.num_gradients
 
             def tick(
-                carry: _Carry,
-                row: tuple[Columns, Array],
-                phase: Phase = phase,
-                receives: bool = bool(arrives.any()),
+                carry: _Carry, row: tuple[Columns, Array], phase: Phase = phase
             ) -> tuple[_Carry, None]:
-                return self._tick(stage, phase, receives, carry, *row), None
+                return self._tick(stage, phase, carry, *row), None
 
             carry, _ = lax.scan(tick, carry, (rows, head))
         return carry.sums
@@ -193,12 +205,11 @@ class Executor:
         self,
         stage: Stage,
         phase: Phase,
-        receives: bool,
         carry: _Carry,
         row: Columns,
         head: Array,
     ) -> _Carry:
-        if receives:
+        if self._receives(phase):
             came = self._send(carry.dx, -1)
             gradients = _put(carry.gradients, row.gradient_arrived, came)
             carry = carry._replace(gradients=gradients)

@@ -146,7 +146,24 @@ class Pipelined(Explicit):
         return dataclasses.replace(layers, layer=padded)
 
     @property
-    def _executor(self) -> Executor:
+    def layer_passes(self) -> list[tuple[str, int, int]]:
+        """(name, times, layers) of every pass over one stage's layers in one step.
+
+        A pass runs in every tick in which some stage needs it.
+        """
+        rows, phases = self.arrangement.partition.rows, self.tables.phases
+        forward = sum(p.stop - p.start for p in phases if p.forward)
+        backward = sum(p.stop - p.start for p in phases if p.backward)
+        again = [("forward again", backward, rows)]
+        return [
+            ("forward", forward, rows),
+            *(again if self.plan.layout.stash == "inputs" else []),
+            ("backward", backward, rows),
+        ]
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the ticks."""
         schedule = self.arrangement.schedule
         wraps = schedule.num_chunks > 1
         return Executor(self.tables, schedule.num_stages, wraps, self._vary)
@@ -168,7 +185,7 @@ class Pipelined(Explicit):
                 for tree in (metrics, stack, shared)
             )
         )
-        sums = self._executor.train(stage, zeros)
+        sums = self.executor.train(stage, zeros)
         return sums.metrics, {**sums.shared, **sums.stack}
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
@@ -182,7 +199,7 @@ class Pipelined(Explicit):
                     lambda: stage.head_metrics(jnp.int32(0), stage.embed(jnp.int32(0)))
                 )
                 zeros = {name: self._vary(jnp.float32(0)) for name in shapes}
-                means = self._means(self._executor.evaluate(stage, zeros))
+                means = self._means(self.executor.evaluate(stage, zeros))
             return {name: x for name, x in means.items() if name != WEIGHT}
 
         run = self._mapped(forward, PartitionSpec())

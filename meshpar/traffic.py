@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar import cost, fsdp
+from meshpar import cost, fsdp, pipeline
 from meshpar.contract import Contract, Term
 from meshpar.explicit import Explicit
 from meshpar.fsdp import Placement
 from meshpar.lowering import Lowering
+from meshpar.pipelined import Pipelined
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -37,6 +38,8 @@ def declare(lowering: Lowering, batch: Any, num_metrics: int) -> Contract:
     if isinstance(lowering, Explicit):
         terms += [*_gradient_terms(lowering, num_metrics)]
         terms += [*_tensor_terms(lowering, batch)]
+        if isinstance(lowering, Pipelined):
+            terms += [*_send_terms(lowering, batch)]
     else:
         used = tuple(a for a, n in lowering.mesh.shape.items() if n > 1)
         if used:
@@ -162,59 +165,115 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _gradient_terms(lowering: Explicit, num_metrics: int) -> Iterator[Term]:
-    """What the explicit lowering moves over the batch axes."""
+    """What the explicit lowering moves over its manual axes."""
     if not lowering.manual_axes:
         return
-    layout, plan, staged = lowering.plan.layout, lowering.plan, lowering.model.staged
-    zero, num, depth = layout.zero, layout.microbatches, staged.depth
-    declared, placements = _Declared(lowering), lowering.placements
-
-    def shapes(dtype: Any = None, sharded: bool = False) -> Shapes:
-        made = {}
-        for path, leaf in plan.weights.items():
-            shape = list(leaf.shape)
-            for dim, axes in placements[path].splits if sharded else ():
-                shape[dim] //= _ways(lowering, axes)
-            kind = dtype or lowering.wire_dtype(leaf.dtype)
-            made[path] = jax.ShapeDtypeStruct(tuple(shape), kind)
-        return made
-
-    def both(
-        kind: str, times: int, why: str, passes: Iterable[str], dtype: Any = None
-    ) -> Iterator[Term]:
-        shared, stack = staged.split(shapes(dtype))
-        outside = f"{why}: embedding, head and the like"
-        yield from declared.split_terms(kind, shared, placements, times, outside)
-        stack = {
-            p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()
-        }
-        layers, ahead = lowering.layer_placements, {}
-        if kind == "all_gather":
-            ahead = {p: stack.pop(p) for p in lowering.prefetched}
-        for name in passes:
-            inside = f"{why}: layer by layer, {name}"
-            yield from declared.split_terms(kind, stack, layers, times * depth, inside)
-            early, runs = f"{why}: one layer ahead, {name}", times * (depth + 1)
-            yield from declared.split_terms(kind, ahead, layers, runs, early)
-
-    added = jnp.float32 if num > 1 else None
-    if lowering.gathers_layers:
-        yield from both(
-            "all_gather", num, f"zero={zero}: weights", ("forward", "backward")
-        )
-    else:
-        why = f"zero={zero}: weights gathered once a step"
-        yield from declared.split_terms("all_gather", shapes(), placements, 1, why)
-    if lowering.reduces_early:
-        yield from both("reduce_scatter", num, f"zero={zero}: gradients", ("backward",))
-    else:
-        why, after = f"zero={zero}: gradients, once a step", ("after backward",)
-        yield from both("reduce_scatter", 1, why, after, added)
+    manual, ways = lowering.manual_axes, _ways(lowering, lowering.manual_axes)
+    yield Term("all_reduce", manual, ways, 1, 4 * num_metrics, "loss and metrics")
+    layout, declared = lowering.plan.layout, _Declared(lowering)
+    # Sums over microbatches are float32; of a single one gradients go as they are.
+    summed = layout.microbatches > 1 or layout.pipe > 1
+    kept = jnp.float32 if summed else None
+    yield from _gather_terms(lowering, declared)
+    yield from _scatter_terms(lowering, declared, kept)
     why = "gradients, over the axes that replicate the tensor"
-    yield from declared.reduced_terms(shapes(added, sharded=True), placements, why)
-    manual = lowering.manual_axes
-    ways, size = _ways(lowering, manual), 4 * num_metrics
-    yield Term("all_reduce", manual, ways, 1, size, "loss and metrics")
+    shards = _stage_shapes(lowering, kept, sharded=True)
+    yield from declared.reduced_terms(shards, lowering.placements, why)
+
+
+def _stage_shapes(
+    lowering: Explicit, dtype: Any = None, sharded: bool = False
+) -> Shapes:
+    """Weights of one pipeline stage, whole or as shards, on the wire's dtype."""
+    made = {}
+    for path, leaf in lowering.plan.weights.items():
+        shape = list(leaf.shape)
+        for dim, axes in enumerate(leaf.spec):
+            shape[dim] //= _ways(lowering, {*axes} & {pipeline.AXIS})
+        for dim, axes in lowering.placements[path].splits if sharded else ():
+            shape[dim] //= _ways(lowering, axes)
+        kind = dtype or lowering.wire_dtype(leaf.dtype)
+        made[path] = jax.ShapeDtypeStruct(tuple(shape), kind)
+    return made
+
+
+def _one_layer(stack: Shapes) -> Shapes:
+    return {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
+
+
+_OUTSIDE_THE_STACK = "embedding, head and the like"
+
+
+def _gather_terms(lowering: Explicit, declared: _Declared) -> Iterator[Term]:
+    layout, whole = lowering.plan.layout, _stage_shapes(lowering)
+    placements, why = lowering.placements, f"zero={layout.zero}: weights"
+    if not lowering.gathers_layers:
+        why = f"{why} gathered once a step"
+        yield from declared.split_terms("all_gather", whole, placements, 1, why)
+        return
+    shared, stack = lowering.model.staged.split(whole)
+    times = layout.microbatches if lowering.reduces_shared_early else 1
+    outside = f"{why}: {_OUTSIDE_THE_STACK}"
+    yield from declared.split_terms("all_gather", shared, placements, times, outside)
+    layer, layers = _one_layer(stack), lowering.layer_placements
+    ahead = {path: layer.pop(path) for path in lowering.prefetched}
+    for name, runs, depth in lowering.layer_passes:
+        inside = f"{why}: layer by layer, {name}"
+        times = runs * depth
+        yield from declared.split_terms("all_gather", layer, layers, times, inside)
+        early, times = f"{why}: one layer ahead, {name}", runs * (depth + 1)
+        yield from declared.split_terms("all_gather", ahead, layers, times, early)
+
+
+def _scatter_terms(
+    lowering: Explicit, declared: _Declared, kept: Any
+) -> Iterator[Term]:
+    """Reduce_scatters of gradients, which are added up in the dtype `kept`."""
+    layout, split = lowering.plan.layout, lowering.model.staged.split
+    kind, why = "reduce_scatter", f"zero={layout.zero}: gradients"
+    early, times = lowering.reduces_shared_early, layout.microbatches
+    shared = split(_stage_shapes(lowering, None if early else kept))[0]
+    outside = f"{why}: {_OUTSIDE_THE_STACK}"
+    yield from declared.split_terms(
+        kind, shared, lowering.placements, times if early else 1, outside
+    )
+    early = lowering.reduces_early
+    stack = split(_stage_shapes(lowering, None if early else kept))[1]
+    times, inside = next(iter(stack.values())).shape[0], "once a step"
+    if early:
+        _, runs, depth = lowering.layer_passes[-1]
+        times, inside = runs * depth, "going backward"
+    layers, inside = lowering.layer_placements, f"{why}: layer by layer, {inside}"
+    yield from declared.split_terms(kind, _one_layer(stack), layers, times, inside)
+
+
+def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
+    """What the stages of a pipeline send each other."""
+    layout, executor = lowering.plan.layout, lowering.executor
+    num, size = layout.sizes[pipeline.AXIS], _activation_bytes(lowering, batch)
+    sends = executor.num_sends, executor.num_gradient_sends
+    names = "activations to the next stage", "gradients to the stage before"
+    if layout.tensor == 1:
+        for count, why in zip(sends, names, strict=True):
+            yield Term("permute", (pipeline.AXIS,), num, count, count * size, why)
+        return
+    # Between blocks the model may split them over `tensor`, or not.
+    count, why = sum(sends), f"at most: {', '.join(names)}"
+    yield Term("permute", (pipeline.AXIS,), num, count, count * size, why, True)
+
+
+def _activation_bytes(lowering: Explicit, batch: Any) -> int:
+    """Bytes on the wire of one microbatch's activations of one device."""
+    params = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in lowering.plan.weights.items()
+    }
+    embed, layout = lowering.model.staged.embed, lowering.plan.layout
+    x = jax.eval_shape(lambda p, b: embed(p, b, None), params, batch)
+    leaves = jax.tree.leaves(x)
+    dtypes = (lowering.wire_dtype(leaf.dtype) for leaf in leaves)
+    size = sum(_bytes(x.update(dtype=d)) for x, d in zip(leaves, dtypes, strict=True))
+    return size // (layout.num_batch_shards * layout.microbatches)
 
 
 def _tensor_terms(lowering: Explicit, batch: Any) -> Iterator[Term]:
@@ -226,20 +285,14 @@ def _tensor_terms(lowering: Explicit, batch: Any) -> Iterator[Term]:
     )
     if not axes:
         return
-    staged, layout = lowering.model.staged, lowering.plan.layout
-    params = {
-        p: jax.ShapeDtypeStruct(w.shape, w.dtype)
-        for p, w in lowering.plan.weights.items()
-    }
-    x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), params, batch)
-    size = sum(
-        _bytes(leaf.update(dtype=lowering.wire_dtype(leaf.dtype)))
-        for leaf in jax.tree.leaves(x)
-    )
-    ways = _ways(lowering, axes)
-    unit = cost.wire_bytes("all_gather", size // layout.num_batch_shards, ways)
+    ways, layout = _ways(lowering, axes), lowering.plan.layout
+    size = _activation_bytes(lowering, batch)
+    unit = cost.wire_bytes("all_gather", size, ways)
     recomputed = _FORWARD if layout.remat != "none" else 0
-    sublayers = staged.depth * _SUBLAYERS
-    units = sublayers * (_FORWARD + _BACKWARD + recomputed) + _OUTSIDE
+    units = 0
+    for name, runs, depth in lowering.layer_passes:
+        backward = _BACKWARD + recomputed if name == "backward" else 0
+        units += runs * depth * _SUBLAYERS * (backward or _FORWARD)
+        units += runs * _OUTSIDE // 2
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     yield Term("any", axes, ways, 0, int(units * unit), why, True)
