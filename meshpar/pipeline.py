@@ -129,18 +129,23 @@ class Executor:
     @property
     def num_sends(self) -> int:
         """Activations that a stage sends in one training step, masked ones included."""
-        return sum(p.stop - p.start for p in self.tables.phases if p.forward)
+        phases = (p for p in self.tables.phases if self._sends(p))
+        return sum(phase.stop - phase.start for phase in phases)
 
     @property
     def num_gradient_sends(self) -> int:
         """Gradients that a stage sends, likewise."""
-        received = (p for p in self.tables.phases if self._receives(p))
-        return sum(phase.stop - phase.start for phase in received)
+        phases = (p for p in self.tables.phases if self._receives_gradient(p))
+        return sum(phase.stop - phase.start for phase in phases)
 
-    def _receives(self, phase: Phase) -> bool:
-        """Whether a gradient arrives in some tick of a phase."""
-        came = self.tables.columns.gradient_arrived[phase.start : phase.stop]
-        return bool((came < self.tables.num_gradients).any())
+    def _sends(self, phase: Phase) -> bool:
+        """Whether an activation arrives somewhere in a phase."""
+        arrived = self.tables.columns.arrived[phase.start : phase.stop]
+        return bool((arrived < self.tables.num_inputs).any())
+
+    def _receives_gradient(self, phase: Phase) -> bool:
+        arrived = self.tables.columns.gradient_arrived[phase.start : phase.stop]
+        return bool((arrived < self.tables.num_gradients).any())
 
     def _send(self, x: Any, step: int) -> Any:
         """From every stage to the one after (step=1) or before (step=-1)."""
@@ -209,12 +214,12 @@ class Executor:
         row: Columns,
         head: Array,
     ) -> _Carry:
-        if self._receives(phase):
+        if self._receives_gradient(phase):
             came = self._send(carry.dx, -1)
             gradients = _put(carry.gradients, row.gradient_arrived, came)
             carry = carry._replace(gradients=gradients)
         if phase.forward:
-            carry, y = self._forward(stage, carry, row)
+            carry, y = self._forward(stage, phase, carry, row)
             if phase.head is None:
                 carry = lax.cond(
                     head,
@@ -227,12 +232,16 @@ class Executor:
                 carry = self._head(stage, carry, row, y)
         return self._backward(stage, carry, row) if phase.backward else carry
 
-    def _forward(self, stage: Stage, carry: _Carry, row: Columns) -> tuple[_Carry, Any]:
+    def _forward(
+        self, stage: Stage, phase: Phase, carry: _Carry, row: Columns
+    ) -> tuple[_Carry, Any]:
         x = self._input(stage, carry.inputs, row)
         y, kept = stage.forward(row.f_chunk, row.f_microbatch, x)
-        stash = _put(carry.stash, row.f_stash, kept)
-        inputs = _put(carry.inputs, row.arrived, self._send(y, 1))
-        return carry._replace(stash=stash, inputs=inputs), y
+        carry = carry._replace(stash=_put(carry.stash, row.f_stash, kept))
+        if self._sends(phase):
+            inputs = _put(carry.inputs, row.arrived, self._send(y, 1))
+            carry = carry._replace(inputs=inputs)
+        return carry, y
 
     def _input(self, stage: Stage, inputs: Any, row: Columns) -> Any:
         embedded = stage.embed(row.f_microbatch)

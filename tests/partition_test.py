@@ -1,0 +1,63 @@
+"""Partitions of layers over stages."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import partition
+from meshpar.errors import LayoutError
+
+
+@pytest.mark.parametrize("stages, chunks, depth", [(2, 2, 8), (3, 1, 7), (2, 3, 11)])
+def test_every_layer_has_its_place(stages, chunks, depth):
+    made = partition.make(depth, stages, chunks)
+    assert max(made.sizes) - min(made.sizes) <= 1
+    stored = made.order.reshape(stages, chunks, made.rows)
+    layers = []
+    for chunk, stage in itertools.product(range(chunks), range(stages)):
+        layers += [i for i in stored[stage, chunk] if i >= 0]
+    assert layers == list(range(depth))
+    x = jnp.arange(3.0 * depth).reshape(depth, 3) + 1
+    assert (made.restore(made.store(x)) == x).all()
+    assert (made.store(x)[made.order < 0] == 0).all()
+    assert made.moves
+
+
+def test_one_even_chunk_per_stage_stays_in_place():
+    assert not partition.make(8, 4).moves
+
+
+def brute_force(costs, positions, first, last):
+    best = np.inf
+    for cuts in itertools.combinations(range(1, len(costs)), positions - 1):
+        runs = np.split(np.array(costs), cuts)
+        sums = [run.sum() for run in runs]
+        sums[0] += first
+        sums[-1] += last
+        best = min(best, max(sums))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_balanced_cut_is_the_best_there_is(seed):
+    random = np.random.default_rng(seed)
+    costs, first, last = random.uniform(1, 5, 9).tolist(), 2.0, 4.0
+    sizes = partition.balanced(costs, 4, first, last)
+    assert sum(sizes) == 9 and min(sizes) >= 1
+    sums = [run.sum() for run in np.split(np.array(costs), np.cumsum(sizes)[:-1])]
+    sums[0] += first
+    sums[-1] += last
+    assert max(sums) == pytest.approx(brute_force(costs, 4, first, last))
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [((3, 4), "8 in all"), ((8, 0), "at least 1"), ((2, 2, 4), "give 2 numbers")],
+)
+def test_sizes_that_cannot_be(sizes, words):
+    with pytest.raises(LayoutError, match=words):
+        partition.make(8, 2, 1, sizes)
+    with pytest.raises(LayoutError, match="makes 4 chunks of 3 layers"):
+        partition.make(3, 2, 2)

@@ -1,0 +1,184 @@
+"""Pipelines: every schedule trains the same model, and moves what it declares."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_models import batch, host, lower, model, relative_error
+
+import meshpar
+from meshpar import layouts, schedules
+from meshpar.errors import LayoutError
+from meshpar.pipelined import Pipelined, arrange
+
+DEEP = model(depth=8)
+MODELS = {
+    "deep": DEEP,
+    "tied": model(depth=4, tied=True, position="learned", norm="layernorm"),
+    "noisy": model(depth=4, dropout=0.3),
+}
+
+
+@functools.cache
+def alone(of, microbatches=1):
+    program = lower(meshpar.Layout(microbatches=microbatches), MODELS[of])
+    state = program.init(0)
+    return host((*program.gradients(state, batch()), program.evaluate(state, batch())))
+
+
+def assert_equals_one_device(layout, of="deep", microbatches=1):
+    # One compilation: after the first step, momentum is the gradient.
+    program = lower(layout, MODELS[of], optax.sgd(0.1, momentum=0.9))
+    assert isinstance(program.lowering, Pipelined)
+    state, metrics = program.step(program.init(0), batch())
+    gradients = host(program.in_model_order(state).optimizer_state[0].trace)
+    want_metrics, want, _ = alone(of, microbatches)
+    assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-5)
+    assert relative_error(gradients, want) < 1e-5
+    return program
+
+
+@pytest.mark.parametrize(
+    "layout", ["pipe=2,tensor=2,microbatches=2", "pipe=3,microbatches=2"]
+)
+def test_evaluation_runs_through_the_stages(layout):
+    program = lower(layout, DEEP)
+    loss = host(program.evaluate(program.init(0), batch()))["loss"]
+    assert loss == pytest.approx(alone("deep")[2]["loss"], rel=1e-5)
+
+
+LAYOUTS = [
+    "pipe=2,microbatches=4,schedule=gpipe",
+    "pipe=8,microbatches=8",
+    "pipe=4,data=2,microbatches=8,stash=residuals",
+    "pipe=2,fsdp=4,zero=1,microbatches=4",
+    "pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,stash=residuals",
+    "pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full",
+    "pipe=4,tensor=2,microbatches=4,virtual_stages=2",
+    "pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,stash=residuals",
+    "pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots",
+    "pipe=3,fsdp=2,microbatches=2",
+    "pipe=2,data=2,microbatches=4,partition=3/5,stash=residuals",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_one_device_and_keeps_its_contract(layout):
+    program = assert_equals_one_device(layout)
+    assert program.violations() == []
+
+
+@pytest.mark.parametrize(
+    "layout", ["pipe=2,data=2,microbatches=4", "pipe=4,fsdp=2,zero=3,microbatches=4"]
+)
+def test_tied_embeddings(layout):
+    program = assert_equals_one_device(layout, "tied")
+    assert program.violations() == []
+
+
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+def test_dropout_does_not_depend_on_the_schedule(stash):
+    for kind in ("schedule=gpipe", "virtual_stages=2"):
+        layout = f"pipe=2,data=2,microbatches=4,stash={stash},{kind}"
+        assert_equals_one_device(layout, "noisy", microbatches=4)
+
+
+def test_bfloat16_adds_gradients_up_in_float32():
+    layout = "pipe=2,fsdp=2,microbatches=8,schedule="
+    program = lower(f"{layout}1f1b", DEEP, compute_dtype=jnp.bfloat16)
+    _, gradients = program.gradients(program.init(0), batch())
+    assert 1e-4 < relative_error(host(gradients), alone("deep")[1]) < 3e-2
+    assert program.violations() == []
+
+
+def test_training_is_the_same_and_checkpoints_know_no_schedule():
+    """Three steps; the state in the model's order is what one device has."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    programs = [
+        lower(layout, DEEP, optimizer, clip_norm=1.0)
+        for layout in ("pipe=2,data=2,microbatches=4,virtual_stages=2", "data=1")
+    ]
+    assert programs[0].layer_order is not None
+    states = [program.init(0) for program in programs]
+    for step in range(3):
+        for i, program in enumerate(programs):
+            states[i], _ = program.step(states[i], batch(step))
+    portable = programs[0].in_model_order(states[0])
+    for got, want in zip(*map(jax.tree.leaves, (portable, states[1])), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-6)
+    back = programs[0].as_stored(portable)
+    for got, want in zip(*map(jax.tree.leaves, (back, states[0])), strict=True):
+        assert got.sharding == want.sharding
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_memory_does_not_grow_with_the_microbatches(schedule):
+    sizes = []
+    for num in (8, 32):
+        chunks = 2 if schedule == "interleaved" else 1
+        layout = layouts.parse(
+            f"pipe=4,microbatches={num},schedule={schedule},virtual_stages={chunks}"
+        )
+        big = model(depth=8, embed=128, mlp=256)
+        rows = {name: np.repeat(x, 2 * num // 16, 0) for name, x in batch().items()}
+        program = meshpar.lower(
+            big, optax.sgd(0.1), layout, rows, devices=jax.devices()[:4]
+        )
+        sizes.append(program.compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+
+
+def test_a_schedule_of_ones_own_trains(monkeypatch):
+    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
+
+    @schedules.register("slow")
+    def slow(num_stages, num_microbatches, num_chunks):
+        """1F1B with an idle tick after every one."""
+        made = schedules.make("1f1b", num_stages, num_microbatches)
+        twice = [
+            {op: 2 * t for op, t in d.items()} for d in (made.forward, made.backward)
+        ]
+        sizes = num_stages, num_microbatches, num_chunks
+        return schedules.Schedule("slow", *sizes, *twice)
+
+    program = assert_equals_one_device("pipe=2,microbatches=2,schedule=slow")
+    assert program.violations() == []
+
+
+def test_auto_says_what_it_takes():
+    layout = layouts.parse("pipe=2,microbatches=4,virtual_stages=2")
+    assert arrange(layout, 8).schedule.name == "interleaved"
+    odd = arrange(layout, 6)
+    assert odd.schedule.name == "1f1b" and "left aside" in odd.why
+    assert arrange(layouts.parse("pipe=2,microbatches=4"), 6).schedule.name == "1f1b"
+
+
+@pytest.mark.parametrize(
+    "layout, options, words",
+    [
+        ("pipe=2,microbatches=4,schedule=1f1d", {}, "did you mean '1f1b'"),
+        ("schedule=gpipe", {}, "pipe=1: add pipe=N"),
+        ("pipe=2,stash=input", {}, "use inputs or residuals"),
+        ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
+        ("pipe=2,partition=a", {}, "as in 3/3/2"),
+        ("pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved", {}, "rounds"),
+        ("pipe=4,params.layers=none,params.embed=pipe", {}, "name the first dim"),
+        ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
+        ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_compiling(layout, options, words):
+    with pytest.raises(LayoutError, match=words):
+        lower(layout, DEEP, **options)
+    with pytest.raises(LayoutError, match="no staged form"):
+        lower("pipe=2,microbatches=4", model("linen"))
+
+
+def test_an_optimizer_that_mixes_layers_is_refused_where_they_are_moved():
+    with pytest.raises(LayoutError, match="mixes layers"):
+        layout = "pipe=2,microbatches=4,virtual_stages=2"
+        lower(layout, DEEP, optax.adafactor(1e-2, min_dim_size_to_factor=4))
