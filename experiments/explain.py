@@ -21,7 +21,8 @@ import meshpar
 from experiments import building, command_line, data, explain_page
 from experiments.config import Config
 from meshpar import mesh
-from meshpar.explain import Explanation, explain
+from meshpar.errors import MeshparError
+from meshpar.explain import Explanation, Pipeline, explain
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
@@ -30,6 +31,7 @@ TOPOLOGY = flags.DEFINE_string(
 DIFF = flags.DEFINE_string("diff", "", "A second layout, side by side.")
 JSON = flags.DEFINE_bool("json", False, "Print JSON for programs.")
 HTML = flags.DEFINE_string("html", "", "Write one page with pictures to this file.")
+PNG = flags.DEFINE_string("png", "", "Draw the pipeline's schedule into this file.")
 PARAMETERS = flags.DEFINE_bool("parameters", True, "List every parameter.")
 
 
@@ -87,6 +89,27 @@ def _traffic(explanation: Explanation) -> rich.table.Table:
     return table
 
 
+def _print_pipeline(console: rich.console.Console, pipeline: Pipeline) -> None:
+    """The schedule as text, and what it costs."""
+    if pipeline.why:
+        console.print(pipeline.why, soft_wrap=True)
+    layers = "/".join(map(str, pipeline.layers))
+    console.print(
+        f"schedule {pipeline.schedule}: {pipeline.stages} stages, layers {layers}, "
+        f"{pipeline.microbatches} microbatches, {pipeline.ticks} ticks",
+        soft_wrap=True,
+    )
+    console.print(pipeline.text, soft_wrap=True, markup=False)
+    value, formula = pipeline.formula
+    console.print(
+        f"bubble {pipeline.bubble:.4f} (formula {formula} = {value:.4f}); stage inputs "
+        f"in flight {'/'.join(map(str, pipeline.in_flight))}; "
+        f"{gigabytes(pipeline.stash_bytes)} kept between forward and backward passes; "
+        f"{pipeline.sends} sends per stage and step",
+        soft_wrap=True,
+    )
+
+
 def print_report(explanations: Sequence[Explanation]) -> None:
     """Prints one or two explanations as tables."""
     console = rich.console.Console(highlight=False)
@@ -100,6 +123,8 @@ def print_report(explanations: Sequence[Explanation]) -> None:
         )
         if e.why_lowering:
             console.print(e.why_lowering, soft_wrap=True)
+        if e.pipeline is not None:
+            _print_pipeline(console, e.pipeline)
         if PARAMETERS.value:
             console.print(_parameters(e))
         console.print(_traffic(e))
@@ -139,6 +164,10 @@ def main(_: Sequence[str]) -> int:
     if config.model.vocab == 0:
         config = building.fit_vocabulary(config, data.load(config.data))
     explanations = [explain_config(config, one, devices) for one in layouts]
+    if PNG.value:
+        if explanations[0].pipeline is None:
+            raise MeshparError(f"--png draws a schedule, and {layout} has no pipe=N")
+        explain_page.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
         explain_page.write(HTML.value, config.recipe, explanations)
     if JSON.value:

@@ -1,6 +1,7 @@
 """One self-contained page that explains layouts, with pictures.
 
-Memory per device as stacked bars, the mesh as a grid, traffic per axis.
+Memory per device as stacked bars, the mesh as a grid, traffic per axis, the schedule
+of a pipeline.
 """
 
 import dataclasses
@@ -11,9 +12,10 @@ from collections.abc import Sequence
 
 import matplotlib
 import matplotlib.figure
+import matplotlib.patches
 import numpy as np
 
-from meshpar.explain import Explanation
+from meshpar.explain import Explanation, Pipeline
 
 matplotlib.use("Agg")
 _STYLE = """
@@ -103,6 +105,49 @@ def traffic_picture(explanations: Sequence[Explanation]) -> str:
     return _svg(figure)
 
 
+_SHADES = {"F": 0.85, "B": 0.5, "W": 0.25}
+
+
+def schedule_figure(pipeline: Pipeline) -> matplotlib.figure.Figure:
+    """Stages down, ticks across; boxes F, B and W, coloured by microbatch."""
+    width = min(24.0, 1.5 + 0.42 * pipeline.ticks)
+    size = width, 0.9 + 0.75 * pipeline.stages
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    colors = matplotlib.colormaps["tab20"]
+    kinds = sorted({op[0] for op in pipeline.ops}, key="FBW".index)
+    for kind, microbatch, chunk, stage, tick in pipeline.ops:
+        row = stage + kinds.index(kind) / len(kinds)
+        box = (tick, row), 1, 0.94 / len(kinds)
+        color = (*colors(microbatch % 20)[:3], _SHADES[kind])
+        axes.add_patch(matplotlib.patches.Rectangle(*box, fc=color, ec="0.3", lw=0.4))
+        if pipeline.ticks <= 60:
+            name = f"{kind}{microbatch}{'abcdefgh'[chunk] if chunk else ''}"
+            middle = row + 0.47 / len(kinds)
+            axes.text(tick + 0.5, middle, name, ha="center", va="center", fontsize=6)
+    axes.set_xlim(0, pipeline.ticks)
+    axes.set_ylim(pipeline.stages, 0)
+    axes.set_yticks(np.arange(pipeline.stages) + 0.47, range(pipeline.stages))
+    axes.set_ylabel("stage")
+    axes.set_xlabel("tick")
+    axes.set_title(f"{pipeline.schedule}: bubble {pipeline.bubble:.3f}", fontsize=9)
+    return figure
+
+
+def _pipeline_section(pipeline: Pipeline | None) -> str:
+    if pipeline is None:
+        return ""
+    value, formula = pipeline.formula
+    in_flight = ", ".join(map(str, pipeline.in_flight))
+    return (
+        f"<h3>Pipeline</h3><p>{html.escape(pipeline.why)}</p>"
+        f"{_svg(schedule_figure(pipeline))}<p>Bubble {pipeline.bubble:.4f}; formula "
+        f"{html.escape(formula)} = {value:.4f}. Stage inputs in flight: {in_flight}. "
+        f"Kept between forward and backward passes: {pipeline.stash_bytes:,} bytes. "
+        f"Sends per stage and step: {pipeline.sends}.</p>"
+    )
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     def cell(value: object) -> str:
         number = isinstance(value, int | float)
@@ -147,7 +192,8 @@ def _section(e: Explanation) -> str:
     return (
         f"<h2>{html.escape(e.layout)}</h2><p>Lowering {e.lowering} on "
         f"{html.escape(e.device_kind)}.</p>{''.join(items)}<h3>Mesh</h3>"
-        f"{mesh_picture(e)}<h3>Collectives</h3><p>Bytes sent per device and step.</p>"
+        f"{mesh_picture(e)}{_pipeline_section(e.pipeline)}<h3>Collectives</h3>"
+        "<p>Bytes sent per device and step.</p>"
         f"{_table(header, traffic)}<h3>Parameters</h3>{_table(columns, parameters)}"
     )
 

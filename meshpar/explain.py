@@ -20,6 +20,7 @@ from meshpar import choose, memory
 from meshpar.compiled import Collective
 from meshpar.contract import Term
 from meshpar.memory import Memory
+from meshpar.pipelined import Pipelined
 from meshpar.plan import LeafPlan
 from meshpar.train_step import TrainProgram
 
@@ -53,6 +54,74 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The pipeline of a layout.
+
+    Attributes:
+      schedule: its name.
+      why: what schedule=auto took, and why.
+      stages: number of stages.
+      microbatches: number of microbatches.
+      chunks: chunks of layers per stage.
+      layers: layers of every chunk, in the order of the model.
+      ops: (F, B or W; microbatch; chunk; stage; tick) of everything that runs.
+      text: the schedule as text, stages down and ticks across.
+      ticks: ticks of one step.
+      bubble: share of the time in which a stage waits, from the table; B takes twice
+        as long as F, and as long as F where W is split off.
+      formula: the same from the papers' formula, and the formula.
+      in_flight: most stage inputs that each stage keeps.
+      stash_bytes: bytes on one device that are kept between F and B.
+      sends: messages of one stage to its neighbours per step.
+    """
+
+    schedule: str
+    why: str
+    stages: int
+    microbatches: int
+    chunks: int
+    layers: tuple[int, ...]
+    ops: tuple[tuple[str, int, int, int, int], ...]
+    text: str
+    ticks: int
+    bubble: float
+    formula: tuple[float, str]
+    in_flight: tuple[int, ...]
+    stash_bytes: int
+    sends: int
+
+
+def _pipeline(program: TrainProgram) -> Pipeline | None:
+    lowering = program.lowering
+    if not isinstance(lowering, Pipelined):
+        return None
+    made, executor = lowering.arrangement, lowering.executor
+    s = made.schedule
+    split = bool(s.weight)
+    waves = 3 if split else s.num_chunks
+    stages, num = s.num_stages, s.num_microbatches
+    return Pipeline(
+        schedule=s.name,
+        why=made.why,
+        stages=stages,
+        microbatches=num,
+        chunks=s.num_chunks,
+        layers=made.partition.sizes,
+        ops=tuple((kind, *op, tick) for kind, op, tick in s.placed()),
+        text=str(s),
+        ticks=s.num_ticks,
+        bubble=s.bubble(1, 1, 1) if split else s.bubble(),
+        formula=(
+            (stages - 1) / (waves * num + stages - 1),
+            f"(P-1)/({waves if waves > 1 else ''}M+P-1)",
+        ),
+        in_flight=tuple(s.in_flight()),
+        stash_bytes=memory.stash_bytes(lowering, program.abstract_batch),
+        sends=executor.num_sends + executor.num_gradient_sends,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """One training step under one layout.
 
@@ -70,6 +139,7 @@ class Explanation:
       traffic: collectives, declared and found.
       violations: what breaks the contract.
       warnings: what is legal and probably not meant.
+      pipeline: its schedule, if there is one.
     """
 
     layout: str
@@ -85,6 +155,7 @@ class Explanation:
     traffic: tuple[Traffic, ...]
     violations: tuple[str, ...]
     warnings: tuple[str, ...]
+    pipeline: Pipeline | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -135,6 +206,7 @@ def explain(program: TrainProgram) -> Explanation:
         traffic=_traffic(program.contract.terms, program.collectives),
         violations=tuple(program.violations()),
         warnings=(*_moved_oddly(program), *_rematerialized(log)),
+        pipeline=_pipeline(program),
     )
 
 

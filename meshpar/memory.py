@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from meshpar import layouts
 from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, model_scope
+from meshpar.pipelined import Pipelined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,27 +44,39 @@ class Memory:
         return sum(dataclasses.astuple(self))
 
 
-def predict(lowering: Lowering, batch: Any) -> Memory | None:
-    """Predicts a step's memory; None for models without stages.
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """Bytes on one device, from tracing one layer and the head of a microbatch.
 
-    Args:
-      lowering: explicit or automatic.
-      batch: abstract global batch.
+    Attributes:
+      x: activations between two layers.
+      kept: what a layer keeps for its backward pass.
+      running: what it holds while it runs backward.
+      head: what embedding and head hold.
+      layer_weights: whole weights of one layer.
+      largest: the largest weight outside the stack, whole.
     """
-    staged, plan = lowering.model.staged, lowering.plan
-    if staged is None:
-        return None
-    state, layout = plan.bytes_per_device(), plan.layout
-    copies = lowering.compute_dtype is not None or layout.zero < 3
+
+    x: int
+    kept: int
+    running: int
+    head: int
+    layer_weights: int
+    largest: int
+
+
+def _traced(lowering: Lowering, batch: Any) -> _Traced:
+    staged, layout = lowering.model.staged, lowering.plan.layout
     shared, stack = staged.split(
         {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for path, leaf in plan.weights.items()
+            for path, leaf in lowering.plan.weights.items()
         }
     )
     one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
     rows = jax.tree.map(lambda x: _part(x, layout.microbatches), batch)
-    ways = layout.num_batch_shards * layout.sizes["tensor"]
+    tensor = layout.sizes["tensor"]
+    ways = layout.num_batch_shards * tensor
     with jax.set_mesh(lowering.mesh), model_scope(layout, lowering.mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -74,21 +87,80 @@ def predict(lowering: Lowering, batch: Any) -> Memory | None:
             return staged.head_loss(shared, x, rows, key)[0]
 
         x = jax.eval_shape(staged.embed, shared, rows, key)
-        kept = _residuals(_remat(layer, layout), one, x, key) // ways
-        running = _residuals(layer, one, x, key) // ways
-        at_head = _residuals(head, shared, x, rows, key) // ways
-    tensor = layout.sizes["tensor"]
+        return _Traced(
+            x=_bytes(x) // ways,
+            kept=_residuals(_remat(layer, layout), one, x, key) // ways,
+            running=_residuals(layer, one, x, key) // ways,
+            head=_residuals(head, shared, x, rows, key) // ways,
+            layer_weights=_bytes(one) // tensor,
+            largest=max((_bytes([x]) for x in shared.values()), default=0) // tensor,
+        )
+
+
+def predict(lowering: Lowering, batch: Any) -> Memory | None:
+    """Predicts a step's memory; None for models without stages.
+
+    Args:
+      lowering: explicit or automatic.
+      batch: abstract global batch.
+    """
+    plan = lowering.plan
+    if lowering.model.staged is None:
+        return None
+    state, traced = plan.bytes_per_device(), _traced(lowering, batch)
+    copies = lowering.compute_dtype is not None or plan.layout.zero < 3
+    weights, gradients = state["weights"] if copies else 0, state["gradients"]
+    depth, activations = lowering.model.staged.depth, 0
+    if isinstance(lowering, Pipelined):
+        depth = lowering.arrangement.partition.rows
+        activations = stash_bytes(lowering, batch)
+        if plan.layout.stash == "residuals":
+            depth = 0  # The stash holds it all.
+        weights, gradients = _held_by_stage(lowering)
     # Whole weights and their gradient, gathered or reduced.
-    of_layer = 2 * _bytes(one) // tensor
-    of_head = 3 * max((_bytes([x]) for x in shared.values()), default=0) // tensor
+    of_layer, of_head = 2 * traced.layer_weights, 3 * traced.largest
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],
-        weights=state["weights"] if copies else 0,
-        gradients=state["gradients"],
-        activations=staged.depth * kept,
-        working=max(of_layer + running, of_head + at_head),
+        weights=weights,
+        gradients=gradients,
+        activations=activations + depth * traced.kept,
+        working=max(of_layer + traced.running, of_head + traced.head),
     )
+
+
+def stash_bytes(lowering: Pipelined, batch: Any) -> int:
+    """Bytes on one device that a pipeline keeps between forward and backward passes.
+
+    Args:
+      lowering: of a pipeline.
+      batch: abstract global batch.
+    """
+    traced, tables = _traced(lowering, batch), lowering.tables
+    waiting = tables.num_inputs + tables.num_gradients + 3
+    kept = traced.x
+    if lowering.plan.layout.stash == "residuals":
+        kept = lowering.arrangement.partition.rows * traced.kept
+    return (tables.num_stash + 1) * kept + waiting * traced.x
+
+
+def _held_by_stage(lowering: Pipelined) -> tuple[int, int]:
+    """(weights, sums of their gradients) that a stage holds all through the ticks.
+
+    Whole over the batch axes, but for the stack under zero=3; sums are float32.
+    """
+    weights = gradients = 0
+    plan = lowering.plan
+    shared = lowering.model.staged.split(plan.weights)[0]
+    for path, leaf in plan.weights.items():
+        sharded = lowering.gathers_layers and path not in shared
+        axes = {axis for dim in leaf.spec for axis in dim}
+        split = axes if sharded else axes - set(lowering.batch_axes)
+        ways = math.prod(plan.layout.sizes[axis] for axis in split)
+        size = math.prod(leaf.shape) // ways
+        weights += size * jnp.dtype(leaf.dtype).itemsize
+        gradients += size * 4
+    return weights, gradients
 
 
 def _part(x: Any, ways: int) -> jax.ShapeDtypeStruct:
