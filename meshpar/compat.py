@@ -1,6 +1,8 @@
 """What differs between the jax lines we support, or is not public in them yet."""
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -32,3 +34,9 @@ def backends_started() -> bool:
 def set_simulated_devices(count: int) -> None:
     """Sets how many devices the CPU backend of this process will have."""
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def bind_params(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """(functions, parameters) with which an equation's primitive is bound again."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    return ((), found) if isinstance(found, dict) else (found[0], found[1])

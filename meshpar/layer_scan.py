@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.split_backward import SplitBackward
+
 Array = jax.Array
 Params = dict[str, Array]
 
@@ -60,6 +62,7 @@ class LayerScan:
       ahead: paths that are gathered while the layer before computes. The last layer
         of a pass gathers the first one's again, unused: one gather in `depth + 1`.
       stashes: what the traced layers keep; the last one counts.
+      splits: their backward passes in two parts, likewise.
     """
 
     layer: Callable[[Params, Any, Array], Any]
@@ -67,6 +70,7 @@ class LayerScan:
     reduce: Callable[[Params], Params]
     ahead: frozenset[str] = frozenset()
     stashes: list[Stash] = dataclasses.field(default_factory=list)
+    splits: list[SplitBackward] = dataclasses.field(default_factory=list)
 
     def _sweep(
         self,
@@ -178,6 +182,50 @@ class LayerScan:
             one, carry, leaves, constants, rows, kept, reverse=True
         )
         return dx, gradient if sums is None else sums
+
+    def backward_input(
+        self,
+        leaves: Params,
+        constants: Params,
+        kept: list[Array],
+        dx: Any,
+        rows: tuple[Any, Array],
+    ) -> tuple[Any, list[Array]]:
+        """The first part of `backward` (B): (gradient of the input, what W needs)."""
+        stash = self.stashes[-1]
+
+        def both(weights: Params, args: tuple) -> tuple[Params, Any]:
+            kept, dx = args
+            return stash.vjp(kept, weights)(dx)
+
+        def one(
+            dx: Any, weights: Params, _: Array, __: Array, kept: list[Array]
+        ) -> tuple[Any, list[Array]]:
+            split = SplitBackward.of(both, weights, (kept, dx))
+            self.splits.append(split)
+            return split.run_first(weights, (kept, dx))
+
+        return self._sweep(one, dx, leaves, constants, rows, kept, reverse=True)
+
+    def backward_weights(
+        self,
+        leaves: Params,
+        constants: Params,
+        state: list[Array],
+        rows: tuple[Any, Array],
+        sums: Params,
+        add: Callable[[Array, Array], Array],
+    ) -> Params:
+        """The second part (W): sums with the gradients of these rows added."""
+        split = self.splits[-1]
+
+        def one(
+            sums: Params, weights: Params, row: Array, _: Array, state: list[Array]
+        ) -> tuple[Params, None]:
+            gradient = self.reduce(split.run_second(weights, state))
+            return _added(sums, gradient, row, add), None
+
+        return self._sweep(one, sums, leaves, constants, rows, state)[0]
 
 
 def _added(sums: Params, new: Params, row: Array, add: Callable) -> Params:

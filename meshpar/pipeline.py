@@ -10,6 +10,10 @@ have no work compute on what lies there and mask the result, so there is no cond
 and sends overlap with compute: an activation travels beside head and backward pass, a
 gradient beside the forward pass of the next tick.
 
+Where a schedule splits off weight gradients (zero-bubble), stages are out of step on
+purpose: there each operation stands under a conditional of its own stage, in which no
+collective may be (`branch_collectives`).
+
 Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., PipeDream,
   arXiv:1806.03377 and arXiv:2104.04473. Several operations in one tick: ours.
 """
@@ -39,6 +43,8 @@ class Stage:
       run: (chunk, microbatch, x) -> y, keeping nothing.
       backward: (chunk, microbatch, kept, dy, sums, on) -> (dx, sums), the gradient of
         its weights added where `on`.
+      backward_input: (chunk, microbatch, kept, dy) -> (dx, what `weights` needs).
+      weights: (chunk, state, sums, on) -> sums, the second part of `backward`.
       head: (microbatch, y) -> (metrics, dy, gradient of the shared weights).
       head_metrics: (microbatch, y) -> metrics.
       embed_backward: (microbatch, dx) -> gradient of the shared weights.
@@ -48,6 +54,8 @@ class Stage:
     forward: Callable[[Array, Array, Any], tuple[Any, Any]]
     run: Callable[[Array, Array, Any], Any]
     backward: Callable[[Array, Array, Any, Any, Params, Array], tuple[Any, Params]]
+    backward_input: Callable[[Array, Array, Any, Any], tuple[Any, Any]]
+    weights: Callable[[Array, Any, Params, Array], Params]
     head: Callable[[Array, Any], tuple[Params, Any, Params]]
     head_metrics: Callable[[Array, Any], Params]
     embed_backward: Callable[[Array, Any], Params]
@@ -75,6 +83,7 @@ class _Carry(NamedTuple):
       stash: what the backward pass needs.
       gradients: gradients that have arrived.
       dx: gradient that this stage sends next.
+      states: what weight gradients need that are split off; None without.
       sums: what is added up.
     """
 
@@ -82,6 +91,7 @@ class _Carry(NamedTuple):
     stash: Any
     gradients: Any
     dx: Any
+    states: Any
     sums: Sums
 
 
@@ -127,15 +137,41 @@ class Executor:
     vary: Callable[[Array], Array]
 
     @property
+    def divergent(self) -> bool:
+        """Whether every stage runs its own operations, under conditionals.
+
+        Only where W is split off: it is the stages' being out of step that fills the
+        bubble.
+        """
+        return bool(self.tables.num_states)
+
+    @property
+    def _phases(self) -> tuple[Phase, ...]:
+        """One for all ticks, where conditionals say what runs."""
+        if not self.divergent:
+            return self.tables.phases
+        stop = self.tables.phases[-1].stop
+        return (Phase(0, stop, True, True, True, True),)
+
+    def _when(self, on: Array, fn: Callable[..., Any], *operands: Any) -> Any:
+        """fn(*operands), whose result has their structure; they themselves where off.
+
+        Without divergence fn runs everywhere and masks its result itself.
+        """
+        if not self.divergent:
+            return fn(*operands)
+        return lax.cond(on, fn, lambda *operands: operands, *operands)
+
+    @property
     def num_sends(self) -> int:
         """Activations that a stage sends in one training step, masked ones included."""
-        phases = (p for p in self.tables.phases if self._sends(p))
+        phases = (p for p in self._phases if self._sends(p))
         return sum(phase.stop - phase.start for phase in phases)
 
     @property
     def num_gradient_sends(self) -> int:
         """Gradients that a stage sends, likewise."""
-        phases = (p for p in self.tables.phases if self._receives_gradient(p))
+        phases = (p for p in self._phases if self._receives_gradient(p))
         return sum(phase.stop - phase.start for phase in phases)
 
     def _sends(self, phase: Phase) -> bool:
@@ -186,14 +222,23 @@ class Executor:
             return x, stage.forward(chunk, microbatch, x)[1]
 
         x, kept = jax.eval_shape(first_forward)
+        states = None
+        if self.divergent:
+            states = jax.eval_shape(
+                lambda: stage.backward_input(
+                    chunk, microbatch, self._zeros(kept), self._zeros(x)
+                )[1]
+            )
+            states = self._zeros(states, tables.num_states + 1)
         carry = _Carry(
             self._zeros(x, tables.num_inputs + 1),
             self._zeros(kept, tables.num_stash + 1),
             self._zeros(x, tables.num_gradients + 1),
             self._zeros(x),
+            states,
             zeros,
         )
-        for phase in tables.phases:
+        for phase in self._phases:
             ticks = slice(phase.start, phase.stop)
             rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], columns)
             head = jnp.asarray(tables.columns.last[ticks].any(axis=1))
@@ -229,15 +274,38 @@ class Executor:
                     y,
                 )
             elif phase.head:
-                carry = self._head(stage, carry, row, y)
-        return self._backward(stage, carry, row) if phase.backward else carry
+                (carry, _) = self._when(
+                    row.last > 0,
+                    lambda carry, y: (self._head(stage, carry, row, y), y),
+                    carry,
+                    y,
+                )
+        if phase.backward:
+            (carry,) = self._when(
+                row.b_on > 0, lambda carry: (self._backward(stage, carry, row),), carry
+            )
+            (carry,) = self._when(
+                row.b_first > 0,
+                lambda carry: (self._embed_backward(stage, carry, row),),
+                carry,
+            )
+        if phase.weight:
+            (carry,) = self._when(
+                row.w_on > 0, lambda carry: (self._weights(stage, carry, row),), carry
+            )
+        return carry
 
     def _forward(
         self, stage: Stage, phase: Phase, carry: _Carry, row: Columns
     ) -> tuple[_Carry, Any]:
         x = self._input(stage, carry.inputs, row)
-        y, kept = stage.forward(row.f_chunk, row.f_microbatch, x)
-        carry = carry._replace(stash=_put(carry.stash, row.f_stash, kept))
+
+        def run(stash: Any, x: Any) -> tuple[Any, Any]:
+            y, kept = stage.forward(row.f_chunk, row.f_microbatch, x)
+            return _put(stash, row.f_stash, kept), y
+
+        stash, y = self._when(row.f_on > 0, run, carry.stash, x)
+        carry = carry._replace(stash=stash)
         if self._sends(phase):
             inputs = _put(carry.inputs, row.arrived, self._send(y, 1))
             carry = carry._replace(inputs=inputs)
@@ -260,13 +328,23 @@ class Executor:
     def _backward(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
         kept = _take(carry.stash, row.b_stash)
         dy = _take(carry.gradients, row.b_gradient)
+        if carry.states is not None:
+            dx, state = stage.backward_input(row.b_chunk, row.b_microbatch, kept, dy)
+            return carry._replace(dx=dx, states=_put(carry.states, row.b_state, state))
         dx, stack = stage.backward(
             row.b_chunk, row.b_microbatch, kept, dy, carry.sums.stack, row.b_on > 0
         )
-        gradient = stage.embed_backward(row.b_microbatch, dx)
+        return carry._replace(dx=dx, sums=carry.sums._replace(stack=stack))
+
+    def _embed_backward(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
+        gradient = stage.embed_backward(row.b_microbatch, carry.dx)
         shared = _add(carry.sums.shared, gradient, row.b_first > 0)
-        sums = carry.sums._replace(stack=stack, shared=shared)
-        return carry._replace(dx=dx, sums=sums)
+        return carry._replace(sums=carry.sums._replace(shared=shared))
+
+    def _weights(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
+        state = _take(carry.states, row.w_state)
+        stack = stage.weights(row.w_chunk, state, carry.sums.stack, row.w_on > 0)
+        return carry._replace(sums=carry.sums._replace(stack=stack))
 
     def evaluate(self, stage: Stage, zeros: Params) -> Params:
         """Runs the forward passes alone: {name: metric} added up on the last stage."""

@@ -246,27 +246,48 @@ class Pipelined(Explicit):
             return layers_of(m).run(stack, {}, x, rows(chunk))
 
         stashes: list[LayerScan] = []
+        splits: list[LayerScan] = []
+        stashed, handed_over = _KeysAsData(), _KeysAsData()
 
         def forward(chunk: jax.Array, m: jax.Array, x: Any) -> tuple[Any, Any]:
             if not residuals:
                 return run(chunk, m, x), x
             stashes.append(layers_of(m))
             y, kept = stashes[-1].forward(stack, {}, x, rows(chunk))
-            return y, _raw(kept)
+            return y, stashed.raw(kept)
+
+        def again(chunk: jax.Array, m: jax.Array, kept: Any) -> tuple[LayerScan, Any]:
+            if residuals:
+                return stashes[-1], stashed.typed(kept)
+            layers = layers_of(m)
+            return layers, layers.forward(stack, {}, kept, rows(chunk))[1]
 
         def backward(
             chunk: jax.Array, m: jax.Array, kept: Any, dy: Any, sums: Params, on: Any
         ) -> tuple[Any, Params]:
-            if residuals:
-                layers = stashes[-1]
-            else:
-                layers = layers_of(m)
-                _, kept = layers.forward(stack, {}, kept, rows(chunk))
+            layers, kept = again(chunk, m, kept)
 
             def add(total: jax.Array, new: jax.Array) -> jax.Array:
                 return total + jnp.where(on, new, 0)
 
             return layers.backward(stack, {}, kept, dy, rows(chunk), sums, add)
+
+        def backward_input(
+            chunk: jax.Array, m: jax.Array, kept: Any, dy: Any
+        ) -> tuple[Any, Any]:
+            layers, kept = again(chunk, m, kept)
+            dx, state = layers.backward_input(stack, {}, kept, dy, rows(chunk))
+            splits.append(layers)
+            return dx, handed_over.raw(state)
+
+        def weights(chunk: jax.Array, state: Any, sums: Params, on: Any) -> Params:
+            def add(total: jax.Array, new: jax.Array) -> jax.Array:
+                return total + jnp.where(on, new, 0)
+
+            layers = splits[-1]
+            return layers.backward_weights(
+                stack, {}, handed_over.typed(state), rows(chunk), sums, add
+            )
 
         def loss(shared: Params, y: Any, m: jax.Array) -> tuple[jax.Array, Metrics]:
             key = fold(key_of(m), 2)
@@ -287,15 +308,29 @@ class Pipelined(Explicit):
             forward,
             run,
             backward,
+            backward_input,
+            weights,
             head,
             lambda m, y: loss(shared, y, m)[1],
             embed_backward,
         )
 
 
-def _raw(kept: list[jax.Array]) -> list[jax.Array]:
-    """Random keys as plain arrays, which a buffer can hold."""
-    return [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        for x in kept
-    ]
+class _KeysAsData:
+    """Turns random keys into plain arrays, which a buffer can hold, and back."""
+
+    def __init__(self) -> None:
+        self.impls: list[Any] = []
+
+    def raw(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        def is_key(x: jax.Array) -> bool:
+            return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+        self.impls = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
+        return [jax.random.key_data(x) if is_key(x) else x for x in arrays]
+
+    def typed(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(arrays, self.impls, strict=True)
+        ]
