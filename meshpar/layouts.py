@@ -120,6 +120,9 @@ class Layout:
         by default.
       stash: what a stage keeps from its forward pass: "inputs", to run it again, or
         "residuals", whatever `remat` keeps of its layers.
+      control: how a pipeline's ticks become a program: "phases", a straight loop for
+        every run of equal ticks, or "uniform", one loop with conditionals that all
+        stages take together, which compiles faster.
       remat: rematerialization of each layer: "none", "dots" or "full".
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
       params: rules {dim name: axis, axes or None} laid over `PARAM_RULES`.
@@ -143,6 +146,7 @@ class Layout:
     virtual_stages: int = 1
     partition: str = ""
     stash: str = "inputs"
+    control: str = "phases"
     remat: str = "none"
     min_shard_size: int = 0
     params: Mapping[str, Rule] | tuple = ()
@@ -195,7 +199,7 @@ class Layout:
             )
 
     def _check_pipeline(self) -> None:
-        for name in ("schedule", "virtual_stages", "partition", "stash"):
+        for name in ("schedule", "virtual_stages", "partition", "stash", "control"):
             value, default = getattr(self, name), _DEFAULTS[name]
             if self.pipe == 1 and value != default:
                 raise LayoutError(
@@ -206,8 +210,12 @@ class Layout:
         if self.schedule not in known:
             hint = nearest(self.schedule, known)
             raise LayoutError(f"schedule={self.schedule!r} ({hint})")
-        if self.stash not in ("inputs", "residuals"):
-            raise LayoutError(f"stash={self.stash!r}: use inputs or residuals")
+        for name, known in (
+            ("stash", ("inputs", "residuals")),
+            ("control", ("phases", "uniform")),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise LayoutError(f"{name}={value!r}: use {' or '.join(known)}")
         if not re.fullmatch(r"(\d+(/\d+)*)?", self.partition):
             raise LayoutError(
                 f"partition={self.partition!r}: write numbers of layers, as in 3/3/2"
@@ -281,7 +289,7 @@ def parse(text: str) -> Layout:
 
 _OPTIONS = (
     *("microbatches", "schedule", "virtual_stages", "partition", "stash"),
-    *("remat", "min_shard_size"),
+    *("control", "remat", "min_shard_size"),
 )
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 

@@ -19,6 +19,7 @@ Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., PipeDream,
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,6 +96,23 @@ class _Carry(NamedTuple):
     sums: Sums
 
 
+class _Slots(NamedTuple):
+    """What runs in a tick: True, False, or a flag for a conditional."""
+
+    forward: bool | Array
+    head: bool | Array
+    backward: bool | Array
+    embed_backward: bool | Array
+    weight: bool | Array
+
+
+def _when(on: bool | Array, fn: Callable[..., Any], *operands: Any) -> Any:
+    """fn(*operands), which has their structure, or they themselves where off."""
+    if isinstance(on, bool):
+        return fn(*operands) if on else operands
+    return lax.cond(on, fn, lambda *operands: operands, *operands)
+
+
 def _take(buffer: Any, slot: Array) -> Any:
     return jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), buffer
@@ -129,12 +147,15 @@ class Executor:
       num_stages: P.
       wraps: whether the last stage sends to the first one (several chunks).
       vary: marks an array as differing over the manual axes.
+      uniform: one loop for all ticks, in which conditionals that all stages take
+        together skip what none of them needs; less program to compile than phases.
     """
 
     tables: Tables
     num_stages: int
     wraps: bool
     vary: Callable[[Array], Array]
+    uniform: bool = False
 
     @property
     def divergent(self) -> bool:
@@ -148,19 +169,25 @@ class Executor:
     @property
     def _phases(self) -> tuple[Phase, ...]:
         """One for all ticks, where conditionals say what runs."""
-        if not self.divergent:
+        if not (self.divergent or self.uniform):
             return self.tables.phases
         stop = self.tables.phases[-1].stop
-        return (Phase(0, stop, True, True, True, True),)
+        return (Phase(0, stop, True, True, self.divergent, None),)
 
-    def _when(self, on: Array, fn: Callable[..., Any], *operands: Any) -> Any:
-        """fn(*operands), whose result has their structure; they themselves where off.
-
-        Without divergence fn runs everywhere and masks its result itself.
-        """
-        if not self.divergent:
-            return fn(*operands)
-        return lax.cond(on, fn, lambda *operands: operands, *operands)
+    def _slots(self, phase: Phase, row: Columns, used: _Slots) -> _Slots:
+        """What runs in a tick of a phase; `used` says it of all stages together."""
+        if self.divergent:
+            return _Slots(
+                *(
+                    flag > 0
+                    for flag in (row.f_on, row.last, row.b_on, row.b_first, row.w_on)
+                )
+            )
+        if self.uniform:
+            return used._replace(weight=False)
+        head = used.head if phase.head is None else phase.head
+        backward = phase.backward
+        return _Slots(phase.forward, head, backward, backward, phase.weight)
 
     @property
     def num_sends(self) -> int:
@@ -241,81 +268,74 @@ class Executor:
         for phase in self._phases:
             ticks = slice(phase.start, phase.stop)
             rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], columns)
-            head = jnp.asarray(tables.columns.last[ticks].any(axis=1))
+            columns_used = ("f_on", "last", "b_on", "b_first", "w_on")
+            used = _Slots(
+                *(
+                    jnp.asarray(getattr(tables.columns, name)[ticks].any(axis=1))
+                    for name in columns_used
+                )
+            )
 
             def tick(
-                carry: _Carry, row: tuple[Columns, Array], phase: Phase = phase
+                carry: _Carry, row: tuple[Columns, _Slots], phase: Phase = phase
             ) -> tuple[_Carry, None]:
-                return self._tick(stage, phase, carry, *row), None
+                slots = self._slots(phase, *row)
+                return self._tick(stage, phase, slots, carry, row[0]), None
 
-            carry, _ = lax.scan(tick, carry, (rows, head))
+            carry, _ = lax.scan(tick, carry, (rows, used))
         return carry.sums
 
     def _tick(
         self,
         stage: Stage,
         phase: Phase,
+        slots: _Slots,
         carry: _Carry,
         row: Columns,
-        head: Array,
     ) -> _Carry:
         if self._receives_gradient(phase):
             came = self._send(carry.dx, -1)
             gradients = _put(carry.gradients, row.gradient_arrived, came)
             carry = carry._replace(gradients=gradients)
-        if phase.forward:
-            carry, y = self._forward(stage, phase, carry, row)
-            if phase.head is None:
-                carry = lax.cond(
-                    head,
-                    lambda carry, y: self._head(stage, carry, row, y),
-                    lambda carry, y: carry,
-                    carry,
-                    y,
-                )
-            elif phase.head:
-                (carry, _) = self._when(
-                    row.last > 0,
-                    lambda carry, y: (self._head(stage, carry, row, y), y),
-                    carry,
-                    y,
-                )
-        if phase.backward:
-            (carry,) = self._when(
-                row.b_on > 0, lambda carry: (self._backward(stage, carry, row),), carry
-            )
-            (carry,) = self._when(
-                row.b_first > 0,
-                lambda carry: (self._embed_backward(stage, carry, row),),
-                carry,
-            )
-        if phase.weight:
-            (carry,) = self._when(
-                row.w_on > 0, lambda carry: (self._weights(stage, carry, row),), carry
-            )
+        if slots.forward is not False:
+            carry = self._forward(stage, phase, slots, carry, row)
+        for on, run in (
+            (slots.backward, self._backward),
+            (slots.embed_backward, self._embed_backward),
+            (slots.weight, self._weights),
+        ):
+            run_carry = functools.partial(run, stage, row)
+            (carry,) = _when(on, lambda carry, run=run_carry: (run(carry),), carry)
         return carry
 
     def _forward(
-        self, stage: Stage, phase: Phase, carry: _Carry, row: Columns
-    ) -> tuple[_Carry, Any]:
+        self,
+        stage: Stage,
+        phase: Phase,
+        slots: _Slots,
+        carry: _Carry,
+        row: Columns,
+    ) -> _Carry:
         x = self._input(stage, carry.inputs, row)
 
         def run(stash: Any, x: Any) -> tuple[Any, Any]:
             y, kept = stage.forward(row.f_chunk, row.f_microbatch, x)
             return _put(stash, row.f_stash, kept), y
 
-        stash, y = self._when(row.f_on > 0, run, carry.stash, x)
+        stash, y = _when(slots.forward, run, carry.stash, x)
         carry = carry._replace(stash=stash)
         if self._sends(phase):
             inputs = _put(carry.inputs, row.arrived, self._send(y, 1))
             carry = carry._replace(inputs=inputs)
-        return carry, y
+        return _when(slots.head, functools.partial(self._head, stage, row), carry, y)[0]
 
     def _input(self, stage: Stage, inputs: Any, row: Columns) -> Any:
         embedded = stage.embed(row.f_microbatch)
         return _where(row.first > 0, embedded, _take(inputs, row.f_input))
 
-    def _head(self, stage: Stage, carry: _Carry, row: Columns, y: Any) -> _Carry:
+    def _head(
+        self, stage: Stage, row: Columns, carry: _Carry, y: Any
+    ) -> tuple[_Carry, Any]:
         metrics, dy, gradient = stage.head(row.f_microbatch, y)
         on, sums = row.last > 0, carry.sums
         sums = sums._replace(
@@ -323,9 +343,9 @@ class Executor:
             shared=_add(sums.shared, gradient, on),
         )
         gradients = _put(carry.gradients, row.head_gradient, dy)
-        return carry._replace(gradients=gradients, sums=sums)
+        return carry._replace(gradients=gradients, sums=sums), y
 
-    def _backward(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
+    def _backward(self, stage: Stage, row: Columns, carry: _Carry) -> _Carry:
         kept = _take(carry.stash, row.b_stash)
         dy = _take(carry.gradients, row.b_gradient)
         if carry.states is not None:
@@ -336,12 +356,12 @@ class Executor:
         )
         return carry._replace(dx=dx, sums=carry.sums._replace(stack=stack))
 
-    def _embed_backward(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
+    def _embed_backward(self, stage: Stage, row: Columns, carry: _Carry) -> _Carry:
         gradient = stage.embed_backward(row.b_microbatch, carry.dx)
         shared = _add(carry.sums.shared, gradient, row.b_first > 0)
         return carry._replace(sums=carry.sums._replace(shared=shared))
 
-    def _weights(self, stage: Stage, carry: _Carry, row: Columns) -> _Carry:
+    def _weights(self, stage: Stage, row: Columns, carry: _Carry) -> _Carry:
         state = _take(carry.states, row.w_state)
         stack = stage.weights(row.w_chunk, state, carry.sums.stack, row.w_on > 0)
         return carry._replace(sums=carry.sums._replace(stack=stack))

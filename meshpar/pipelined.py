@@ -96,12 +96,34 @@ class Pipelined(Explicit):
                     f"{leaf.names} split over {leaf.spec}; name the first dim "
                     "'layers', and map no other one to pipe"
                 )
+        self._check_divergence()
         for path, leaf in shared.items():
             if _PIPE in sum(leaf.spec, ()):
                 raise LayoutError(
                     f"{path} {leaf.shape} splits over {leaf.spec}: outside the stack "
                     "of layers no dim may be mapped to pipe"
                 )
+
+    def _check_divergence(self) -> None:
+        """Refuses layouts that would put collectives under diverging conditionals."""
+        layout, name = self.plan.layout, self.arrangement.schedule.name
+        if not self.arrangement.schedule.weight:
+            return
+        for setting, bad in (
+            (f"tensor={layout.tensor}", layout.tensor > 1),
+            (f"fsdp={layout.fsdp},zero=3", self.gathers_layers),
+        ):
+            if bad:
+                raise LayoutError(
+                    f"schedule={name} runs F, B and W under conditionals that differ "
+                    f"between stages, and {setting} needs collectives in them, which "
+                    "can deadlock; leave it out, or use schedule=1f1b"
+                )
+        if layout.control != "phases":
+            raise LayoutError(
+                f"schedule={name} has conditionals of its own: leave out "
+                f"control={layout.control}"
+            )
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -166,7 +188,8 @@ class Pipelined(Explicit):
         """What runs the ticks."""
         schedule = self.arrangement.schedule
         wraps = schedule.num_chunks > 1
-        return Executor(self.tables, schedule.num_stages, wraps, self._vary)
+        uniform = self.plan.layout.control == "uniform"
+        return Executor(self.tables, schedule.num_stages, wraps, self._vary, uniform)
 
     def _sums(
         self, leaves: Params, whole: Params, batch: Any, key: jax.Array

@@ -36,10 +36,10 @@ def test_two_parts_are_the_whole(remat):
     split = SplitBackward.of(backward, weights, (x, dy))
     dx, state = jax.jit(split.run_first)(weights, (x, dy))
     gradient = jax.jit(split.run_second)(weights, state)
-    want, want_dx = backward(weights, (x, dy))
-    np.testing.assert_allclose(dx, want_dx, rtol=1e-5)
+    want, want_dx = jax.jit(backward)(weights, (x, dy))
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-4, atol=1e-4)
     for name, value in want.items():
-        np.testing.assert_allclose(gradient[name], value, rtol=1e-5)
+        np.testing.assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-4)
     # Two matmuls forward and two for dx; one per weight. Together as many as whole.
     assert dots(split.run_first, weights, (x, dy)) == 4
     assert dots(split.run_second, weights, state) == 2
