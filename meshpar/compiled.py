@@ -67,6 +67,7 @@ class Collective:
       overlapped: whether compute is scheduled between its start and its end.
       computation: the computation in which it stands.
       source: "file:line" that asked for it; "" where the compiler made it up.
+      conditional: whether it stands under a conditional.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class Collective:
     overlapped: bool
     computation: str
     source: str
+    conditional: bool = False
 
     @property
     def wire_bytes(self) -> float:
@@ -277,14 +279,16 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     computations, entry = _parse(text)
     sources = _sources(text)
 
-    def found(computation: str, executions: int, site: tuple) -> Iterator[_Found]:
+    def found(
+        computation: str, executions: int, site: tuple, conditional: bool = False
+    ) -> Iterator[_Found]:
         within = computations.get(computation, {})
         schedule = list(within.values())
         for place, one in enumerate(schedule):
             if one.opcode == "while":
                 body = re.search(r"body=%?([\w.\-]+)", one.line).group(1)
                 trips = executions * _trip_count(one, computations)
-                yield from found(body, trips, (body, None))
+                yield from found(body, trips, (body, None), conditional)
                 continue
             # A fusion runs where it is called: fragments are ordered by that place.
             here = site if site[1] is not None else (computation, place)
@@ -311,13 +315,15 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
                     overlapped=_computes(schedule, place, end),
                     computation=computation,
                     source=sources.get(frame.group(1), "") if frame else "",
+                    conditional=conditional,
                 )
                 yield chain and (chain.group(1), kind), here, collective
             elif not one.opcode.endswith(("-done", "-update")):
                 called = one.opcode in ("fusion", "custom-call")
+                under = conditional or one.opcode == "conditional"
                 for callee in _callees(one):
                     where = here if called else (callee, None)
-                    yield from found(callee, executions, where)
+                    yield from found(callee, executions, where, under)
 
     return _merged(found(entry, 1, (entry, None)), computations)
 

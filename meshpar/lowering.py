@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import layouts
+from meshpar.compiled import Collective
 from meshpar.flax_models import Model, Params
 from meshpar.layouts import Layout
 from meshpar.plan import Plan
@@ -88,6 +89,9 @@ class Lowering:
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
         raise NotImplementedError
+
+    def check_compiled(self, collectives: list[Collective]) -> None:
+        """Raises MeshparError if the compiled step must not run."""
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Loss and aux of the model in evaluation mode."""

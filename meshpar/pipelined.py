@@ -18,7 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar import fsdp, microbatch, partition, pipeline, schedules, tick_tables
-from meshpar.errors import LayoutError
+from meshpar.compiled import Collective
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.explicit import WEIGHT, Explicit
 from meshpar.flax_models import Params
 from meshpar.fsdp import Placement
@@ -125,6 +126,23 @@ class Pipelined(Explicit):
                 f"control={layout.control}"
             )
 
+    def check_compiled(self, collectives: list[Collective]) -> None:
+        """Refuses collectives under conditionals that differ between stages.
+
+        Raises:
+          MeshparError: there are some; a stage would wait for one that never comes.
+        """
+        if not self.executor.divergent:
+            return
+        found = [one for one in collectives if one.conditional]
+        if found:
+            places = ", ".join(sorted({f"{one.kind} at {one.source}" for one in found}))
+            raise MeshparError(
+                f"schedule={self.arrangement.schedule.name}: the compiler put "
+                f"collectives under conditionals that only some stages take ({places}),"
+                " and the others would never come: a deadlock; use schedule=1f1b"
+            )
+
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The axes of the shard_map; all others stay automatic."""
@@ -171,11 +189,13 @@ class Pipelined(Explicit):
     def layer_passes(self) -> list[tuple[str, int, int]]:
         """(name, times, layers) of every pass over one stage's layers in one step.
 
-        A pass runs in every tick in which some stage needs it.
+        A pass runs in every tick in which some stage needs it. Compiled conditionals do
+        not tell how often they are taken: with control=uniform every tick counts.
         """
         rows, phases = self.arrangement.partition.rows, self.tables.phases
-        forward = sum(p.stop - p.start for p in phases if p.forward)
-        backward = sum(p.stop - p.start for p in phases if p.backward)
+        uniform = self.executor.uniform
+        forward = sum(p.stop - p.start for p in phases if p.forward or uniform)
+        backward = sum(p.stop - p.start for p in phases if p.backward or uniform)
         again = [("forward again", backward, rows)]
         return [
             ("forward", forward, rows),

@@ -142,13 +142,22 @@ class TrainProgram:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled training step."""
-        return self.lowered.compile()
+        """The compiled training step.
+
+        Raises:
+          MeshparError: it could deadlock.
+        """
+        made = self.lowered.compile()
+        self.lowering.check_compiled(self._collectives_of(made))
+        return made
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:
         """The collectives of the compiled training step."""
-        return compiled.read(self.compiled.as_text(), dict(self.mesh.shape))
+        return self._collectives_of(self.compiled)
+
+    def _collectives_of(self, made: jax.stages.Compiled) -> list[Collective]:
+        return compiled.read(made.as_text(), dict(self.mesh.shape))
 
     @functools.cached_property
     def contract(self) -> Contract:

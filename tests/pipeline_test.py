@@ -62,6 +62,9 @@ LAYOUTS = [
     "pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots",
     "pipe=3,fsdp=2,microbatches=2",
     "pipe=2,data=2,microbatches=4,partition=3/5,stash=residuals",
+    "pipe=4,fsdp=2,microbatches=8,schedule=zb_h1",
+    "pipe=2,data=2,microbatches=4,schedule=zb_h1,stash=residuals",
+    "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,control=uniform",
 ]
 
 
@@ -168,6 +171,9 @@ def test_auto_says_what_it_takes():
         ("pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved", {}, "rounds"),
         ("pipe=4,params.layers=none,params.embed=pipe", {}, "name the first dim"),
         ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
+        ("pipe=2,tensor=2,microbatches=4,schedule=zb_h1", {}, "can deadlock"),
+        ("pipe=2,fsdp=2,zero=3,schedule=zb_h1", {}, "fsdp=2,zero=3 needs collectives"),
+        ("pipe=2,schedule=zb_h1,control=uniform", {}, "leave out control=uniform"),
         ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
     ],
 )
@@ -182,3 +188,11 @@ def test_an_optimizer_that_mixes_layers_is_refused_where_they_are_moved():
     with pytest.raises(LayoutError, match="mixes layers"):
         layout = "pipe=2,microbatches=4,virtual_stages=2"
         lower(layout, DEEP, optax.adafactor(1e-2, min_dim_size_to_factor=4))
+
+
+def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
+    """A layer that sums over data would wait for stages that skip it."""
+    monkeypatch.setattr(Pipelined, "_check_divergence", lambda self: None)
+    program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
+    with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
+        _ = program.compiled
