@@ -118,6 +118,8 @@ class Layout:
       virtual_stages: chunks of layers per stage (interleaved schedules).
       partition: layers of every chunk in the order of the model, as in "3/3/2"; even
         by default.
+      vocab: where a pipeline runs embedding and head: on the stages at its "edge", or
+        split by vocabulary over all of "pipe".
       stash: what a stage keeps from its forward pass: "inputs", to run it again, or
         "residuals", whatever `remat` keeps of its layers.
       control: how a pipeline's ticks become a program: "phases", a straight loop for
@@ -145,6 +147,7 @@ class Layout:
     schedule: str = "auto"
     virtual_stages: int = 1
     partition: str = ""
+    vocab: str = "edge"
     stash: str = "inputs"
     control: str = "phases"
     remat: str = "none"
@@ -199,7 +202,7 @@ class Layout:
             )
 
     def _check_pipeline(self) -> None:
-        for name in ("schedule", "virtual_stages", "partition", "stash", "control"):
+        for name in _PIPELINE_OPTIONS:
             value, default = getattr(self, name), _DEFAULTS[name]
             if self.pipe == 1 and value != default:
                 raise LayoutError(
@@ -211,6 +214,7 @@ class Layout:
             hint = nearest(self.schedule, known)
             raise LayoutError(f"schedule={self.schedule!r} ({hint})")
         for name, known in (
+            ("vocab", ("edge", "pipe")),
             ("stash", ("inputs", "residuals")),
             ("control", ("phases", "uniform")),
         ):
@@ -239,7 +243,10 @@ class Layout:
     @property
     def param_rules(self) -> dict[str, tuple[str, ...]]:
         """{dim name: mesh axes} for parameters, defaults included."""
-        return PARAM_RULES | dict(self.params)
+        rules = PARAM_RULES | dict(self.params)
+        if self.vocab == "pipe":
+            rules["vocab"] = ("pipe", *rules["vocab"])
+        return rules
 
     @property
     def activation_rules(self) -> dict[str, tuple[str, ...]]:
@@ -287,9 +294,13 @@ def parse(text: str) -> Layout:
     return Layout(**layout_string.read(text, _DEFAULTS))
 
 
+_PIPELINE_OPTIONS = (
+    *("schedule", "virtual_stages", "partition", "vocab", "stash", "control"),
+)
 _OPTIONS = (
-    *("microbatches", "schedule", "virtual_stages", "partition", "stash"),
-    *("control", "remat", "min_shard_size"),
+    "microbatches",
+    *_PIPELINE_OPTIONS,
+    *("remat", "min_shard_size"),
 )
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 
@@ -308,6 +319,7 @@ class Scope:
     mesh: Mesh
     manual_axes: frozenset[str] = frozenset()
     names_used: set[str] = dataclasses.field(default_factory=set)
+    vocabulary_used: set[str] = dataclasses.field(default_factory=set)
     remat_used: bool = False
 
 

@@ -46,9 +46,10 @@ class Stage:
         its weights added where `on`.
       backward_input: (chunk, microbatch, kept, dy) -> (dx, what `weights` needs).
       weights: (chunk, state, sums, on) -> sums, the second part of `backward`.
-      head: (microbatch, y) -> (metrics, dy, gradient of the shared weights).
-      head_metrics: (microbatch, y) -> metrics.
-      embed_backward: (microbatch, dx) -> gradient of the shared weights.
+      head: (microbatch, y, on) -> (metrics, dy, gradient of the shared weights); `on`
+        is true on the stage that has y.
+      head_metrics: (microbatch, y, on) -> metrics.
+      embed_backward: (microbatch, dx, on) -> gradient of the shared weights.
     """
 
     embed: Callable[[Array], Any]
@@ -57,9 +58,9 @@ class Stage:
     backward: Callable[[Array, Array, Any, Any, Params, Array], tuple[Any, Params]]
     backward_input: Callable[[Array, Array, Any, Any], tuple[Any, Any]]
     weights: Callable[[Array, Any, Params, Array], Params]
-    head: Callable[[Array, Any], tuple[Params, Any, Params]]
-    head_metrics: Callable[[Array, Any], Params]
-    embed_backward: Callable[[Array, Any], Params]
+    head: Callable[[Array, Any, Array], tuple[Params, Any, Params]]
+    head_metrics: Callable[[Array, Any, Array], Params]
+    embed_backward: Callable[[Array, Any, Array], Params]
 
 
 class Sums(NamedTuple):
@@ -94,6 +95,18 @@ class _Carry(NamedTuple):
     dx: Any
     states: Any
     sums: Sums
+
+
+class _Edges(NamedTuple):
+    """Microbatches that embedding, head and the embedding's gradient work on."""
+
+    embed: Array
+    head: Array
+    embed_backward: Array
+
+
+_Row = tuple[Columns, _Edges]
+"""What one stage does in one tick."""
 
 
 class _Slots(NamedTuple):
@@ -149,6 +162,8 @@ class Executor:
       vary: marks an array as differing over the manual axes.
       uniform: one loop for all ticks, in which conditionals that all stages take
         together skip what none of them needs; less program to compile than phases.
+      shares_vocabulary: whether all stages run embedding and head together, each its
+        slice of the vocabulary.
     """
 
     tables: Tables
@@ -156,6 +171,7 @@ class Executor:
     wraps: bool
     vary: Callable[[Array], Array]
     uniform: bool = False
+    shares_vocabulary: bool = False
 
     @property
     def divergent(self) -> bool:
@@ -227,19 +243,40 @@ class Executor:
     def _columns(self) -> Columns:
         """This stage's columns, [ticks] each."""
         stage = lax.axis_index(AXIS)
-        return jax.tree.map(
-            lambda x: self.vary(
-                lax.dynamic_index_in_dim(jnp.asarray(x), stage, 1, keepdims=False)
-            ),
-            self.tables.columns,
-        )
 
-    def train(self, stage: Stage, zeros: Sums) -> Sums:
+        def column(x: Any) -> Array:
+            mine = lax.dynamic_index_in_dim(jnp.asarray(x), stage, 1, keepdims=False)
+            return self.vary(mine)
+
+        return jax.tree.map(column, self.tables.columns)
+
+    def _edges(self, columns: Columns) -> _Edges:
+        """Microbatches of embedding and head; those of the edges if all take part."""
+        if not self.shares_vocabulary:
+            forward, backward = columns.f_microbatch, columns.b_microbatch
+            return _Edges(forward, forward, backward)
+        c = self.tables.columns
+        pairs = (
+            (c.f_microbatch, c.first),
+            (c.f_microbatch, c.last),
+            (c.b_microbatch, c.b_first),
+        )
+        return _Edges(*(jnp.asarray((m * on).max(axis=1)) for m, on in pairs))
+
+    def _no_metrics(self, stage: Stage, microbatch: Array) -> Params:
+        def metrics() -> Params:
+            x = stage.embed(microbatch)
+            return stage.head_metrics(microbatch, x, microbatch == 0)
+
+        return self._zeros(jax.eval_shape(metrics))
+
+    def train(self, stage: Stage, stack: Params, shared: Params) -> Sums:
         """Runs all ticks: forward, backward, and everything added up.
 
         Args:
-          stage: what this stage does.
-          zeros: where the sums start; call inside shard_map.
+          stage: what this stage does; call inside shard_map.
+          stack: zeros, to which the gradients of its layers are added.
+          shared: likewise of embedding and head.
         """
         tables, columns = self.tables, self._columns()
         chunk, microbatch = columns.f_chunk[0], columns.f_microbatch[0]
@@ -263,11 +300,12 @@ class Executor:
             self._zeros(x, tables.num_gradients + 1),
             self._zeros(x),
             states,
-            zeros,
+            Sums(self._no_metrics(stage, microbatch), stack, shared),
         )
+        edges = self._edges(columns)
         for phase in self._phases:
             ticks = slice(phase.start, phase.stop)
-            rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], columns)
+            rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], (columns, edges))
             columns_used = ("f_on", "last", "b_on", "b_first", "w_on")
             used = _Slots(
                 *(
@@ -277,10 +315,11 @@ class Executor:
             )
 
             def tick(
-                carry: _Carry, row: tuple[Columns, _Slots], phase: Phase = phase
+                carry: _Carry, row: tuple[_Row, _Slots], phase: Phase = phase
             ) -> tuple[_Carry, None]:
-                slots = self._slots(phase, *row)
-                return self._tick(stage, phase, slots, carry, row[0]), None
+                (columns, edges), used = row
+                slots = self._slots(phase, columns, used)
+                return self._tick(stage, phase, slots, carry, (columns, edges)), None
 
             carry, _ = lax.scan(tick, carry, (rows, used))
         return carry.sums
@@ -291,11 +330,11 @@ class Executor:
         phase: Phase,
         slots: _Slots,
         carry: _Carry,
-        row: Columns,
+        row: _Row,
     ) -> _Carry:
         if self._receives_gradient(phase):
             came = self._send(carry.dx, -1)
-            gradients = _put(carry.gradients, row.gradient_arrived, came)
+            gradients = _put(carry.gradients, row[0].gradient_arrived, came)
             carry = carry._replace(gradients=gradients)
         if slots.forward is not False:
             carry = self._forward(stage, phase, slots, carry, row)
@@ -314,38 +353,48 @@ class Executor:
         phase: Phase,
         slots: _Slots,
         carry: _Carry,
-        row: Columns,
+        row: _Row,
     ) -> _Carry:
+        columns = row[0]
         x = self._input(stage, carry.inputs, row)
 
         def run(stash: Any, x: Any) -> tuple[Any, Any]:
-            y, kept = stage.forward(row.f_chunk, row.f_microbatch, x)
-            return _put(stash, row.f_stash, kept), y
+            y, kept = stage.forward(columns.f_chunk, columns.f_microbatch, x)
+            return _put(stash, columns.f_stash, kept), y
 
         stash, y = _when(slots.forward, run, carry.stash, x)
         carry = carry._replace(stash=stash)
         if self._sends(phase):
-            inputs = _put(carry.inputs, row.arrived, self._send(y, 1))
+            inputs = _put(carry.inputs, columns.arrived, self._send(y, 1))
             carry = carry._replace(inputs=inputs)
         return _when(slots.head, functools.partial(self._head, stage, row), carry, y)[0]
 
-    def _input(self, stage: Stage, inputs: Any, row: Columns) -> Any:
-        embedded = stage.embed(row.f_microbatch)
-        return _where(row.first > 0, embedded, _take(inputs, row.f_input))
+    def _input(self, stage: Stage, inputs: Any, row: _Row) -> Any:
+        columns, edges = row
+        embedded = stage.embed(edges.embed)
+        return _where(columns.first > 0, embedded, _take(inputs, columns.f_input))
 
     def _head(
-        self, stage: Stage, row: Columns, carry: _Carry, y: Any
+        self, stage: Stage, row: _Row, carry: _Carry, y: Any
     ) -> tuple[_Carry, Any]:
-        metrics, dy, gradient = stage.head(row.f_microbatch, y)
-        on, sums = row.last > 0, carry.sums
+        columns, edges = row
+        on, sums = columns.last > 0, carry.sums
+        metrics, dy, gradient = stage.head(edges.head, y, on)
         sums = sums._replace(
             metrics=_add(sums.metrics, metrics, on),
-            shared=_add(sums.shared, gradient, on),
+            shared=self._add_shared(sums.shared, gradient, on),
         )
-        gradients = _put(carry.gradients, row.head_gradient, dy)
+        gradients = _put(carry.gradients, columns.head_gradient, dy)
         return carry._replace(gradients=gradients, sums=sums), y
 
-    def _backward(self, stage: Stage, row: Columns, carry: _Carry) -> _Carry:
+    def _add_shared(self, total: Params, new: Params, on: Array) -> Params:
+        """Adds a gradient on the stage that made it, or everyone's part of it."""
+        return _add(
+            total, new, jnp.full_like(on, True) if self.shares_vocabulary else on
+        )
+
+    def _backward(self, stage: Stage, row: _Row, carry: _Carry) -> _Carry:
+        row = row[0]
         kept = _take(carry.stash, row.b_stash)
         dy = _take(carry.gradients, row.b_gradient)
         if carry.states is not None:
@@ -356,31 +405,36 @@ class Executor:
         )
         return carry._replace(dx=dx, sums=carry.sums._replace(stack=stack))
 
-    def _embed_backward(self, stage: Stage, row: Columns, carry: _Carry) -> _Carry:
-        gradient = stage.embed_backward(row.b_microbatch, carry.dx)
-        shared = _add(carry.sums.shared, gradient, row.b_first > 0)
+    def _embed_backward(self, stage: Stage, row: _Row, carry: _Carry) -> _Carry:
+        on = row[0].b_first > 0
+        gradient = stage.embed_backward(row[1].embed_backward, carry.dx, on)
+        shared = self._add_shared(carry.sums.shared, gradient, on)
         return carry._replace(sums=carry.sums._replace(shared=shared))
 
-    def _weights(self, stage: Stage, row: Columns, carry: _Carry) -> _Carry:
+    def _weights(self, stage: Stage, row: _Row, carry: _Carry) -> _Carry:
+        row = row[0]
         state = _take(carry.states, row.w_state)
         stack = stage.weights(row.w_chunk, state, carry.sums.stack, row.w_on > 0)
         return carry._replace(sums=carry.sums._replace(stack=stack))
 
-    def evaluate(self, stage: Stage, zeros: Params) -> Params:
+    def evaluate(self, stage: Stage) -> Params:
         """Runs the forward passes alone: {name: metric} added up on the last stage."""
         tables, columns = self.tables, self._columns()
-        x = jax.eval_shape(lambda: stage.embed(columns.f_microbatch[0]))
+        microbatch = columns.f_microbatch[0]
+        zeros = self._no_metrics(stage, microbatch)
+        x = jax.eval_shape(lambda: stage.embed(microbatch))
         forward = [phase for phase in tables.phases if phase.forward]
         stop = max(phase.stop for phase in forward)
-        rows = jax.tree.map(lambda x: x[:stop], columns)
+        rows = jax.tree.map(lambda x: x[:stop], (columns, self._edges(columns)))
 
-        def tick(carry: tuple[Any, Params], row: Columns) -> tuple[Any, None]:
-            inputs, metrics = carry
+        def tick(carry: tuple[Any, Params], row: _Row) -> tuple[Any, None]:
+            (inputs, metrics), (columns, edges) = carry, row
             x = self._input(stage, inputs, row)
-            y = stage.run(row.f_chunk, row.f_microbatch, x)
-            new = stage.head_metrics(row.f_microbatch, y)
-            inputs = _put(inputs, row.arrived, self._send(y, 1))
-            return (inputs, _add(metrics, new, row.last > 0)), None
+            y = stage.run(columns.f_chunk, columns.f_microbatch, x)
+            on = columns.last > 0
+            new = stage.head_metrics(edges.head, y, on)
+            inputs = _put(inputs, columns.arrived, self._send(y, 1))
+            return (inputs, _add(metrics, new, on)), None
 
         inputs = self._zeros(x, tables.num_inputs + 1)
         return lax.scan(tick, (inputs, zeros), rows)[0][1]

@@ -27,7 +27,7 @@ from meshpar.layer_scan import LayerScan
 from meshpar.layouts import Layout
 from meshpar.lowering import Metrics, TrainState, model_scope
 from meshpar.partition import Partition
-from meshpar.pipeline import Executor, Stage, Sums
+from meshpar.pipeline import Executor, Stage
 from meshpar.plan import Spec
 from meshpar.schedules import Schedule
 from meshpar.staged import Key, fold
@@ -99,11 +99,20 @@ class Pipelined(Explicit):
                 )
         self._check_divergence()
         for path, leaf in shared.items():
-            if _PIPE in sum(leaf.spec, ()):
+            split = [
+                name
+                for name, axes in zip(leaf.names or (), leaf.spec, strict=False)
+                if _PIPE in axes
+            ]
+            if split and not (self._splits_vocabulary and split == ["vocab"]):
                 raise LayoutError(
-                    f"{path} {leaf.shape} splits over {leaf.spec}: outside the stack "
-                    "of layers no dim may be mapped to pipe"
+                    f"{path} {leaf.shape} splits {split} over {leaf.spec}: outside the "
+                    "stack of layers no dim may be mapped to pipe, but by vocab=pipe"
                 )
+
+    @property
+    def _splits_vocabulary(self) -> bool:
+        return self.plan.layout.vocab == "pipe"
 
     def _check_divergence(self) -> None:
         """Refuses layouts that would put collectives under diverging conditionals."""
@@ -120,11 +129,12 @@ class Pipelined(Explicit):
                     f"between stages, and {setting} needs collectives in them, which "
                     "can deadlock; leave it out, or use schedule=1f1b"
                 )
-        if layout.control != "phases":
-            raise LayoutError(
-                f"schedule={name} has conditionals of its own: leave out "
-                f"control={layout.control}"
-            )
+        for setting, default in (("control", "phases"), ("vocab", "edge")):
+            if (value := getattr(layout, setting)) != default:
+                raise LayoutError(
+                    f"schedule={name} has conditionals of its own, in which nothing "
+                    f"may be sent over pipe: leave out {setting}={value}"
+                )
 
     def check_compiled(self, collectives: list[Collective]) -> None:
         """Refuses collectives under conditionals that differ between stages.
@@ -209,26 +219,25 @@ class Pipelined(Explicit):
         schedule = self.arrangement.schedule
         wraps = schedule.num_chunks > 1
         uniform = self.plan.layout.control == "uniform"
-        return Executor(self.tables, schedule.num_stages, wraps, self._vary, uniform)
+        return Executor(
+            self.tables,
+            schedule.num_stages,
+            wraps,
+            self._vary,
+            uniform,
+            self._splits_vocabulary,
+        )
 
     def _sums(
         self, leaves: Params, whole: Params, batch: Any, key: jax.Array
     ) -> tuple[Metrics, Params]:
         shared, stack = self._split(leaves)
         stage = self._stage(shared, stack, batch, key)
-        metrics = jax.eval_shape(
-            lambda: stage.head_metrics(jnp.int32(0), stage.embed(jnp.int32(0)))
+        zeros = (
+            {p: self._vary(jnp.zeros(x.shape, jnp.float32)) for p, x in tree.items()}
+            for tree in (stack, shared)
         )
-        zeros = Sums(
-            *(
-                {
-                    path: self._vary(jnp.zeros(x.shape, jnp.float32))
-                    for path, x in tree.items()
-                }
-                for tree in (metrics, stack, shared)
-            )
-        )
-        sums = self.executor.train(stage, zeros)
+        sums = self.executor.train(stage, *zeros)
         return sums.metrics, {**sums.shared, **sums.stack}
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
@@ -238,11 +247,7 @@ class Pipelined(Explicit):
             with model_scope(self.plan.layout, self.mesh, self.manual_axes):
                 shared, stack = self._split(self._leaves(params)[0])
                 stage = self._stage(shared, stack, batch, None)
-                shapes = jax.eval_shape(
-                    lambda: stage.head_metrics(jnp.int32(0), stage.embed(jnp.int32(0)))
-                )
-                zeros = {name: self._vary(jnp.float32(0)) for name in shapes}
-                means = self._means(self.executor.evaluate(stage, zeros))
+                means = self._means(self.executor.evaluate(stage))
             return {name: x for name, x in means.items() if name != WEIGHT}
 
         run = self._mapped(forward, PartitionSpec())
@@ -336,14 +341,29 @@ class Pipelined(Explicit):
             key = fold(key_of(m), 2)
             return self._weighted(*staged.head_loss(shared, y, part(m), key))
 
-        def head(m: jax.Array, y: Any) -> tuple[Metrics, Any, Params]:
-            weighted, back, metrics = jax.vjp(
-                lambda shared, y: loss(shared, y, m), shared, y, has_aux=True
+        def from_last(y: Any, on: jax.Array) -> Any:
+            """What the last stage has, on all stages, if they share the head."""
+            if not self._splits_vocabulary:
+                return y
+            return jax.tree.map(
+                lambda y: lax.psum(jnp.where(on, y, jnp.zeros_like(y)), _PIPE), y
             )
-            gradient, dy = back(jnp.ones_like(weighted))
+
+        def head(m: jax.Array, y: Any, on: jax.Array) -> tuple[Metrics, Any, Params]:
+            weighted, back, metrics = jax.vjp(
+                lambda shared, y: loss(shared, from_last(y, on), m),
+                shared,
+                y,
+                has_aux=True,
+            )
+            gradient, dy = back(jnp.where(on, 1.0, jnp.zeros_like(weighted)))
             return metrics, dy, gradient
 
-        def embed_backward(m: jax.Array, dx: Any) -> Params:
+        def head_metrics(m: jax.Array, y: Any, on: jax.Array) -> Metrics:
+            return loss(shared, from_last(y, on), m)[1]
+
+        def embed_backward(m: jax.Array, dx: Any, on: jax.Array) -> Params:
+            dx = jax.tree.map(lambda x: jnp.where(on, x, jnp.zeros_like(x)), dx)
             return jax.vjp(lambda shared: embed(m, shared), shared)[1](dx)[0]
 
         return Stage(
@@ -354,7 +374,7 @@ class Pipelined(Explicit):
             backward_input,
             weights,
             head,
-            lambda m, y: loss(shared, y, m)[1],
+            head_metrics,
             embed_backward,
         )
 

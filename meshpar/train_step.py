@@ -311,6 +311,11 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
                 f"rule activations.{name} matches no dim that the model constrains "
                 f"({known})"
             )
+    if layout.vocab == "pipe" and len(scope.vocabulary_used) < 2:
+        raise LayoutError(
+            "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
+            "vocabulary.token_losses for its loss (meshpar.vocabulary)"
+        )
     if layout.remat != "none" and not scope.remat_used:
         raise LayoutError(
             f"remat={layout.remat}: the model has no rematerialization point; wrap "

@@ -14,7 +14,7 @@ from flax import nnx
 import meshpar
 from experiments.models.attention import causal_attention
 from experiments.models.loss import chunked_cross_entropy, cross_entropy, logits
-from meshpar import layouts
+from meshpar import layouts, vocabulary
 
 Array = jax.Array
 
@@ -299,7 +299,7 @@ class Decoder(nnx.Module):
             )
         # ZeRO-3 gathers the table; looking up shards of rows would move activations.
         w_VD = layouts.constrain(self.embedding[...], "vocab", None)
-        x_BLD = w_VD[tokens_BL]
+        x_BLD = vocabulary.lookup(w_VD, tokens_BL)
         if self.positions is not None:
             x_BLD += self.positions[...][None, : tokens_BL.shape[1]]
         return _residual(self.dropout(x_BLD))
