@@ -217,6 +217,14 @@ class Executor:
         phases = (p for p in self._phases if self._receives_gradient(p))
         return sum(phase.stop - phase.start for phase in phases)
 
+    def ticks(self, slot: str) -> int:
+        """Ticks whose program holds a slot, "forward", "backward" or "head".
+
+        Under a conditional it may be skipped there.
+        """
+        phases = (p for p in self._phases if getattr(p, slot) is not False)
+        return sum(phase.stop - phase.start for phase in phases)
+
     def _sends(self, phase: Phase) -> bool:
         """Whether an activation arrives somewhere in a phase."""
         arrived = self.tables.columns.arrived[phase.start : phase.stop]

@@ -202,10 +202,8 @@ class Pipelined(Explicit):
         A pass runs in every tick in which some stage needs it. Compiled conditionals do
         not tell how often they are taken: with control=uniform every tick counts.
         """
-        rows, phases = self.arrangement.partition.rows, self.tables.phases
-        uniform = self.executor.uniform
-        forward = sum(p.stop - p.start for p in phases if p.forward or uniform)
-        backward = sum(p.stop - p.start for p in phases if p.backward or uniform)
+        rows = self.arrangement.partition.rows
+        forward, backward = map(self.executor.ticks, ("forward", "backward"))
         again = [("forward again", backward, rows)]
         return [
             ("forward", forward, rows),

@@ -40,6 +40,7 @@ def declare(lowering: Lowering, batch: Any, num_metrics: int) -> Contract:
         terms += [*_tensor_terms(lowering, batch)]
         if isinstance(lowering, Pipelined):
             terms += [*_send_terms(lowering, batch)]
+            terms += [*_vocabulary_terms(lowering, batch)]
     else:
         used = tuple(a for a, n in lowering.mesh.shape.items() if n > 1)
         if used:
@@ -260,6 +261,22 @@ def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     # Between blocks the model may split them over `tensor`, or not.
     count, why = sum(sends), f"at most: {', '.join(names)}"
     yield Term("permute", (pipeline.AXIS,), num, count, count * size, why, True)
+
+
+def _vocabulary_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
+    """What embedding and head over all stages cost: a bound on their all_reduces.
+
+    In every tick that uses them x once for the embedding and once for its gradient, and
+    for the head x, its gradient and some numbers per token.
+    """
+    if lowering.plan.layout.vocab != "pipe":
+        return
+    ticks = lowering.executor.ticks
+    units = ticks("forward") + 3 * ticks("head") + ticks("backward")
+    size = units * _activation_bytes(lowering, batch)
+    num = lowering.plan.layout.sizes[pipeline.AXIS]
+    why = f"vocab=pipe: at most {units} activations, for embedding and head"
+    yield Term("all_reduce", (pipeline.AXIS,), num, 0, size, why, True)
 
 
 def _activation_bytes(lowering: Explicit, batch: Any) -> int:

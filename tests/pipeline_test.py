@@ -63,6 +63,9 @@ LAYOUTS = [
     "pipe=3,fsdp=2,microbatches=2",
     "pipe=2,data=2,microbatches=4,partition=3/5,stash=residuals",
     "pipe=4,fsdp=2,microbatches=8,schedule=zb_h1",
+    "pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe",
+    "pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe",
+    "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,stash=residuals,control=uniform",
     "pipe=2,data=2,microbatches=4,schedule=zb_h1,stash=residuals",
     "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,control=uniform",
 ]
@@ -75,7 +78,8 @@ def test_equals_one_device_and_keeps_its_contract(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["pipe=2,data=2,microbatches=4", "pipe=4,fsdp=2,zero=3,microbatches=4"]
+    "layout",
+    ["pipe=2,data=2,microbatches=4", "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe"],
 )
 def test_tied_embeddings(layout):
     program = assert_equals_one_device(layout, "tied")
