@@ -51,10 +51,10 @@ def make_mesh(
         idle without the waiver "idle_devices".
     """
     devices = list(jax.devices() if devices is None else devices)
-    need, sizes = layout.num_devices, "*".join(map(str, layout.sizes.values()))
+    need = layout.num_devices
     if need > len(devices):
         raise LayoutError(
-            f'layout "{layout}" needs {"*".join(AXES)}={sizes}={need} devices, but '
+            f'layout "{layout}" needs {need} devices (the product of its axes), but '
             f"{len(devices)} {devices[0].platform} device(s) exist; use a smaller "
             f"layout, or simulate {need} CPU devices (--platform=cpu --devices={need})"
         )
