@@ -9,6 +9,7 @@ import jax
 import pytest
 from tiny_models import lower, model
 
+from experiments import explain_page
 from meshpar import choose, compiled, memory
 from meshpar.explain import _rematerialized, explain
 
@@ -31,6 +32,31 @@ def test_says_what_was_declared_and_found():
         for leaf in (*program.init(0).params.values(), *_optimizer(program))
     )
     json.dumps(said.as_dict())
+
+
+def test_says_what_a_pipeline_does(tmp_path):
+    program = lower("pipe=2,fsdp=2,microbatches=4", model(depth=4))
+    said = explain(program).pipeline
+    assert (said.schedule, said.layers, said.ticks) == ("1f1b", (2, 2), 6)
+    assert "schedule=auto took 1f1b" in said.why
+    assert said.bubble == pytest.approx(said.formula[0]) == pytest.approx(0.2)
+    assert said.formula[1] == "(P-1)/(M+P-1)" and said.in_flight == (3, 1)
+    assert said.sends == sum(
+        c.executions
+        for c in program.collectives
+        if c.axes == ("pipe",)
+        if c.kind == "permute"
+    )
+    x = 16 // 2 // 4 * 16 * 32 * 4  # Rows of a microbatch, length, embed, float32.
+    assert 4 * x <= said.stash_bytes <= 10 * x
+    json.dumps(explain(program).as_dict())
+    figure = explain_page.schedule_figure(said)
+    boxes = figure.axes[0].patches
+    assert len(boxes) == len(said.ops) == 2 * 2 * 4
+    figure.savefig(tmp_path / "schedule.png")
+    explain_page.write(tmp_path / "page.html", "tiny", [explain(program)])
+    assert "Stage inputs in flight: 3, 1" in (tmp_path / "page.html").read_text()
+    assert explain(lower("fsdp=2", TINY)).pipeline is None
 
 
 def _optimizer(program):
