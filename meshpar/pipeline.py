@@ -126,13 +126,37 @@ def _when(on: bool | Array, fn: Callable[..., Any], *operands: Any) -> Any:
     return lax.cond(on, fn, lambda *operands: operands, *operands)
 
 
-def _take(buffer: Any, slot: Array) -> Any:
+def send(x: Any, step: int, num_stages: int, wraps: bool = False) -> Any:
+    """From every stage to the one after (step=1) or before (step=-1).
+
+    The last stage sends to the first one only if `wraps`; who gets nothing gets zeros.
+    """
+    pairs = [
+        (stage, (stage + step) % num_stages)
+        for stage in range(num_stages)
+        if wraps or 0 <= stage + step < num_stages
+    ]
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x)
+
+
+def zeros_like(
+    like: Any, vary: Callable[[Array], Array], *lead: int, dtype: Any = None
+) -> Any:
+    """Zeros [*lead, ...] of the shapes of a tree."""
+    return jax.tree.map(
+        lambda x: vary(jnp.zeros((*lead, *x.shape), dtype or x.dtype)), like
+    )
+
+
+def take(buffer: Any, slot: Array) -> Any:
+    """What lies in a slot."""
     return jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), buffer
     )
 
 
-def _put(buffer: Any, slot: Array, value: Any) -> Any:
+def put(buffer: Any, slot: Array, value: Any) -> Any:
+    """The buffer with a value in a slot."""
     return jax.tree.map(
         lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0),
         buffer,
@@ -140,7 +164,8 @@ def _put(buffer: Any, slot: Array, value: Any) -> Any:
     )
 
 
-def _where(on: Array, value: Any, other: Any) -> Any:
+def where(on: Array, value: Any, other: Any) -> Any:
+    """One tree or the other."""
     return jax.tree.map(lambda a, b: jnp.where(on, a, b), value, other)
 
 
@@ -235,20 +260,12 @@ class Executor:
         return bool((arrived < self.tables.num_gradients).any())
 
     def _send(self, x: Any, step: int) -> Any:
-        """From every stage to the one after (step=1) or before (step=-1)."""
-        pairs = [
-            (stage, (stage + step) % self.num_stages)
-            for stage in range(self.num_stages)
-            if self.wraps or 0 <= stage + step < self.num_stages
-        ]
-        return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x)
+        return send(x, step, self.num_stages, self.wraps)
 
     def _zeros(self, like: Any, *lead: int) -> Any:
-        return jax.tree.map(
-            lambda x: self.vary(jnp.zeros((*lead, *x.shape), x.dtype)), like
-        )
+        return zeros_like(like, self.vary, *lead)
 
-    def _columns(self) -> Columns:
+    def stage_columns(self) -> Columns:
         """This stage's columns, [ticks] each."""
         stage = lax.axis_index(AXIS)
 
@@ -271,7 +288,9 @@ class Executor:
         )
         return _Edges(*(jnp.asarray((m * on).max(axis=1)) for m, on in pairs))
 
-    def _no_metrics(self, stage: Stage, microbatch: Array) -> Params:
+    def no_metrics(self, stage: Stage, microbatch: Array) -> Params:
+        """{name: 0} for every metric of a stage."""
+
         def metrics() -> Params:
             x = stage.embed(microbatch)
             return stage.head_metrics(microbatch, x, microbatch == 0)
@@ -286,7 +305,7 @@ class Executor:
           stack: zeros, to which the gradients of its layers are added.
           shared: likewise of embedding and head.
         """
-        tables, columns = self.tables, self._columns()
+        tables, columns = self.tables, self.stage_columns()
         chunk, microbatch = columns.f_chunk[0], columns.f_microbatch[0]
 
         def first_forward() -> tuple[Any, Any]:
@@ -308,7 +327,7 @@ class Executor:
             self._zeros(x, tables.num_gradients + 1),
             self._zeros(x),
             states,
-            Sums(self._no_metrics(stage, microbatch), stack, shared),
+            Sums(self.no_metrics(stage, microbatch), stack, shared),
         )
         edges = self._edges(columns)
         for phase in self._phases:
@@ -342,7 +361,7 @@ class Executor:
     ) -> _Carry:
         if self._receives_gradient(phase):
             came = self._send(carry.dx, -1)
-            gradients = _put(carry.gradients, row[0].gradient_arrived, came)
+            gradients = put(carry.gradients, row[0].gradient_arrived, came)
             carry = carry._replace(gradients=gradients)
         if slots.forward is not False:
             carry = self._forward(stage, phase, slots, carry, row)
@@ -368,19 +387,19 @@ class Executor:
 
         def run(stash: Any, x: Any) -> tuple[Any, Any]:
             y, kept = stage.forward(columns.f_chunk, columns.f_microbatch, x)
-            return _put(stash, columns.f_stash, kept), y
+            return put(stash, columns.f_stash, kept), y
 
         stash, y = _when(slots.forward, run, carry.stash, x)
         carry = carry._replace(stash=stash)
         if self._sends(phase):
-            inputs = _put(carry.inputs, columns.arrived, self._send(y, 1))
+            inputs = put(carry.inputs, columns.arrived, self._send(y, 1))
             carry = carry._replace(inputs=inputs)
         return _when(slots.head, functools.partial(self._head, stage, row), carry, y)[0]
 
     def _input(self, stage: Stage, inputs: Any, row: _Row) -> Any:
         columns, edges = row
         embedded = stage.embed(edges.embed)
-        return _where(columns.first > 0, embedded, _take(inputs, columns.f_input))
+        return where(columns.first > 0, embedded, take(inputs, columns.f_input))
 
     def _head(
         self, stage: Stage, row: _Row, carry: _Carry, y: Any
@@ -392,7 +411,7 @@ class Executor:
             metrics=_add(sums.metrics, metrics, on),
             shared=self._add_shared(sums.shared, gradient, on),
         )
-        gradients = _put(carry.gradients, columns.head_gradient, dy)
+        gradients = put(carry.gradients, columns.head_gradient, dy)
         return carry._replace(gradients=gradients, sums=sums), y
 
     def _add_shared(self, total: Params, new: Params, on: Array) -> Params:
@@ -403,11 +422,11 @@ class Executor:
 
     def _backward(self, stage: Stage, row: _Row, carry: _Carry) -> _Carry:
         row = row[0]
-        kept = _take(carry.stash, row.b_stash)
-        dy = _take(carry.gradients, row.b_gradient)
+        kept = take(carry.stash, row.b_stash)
+        dy = take(carry.gradients, row.b_gradient)
         if carry.states is not None:
             dx, state = stage.backward_input(row.b_chunk, row.b_microbatch, kept, dy)
-            return carry._replace(dx=dx, states=_put(carry.states, row.b_state, state))
+            return carry._replace(dx=dx, states=put(carry.states, row.b_state, state))
         dx, stack = stage.backward(
             row.b_chunk, row.b_microbatch, kept, dy, carry.sums.stack, row.b_on > 0
         )
@@ -421,15 +440,15 @@ class Executor:
 
     def _weights(self, stage: Stage, row: _Row, carry: _Carry) -> _Carry:
         row = row[0]
-        state = _take(carry.states, row.w_state)
+        state = take(carry.states, row.w_state)
         stack = stage.weights(row.w_chunk, state, carry.sums.stack, row.w_on > 0)
         return carry._replace(sums=carry.sums._replace(stack=stack))
 
     def evaluate(self, stage: Stage) -> Params:
         """Runs the forward passes alone: {name: metric} added up on the last stage."""
-        tables, columns = self.tables, self._columns()
+        tables, columns = self.tables, self.stage_columns()
         microbatch = columns.f_microbatch[0]
-        zeros = self._no_metrics(stage, microbatch)
+        zeros = self.no_metrics(stage, microbatch)
         x = jax.eval_shape(lambda: stage.embed(microbatch))
         forward = [phase for phase in tables.phases if phase.forward]
         stop = max(phase.stop for phase in forward)
@@ -441,7 +460,7 @@ class Executor:
             y = stage.run(columns.f_chunk, columns.f_microbatch, x)
             on = columns.last > 0
             new = stage.head_metrics(edges.head, y, on)
-            inputs = _put(inputs, columns.arrived, self._send(y, 1))
+            inputs = put(inputs, columns.arrived, self._send(y, 1))
             return (inputs, _add(metrics, new, on)), None
 
         inputs = self._zeros(x, tables.num_inputs + 1)

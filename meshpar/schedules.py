@@ -315,6 +315,18 @@ def one_f_one_b(
     return _fused("1f1b", num_stages, num_microbatches, 1, num_stages - 1)
 
 
+@register("pipedream")
+def pipedream(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The ticks of 1F1B for asynchronous training: weights change after every B.
+
+    What this does to training stands in `meshpar.pipedream`.
+
+    Source: Narayanan et al., PipeDream, arXiv:1806.03377, section 3.2.
+    """
+    _one_chunk("pipedream", num_chunks)
+    return _fused("pipedream", num_stages, num_microbatches, 1, num_stages - 1)
+
+
 @register("interleaved")
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B over several chunks of layers per stage: smaller ticks, smaller bubble.

@@ -174,3 +174,20 @@ def _needed(jaxpr: Any, outputs: Sequence[Any], done: frozenset[int]) -> list[in
         numbers.append(number)
         live.update(_variables(eqn.invars))
     return numbers[::-1]
+
+
+def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> set[str]:
+    """Keys of `params` that fn(params, *args) reads for its result."""
+    paths, leaves = list(params), list(params.values())
+
+    def flat(*flat_params: Array) -> list[Array]:
+        made = fn(dict(zip(paths, flat_params, strict=True)), *args_in_fn)
+        return jax.tree.leaves(made)
+
+    args_in_fn = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), args)
+    whole = jax.make_jaxpr(flat)(*leaves)
+    closed = jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*leaves)
+    jaxpr, live = closed.jaxpr, set(_variables(closed.jaxpr.outvars))
+    for number in _needed(jaxpr, jaxpr.outvars, frozenset()):
+        live.update(_variables(jaxpr.eqns[number].invars))
+    return {p for p, v in zip(paths, jaxpr.invars, strict=True) if v in live}

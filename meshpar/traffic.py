@@ -12,6 +12,7 @@ from meshpar.contract import Contract, Term
 from meshpar.explicit import Explicit
 from meshpar.fsdp import Placement
 from meshpar.lowering import Lowering
+from meshpar.pipedream import PipeDream
 from meshpar.pipelined import Pipelined
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -35,7 +36,11 @@ def declare(lowering: Lowering, batch: Any, num_metrics: int) -> Contract:
       num_metrics: scalars that the gradient function returns beside the gradients.
     """
     terms = [*_scalars(lowering)]
-    if isinstance(lowering, Explicit):
+    if isinstance(lowering, PipeDream):
+        terms += [*_asynchronous_terms(lowering, num_metrics)]
+        terms += [*_tensor_terms(lowering, batch)]
+        terms += [*_send_terms(lowering, batch)]
+    elif isinstance(lowering, Explicit):
         terms += [*_gradient_terms(lowering, num_metrics)]
         terms += [*_tensor_terms(lowering, batch)]
         if isinstance(lowering, Pipelined):
@@ -261,6 +266,31 @@ def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     # Between blocks the model may split them over `tensor`, or not.
     count, why = sum(sends), f"at most: {', '.join(names)}"
     yield Term("permute", (pipeline.AXIS,), num, count, count * size, why, True)
+
+
+def _asynchronous_terms(lowering: PipeDream, num_metrics: int) -> Iterator[Term]:
+    """What PipeDream reduces: gradients in every tick, and at the end the edges."""
+    layout, plan = lowering.plan.layout, lowering.plan
+    ticks, manual = lowering.arrangement.schedule.num_ticks, lowering.manual_axes
+    ways = _ways(lowering, manual)
+    yield Term("all_reduce", manual, ways, 1, 4 * num_metrics, "loss and metrics")
+    shapes, declared = _stage_shapes(lowering, jnp.float32), _Declared(lowering)
+    if lowering.batch_axes:
+        local = [declared.local(x, lowering.placements[p]) for p, x in shapes.items()]
+        size, axes = ticks * sum(map(_bytes, local)), lowering.batch_axes
+        ways, why = _ways(lowering, axes), "gradients of every minibatch"
+        yield Term("all_reduce", axes, ways, ticks * (len(local) + 1), size, why)
+        why = "its weight, if the model gives one"
+        yield Term("all_reduce", axes, ways, 0, 4 * ticks, why, True)
+    shared, stack = lowering.model.staged.split(plan.parameters)
+    edges = [leaf.bytes_per_device for leaf in shared.values()] + [
+        leaf.bytes_per_device
+        for leaf in plan.optimizer
+        if not any(f"['{path}']" in leaf.path for path in stack)
+    ]
+    size, count = sum(edges) + 4 * layout.microbatches, len(edges) + 1
+    why = "embedding and head from the stages that train them, once a step; norms"
+    yield Term("all_reduce", (pipeline.AXIS,), layout.pipe, count, size, why)
 
 
 def _vocabulary_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:

@@ -27,6 +27,7 @@ from meshpar.layer_order import LayerOrder
 from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.mesh import make_mesh
+from meshpar.pipedream import PipeDream
 from meshpar.pipelined import Pipelined, arrange
 from meshpar.plan import Plan, make_plan
 
@@ -405,8 +406,8 @@ def lower(
     if lowering == "auto":
         names = ["jit"] if why_not else list(LOWERINGS)
     if layout.pipe > 1:
-        names = ["pipeline"]
-    kinds = LOWERINGS | {"pipeline": Pipelined}
+        names = ["pipedream" if layout.schedule == "pipedream" else "pipeline"]
+    kinds = LOWERINGS | {"pipeline": Pipelined, "pipedream": PipeDream}
     parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
     programs = [
         TrainProgram(

@@ -1,0 +1,296 @@
+"""PipeDream: asynchronous 1F1B with weight stashing, a staleness mode of pipelines.
+
+Every microbatch is a minibatch of its own. A stage updates its weights after each
+backward pass and does not wait for the others, so what a minibatch meets on the way
+are weights of different ages. Forward and backward pass of one minibatch use the same
+weights on each stage (weight stashing); different stages may use different ones (no
+vertical sync). On stage p of P the weights lag 2(P-1-p) updates behind: two operations
+share a tick; with one at a time it would be P-1-p. A training step runs M minibatches
+and then drains.
+
+Source: Narayanan et al., PipeDream, arXiv:1806.03377, sections 3.2 and 3.3.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey, tree_map_with_path
+
+from meshpar.errors import LayoutError
+from meshpar.explicit import WEIGHT
+from meshpar.flax_models import Params
+from meshpar.lowering import Metrics, TrainState, model_scope
+from meshpar.pipeline import AXIS, Executor, put, send, take, where, zeros_like
+from meshpar.pipelined import Pipelined
+from meshpar.split_backward import used_inputs
+from meshpar.tick_tables import Columns, Phase
+
+NAME = "pipedream"
+
+
+class _Updates(NamedTuple):
+    """Whether a stage updates its weights in a tick, and after which minibatch."""
+
+    on: jax.Array
+    microbatch: jax.Array
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick on one stage.
+
+    Attributes:
+      params: its weights as they are now; embedding and head as its own copies.
+      optimizer_state: likewise.
+      inputs: activations that have arrived.
+      stash: stage inputs, each with the weights that they met.
+      gradients: gradients that have arrived.
+      dx: gradient that this stage sends next.
+      metrics: sums over minibatches.
+      squares: [M] squared norm of this stage's gradients of every minibatch.
+    """
+
+    params: Params
+    optimizer_state: Any
+    inputs: Any
+    stash: Any
+    gradients: Any
+    dx: Any
+    metrics: Metrics
+    squares: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class PipeDream(Pipelined):
+    """`Lowering` of asynchronous pipelines; `gradients` are those of one moment."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        layout = self.plan.layout
+        for setting, bad in (
+            (f"fsdp={layout.fsdp}", layout.fsdp > 1),
+            (f"vocab={layout.vocab}", layout.vocab != "edge"),
+            (f"stash={layout.stash}", layout.stash != "inputs"),
+            (f"control={layout.control}", layout.control != "phases"),
+            (f"clip_norm={self.clip_norm}", self.clip_norm is not None),
+        ):
+            if bad:
+                raise LayoutError(
+                    f"schedule={NAME} updates every stage by itself, with all weights "
+                    f"at hand: leave out {setting}"
+                )
+
+    @property
+    def executor(self) -> Executor:
+        """Of the same ticks, each of which has all slots."""
+        executor = super().executor
+        ticks = self.arrangement.schedule.num_ticks
+        every = Phase(0, ticks, True, True, False, True)
+        tables = dataclasses.replace(executor.tables, phases=(every,))
+        return dataclasses.replace(executor, tables=tables)
+
+    def _owners(self, batch: Any) -> dict[str, int]:
+        """{path: stage} of tensors outside the stack: where their gradient comes from.
+
+        Raises:
+          LayoutError: both edges use one (tied embeddings), with weights of two ages.
+        """
+        staged, last = self.model.staged, self.plan.layout.pipe - 1
+        leaves = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, leaf in self.plan.weights.items()
+        }
+        shared = staged.split(leaves)[0]
+        x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), shared, batch)
+        by_embed = used_inputs(lambda p, b: staged.embed(p, b, None), shared, batch)
+        by_head = used_inputs(
+            lambda p, x, b: staged.head_loss(p, x, b, None)[0], shared, x, batch
+        )
+        if both := sorted(by_embed & by_head):
+            raise LayoutError(
+                f"schedule={NAME}: the first and the last stage both train {both[0]}, "
+                "each at its own time; use an untied head, or schedule=1f1b"
+            )
+        return {path: last if path in by_head else 0 for path in shared}
+
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """M updates of every stage; adds grad_norm, the mean over the minibatches."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        rows = PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
+        manual = set(self.manual_axes)
+
+        def over_manual(spec: PartitionSpec) -> PartitionSpec:
+            return PartitionSpec(*(axis if axis in manual else None for axis in spec))
+
+        specs = self._specs
+        optimizer_specs = jax.tree.map(
+            over_manual,
+            self.plan.optimizer_specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        run = jax.shard_map(
+            functools.partial(self._run, owners=self._owners(shapes)),
+            mesh=self.mesh,
+            in_specs=(specs, optimizer_specs, PartitionSpec(), rows),
+            out_specs=(specs, optimizer_specs, PartitionSpec()),
+            axis_names=manual,
+        )
+        params, optimizer_state, metrics = run(
+            state.params, state.optimizer_state, state.key(), batch
+        )
+        new = TrainState(state.step + 1, state.seed, params, optimizer_state)
+        return new, metrics
+
+    def _run(
+        self,
+        params: Params,
+        optimizer_state: Any,
+        key: jax.Array,
+        batch: Any,
+        owners: dict[str, int],
+    ) -> tuple[Params, Any, Metrics]:
+        """All ticks on one device."""
+        key, columns = self._shard_key(key), self.executor.stage_columns()
+        number, tables = lax.axis_index(AXIS), self.tables
+        # What is trained differs over pipe alone: so must what says when.
+        updates = _Updates(
+            *(
+                jnp.asarray(column)[:, number]
+                for column in (tables.columns.b_on, tables.columns.b_microbatch)
+            )
+        )
+        own = functools.partial(jax.tree.map, self._of_stage)
+        with model_scope(self.plan.layout, self.mesh, self.manual_axes):
+            m = columns.f_microbatch[0]
+            stage = self._now(params, batch, key)
+            x = jax.eval_shape(lambda: stage.embed(m))
+            kept = x, jax.eval_shape(lambda: self._stack(params))
+            carry = _Carry(
+                own(params),
+                own(optimizer_state),
+                zeros_like(x, self._vary, tables.num_inputs + 1),
+                zeros_like(kept, self._vary, tables.num_stash + 1),
+                zeros_like(x, self._vary, tables.num_gradients + 1),
+                zeros_like(x, self._vary),
+                self.executor.no_metrics(stage, m),
+                self._of_stage(jnp.zeros(self.plan.layout.microbatches)),
+            )
+
+            def tick(
+                carry: _Carry, row: tuple[Columns, _Updates]
+            ) -> tuple[_Carry, None]:
+                return self._tick(batch, key, carry, *row), None
+
+            carry = lax.scan(tick, carry, (columns, updates))[0]
+        means = self._means(carry.metrics)
+        means.pop(WEIGHT)
+        norms = jnp.sqrt(lax.psum(carry.squares, AXIS))
+        params, optimizer_state = (
+            self._collected(tree, owners)
+            for tree in (carry.params, carry.optimizer_state)
+        )
+        return params, optimizer_state, means | {"grad_norm": jnp.mean(norms)}
+
+    def _of_stage(self, x: jax.Array) -> jax.Array:
+        """Marks an array as differing over pipe."""
+        varying = AXIS in jax.typeof(x).manual_axis_type.varying
+        return x if varying else lax.pcast(x, (AXIS,), to="varying")
+
+    def _stack(self, params: Params) -> Params:
+        stack = self.model.staged.split(self.cast(params))[1]
+        return jax.tree.map(self._vary, stack)
+
+    def _now(self, params: Params, batch: Any, key: jax.Array, stack: Any = None):
+        """What this stage does with the weights as they are, or with an older stack."""
+        shared = self.model.staged.split(self.cast(params))[0]
+        shared = jax.tree.map(self._vary, shared)
+        return self._stage(shared, stack or self._stack(params), batch, key)
+
+    def _tick(
+        self,
+        batch: Any,
+        key: jax.Array,
+        carry: _Carry,
+        row: Columns,
+        updates: _Updates,
+    ) -> _Carry:
+        num = self.plan.layout.pipe
+        gradients = put(carry.gradients, row.gradient_arrived, send(carry.dx, -1, num))
+        now = self._now(carry.params, batch, key)
+        x = where(
+            row.first > 0, now.embed(row.f_microbatch), take(carry.inputs, row.f_input)
+        )
+        y = now.run(row.f_chunk, row.f_microbatch, x)
+        stash = put(carry.stash, row.f_stash, (x, self._stack(carry.params)))
+        inputs = put(carry.inputs, row.arrived, send(y, 1, num))
+        last = row.last > 0
+        metrics, dy, of_head = now.head(row.f_microbatch, y, last)
+        total = metrics[WEIGHT]
+        if self.batch_axes:
+            total = lax.psum(total, self.batch_axes)
+        dy, of_head = jax.tree.map(lambda g: (g / total).astype(g.dtype), (dy, of_head))
+        gradients = put(gradients, row.head_gradient, dy)
+
+        x, stack = take(stash, row.b_stash)
+        then = self._now(carry.params, batch, key, stack)
+        dy = take(gradients, row.b_gradient)
+        zeros = zeros_like(stack, self._vary, dtype=jnp.float32)
+        back = row.b_microbatch
+        dx, of_stack = then.backward(row.b_chunk, back, x, dy, zeros, row.b_on > 0)
+        of_embed = then.embed_backward(back, dx, row.b_first > 0)
+        shared = {
+            path: jnp.where(last, of_head[path], 0.0).astype(jnp.float32)
+            + jnp.where(row.b_first > 0, g, 0.0).astype(jnp.float32)
+            for path, g in of_embed.items()
+        }
+        gradient = {**shared, **of_stack}
+        if self.batch_axes:
+            gradient = lax.psum(gradient, self.batch_axes)
+        return self._updated(carry, gradient, updates)._replace(
+            inputs=inputs,
+            stash=stash,
+            gradients=gradients,
+            dx=dx,
+            metrics={
+                name: total + jnp.where(last, metrics[name], 0.0)
+                for name, total in carry.metrics.items()
+            },
+        )
+
+    def _updated(self, carry: _Carry, gradient: Params, updates: _Updates) -> _Carry:
+        """One step of the optimizer on this stage, where it is time."""
+        gradient = {p: g.astype(carry.params[p].dtype) for p, g in gradient.items()}
+        changes, state = self.optimizer.update(
+            gradient, carry.optimizer_state, carry.params
+        )
+        on, new = updates.on > 0, optax.apply_updates(carry.params, changes)
+        squares = sum(jnp.sum(jnp.square(g)) for g in gradient.values())
+        return carry._replace(
+            params=where(on, new, carry.params),
+            optimizer_state=where(on, state, carry.optimizer_state),
+            squares=carry.squares.at[updates.microbatch].add(
+                jnp.where(on, squares, 0.0)
+            ),
+        )
+
+    def _collected(self, tree: Any, owners: dict[str, int]) -> Any:
+        """The same on all stages again, but for their own layers."""
+        stage = lax.axis_index(AXIS)
+
+        def one(keys: Any, x: jax.Array) -> jax.Array:
+            paths = [key.key for key in keys if isinstance(key, DictKey)]
+            if any(path in self._stack_paths for path in paths):
+                return x
+            owner = next((owners[path] for path in paths if path in owners), 0)
+            return lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), AXIS)
+
+        return tree_map_with_path(one, tree)
+
+    @functools.cached_property
+    def _stack_paths(self) -> frozenset[str]:
+        return frozenset(self.model.staged.split(self.plan.parameters)[1])
