@@ -112,9 +112,9 @@ class Layout:
         default 3, and 2 in a pipeline, where 3 gathers in every tick.
       microbatches: gradient-accumulation steps per training step; a pipeline has them
         in flight together.
-      schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zb_h1",
-        "pipedream" (asynchronous), one of your own (`schedules.register`), or "auto": interleaved where `virtual_stages`
-        allow it, and 1f1b.
+      schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zb_h1", "pipedream"
+        (asynchronous), one of your own (`schedules.register`), or "auto": interleaved
+        where `virtual_stages` allow it, and 1f1b.
       virtual_stages: chunks of layers per stage (interleaved schedules).
       partition: layers of every chunk in the order of the model, as in "3/3/2"; even
         by default.

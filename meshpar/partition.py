@@ -8,13 +8,15 @@ by stage, so that splitting its first dim over `pipe` gives every stage its chun
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import LayoutError
+from meshpar.flax_models import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,48 @@ def make(
             f"chunks, at least 1 each and {depth} in all"
         )
     return Partition(num_stages, num_chunks, tuple(sizes))
+
+
+class Costs(NamedTuple):
+    """FLOPs of a forward pass: embedding, one layer, head with loss."""
+
+    embed: float
+    layer: float
+    head: float
+
+
+def measured(model: Model, batch: Any) -> Costs:
+    """Costs of a staged model's parts, as its compiled forward passes count them.
+
+    For `balanced([costs.layer] * depth, P, costs.embed, costs.head)`.
+
+    Args:
+      model: from `from_nnx` with `Stages`.
+      batch: pytree of arrays or ShapeDtypeStructs; only shapes matter.
+
+    Raises:
+      LayoutError: the model has no stages.
+    """
+    if (staged := model.staged) is None:
+        raise LayoutError("the model has no staged form (give from_nnx a Stages)")
+    shared, stack = staged.split(
+        {
+            path: jax.ShapeDtypeStruct(param.shape, param.dtype)
+            for path, param in model.params.items()
+        }
+    )
+    one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
+    x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), shared, batch)
+
+    def flops(fn: Callable[..., Any], *args: Any) -> float:
+        analysis = jax.jit(fn).lower(*args).compile().cost_analysis()
+        return float(analysis.get("flops", 0.0))
+
+    return Costs(
+        flops(lambda p, b: staged.embed(p, b, None), shared, batch),
+        flops(lambda p, x: staged.layer(p, x, None), one, x),
+        flops(lambda p, x, b: staged.head_loss(p, x, b, None)[0], shared, x, batch),
+    )
 
 
 def balanced(

@@ -5,6 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import BATCH, LENGTH, batch, model
 
 from meshpar import partition
 from meshpar.errors import LayoutError
@@ -50,6 +51,21 @@ def test_the_balanced_cut_is_the_best_there_is(seed):
     sums[0] += first
     sums[-1] += last
     assert max(sums) == pytest.approx(brute_force(costs, 4, first, last))
+
+
+def test_measured_costs_are_the_matmuls_of_the_model():
+    of = model(depth=8, vocab=2048)
+    costs = partition.measured(of, batch())
+    tokens, width, mlp = BATCH * LENGTH, 32, 64
+    attention = 4 * width * width + 2 * LENGTH * width
+    assert costs.layer == pytest.approx(
+        2 * tokens * (attention + 3 * width * mlp), rel=0.2
+    )
+    assert costs.head == pytest.approx(2 * tokens * width * 2048, rel=0.2)
+    sizes = partition.balanced([costs.layer] * 8, 2, costs.embed, costs.head)
+    assert sizes[0] > sizes[1]  # A head that costs as much as several layers.
+    with pytest.raises(LayoutError, match="no staged form"):
+        partition.measured(model("linen"), batch())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Pipelines: every schedule trains the same model, and moves what it declares."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
@@ -18,6 +20,8 @@ DEEP = model(depth=8)
 MODELS = {
     "deep": DEEP,
     "tied": model(depth=4, tied=True, position="learned", norm="layernorm"),
+    "untied": model(depth=16),
+    "tied16": model(depth=16, tied=True, position="learned", norm="layernorm"),
     "noisy": model(depth=4, dropout=0.3),
 }
 
@@ -77,6 +81,34 @@ def test_equals_one_device_and_keeps_its_contract(layout):
     assert program.violations() == []
 
 
+def every_combination():
+    """All schedules, sizes, axes beside them, places of the head, and stashes."""
+    beside = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
+    kinds = ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1")
+    for kind, stages, other, vocab, stash, of in itertools.product(
+        kinds,
+        (2, 4, 8),
+        beside,
+        ("edge", "pipe"),
+        ("inputs", "residuals"),
+        ("untied", "tied16"),
+    ):
+        alone = kind == "zb_h1" and (
+            other.endswith(("zero=3", "tensor=2")) or vocab == "pipe"
+        )
+        if (stages == 8 and other) or alone:
+            continue
+        parts = f"pipe={stages}", other, f"microbatches=8,schedule={kind}"
+        layout = ",".join([part for part in parts if part])
+        yield f"{layout},vocab={vocab},stash={stash}", of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, of", every_combination())
+def test_every_combination_equals_one_device(layout, of):
+    assert_equals_one_device(layout, of)
+
+
 @pytest.mark.parametrize(
     "layout",
     ["pipe=2,data=2,microbatches=4", "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe"],
@@ -86,11 +118,63 @@ def test_tied_embeddings(layout):
     assert program.violations() == []
 
 
+class Penalized(nnx.Module):
+    """Layers that also add to an auxiliary loss, which travels with x."""
+
+    def __init__(self, rngs):
+        names = ("embed", "mlp")
+        self.inside = nnx.Param(rngs.params.normal((4, 8)), out_sharding=names)
+
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def layers(rngs):
+            return PenalizedLayer(rngs)
+
+        self.layers = layers(rngs)
+
+
+class PenalizedLayer(nnx.Module):
+    def __init__(self, rngs):
+        names = ("embed", "mlp")
+        self.w = nnx.Param(rngs.params.normal((8, 8)) / 3, out_sharding=names)
+
+    def __call__(self, x):
+        h, penalty = x
+        return jnp.tanh(h @ self.w[...]), penalty + jnp.square(h).sum(-1)
+
+
+def test_auxiliary_losses_travel_with_the_activations():
+    def head_loss(_, x, batch):
+        h, penalty = x
+        error = jnp.square(h - batch["y"]).mean()
+        return error + 0.1 * penalty.mean(), {"penalty": penalty.mean()}
+
+    stages = meshpar.Stages(
+        stack="layers",
+        embed=lambda m, b: (b["x"] @ m.inside[...], 0.0 * b["x"][:, 0]),
+        layer=lambda layer, x: layer(x),
+        head_loss=head_loss,
+    )
+    made = meshpar.from_nnx(Penalized, stages)
+    random = np.random.default_rng(0)
+    rows = {k: random.normal(size=(8, n)) for k, n in (("x", 4), ("y", 8))}
+    rows = {k: x.astype(np.float32) for k, x in rows.items()}
+    found = []
+    for layout in ("pipe=2,data=2,microbatches=2,virtual_stages=2", "data=1"):
+        layout = layouts.parse(layout)
+        devices = jax.devices()[: layout.num_devices]
+        program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
+        found.append(host(program.gradients(program.init(0), rows)))
+    (metrics, gradients), (want_metrics, want) = found
+    assert metrics["penalty"] == pytest.approx(want_metrics["penalty"], rel=1e-5)
+    assert relative_error(gradients, want) < 1e-5
+
+
 @pytest.mark.parametrize("stash", ["inputs", "residuals"])
 def test_dropout_does_not_depend_on_the_schedule(stash):
-    for kind in ("schedule=gpipe", "virtual_stages=2"):
-        layout = f"pipe=2,data=2,microbatches=4,stash={stash},{kind}"
-        assert_equals_one_device(layout, "noisy", microbatches=4)
+    kind = "schedule=gpipe" if stash == "inputs" else "virtual_stages=2,remat=full"
+    layout = f"pipe=2,data=2,microbatches=4,stash={stash},{kind}"
+    assert_equals_one_device(layout, "noisy", microbatches=4)
 
 
 def test_bfloat16_adds_gradients_up_in_float32():
