@@ -104,7 +104,7 @@ def every_combination():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout, of", every_combination())
+@pytest.mark.parametrize("layout, of", list(every_combination()))
 def test_every_combination_equals_one_device(layout, of):
     assert_equals_one_device(layout, of)
 
