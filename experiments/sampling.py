@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.flax_models import Params
-from meshpar.train_step import TrainProgram
+from meshpar.program import TrainProgram
 
 
 def sample(

@@ -12,6 +12,6 @@ from meshpar.lowering import TrainState as TrainState
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
 from meshpar.plan import Plan as Plan
+from meshpar.program import TrainProgram as TrainProgram
 from meshpar.staged import Stages as Stages
-from meshpar.train_step import TrainProgram as TrainProgram
 from meshpar.train_step import lower as lower

@@ -7,7 +7,7 @@ same, it is the one that needs less memory.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshpar.train_step import TrainProgram
+    from meshpar.program import TrainProgram
 
 _ABOUT = 1.05
 

@@ -22,7 +22,7 @@ from meshpar.contract import Term
 from meshpar.memory import Memory
 from meshpar.pipelined import Pipelined
 from meshpar.plan import LeafPlan
-from meshpar.train_step import TrainProgram
+from meshpar.program import TrainProgram
 
 SMALL_BYTES, MANY = 2**16, 64
 """Collectives below this, run more often than that, are better combined."""

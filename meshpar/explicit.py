@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import fsdp, layouts, microbatch
+from meshpar import fsdp, microbatch
 from meshpar.errors import LayoutError
 from meshpar.flax_models import Model, Params
 from meshpar.fsdp import Placement
@@ -30,6 +30,7 @@ from meshpar.layer_scan import LayerScan, differentiable
 from meshpar.layouts import BATCH_AXES, Layout
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.plan import Spec, partition_spec
+from meshpar.scope import REMAT_POLICIES
 from meshpar.sharded_random import for_shard
 from meshpar.staged import Key, fold
 
@@ -343,5 +344,5 @@ class Explicit(Lowering):
         """What the backward pass of a layer may reuse beside its input."""
         if self.plan.layout.remat == "none":
             return one
-        policy = layouts.REMAT_POLICIES[self.plan.layout.remat]()
+        policy = REMAT_POLICIES[self.plan.layout.remat]()
         return jax.checkpoint(one, policy=policy, prevent_cse=False)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from meshpar import layouts
+from meshpar import scope as scopes
 
 Array = jax.Array
 
@@ -30,16 +30,16 @@ def on_shards(
       *arrays: the arguments.
 
     Raises:
-      LayoutError: as `layouts.constrain`.
+      LayoutError: as `scope.constrain`.
     """
-    scope = layouts.in_use()
+    scope = scopes.in_use()
     if scope is None:
         return kernel(*arrays)
-    arrays = tuple(layouts.constrain(x, *names) for x in arrays)
+    arrays = tuple(scopes.constrain(x, *names) for x in arrays)
     axes = set(scope.mesh.axis_names) - scope.manual_axes
     if not axes:
         return kernel(*arrays)
-    spec = layouts.activation_spec(scope, arrays[0].shape, names)
+    spec = scopes.activation_spec(scope, arrays[0].shape, names)
     manual_axes = scope.manual_axes
 
     def mapped(fn: Callable) -> Callable:
@@ -92,7 +92,7 @@ def _untyped(fn: Callable) -> Callable:
 
 def platform() -> str:
     """The platform that a model is traced for: that of the mesh in use, or of jax."""
-    scope = layouts.in_use()
+    scope = scopes.in_use()
     if scope is None:
         return jax.default_backend()
     return scope.mesh.devices.flat[0].platform

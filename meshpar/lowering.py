@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import layouts
+from meshpar import scope as scopes
 from meshpar.compiled import Collective
 from meshpar.flax_models import Model, Params
 from meshpar.layouts import Layout
@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
 @contextlib.contextmanager
 def model_scope(
     layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()
-) -> Iterator[layouts.Scope]:
+) -> Iterator[scopes.Scope]:
     """Runs a model under a layout: our `constrain`, and Flax's own logical rules."""
     manual_axes = frozenset(manual_axes)
     rules = tuple(
@@ -58,7 +58,7 @@ def model_scope(
         for name, axes in layout.activation_rules.items()
     )
     with (
-        layouts.use(layout, mesh, manual_axes) as scope,
+        scopes.use(layout, mesh, manual_axes) as scope,
         nn.logical_axis_rules(rules),
     ):
         yield scope

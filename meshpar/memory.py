@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar import layouts
 from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, model_scope
 from meshpar.pipelined import Pipelined
+from meshpar.scope import REMAT_POLICIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _part(x: Any, ways: int) -> jax.ShapeDtypeStruct:
 def _remat(layer: Any, layout: Layout) -> Any:
     if layout.remat == "none":
         return layer
-    return jax.checkpoint(layer, policy=layouts.REMAT_POLICIES[layout.remat]())
+    return jax.checkpoint(layer, policy=REMAT_POLICIES[layout.remat]())
 
 
 def _residuals(fn: Any, weights: Any, *args: Any) -> int:

@@ -22,11 +22,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, tree_map_with_path
 
+from meshpar.buffers import AXIS, put, send, take, where, zeros_like
 from meshpar.errors import LayoutError
 from meshpar.explicit import WEIGHT
 from meshpar.flax_models import Params
 from meshpar.lowering import Metrics, TrainState, model_scope
-from meshpar.pipeline import AXIS, Executor, put, send, take, where, zeros_like
+from meshpar.pipeline import Executor
 from meshpar.pipelined import Pipelined
 from meshpar.split_backward import used_inputs
 from meshpar.tick_tables import Columns, Phase

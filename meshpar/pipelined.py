@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import fsdp, microbatch, partition, pipeline, schedules, tick_tables
+from meshpar import buffers, fsdp, microbatch, partition, schedules, tick_tables
 from meshpar.compiled import Collective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.explicit import WEIGHT, Explicit
@@ -32,7 +32,7 @@ from meshpar.plan import Spec
 from meshpar.schedules import Schedule
 from meshpar.staged import Key, fold
 
-_PIPE = pipeline.AXIS
+_PIPE = buffers.AXIS
 
 
 @dataclasses.dataclass(frozen=True)

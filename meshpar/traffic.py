@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar import cost, fsdp, pipeline
+from meshpar import buffers, cost, fsdp
 from meshpar.contract import Contract, Term
 from meshpar.explicit import Explicit
 from meshpar.fsdp import Placement
@@ -195,7 +195,7 @@ def _stage_shapes(
     for path, leaf in lowering.plan.weights.items():
         shape = list(leaf.shape)
         for dim, axes in enumerate(leaf.spec):
-            shape[dim] //= _ways(lowering, {*axes} & {pipeline.AXIS})
+            shape[dim] //= _ways(lowering, {*axes} & {buffers.AXIS})
         for dim, axes in lowering.placements[path].splits if sharded else ():
             shape[dim] //= _ways(lowering, axes)
         kind = dtype or lowering.wire_dtype(leaf.dtype)
@@ -256,16 +256,16 @@ def _scatter_terms(
 def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     """What the stages of a pipeline send each other."""
     layout, executor = lowering.plan.layout, lowering.executor
-    num, size = layout.sizes[pipeline.AXIS], _activation_bytes(lowering, batch)
+    num, size = layout.sizes[buffers.AXIS], _activation_bytes(lowering, batch)
     sends = executor.num_sends, executor.num_gradient_sends
     names = "activations to the next stage", "gradients to the stage before"
     if layout.tensor == 1:
         for count, why in zip(sends, names, strict=True):
-            yield Term("permute", (pipeline.AXIS,), num, count, count * size, why)
+            yield Term("permute", (buffers.AXIS,), num, count, count * size, why)
         return
     # Between blocks the model may split them over `tensor`, or not.
     count, why = sum(sends), f"at most: {', '.join(names)}"
-    yield Term("permute", (pipeline.AXIS,), num, count, count * size, why, True)
+    yield Term("permute", (buffers.AXIS,), num, count, count * size, why, True)
 
 
 def _asynchronous_terms(lowering: PipeDream, num_metrics: int) -> Iterator[Term]:
@@ -290,7 +290,7 @@ def _asynchronous_terms(lowering: PipeDream, num_metrics: int) -> Iterator[Term]
     ]
     size, count = sum(edges) + 4 * layout.microbatches, len(edges) + 1
     why = "embedding and head from the stages that train them, once a step; norms"
-    yield Term("all_reduce", (pipeline.AXIS,), layout.pipe, count, size, why)
+    yield Term("all_reduce", (buffers.AXIS,), layout.pipe, count, size, why)
 
 
 def _vocabulary_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
@@ -304,9 +304,9 @@ def _vocabulary_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     ticks = lowering.executor.ticks
     units = ticks("forward") + 3 * ticks("head") + ticks("backward")
     size = units * _activation_bytes(lowering, batch)
-    num = lowering.plan.layout.sizes[pipeline.AXIS]
+    num = lowering.plan.layout.sizes[buffers.AXIS]
     why = f"vocab=pipe: at most {units} activations, for embedding and head"
-    yield Term("all_reduce", (pipeline.AXIS,), num, 0, size, why, True)
+    yield Term("all_reduce", (buffers.AXIS,), num, 0, size, why, True)
 
 
 def _activation_bytes(lowering: Explicit, batch: Any) -> int:

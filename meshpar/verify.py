@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from meshpar.errors import MeshparError
-from meshpar.train_step import TrainProgram
+from meshpar.program import TrainProgram
 
 _FLOOR = 1e-2
 """Tensors smaller than this part of their whole group's norm are measured against it.

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar import layouts
+from meshpar import scope as scopes
 
 Array = jax.Array
 
 
 def _axis(name: str) -> str | None:
     """The manual axis over which the vocabulary is split, if it is."""
-    scope = layouts.in_use()
+    scope = scopes.in_use()
     if scope is None:
         return None
     scope.vocabulary_used.add(name)
