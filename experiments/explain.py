@@ -91,8 +91,6 @@ def _traffic(explanation: Explanation) -> rich.table.Table:
 
 def _print_pipeline(console: rich.console.Console, pipeline: Pipeline) -> None:
     """The schedule as text, and what it costs."""
-    if pipeline.why:
-        console.print(pipeline.why, soft_wrap=True)
     layers = "/".join(map(str, pipeline.layers))
     console.print(
         f"schedule {pipeline.schedule}: {pipeline.stages} stages, layers {layers}, "
@@ -121,8 +119,8 @@ def print_report(explanations: Sequence[Explanation]) -> None:
             f"[bold]{e.layout}[/]: lowering {e.lowering}, {sizes} x {e.device_kind}",
             soft_wrap=True,
         )
-        if e.why_lowering:
-            console.print(e.why_lowering, soft_wrap=True)
+        if e.why_auto:
+            console.print(e.why_auto, soft_wrap=True)
         if e.pipeline is not None:
             _print_pipeline(console, e.pipeline)
         if PARAMETERS.value:

@@ -140,7 +140,7 @@ def _pipeline_section(pipeline: Pipeline | None) -> str:
     value, formula = pipeline.formula
     in_flight = ", ".join(map(str, pipeline.in_flight))
     return (
-        f"<h3>Pipeline</h3><p>{html.escape(pipeline.why)}</p>"
+        f"<h3>Pipeline</h3>"
         f"{_svg(schedule_figure(pipeline))}<p>Bubble {pipeline.bubble:.4f}; formula "
         f"{html.escape(formula)} = {value:.4f}. Stage inputs in flight: {in_flight}. "
         f"Kept between forward and backward passes: {pipeline.stash_bytes:,} bytes. "
@@ -191,7 +191,8 @@ def _section(e: Explanation) -> str:
     columns = ("parameter", "shape", "spec", "bytes per device", "reason")
     return (
         f"<h2>{html.escape(e.layout)}</h2><p>Lowering {e.lowering} on "
-        f"{html.escape(e.device_kind)}.</p>{''.join(items)}<h3>Mesh</h3>"
+        f"{html.escape(e.device_kind)}. {html.escape(e.why_auto)}</p>"
+        f"{''.join(items)}<h3>Mesh</h3>"
         f"{mesh_picture(e)}{_pipeline_section(e.pipeline)}<h3>Collectives</h3>"
         "<p>Bytes sent per device and step.</p>"
         f"{_table(header, traffic)}<h3>Parameters</h3>{_table(columns, parameters)}"

@@ -133,7 +133,7 @@ class Trainer:
                 if jax.process_index() == 0:
                     log = metrics.MetricsLog(self.folder, self._start)
                 progress = Progress(self.config.steps, self._start, log is not None)
-                if why := self.program.why_lowering:
+                if why := self.program.why_auto:
                     progress.say(why)
                 progress.say(self._describe(self._start))
                 try:

@@ -59,7 +59,6 @@ class Pipeline:
 
     Attributes:
       schedule: its name.
-      why: what schedule=auto took, and why.
       stages: number of stages.
       microbatches: number of microbatches.
       chunks: chunks of layers per stage.
@@ -76,7 +75,6 @@ class Pipeline:
     """
 
     schedule: str
-    why: str
     stages: int
     microbatches: int
     chunks: int
@@ -102,7 +100,6 @@ def _pipeline(program: TrainProgram) -> Pipeline | None:
     stages, num = s.num_stages, s.num_microbatches
     return Pipeline(
         schedule=s.name,
-        why=made.why,
         stages=stages,
         microbatches=num,
         chunks=s.num_chunks,
@@ -128,7 +125,7 @@ class Explanation:
     Attributes:
       layout: the layout string.
       lowering: "shard_map" or "jit".
-      why_lowering: why it was taken, where lowering="auto" chose.
+      why_auto: what lowering="auto" or schedule=auto took, and why.
       device_kind: the device compiled for.
       mesh: {axis: size}.
       parameters: LeafPlan of every parameter.
@@ -144,7 +141,7 @@ class Explanation:
 
     layout: str
     lowering: str
-    why_lowering: str
+    why_auto: str
     device_kind: str
     mesh: dict[str, int]
     parameters: tuple[LeafPlan, ...]
@@ -195,7 +192,7 @@ def explain(program: TrainProgram) -> Explanation:
     return Explanation(
         layout=str(program.layout),
         lowering=program.lowering.name,
-        why_lowering=program.why_lowering,
+        why_auto=program.why_auto,
         device_kind=program.mesh.devices.flat[0].device_kind,
         mesh=dict(program.mesh.shape),
         parameters=tuple(plan.parameters.values()),

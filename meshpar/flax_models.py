@@ -231,6 +231,7 @@ def from_nnx(
     staged = None
     if isinstance(loss_fn, Stages):
         staged = _staged(abstract, module, loss_fn, params)
+        staged = dataclasses.replace(staged, evaluates=evaluation_loss_fn is None)
 
     def init(key: Array) -> Params:
         with nnx.use_eager_sharding(False):

@@ -17,69 +17,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import buffers, fsdp, microbatch, partition, schedules, tick_tables
+from meshpar import buffers, fsdp, microbatch, tick_tables
+from meshpar.arrangement import Arrangement, arrange
 from meshpar.compiled import Collective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.explicit import WEIGHT, Explicit
 from meshpar.flax_models import Params
 from meshpar.fsdp import Placement
 from meshpar.layer_scan import LayerScan
-from meshpar.layouts import Layout
 from meshpar.lowering import Metrics, TrainState, model_scope
-from meshpar.partition import Partition
 from meshpar.pipeline import Executor, Stage
 from meshpar.plan import Spec
-from meshpar.schedules import Schedule
 from meshpar.staged import Key, fold
 
 _PIPE = buffers.AXIS
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrangement:
-    """A layout's pipeline for a model of some depth.
-
-    Attributes:
-      schedule: when every operation runs.
-      partition: which layers every stage holds.
-      why: what schedule=auto took, and why; "" if the layout names its schedule.
-    """
-
-    schedule: Schedule
-    partition: Partition
-    why: str
-
-
-def arrange(layout: Layout, depth: int) -> Arrangement:
-    """Makes the schedule and the partition that a layout asks for.
-
-    Raises:
-      LayoutError: a schedule or a partition that cannot be.
-    """
-    stages, num, chunks = layout.pipe, layout.microbatches, layout.virtual_stages
-    name, why = layout.schedule, ""
-    if name == "auto":
-        rounds = chunks > 1 and depth % (stages * chunks) == 0 and num % stages == 0
-        name = "interleaved" if rounds else "1f1b"
-        reason = (
-            f"virtual_stages={chunks}: {stages * chunks} chunks divide {depth} layers, "
-            f"and pipe={stages} divides microbatches={num}"
-        )
-        if chunks == 1:
-            reason = "virtual_stages=1"
-        elif not rounds:
-            reason = (
-                f"virtual_stages={chunks} left aside, because {stages * chunks} chunks "
-                f"have to divide {depth} layers, and pipe={stages} microbatches={num}"
-            )
-            chunks = 1
-        why = f"schedule=auto took {name} ({reason})"
-    sizes = tuple(map(int, layout.partition.split("/"))) if layout.partition else ()
-    return Arrangement(
-        schedules.make(name, stages, num, chunks),
-        partition.make(depth, stages, chunks, sizes),
-        why,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,14 +29,14 @@ class TrainProgram:
       lowering: the pure functions of the step.
       abstract_state: the training state as ShapeDtypeStructs with shardings.
       abstract_batch: the batch, likewise.
-      why_lowering: why this lowering, where lowering="auto" chose it.
+      why_auto: what lowering="auto" or schedule=auto took, and why.
       layer_order: how a pipeline stores the layers, where not in the model's order.
     """
 
     lowering: Lowering
     abstract_state: TrainState
     abstract_batch: Any
-    why_lowering: str = ""
+    why_auto: str = ""
     layer_order: LayerOrder | None = None
 
     @property

@@ -78,6 +78,7 @@ class Staged:
       embed: (shared parameters, batch, key) -> x.
       layer: (parameters of one layer, x, key) -> x.
       head_loss: (shared parameters, x, batch, key) -> (loss, aux).
+      evaluates: whether evaluation, too, is what the stages say.
     """
 
     prefix: str
@@ -85,6 +86,7 @@ class Staged:
     embed: Callable[[Params, Any, Key], Any]
     layer: Callable[[Params, Any, Key], Any]
     head_loss: Callable[[Params, Any, Any, Key], tuple[Array, dict]]
+    evaluates: bool = True
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shared entries and those of the stack."""

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import choose, explicit, layouts
+from meshpar.arrangement import arrange
 from meshpar.automatic import Automatic
 from meshpar.errors import LayoutError, nearest
 from meshpar.explicit import Explicit
@@ -22,7 +23,7 @@ from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, TrainState, model_scope
 from meshpar.mesh import make_mesh
 from meshpar.pipedream import PipeDream
-from meshpar.pipelined import Pipelined, arrange
+from meshpar.pipelined import Pipelined
 from meshpar.plan import make_plan
 from meshpar.program import TrainProgram
 
@@ -57,6 +58,15 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         jax.eval_shape(lambda *a: model.loss(*a), params, batch, key)
+        if layout.pipe > 1:
+            x = jax.eval_shape(model.staged.embed, params, batch, key)
+            kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}
+            if odd := [d for d in kinds if not jnp.issubdtype(d, jnp.floating)]:
+                raise LayoutError(
+                    f"pipe={layout.pipe} sends what `embed` returns from stage to "
+                    f"stage, and gradients of it back, but it holds {odd[0]}: return "
+                    "floating-point activations alone"
+                )
     for name, _ in layout.activations:
         if name not in scope.names_used:
             known = nearest(name, (n for n in scope.names_used if n))
@@ -120,7 +130,7 @@ def lower(
             f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
             "lowering=jit; leave it out, or use lowering=shard_map with a staged model"
         )
-    order = None
+    order, why = None, ""
     if layout.pipe > 1:
         if why_not or lowering == "jit":
             raise LayoutError(
@@ -128,9 +138,15 @@ def lower(
                 f"{why_not or 'the compiler makes no pipeline'}"
             )
         staged = model.staged
-        parts = arrange(layout, staged.depth).partition
-        if parts.moves:
-            order = LayerOrder(parts, staged.prefix)
+        if not staged.evaluates:
+            raise LayoutError(
+                f"pipe={layout.pipe} evaluates by the stages of the model, but it has "
+                "an evaluation_loss_fn of its own; leave that out"
+            )
+        made = arrange(layout, staged.depth)
+        why = made.why
+        if made.partition.moves:
+            order = LayerOrder(made.partition, staged.prefix)
             model = order.stored(model)
     mesh = make_mesh(layout, devices)
     abstract_batch = _abstract_batch(batch, layout, mesh)
@@ -162,13 +178,11 @@ def lower(
     kinds = LOWERINGS | {"pipeline": Pipelined, "pipedream": PipeDream}
     parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
     programs = [
-        TrainProgram(
-            kinds[name](*parts), abstract_state, abstract_batch, layer_order=order
-        )
+        TrainProgram(kinds[name](*parts), abstract_state, abstract_batch, why, order)
         for name in names
     ]
     if len(programs) == 1:
         return programs[0]
     program, why = choose.best(programs)
-    object.__setattr__(program, "why_lowering", why)  # It is compiled: keep it.
+    object.__setattr__(program, "why_auto", why)  # It is compiled: keep it.
     return program

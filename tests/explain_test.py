@@ -38,7 +38,7 @@ def test_says_what_a_pipeline_does(tmp_path):
     program = lower("pipe=2,fsdp=2,microbatches=4", model(depth=4))
     said = explain(program).pipeline
     assert (said.schedule, said.layers, said.ticks) == ("1f1b", (2, 2), 6)
-    assert "schedule=auto took 1f1b" in said.why
+    assert "schedule=auto took 1f1b" in explain(program).why_auto
     assert said.bubble == pytest.approx(said.formula[0]) == pytest.approx(0.2)
     assert said.formula[1] == "(P-1)/(M+P-1)" and said.in_flight == (3, 1)
     assert said.sends == sum(
@@ -100,8 +100,8 @@ def test_involuntary_rematerialization_is_named():
 def test_auto_takes_the_program_that_exposes_less():
     program = lower("fsdp=8", TINY, lowering="auto")
     assert program.lowering.name == "shard_map"
-    assert "jit exposes" in program.why_lowering
-    assert "took shard_map" in program.why_lowering
+    assert "jit exposes" in program.why_auto
+    assert "took shard_map" in program.why_auto
     other = lower("fsdp=8", TINY, lowering="jit")
     assert choose.exposed_bytes(program) < choose.exposed_bytes(other)
     assert choose.best([other, program])[0] is program

@@ -13,8 +13,9 @@ from tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
 from meshpar import layouts, schedules
+from meshpar.arrangement import arrange
 from meshpar.errors import LayoutError
-from meshpar.pipelined import Pipelined, arrange
+from meshpar.pipelined import Pipelined
 
 DEEP = model(depth=8)
 MODELS = {
@@ -284,3 +285,27 @@ def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
     program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
     with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
         _ = program.compiled
+
+
+def test_models_that_a_pipeline_cannot_run_are_refused():
+    def stages(embed):
+        return meshpar.Stages("layers", embed, layer, loss)
+
+    def layer(layer, x):
+        return jnp.tanh(x[0] @ layer.w[...]), x[1]
+
+    def loss(_, x, batch):
+        return x[0].mean()
+
+    rows = {"x": np.ones((8, 4), np.float32)}
+
+    def embed(m, b):
+        return b["x"] @ m.inside[...], jnp.zeros(len(b["x"]), jnp.int32)
+
+    odd = meshpar.from_nnx(Penalized, stages(embed))
+    sgd, two = optax.sgd(0.1), jax.devices()[:2]
+    with pytest.raises(LayoutError, match="but it holds int32"):
+        meshpar.lower(odd, sgd, "pipe=2,microbatches=2", rows, devices=two)
+    own = meshpar.from_nnx(Penalized, stages(embed), lambda m, b: 0.0)
+    with pytest.raises(LayoutError, match="evaluation_loss_fn of its own"):
+        meshpar.lower(own, sgd, "pipe=2,microbatches=2", rows, devices=two)
