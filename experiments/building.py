@@ -100,7 +100,7 @@ def make_program(
         layout,
         batch,
         devices=devices,
-        clip_norm=config.optimizer.clip_norm,
+        clip_norm=config.optimizer.clip_norm or None,
         compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
         lowering=config.lowering,
     )

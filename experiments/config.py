@@ -29,7 +29,7 @@ class OptimizerConfig:
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       weight_decay: decoupled decay of every weight that multiplies activations.
-      clip_norm: largest global gradient norm.
+      clip_norm: largest global gradient norm; 0 for no limit.
     """
 
     learning_rate: float = 4e-3

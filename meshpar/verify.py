@@ -113,8 +113,14 @@ def verify(
       tolerance: largest relative error that counts as rounding.
 
     Raises:
-      MeshparError: called in a multi-process run, where one device cannot hold both.
+      MeshparError: called in a multi-process run, where one device cannot hold both,
+        or for a staleness mode, which is another algorithm.
     """
+    if program.layout.schedule == "pipedream":
+        raise MeshparError(
+            "schedule=pipedream trains with stale weights on purpose, so it does not "
+            "equal one device: verify schedule=1f1b, which has the same stages"
+        )
     if jax.process_count() > 1:
         raise MeshparError("verify compares with one device: run it in one process")
     states = [p.init(seed) for p in (program, reference)]

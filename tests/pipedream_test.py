@@ -10,6 +10,7 @@ import meshpar
 from meshpar import microbatch
 from meshpar.errors import LayoutError
 from meshpar.pipedream import PipeDream
+from meshpar.verify import verify
 
 DEEP = model(depth=4)
 
@@ -101,6 +102,12 @@ def test_equals_delayed_sgd(layout, optimizer):
 def test_what_stages_cannot_do_alone_is_refused(layout, options, words):
     with pytest.raises(LayoutError, match=words):
         lower(f"{layout},schedule=pipedream,microbatches=4", DEEP, **options)
+
+
+def test_a_staleness_mode_is_not_verified():
+    program = lower("pipe=2,schedule=pipedream,microbatches=4", DEEP)
+    with pytest.raises(meshpar.MeshparError, match="stale weights on purpose"):
+        verify(program, lower("data=1", DEEP), [batch()])
 
 
 def test_tied_embeddings_are_refused():

@@ -38,7 +38,7 @@ def by_hand(
     explicit = program.lowering.name == "shard_map"
     value_and_grad = (_by_shard_map if explicit else _by_jit)(program)
     optimizer = optax.chain(
-        optax.clip_by_global_norm(config.optimizer.clip_norm),
+        optax.clip_by_global_norm(config.optimizer.clip_norm or float("inf")),
         building.make_optimizer(config.optimizer, config.steps, model),
     )
     specs = {
