@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, model_scope
+from meshpar.pipedream import PipeDream
 from meshpar.pipelined import Pipelined
 from meshpar.scope import REMAT_POLICIES
 
@@ -141,6 +142,9 @@ def stash_bytes(lowering: Pipelined, batch: Any) -> int:
     kept = traced.x
     if lowering.plan.layout.stash == "residuals":
         kept = lowering.arrangement.partition.rows * traced.kept
+    if isinstance(lowering, PipeDream):  # The weights that a minibatch met, too.
+        stack = lowering.model.staged.split(lowering.plan.weights)[1]
+        kept += sum(leaf.bytes_per_device for leaf in stack.values())
     return (tables.num_stash + 1) * kept + waiting * traced.x
 
 
