@@ -135,7 +135,7 @@ class Layout:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
-    zero: int = 0
+    zero: int | None = None
     microbatches: int = 1
     schedule: str = "auto"
     virtual_stages: int = 1
@@ -155,7 +155,7 @@ class Layout:
         for name in (*AXES, "microbatches", "virtual_stages"):
             if not isinstance(size := getattr(self, name), int) or size < 1:
                 raise LayoutError(f"{name}={size!r}: use a whole number of at least 1")
-        if self.zero == 0:
+        if self.zero is None:
             whole = self.pipe == 1 or self.fsdp == 1
             object.__setattr__(self, "zero", 3 if whole else 2)
         elif self.fsdp == 1 and self.zero != 3:

@@ -54,6 +54,7 @@ def test_mapping_and_string_are_the_same():
         ("data=2 fsdp=2", ["whole number"]),
         ("data=2,,fsdp=2", ["name=value"]),
         ("fsdp=2,zero=4", ["zero=4", "1, 2 or 3"]),
+        ("fsdp=2,zero=0", ["zero=0", "1, 2 or 3"]),
         ("data=2,zero=1", ["fsdp axis, which has size 1", "fsdp=N,zero=1"]),
         ("remat=ful", ["remat='ful'", "did you mean 'full'"]),
         ("params.embed=tensr", ["'embed' -> 'tensr'", "did you mean 'tensor'"]),
