@@ -89,6 +89,10 @@ def _traffic(explanation: Explanation) -> rich.table.Table:
     return table
 
 
+def _formula(value: float, formula: str) -> str:
+    return f" (formula {formula} = {value:.4f})"
+
+
 def _print_pipeline(console: rich.console.Console, pipeline: Pipeline) -> None:
     """The schedule as text, and what it costs."""
     layers = "/".join(map(str, pipeline.layers))
@@ -98,9 +102,9 @@ def _print_pipeline(console: rich.console.Console, pipeline: Pipeline) -> None:
         soft_wrap=True,
     )
     console.print(pipeline.text, soft_wrap=True, markup=False)
-    value, formula = pipeline.formula
+    formula = "" if pipeline.formula is None else _formula(*pipeline.formula)
     console.print(
-        f"bubble {pipeline.bubble:.4f} (formula {formula} = {value:.4f}); stage inputs "
+        f"bubble {pipeline.bubble:.4f}{formula}; stage inputs "
         f"in flight {'/'.join(map(str, pipeline.in_flight))}; "
         f"{gigabytes(pipeline.stash_bytes)} kept between forward and backward passes; "
         f"{pipeline.sends} sends per stage and step",

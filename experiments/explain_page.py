@@ -137,12 +137,14 @@ def schedule_figure(pipeline: Pipeline) -> matplotlib.figure.Figure:
 def _pipeline_section(pipeline: Pipeline | None) -> str:
     if pipeline is None:
         return ""
-    value, formula = pipeline.formula
+    formula = ""
+    if pipeline.formula is not None:
+        formula = f"; formula {pipeline.formula[1]} = {pipeline.formula[0]:.4f}"
     in_flight = ", ".join(map(str, pipeline.in_flight))
     return (
         f"<h3>Pipeline</h3>"
-        f"{_svg(schedule_figure(pipeline))}<p>Bubble {pipeline.bubble:.4f}; formula "
-        f"{html.escape(formula)} = {value:.4f}. Stage inputs in flight: {in_flight}. "
+        f"{_svg(schedule_figure(pipeline))}<p>Bubble {pipeline.bubble:.4f}"
+        f"{html.escape(formula)}. Stage inputs in flight: {in_flight}. "
         f"Kept between forward and backward passes: {pipeline.stash_bytes:,} bytes. "
         f"Sends per stage and step: {pipeline.sends}.</p>"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar import choose, memory
+from meshpar import choose, memory, schedules
 from meshpar.compiled import Collective
 from meshpar.contract import Term
 from meshpar.memory import Memory
@@ -68,7 +68,8 @@ class Pipeline:
       ticks: ticks of one step.
       bubble: share of the time in which a stage waits, from the table; B takes twice
         as long as F, and as long as F where W is split off.
-      formula: the same from the papers' formula, and the formula.
+      formula: the same from the papers' formula, and the formula; None for a schedule
+        of one's own.
       in_flight: most stage inputs that each stage keeps.
       stash_bytes: bytes on one device that are kept between F and B.
       sends: messages of one stage to its neighbours per step.
@@ -83,7 +84,7 @@ class Pipeline:
     text: str
     ticks: int
     bubble: float
-    formula: tuple[float, str]
+    formula: tuple[float, str] | None
     in_flight: tuple[int, ...]
     stash_bytes: int
     sends: int
@@ -111,7 +112,9 @@ def _pipeline(program: TrainProgram) -> Pipeline | None:
         formula=(
             (stages - 1) / (waves * num + stages - 1),
             f"(P-1)/({waves if waves > 1 else ''}M+P-1)",
-        ),
+        )
+        if s.name in schedules.PUBLISHED
+        else None,
         in_flight=tuple(s.in_flight()),
         stash_bytes=memory.stash_bytes(lowering, program.abstract_batch),
         sends=executor.num_sends + executor.num_gradient_sends,

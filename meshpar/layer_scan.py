@@ -2,8 +2,10 @@
 
 The scan has a backward pass of its own, so that it is certain what is kept between the
 passes: a layer's input and whatever its rematerialization policy keeps, never a
-gathered weight. The gradient of a layer's weights is reduced as soon as it exists.
-Some weights may be gathered one layer ahead, so that the gather hides behind a layer.
+gathered weight (a copy of it that the layer itself makes, in another dtype, counts as
+an activation: let `compute_dtype` cast, or rematerialize). The gradient of a layer's
+weights is reduced as soon as it exists. Some weights may be gathered one layer ahead,
+so that the gather hides behind a layer.
 """
 
 import dataclasses
@@ -59,6 +61,8 @@ class LayerScan:
       gather: (differentiated leaves, constants of one layer) -> its weights, {path:
         array} in both; of a part of the leaves it makes that part.
       reduce: gradient of the weights -> gradient of the leaves.
+      padded: whether some rows are padding, with a number below 0: they pass x on, and
+        whatever their zero weights give going backward is dropped.
       ahead: paths that are gathered while the layer before computes. The last layer
         of a pass gathers the first one's again, unused: one gather in `depth + 1`.
       stashes: what the traced layers keep; the last one counts.
@@ -69,6 +73,7 @@ class LayerScan:
     gather: Callable[[Params, Params], Params]
     reduce: Callable[[Params], Params]
     ahead: frozenset[str] = frozenset()
+    padded: bool = False
     stashes: list[Stash] = dataclasses.field(default_factory=list)
     splits: list[SplitBackward] = dataclasses.field(default_factory=list)
 
@@ -110,6 +115,15 @@ class LayerScan:
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
 
+    def _or(self, number: Array, value: Any, passed: Any) -> Any:
+        """What a layer made, or what padding passes on."""
+        if not self.padded:
+            return value
+        return jax.tree.map(lambda a, b: jnp.where(number >= 0, a, b), value, passed)
+
+    def _of_layer(self, number: Array, gradient: Params) -> Params:
+        return self._or(number, gradient, jax.tree.map(jnp.zeros_like, gradient))
+
     def run(
         self, leaves: Params, constants: Params, x: Any, rows: tuple[Any, Array]
     ) -> Any:
@@ -124,7 +138,7 @@ class LayerScan:
         """
 
         def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
-            return self.layer(weights, x, number), None
+            return self._or(number, self.layer(weights, x, number), x), None
 
         return self._sweep(one, x, leaves, constants, rows, None)[0]
 
@@ -134,12 +148,12 @@ class LayerScan:
         """As `run`, with what `backward` needs: arrays [layers run, ...]."""
 
         def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
-            x, vjp = jax.vjp(
+            y, vjp = jax.vjp(
                 lambda weights, x: self.layer(weights, x, number), weights, x
             )
             stash, kept = Stash.of(vjp, weights)
             self.stashes.append(stash)
-            return x, kept
+            return self._or(number, y, x), kept
 
         return self._sweep(one, x, leaves, constants, rows, None)
 
@@ -168,10 +182,11 @@ class LayerScan:
         stash = self.stashes[-1]
 
         def one(
-            carry: tuple, weights: Params, row: Array, _: Array, kept: list[Array]
+            carry: tuple, weights: Params, row: Array, number: Array, kept: list[Array]
         ) -> tuple[tuple, Params]:
-            dx, sums = carry
-            dweights, dx = stash.vjp(kept, weights)(dx)
+            dy, sums = carry
+            dweights, dx = stash.vjp(kept, weights)(dy)
+            dweights, dx = self._of_layer(number, dweights), self._or(number, dx, dy)
             gradient = self.reduce(dweights)
             if sums is None:
                 return (dx, None), gradient
@@ -199,11 +214,12 @@ class LayerScan:
             return stash.vjp(kept, weights)(dx)
 
         def one(
-            dx: Any, weights: Params, _: Array, __: Array, kept: list[Array]
+            dy: Any, weights: Params, _: Array, number: Array, kept: list[Array]
         ) -> tuple[Any, list[Array]]:
-            split = SplitBackward.of(both, weights, (kept, dx))
+            split = SplitBackward.of(both, weights, (kept, dy))
             self.splits.append(split)
-            return split.run_first(weights, (kept, dx))
+            dx, state = split.run_first(weights, (kept, dy))
+            return self._or(number, dx, dy), state
 
         return self._sweep(one, dx, leaves, constants, rows, kept, reverse=True)
 
@@ -220,9 +236,10 @@ class LayerScan:
         split = self.splits[-1]
 
         def one(
-            sums: Params, weights: Params, row: Array, _: Array, state: list[Array]
+            sums: Params, weights: Params, row: Array, number: Array, state: list[Array]
         ) -> tuple[Params, None]:
-            gradient = self.reduce(split.run_second(weights, state))
+            gradient = self._of_layer(number, split.run_second(weights, state))
+            gradient = self.reduce(gradient)
             return _added(sums, gradient, row, add), None
 
         return self._sweep(one, sums, leaves, constants, rows, state)[0]

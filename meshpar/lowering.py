@@ -90,6 +90,11 @@ class Lowering:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
         raise NotImplementedError
 
+    @property
+    def may_deadlock(self) -> bool:
+        """Whether compiled programs have to pass `check_compiled` before they run."""
+        return False
+
     def check_compiled(self, collectives: list[Collective]) -> None:
         """Raises MeshparError if the compiled step must not run."""
 

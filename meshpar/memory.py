@@ -119,14 +119,16 @@ def predict(lowering: Lowering, batch: Any) -> Memory | None:
             depth = 0  # The stash holds it all.
         weights, gradients = _held_by_stage(lowering)
     # Whole weights and their gradient, gathered or reduced.
-    of_layer, of_head = 2 * traced.layer_weights, 3 * traced.largest
+    of_layer, of_head = 2 * traced.layer_weights, 3 * traced.largest + traced.head
+    if plan.layout.vocab == "pipe":
+        of_head //= plan.layout.pipe
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],
         weights=weights,
         gradients=gradients,
         activations=activations + depth * traced.kept,
-        working=max(of_layer + traced.running, of_head + traced.head),
+        working=max(of_layer + traced.running, of_head),
     )
 
 
@@ -143,9 +145,12 @@ def stash_bytes(lowering: Pipelined, batch: Any) -> int:
     if lowering.plan.layout.stash == "residuals":
         kept = lowering.arrangement.partition.rows * traced.kept
     if isinstance(lowering, PipeDream):  # The weights that a minibatch met, too.
-        stack = lowering.model.staged.split(lowering.plan.weights)[1]
-        kept += sum(leaf.bytes_per_device for leaf in stack.values())
-    return (tables.num_stash + 1) * kept + waiting * traced.x
+        leaves = lowering.plan.weights.values()
+        kept += sum(leaf.bytes_per_device for leaf in leaves)
+    # What W needs of a layer is about what the layer holds while it runs.
+    states = tables.num_states and (tables.num_states + 1) * traced.running
+    states *= lowering.arrangement.partition.rows
+    return (tables.num_stash + 1) * kept + waiting * traced.x + states
 
 
 def _held_by_stage(lowering: Pipelined) -> tuple[int, int]:

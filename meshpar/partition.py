@@ -155,10 +155,15 @@ def balanced(
     Returns:
       Layers of every run. Of equally good cuts the one whose runs are most even.
 
+    Raises:
+      LayoutError: more runs than layers.
+
     Source: Huang et al., GPipe, arXiv:1811.06965, section 2.1 (estimates c_i, and a
       partition that minimizes the variance of the runs' costs).
     """
     depth, sums = len(costs), [0.0, *itertools.accumulate(costs)]
+    if not 1 <= positions <= depth:
+        raise LayoutError(f"{depth} layers cannot be cut into {positions} runs")
     # best[n][i]: (dearest run, sum of squares) of the first i layers in n runs.
     worst = float("inf"), float("inf")
     best = [[worst] * (depth + 1) for _ in range(positions + 1)]

@@ -49,7 +49,7 @@ class _Carry(NamedTuple):
       params: its weights as they are now; embedding and head as its own copies.
       optimizer_state: likewise.
       inputs: activations that have arrived.
-      stash: stage inputs, each with the weights that they met.
+      stash: stage inputs, each with all weights that they met.
       gradients: gradients that have arrived.
       dx: gradient that this stage sends next.
       metrics: sums over minibatches.
@@ -85,6 +85,13 @@ class PipeDream(Pipelined):
                     f"schedule={NAME} updates every stage by itself, with all weights "
                     f"at hand: leave out {setting}"
                 )
+        for leaf in self.plan.optimizer:
+            ours = any(f"['{path}']" in leaf.path for path in self._stack_paths)
+            if ours and leaf.spec[:1] != ((AXIS,),):
+                raise LayoutError(
+                    f"schedule={NAME}: the optimizer keeps {leaf.path} {leaf.shape}, "
+                    "which no stage has alone; use one that works elementwise"
+                )
 
     @property
     def executor(self) -> Executor:
@@ -107,10 +114,11 @@ class PipeDream(Pipelined):
             for path, leaf in self.plan.weights.items()
         }
         shared = staged.split(leaves)[0]
-        x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), shared, batch)
-        by_embed = used_inputs(lambda p, b: staged.embed(p, b, None), shared, batch)
+        key = jax.random.key(0)  # In training mode: evaluation may use fewer.
+        x = jax.eval_shape(lambda p, b: staged.embed(p, b, key), shared, batch)
+        by_embed = used_inputs(lambda p, b: staged.embed(p, b, key), shared, batch)
         by_head = used_inputs(
-            lambda p, x, b: staged.head_loss(p, x, b, None)[0], shared, x, batch
+            lambda p, x, b: staged.head_loss(p, x, b, key)[0], shared, x, batch
         )
         if both := sorted(by_embed & by_head):
             raise LayoutError(
@@ -168,9 +176,9 @@ class PipeDream(Pipelined):
         own = functools.partial(jax.tree.map, self._of_stage)
         with model_scope(self.plan.layout, self.mesh, self.manual_axes):
             m = columns.f_microbatch[0]
-            stage = self._now(params, batch, key)
+            stage = self._stage(*self._used(params), batch, key)
             x = jax.eval_shape(lambda: stage.embed(m))
-            kept = x, jax.eval_shape(lambda: self._stack(params))
+            kept = x, jax.eval_shape(lambda: self._used(params))
             carry = _Carry(
                 own(params),
                 own(optimizer_state),
@@ -202,15 +210,10 @@ class PipeDream(Pipelined):
         varying = AXIS in jax.typeof(x).manual_axis_type.varying
         return x if varying else lax.pcast(x, (AXIS,), to="varying")
 
-    def _stack(self, params: Params) -> Params:
-        stack = self.model.staged.split(self.cast(params))[1]
-        return jax.tree.map(self._vary, stack)
-
-    def _now(self, params: Params, batch: Any, key: jax.Array, stack: Any = None):
-        """What this stage does with the weights as they are, or with an older stack."""
-        shared = self.model.staged.split(self.cast(params))[0]
-        shared = jax.tree.map(self._vary, shared)
-        return self._stage(shared, stack or self._stack(params), batch, key)
+    def _used(self, params: Params) -> tuple[Params, Params]:
+        """Weights as a minibatch meets them: embedding and head, and the layers."""
+        used = jax.tree.map(self._vary, self.cast(params))
+        return self.model.staged.split(used)
 
     def _tick(
         self,
@@ -222,23 +225,25 @@ class PipeDream(Pipelined):
     ) -> _Carry:
         num = self.plan.layout.pipe
         gradients = put(carry.gradients, row.gradient_arrived, send(carry.dx, -1, num))
-        now = self._now(carry.params, batch, key)
+        used = self._used(carry.params)
+        now = self._stage(*used, batch, key)
         x = where(
             row.first > 0, now.embed(row.f_microbatch), take(carry.inputs, row.f_input)
         )
         y = now.run(row.f_chunk, row.f_microbatch, x)
-        stash = put(carry.stash, row.f_stash, (x, self._stack(carry.params)))
+        stash = put(carry.stash, row.f_stash, (x, used))
         inputs = put(carry.inputs, row.arrived, send(y, 1, num))
         last = row.last > 0
         metrics, dy, of_head = now.head(row.f_microbatch, y, last)
         total = metrics[WEIGHT]
         if self.batch_axes:
             total = lax.psum(total, self.batch_axes)
+        total = jnp.where(total == 0, 1.0, total)  # Then all gradients are 0, too.
         dy, of_head = jax.tree.map(lambda g: (g / total).astype(g.dtype), (dy, of_head))
         gradients = put(gradients, row.head_gradient, dy)
 
-        x, stack = take(stash, row.b_stash)
-        then = self._now(carry.params, batch, key, stack)
+        x, (shared, stack) = take(stash, row.b_stash)
+        then = self._stage(shared, stack, batch, key)
         dy = take(gradients, row.b_gradient)
         zeros = zeros_like(stack, self._vary, dtype=jnp.float32)
         back = row.b_microbatch

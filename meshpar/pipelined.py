@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import buffers, fsdp, microbatch, tick_tables
+from meshpar import buffers, fsdp, microbatch, tick_tables, vocabulary
+from meshpar import scope as scopes
 from meshpar.arrangement import Arrangement, arrange
 from meshpar.compiled import Collective
 from meshpar.errors import LayoutError, MeshparError
@@ -65,6 +66,30 @@ class Pipelined(Explicit):
     def _splits_vocabulary(self) -> bool:
         return self.plan.layout.vocab == "pipe"
 
+    def _check_vocabulary(self, values: Metrics) -> None:
+        """Refuses a head that sees one slice of the vocabulary as if it were whole."""
+        for name, value in values.items():
+            if _PIPE in jax.typeof(jnp.asarray(value)).manual_axis_type.varying:
+                raise LayoutError(
+                    f"vocab=pipe: {name} depends on the logits otherwise than through "
+                    "vocabulary.token_losses, and a stage has one slice of them; leave "
+                    "that out, or use vocab=edge"
+                )
+        whole = {
+            leaf.shape[dim]
+            for leaf in self.plan.parameters.values()
+            for dim, axes in enumerate(leaf.spec)
+            if axes[:1] == (_PIPE,) and leaf.names[dim] == "vocab"
+        }
+        stages = self.plan.layout.pipe
+        for name, size in scopes.in_use().vocabulary_used.items():
+            if size * stages not in whole:
+                raise LayoutError(
+                    f"vocab=pipe: vocabulary.{name} saw {size} tokens on every stage, "
+                    f"but a slice has {sorted(n // stages for n in whole)}: name the "
+                    "vocab dim of embedding and head, and do not waive it"
+                )
+
     def _check_divergence(self) -> None:
         """Refuses layouts that would put collectives under diverging conditionals."""
         layout, name = self.plan.layout, self.arrangement.schedule.name
@@ -87,13 +112,18 @@ class Pipelined(Explicit):
                     f"may be sent over pipe: leave out {setting}={value}"
                 )
 
+    @property
+    def may_deadlock(self) -> bool:
+        """Whether stages take conditionals of their own."""
+        return self.executor.divergent
+
     def check_compiled(self, collectives: list[Collective]) -> None:
         """Refuses collectives under conditionals that differ between stages.
 
         Raises:
           MeshparError: there are some; a stage would wait for one that never comes.
         """
-        if not self.executor.divergent:
+        if not self.may_deadlock:
             return
         found = [one for one in collectives if one.conditional]
         if found:
@@ -137,14 +167,8 @@ class Pipelined(Explicit):
 
     def _layers(self, key: Key) -> LayerScan:
         layers = super()._layers(key)
-        if not (self.arrangement.partition.order < 0).any():
-            return layers
-
-        def padded(weights: Params, x: Any, number: jax.Array) -> Any:
-            y = layers.layer(weights, x, number)
-            return jax.tree.map(lambda y, x: jnp.where(number >= 0, y, x), y, x)
-
-        return dataclasses.replace(layers, layer=padded)
+        padded = bool((self.arrangement.partition.order < 0).any())
+        return dataclasses.replace(layers, padded=padded)
 
     @property
     def layer_passes(self) -> list[tuple[str, int, int]]:
@@ -288,15 +312,17 @@ class Pipelined(Explicit):
 
         def loss(shared: Params, y: Any, m: jax.Array) -> tuple[jax.Array, Metrics]:
             key = fold(key_of(m), 2)
-            return self._weighted(*staged.head_loss(shared, y, part(m), key))
+            value, aux = staged.head_loss(shared, y, part(m), key)
+            if self._splits_vocabulary:
+                self._check_vocabulary({"loss": value, **aux})
+            return self._weighted(value, aux)
 
         def from_last(y: Any, on: jax.Array) -> Any:
             """What the last stage has, on all stages, if they share the head."""
             if not self._splits_vocabulary:
                 return y
-            return jax.tree.map(
-                lambda y: lax.psum(jnp.where(on, y, jnp.zeros_like(y)), _PIPE), y
-            )
+            mine = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
+            return jax.tree.map(lambda y: vocabulary.summed(y, _PIPE), mine)
 
         def head(m: jax.Array, y: Any, on: jax.Array) -> tuple[Metrics, Any, Params]:
             weighted, back, metrics = jax.vjp(

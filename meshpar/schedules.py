@@ -383,3 +383,7 @@ def zb_h1(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
             room[steady.pop()] += 1
         else:
             room.append(1)
+
+
+PUBLISHED = frozenset(SCHEDULES)
+"""The schedules of the papers, whose bubbles have closed forms."""

@@ -39,7 +39,7 @@ class Scope:
     mesh: Mesh
     manual_axes: frozenset[str] = frozenset()
     names_used: set[str] = dataclasses.field(default_factory=set)
-    vocabulary_used: set[str] = dataclasses.field(default_factory=set)
+    vocabulary_used: dict[str, int] = dataclasses.field(default_factory=dict)
     remat_used: bool = False
 
 

@@ -222,7 +222,7 @@ def _gather_terms(lowering: Explicit, declared: _Declared) -> Iterator[Term]:
     outside = f"{why}: {_OUTSIDE_THE_STACK}"
     yield from declared.split_terms("all_gather", shared, placements, times, outside)
     layer, layers = _one_layer(stack), lowering.layer_placements
-    ahead = {path: layer.pop(path) for path in lowering.prefetched}
+    ahead = {p: layer.pop(p) for p in list(layer) if p in lowering.prefetched}
     for name, runs, depth in lowering.layer_passes:
         inside = f"{why}: layer by layer, {name}"
         times = runs * depth
@@ -256,12 +256,14 @@ def _scatter_terms(
 def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     """What the stages of a pipeline send each other."""
     layout, executor = lowering.plan.layout, lowering.executor
-    num, size = layout.sizes[buffers.AXIS], _activation_bytes(lowering, batch)
+    num, leaves = layout.sizes[buffers.AXIS], _activations(lowering, batch)
+    size = sum(map(_bytes, leaves))
     sends = executor.num_sends, executor.num_gradient_sends
     names = "activations to the next stage", "gradients to the stage before"
     if layout.tensor == 1:
         for count, why in zip(sends, names, strict=True):
-            yield Term("permute", (buffers.AXIS,), num, count, count * size, why)
+            runs = count * len(leaves)
+            yield Term("permute", (buffers.AXIS,), num, runs, count * size, why)
         return
     # Between blocks the model may split them over `tensor`, or not.
     count, why = sum(sends), f"at most: {', '.join(names)}"
@@ -309,18 +311,27 @@ def _vocabulary_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     yield Term("all_reduce", (buffers.AXIS,), num, 0, size, why, True)
 
 
-def _activation_bytes(lowering: Explicit, batch: Any) -> int:
-    """Bytes on the wire of one microbatch's activations of one device."""
+def _activations(lowering: Explicit, batch: Any) -> list[jax.ShapeDtypeStruct]:
+    """What one device's microbatch is between two layers, in the wire's dtype."""
     params = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in lowering.plan.weights.items()
     }
     embed, layout = lowering.model.staged.embed, lowering.plan.layout
-    x = jax.eval_shape(lambda p, b: embed(p, b, None), params, batch)
-    leaves = jax.tree.leaves(x)
-    dtypes = (lowering.wire_dtype(leaf.dtype) for leaf in leaves)
-    size = sum(_bytes(x.update(dtype=d)) for x, d in zip(leaves, dtypes, strict=True))
-    return size // (layout.num_batch_shards * layout.microbatches)
+    ways = layout.num_batch_shards * layout.microbatches
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // ways, *x.shape[1:]), x.dtype),
+        batch,
+    )
+    x = jax.eval_shape(lambda p, b: embed(p, b, None), params, rows)
+    return [
+        leaf.update(dtype=lowering.wire_dtype(leaf.dtype))
+        for leaf in jax.tree.leaves(x)
+    ]
+
+
+def _activation_bytes(lowering: Explicit, batch: Any) -> int:
+    return sum(map(_bytes, _activations(lowering, batch)))
 
 
 def _tensor_terms(lowering: Explicit, batch: Any) -> Iterator[Term]:

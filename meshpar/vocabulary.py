@@ -1,8 +1,9 @@
 """Embedding lookup and cross-entropy over a vocabulary that is split over devices.
 
 Under `vocab=pipe` every stage of a pipeline holds a slice of the vocabulary, so that
-embedding and head load all stages equally. A model that uses these two functions runs
-under it unchanged; elsewhere they are what their names say.
+embedding and head load all stages equally. A model whose loss sees the logits through
+`token_losses` alone runs under it unchanged; elsewhere these functions are what their
+names say.
 
 Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism,
   arXiv:2411.05288; Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
@@ -17,12 +18,12 @@ from meshpar import scope as scopes
 Array = jax.Array
 
 
-def _axis(name: str) -> str | None:
+def _axis(name: str, size: int) -> str | None:
     """The manual axis over which the vocabulary is split, if it is."""
     scope = scopes.in_use()
     if scope is None:
         return None
-    scope.vocabulary_used.add(name)
+    scope.vocabulary_used[name] = size
     split = scope.layout.vocab == "pipe" and "pipe" in scope.manual_axes
     return "pipe" if split else None
 
@@ -31,6 +32,18 @@ def _numbers(size: int, axis: str | None) -> Array:
     """Token ids that this device's slice holds."""
     ids_V = jnp.arange(size)
     return ids_V if axis is None else ids_V + lax.axis_index(axis) * size
+
+
+def summed(x: Array, axis: str) -> Array:
+    """The sum over a manual axis, in float32 on CPUs, and so is its gradient's.
+
+    XLA:CPU aborts on sums of smaller floats beside automatic axes.
+    """
+    on_cpu = scopes.in_use().mesh.devices.flat[0].platform == "cpu"
+    if not on_cpu or x.dtype.itemsize >= 4:
+        return lax.psum(x, axis)
+    wide = lax.psum(x.astype(jnp.float32), axis)
+    return lax.pcast(wide, (axis,), to="varying").astype(x.dtype)
 
 
 def lookup(w_VD: Array, ids: Array) -> Array:
@@ -43,12 +56,12 @@ def lookup(w_VD: Array, ids: Array) -> Array:
       w_VD: the embedding, or this device's slice of it.
       ids: integer token ids of any shape.
     """
-    if (axis := _axis("lookup")) is None:
+    if (axis := _axis("lookup", w_VD.shape[0])) is None:
         return w_VD[ids]
     local = ids - lax.axis_index(axis) * w_VD.shape[0]
     ours = (local >= 0) & (local < w_VD.shape[0])
     x_D = w_VD[jnp.clip(local, 0, w_VD.shape[0] - 1)]
-    return lax.psum(jnp.where(ours[..., None], x_D, jnp.zeros_like(x_D)), axis)
+    return summed(jnp.where(ours[..., None], x_D, jnp.zeros_like(x_D)), axis)
 
 
 def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
@@ -61,7 +74,10 @@ def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
       logits_BLV: logits, or those of this device's slice of the vocabulary.
       targets_BL: token ids.
     """
-    axis, logits_BLV = _axis("token_losses"), logits_BLV.astype(jnp.float32)
+    axis, logits_BLV = (
+        _axis("token_losses", logits_BLV.shape[-1]),
+        logits_BLV.astype(jnp.float32),
+    )
     ids_V = _numbers(logits_BLV.shape[-1], axis)
     hit_BLV = targets_BL[..., None] == ids_V[None, None]
     target_BL = jnp.sum(jnp.where(hit_BLV, logits_BLV, 0.0), axis=-1)

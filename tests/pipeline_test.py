@@ -12,7 +12,8 @@ from flax import nnx
 from tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
-from meshpar import layouts, schedules
+from experiments.models import decoder
+from meshpar import layouts, schedules, vocabulary
 from meshpar.arrangement import arrange
 from meshpar.errors import LayoutError
 from meshpar.pipelined import Pipelined
@@ -166,6 +167,7 @@ def test_auxiliary_losses_travel_with_the_activations():
         devices = jax.devices()[: layout.num_devices]
         program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
         found.append(host(program.gradients(program.init(0), rows)))
+        assert program.violations() == []
     (metrics, gradients), (want_metrics, want) = found
     assert metrics["penalty"] == pytest.approx(want_metrics["penalty"], rel=1e-5)
     assert relative_error(gradients, want) < 1e-5
@@ -178,9 +180,10 @@ def test_dropout_does_not_depend_on_the_schedule(stash):
     assert_equals_one_device(layout, "noisy", microbatches=4)
 
 
-def test_bfloat16_adds_gradients_up_in_float32():
-    layout = "pipe=2,fsdp=2,microbatches=8,schedule="
-    program = lower(f"{layout}1f1b", DEEP, compute_dtype=jnp.bfloat16)
+@pytest.mark.parametrize("vocab", ["edge", "pipe"])
+def test_bfloat16_adds_gradients_up_in_float32(vocab):
+    layout = f"pipe=2,fsdp=2,microbatches=8,vocab={vocab}"
+    program = lower(layout, DEEP, compute_dtype=jnp.bfloat16)
     _, gradients = program.gradients(program.init(0), batch())
     assert 1e-4 < relative_error(host(gradients), alone("deep")[1]) < 3e-2
     assert program.violations() == []
@@ -285,6 +288,8 @@ def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
     program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
     with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
         _ = program.compiled
+    with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
+        program.gradients(program.init(0), batch())
 
 
 def test_models_that_a_pipeline_cannot_run_are_refused():
@@ -309,3 +314,65 @@ def test_models_that_a_pipeline_cannot_run_are_refused():
     own = meshpar.from_nnx(Penalized, stages(embed), lambda m, b: 0.0)
     with pytest.raises(LayoutError, match="evaluation_loss_fn of its own"):
         meshpar.lower(own, sgd, "pipe=2,microbatches=2", rows, devices=two)
+
+
+class Directions(nnx.Module):
+    """Layers that divide by the norm of their weights: NaN going backward at 0."""
+
+    def __init__(self, rngs):
+        self.inside = nnx.Param(rngs.params.normal((4, 8)), out_sharding=(None, "mlp"))
+
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def layers(rngs):
+            return PenalizedLayer(rngs)
+
+        self.layers = layers(rngs)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+def test_padding_never_reaches_real_layers(kind):
+    def layer(layer, x):
+        w = layer.w[...]
+        return x + jnp.tanh(x @ (w / (1e-6 + jnp.linalg.norm(w))))
+
+    stages = meshpar.Stages(
+        stack="layers",
+        embed=lambda m, b: b["x"] @ m.inside[...],
+        layer=layer,
+        head_loss=lambda _, x, b: jnp.square(x).mean(),
+    )
+    made = meshpar.from_nnx(Directions, stages)
+    rows = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
+    found = []
+    for layout in (f"pipe=2,microbatches=2,schedule={kind}", "data=1"):
+        devices = jax.devices()[: layouts.parse(layout).num_devices]
+        program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
+        found.append(host(program.gradients(program.init(0), rows)[1]))
+    assert relative_error(*found) < 1e-5
+
+
+def z_loss(logits):
+    return jnp.square(jax.nn.logsumexp(logits, -1)).mean()
+
+
+def whole_again(logits):
+    """Twice the slice, as if the head were not split."""
+    targets = jnp.zeros(logits.shape[:2], jnp.int32)
+    return vocabulary.token_losses(jnp.tile(logits, 2), targets).mean()
+
+
+@pytest.mark.parametrize(
+    "penalty, words",
+    [(z_loss, "one slice of them"), (whole_again, "saw 64 tokens on every stage")],
+)
+def test_what_takes_a_slice_of_the_vocabulary_for_the_whole_is_refused(
+    monkeypatch, penalty, words
+):
+    def with_penalty(logits, targets):
+        return vocabulary.token_losses(logits, targets).mean() + penalty(logits)
+
+    monkeypatch.setattr(decoder, "cross_entropy", with_penalty)
+    program = lower("pipe=2,microbatches=2,vocab=pipe", model(depth=2))
+    with pytest.raises(LayoutError, match=words):
+        _ = program.lowered
