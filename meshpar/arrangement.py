@@ -3,6 +3,7 @@
 import dataclasses
 
 from meshpar import partition, schedules
+from meshpar.errors import LayoutError
 from meshpar.layouts import Layout
 from meshpar.partition import Partition
 from meshpar.schedules import Schedule
@@ -45,6 +46,11 @@ def arrange(layout: Layout, depth: int) -> Arrangement:
                 f"virtual_stages={chunks} left aside, because {stages * chunks} chunks "
                 f"have to divide {depth} layers, and pipe={stages} microbatches={num}"
             )
+            if layout.partition:
+                raise LayoutError(
+                    f"partition={layout.partition}: schedule=auto would have "
+                    f"{reason}; say schedule=interleaved, or leave virtual_stages out"
+                )
             chunks = 1
         why = f"schedule=auto took {name} ({reason})"
     sizes = tuple(map(int, layout.partition.split("/"))) if layout.partition else ()

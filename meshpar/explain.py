@@ -96,25 +96,17 @@ def _pipeline(program: TrainProgram) -> Pipeline | None:
         return None
     made, executor = lowering.arrangement, lowering.executor
     s = made.schedule
-    split = bool(s.weight)
-    waves = 3 if split else s.num_chunks
-    stages, num = s.num_stages, s.num_microbatches
     return Pipeline(
         schedule=s.name,
-        stages=stages,
-        microbatches=num,
+        stages=s.num_stages,
+        microbatches=s.num_microbatches,
         chunks=s.num_chunks,
         layers=made.partition.sizes,
         ops=tuple((kind, *op, tick) for kind, op, tick in s.placed()),
         text=str(s),
         ticks=s.num_ticks,
-        bubble=s.bubble(1, 1, 1) if split else s.bubble(),
-        formula=(
-            (stages - 1) / (waves * num + stages - 1),
-            f"(P-1)/({waves if waves > 1 else ''}M+P-1)",
-        )
-        if s.name in schedules.PUBLISHED
-        else None,
+        bubble=s.bubble(),
+        formula=schedules.formula(s),
         in_flight=tuple(s.in_flight()),
         stash_bytes=memory.stash_bytes(lowering, program.abstract_batch),
         sends=executor.num_sends + executor.num_gradient_sends,

@@ -83,6 +83,11 @@ class Explicit(Lowering):
         return Placement.of(path, spec, self.manual_axes)
 
     @property
+    def _rows(self) -> PartitionSpec:
+        """Spec of a batch leaf."""
+        return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
+
+    @property
     def _specs(self) -> dict[str, PartitionSpec]:
         """{path: spec} of parameters over the manual axes alone."""
         manual = set(self.manual_axes)
@@ -173,11 +178,10 @@ class Explicit(Lowering):
         """Runs fn(params, key, batch) on shards, every axis of ours manual."""
         if not self.manual_axes:
             return fn
-        batch = PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(self._specs, PartitionSpec(), batch),
+            in_specs=(self._specs, PartitionSpec(), self._rows),
             out_specs=out_specs,
             axis_names=set(self.manual_axes),
         )

@@ -165,7 +165,7 @@ class LayerScan:
         dx: Any,
         rows: tuple[Any, Array],
         sums: Params | None = None,
-        add: Callable[[Array, Array], Array] = lambda total, new: total + new,
+        on: Array | None = None,
     ) -> tuple[Any, Params]:
         """From the gradient of the output to that of the input and of the leaves.
 
@@ -177,7 +177,7 @@ class LayerScan:
           rows: as given to `forward`.
           sums: {path: [depth of the whole stack, ...]} to which the gradients of these
             rows are added in place; without it they are returned, [layers run, ...].
-          add: how one layer's gradient is added.
+          on: whether they are added at all; by default they are.
         """
         stash = self.stashes[-1]
 
@@ -190,7 +190,7 @@ class LayerScan:
             gradient = self.reduce(dweights)
             if sums is None:
                 return (dx, None), gradient
-            return (dx, _added(sums, gradient, row, add)), {}
+            return (dx, _added(sums, gradient, row, on)), {}
 
         carry = dx, sums
         (dx, sums), gradient = self._sweep(
@@ -230,9 +230,9 @@ class LayerScan:
         state: list[Array],
         rows: tuple[Any, Array],
         sums: Params,
-        add: Callable[[Array, Array], Array],
+        on: Array,
     ) -> Params:
-        """The second part (W): sums with the gradients of these rows added."""
+        """The second part (W): sums with the gradients of these rows added if `on`."""
         split = self.splits[-1]
 
         def one(
@@ -240,17 +240,18 @@ class LayerScan:
         ) -> tuple[Params, None]:
             gradient = self._of_layer(number, split.run_second(weights, state))
             gradient = self.reduce(gradient)
-            return _added(sums, gradient, row, add), None
+            return _added(sums, gradient, row, on), None
 
         return self._sweep(one, sums, leaves, constants, rows, state)[0]
 
 
-def _added(sums: Params, new: Params, row: Array, add: Callable) -> Params:
+def _added(sums: Params, new: Params, row: Array, on: Array | None) -> Params:
     added = {}
     for path, total in sums.items():
+        more = new[path].astype(total.dtype)
+        more = more if on is None else jnp.where(on, more, 0)
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)
-        after = add(before, new[path].astype(total.dtype))
-        added[path] = lax.dynamic_update_index_in_dim(total, after, row, 0)
+        added[path] = lax.dynamic_update_index_in_dim(total, before + more, row, 0)
     return added
 
 

@@ -147,10 +147,12 @@ def stash_bytes(lowering: Pipelined, batch: Any) -> int:
     if isinstance(lowering, PipeDream):  # The weights that a minibatch met, too.
         leaves = lowering.plan.weights.values()
         kept += sum(leaf.bytes_per_device for leaf in leaves)
-    # What W needs of a layer is about what the layer holds while it runs.
-    states = tables.num_states and (tables.num_states + 1) * traced.running
-    states *= lowering.arrangement.partition.rows
-    return (tables.num_stash + 1) * kept + waiting * traced.x + states
+    total = (tables.num_stash + 1) * kept + waiting * traced.x
+    if tables.num_states:
+        # What W needs of a layer is about what the layer holds while it runs.
+        state = lowering.arrangement.partition.rows * traced.running
+        total += (tables.num_states + 1) * state
+    return total
 
 
 def _held_by_stage(lowering: Pipelined) -> tuple[int, int]:

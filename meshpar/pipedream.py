@@ -32,8 +32,6 @@ from meshpar.pipelined import Pipelined
 from meshpar.split_backward import used_inputs
 from meshpar.tick_tables import Columns, Phase
 
-NAME = "pipedream"
-
 
 class _Updates(NamedTuple):
     """Whether a stage updates its weights in a tick, and after which minibatch."""
@@ -72,7 +70,7 @@ class PipeDream(Pipelined):
 
     def __post_init__(self):
         super().__post_init__()
-        layout = self.plan.layout
+        layout, name = self.plan.layout, self.arrangement.schedule.name
         for setting, bad in (
             (f"fsdp={layout.fsdp}", layout.fsdp > 1),
             (f"vocab={layout.vocab}", layout.vocab != "edge"),
@@ -82,14 +80,19 @@ class PipeDream(Pipelined):
         ):
             if bad:
                 raise LayoutError(
-                    f"schedule={NAME} updates every stage by itself, with all weights "
+                    f"schedule={name} updates every stage by itself, with all weights "
                     f"at hand: leave out {setting}"
                 )
+        if split := [path for path, p in self.placements.items() if p.splits]:
+            raise LayoutError(
+                f"schedule={name} updates every stage by itself, with all weights at "
+                f"hand, but a rule splits {split[0]} over data: leave that out"
+            )
         for leaf in self.plan.optimizer:
             ours = any(f"['{path}']" in leaf.path for path in self._stack_paths)
             if ours and leaf.spec[:1] != ((AXIS,),):
                 raise LayoutError(
-                    f"schedule={NAME}: the optimizer keeps {leaf.path} {leaf.shape}, "
+                    f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
                     "which no stage has alone; use one that works elementwise"
                 )
 
@@ -122,15 +125,15 @@ class PipeDream(Pipelined):
         )
         if both := sorted(by_embed & by_head):
             raise LayoutError(
-                f"schedule={NAME}: the first and the last stage both train {both[0]}, "
-                "each at its own time; use an untied head, or schedule=1f1b"
+                f"schedule={self.arrangement.schedule.name}: the first and the last "
+                f"stage both train {both[0]}, each at its own time; use an untied "
+                "head, or schedule=1f1b"
             )
         return {path: last if path in by_head else 0 for path in shared}
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """M updates of every stage; adds grad_norm, the mean over the minibatches."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        rows = PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
         manual = set(self.manual_axes)
 
         def over_manual(spec: PartitionSpec) -> PartitionSpec:
@@ -145,7 +148,7 @@ class PipeDream(Pipelined):
         run = jax.shard_map(
             functools.partial(self._run, owners=self._owners(shapes)),
             mesh=self.mesh,
-            in_specs=(specs, optimizer_specs, PartitionSpec(), rows),
+            in_specs=(specs, optimizer_specs, PartitionSpec(), self._rows),
             out_specs=(specs, optimizer_specs, PartitionSpec()),
             axis_names=manual,
         )

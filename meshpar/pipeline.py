@@ -2,8 +2,7 @@
 
 All stages walk through the ticks of a schedule in lock step. One tick is, in order:
 
-    gradient arrives | embed | forward | send | head and loss | backward | embedding's
-    gradient
+    gradient arrives | embed | F | send | head and loss | B | embedding's gradient | W
 
 Ticks in which the same slots are in use become one straight `lax.scan`: stages that
 have no work compute on what lies there and mask the result, so there is no conditional,
@@ -12,7 +11,7 @@ gradient beside the forward pass of the next tick.
 
 Where a schedule splits off weight gradients (zero-bubble), stages are out of step on
 purpose: there each operation stands under a conditional of its own stage, in which no
-collective may be (`branch_collectives`).
+collective may be (`Pipelined.check_compiled`).
 
 Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., PipeDream,
   arXiv:1806.03377 and arXiv:2104.04473. Several operations in one tick: ours.
@@ -28,39 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.buffers import AXIS, put, send, take, where, zeros_like
+from meshpar.stage import Stage
 from meshpar.tick_tables import Columns, Phase, Tables
 
 Array = jax.Array
 Params = dict[str, Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """What one stage does, as functions of chunk and microbatch (int32 scalars).
-
-    Attributes:
-      embed: microbatch -> x, what the first chunk reads.
-      forward: (chunk, microbatch, x) -> (y, what backward needs).
-      run: (chunk, microbatch, x) -> y, keeping nothing.
-      backward: (chunk, microbatch, kept, dy, sums, on) -> (dx, sums), the gradient of
-        its weights added where `on`.
-      backward_input: (chunk, microbatch, kept, dy) -> (dx, what `weights` needs).
-      weights: (chunk, state, sums, on) -> sums, the second part of `backward`.
-      head: (microbatch, y, on) -> (metrics, dy, gradient of the shared weights); `on`
-        is true on the stage that has y.
-      head_metrics: (microbatch, y, on) -> metrics.
-      embed_backward: (microbatch, dx, on) -> gradient of the shared weights.
-    """
-
-    embed: Callable[[Array], Any]
-    forward: Callable[[Array, Array, Any], tuple[Any, Any]]
-    run: Callable[[Array, Array, Any], Any]
-    backward: Callable[[Array, Array, Any, Any, Params, Array], tuple[Any, Params]]
-    backward_input: Callable[[Array, Array, Any, Any], tuple[Any, Any]]
-    weights: Callable[[Array, Any, Params, Array], Params]
-    head: Callable[[Array, Any, Array], tuple[Params, Any, Params]]
-    head_metrics: Callable[[Array, Any, Array], Params]
-    embed_backward: Callable[[Array, Any, Array], Params]
 
 
 class Sums(NamedTuple):
@@ -119,6 +90,10 @@ class _Slots(NamedTuple):
     weight: bool | Array
 
 
+_SLOT_COLUMNS = "f_on", "last", "b_on", "b_first", "w_on"
+"""What says in the tables whether a slot of `_Slots` is used, in the same order."""
+
+
 def _when(on: bool | Array, fn: Callable[..., Any], *operands: Any) -> Any:
     """fn(*operands), which has their structure, or they themselves where off."""
     if isinstance(on, bool):
@@ -175,12 +150,7 @@ class Executor:
     def _slots(self, phase: Phase, row: Columns, used: _Slots) -> _Slots:
         """What runs in a tick of a phase; `used` says it of all stages together."""
         if self.divergent:
-            return _Slots(
-                *(
-                    flag > 0
-                    for flag in (row.f_on, row.last, row.b_on, row.b_first, row.w_on)
-                )
-            )
+            return _Slots(*(getattr(row, name) > 0 for name in _SLOT_COLUMNS))
         if self.uniform:
             return used._replace(weight=False)
         head = used.head if phase.head is None else phase.head
@@ -290,13 +260,8 @@ class Executor:
         for phase in self._phases:
             ticks = slice(phase.start, phase.stop)
             rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], (columns, edges))
-            columns_used = ("f_on", "last", "b_on", "b_first", "w_on")
-            used = _Slots(
-                *(
-                    jnp.asarray(getattr(tables.columns, name)[ticks].any(axis=1))
-                    for name in columns_used
-                )
-            )
+            flags = (getattr(tables.columns, name)[ticks] for name in _SLOT_COLUMNS)
+            used = _Slots(*(jnp.asarray(flag.any(axis=1)) for flag in flags))
 
             def tick(
                 carry: _Carry, row: tuple[_Row, _Slots], phase: Phase = phase
@@ -373,9 +338,8 @@ class Executor:
 
     def _add_shared(self, total: Params, new: Params, on: Array) -> Params:
         """Adds a gradient on the stage that made it, or everyone's part of it."""
-        return _add(
-            total, new, jnp.full_like(on, True) if self.shares_vocabulary else on
-        )
+        everyone = jnp.full_like(on, True)
+        return _add(total, new, everyone if self.shares_vocabulary else on)
 
     def _backward(self, stage: Stage, row: _Row, carry: _Carry) -> _Carry:
         row = row[0]

@@ -1,8 +1,9 @@
-"""Pipelines inside the explicit lowering: what each stage does in a tick.
+"""Pipelines inside the explicit lowering: stages, ZeRO beside them, what is refused.
 
 The stack of layers is split over `pipe`; embedding and head run on the stages at its
-edges. The same layers, gathers and reductions as without a pipeline are given to the
-executor (`pipeline`), which runs them as the schedule says.
+edges, or split by vocabulary on all of them. The same layers, gathers and reductions as
+without a pipeline are given to the executor (`pipeline`), which runs them as the
+schedule says.
 
     zero=1, 2   weights gathered once a step, gradients reduced once a step
     zero=3      weights gathered in every tick that uses them, gradients reduced in it
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import buffers, fsdp, microbatch, tick_tables, vocabulary
+from meshpar import buffers, fsdp, microbatch, tick_tables
 from meshpar import scope as scopes
 from meshpar.arrangement import Arrangement, arrange
 from meshpar.compiled import Collective
@@ -27,9 +28,10 @@ from meshpar.flax_models import Params
 from meshpar.fsdp import Placement
 from meshpar.layer_scan import LayerScan
 from meshpar.lowering import Metrics, TrainState, model_scope
-from meshpar.pipeline import Executor, Stage
+from meshpar.pipeline import Executor
 from meshpar.plan import Spec
-from meshpar.staged import Key, fold
+from meshpar.stage import Stage
+from meshpar.staged import Key
 
 _PIPE = buffers.AXIS
 
@@ -235,140 +237,24 @@ class Pipelined(Explicit):
 
     def _stage(self, shared: Params, stack: Params, batch: Any, key: Key) -> Stage:
         """What this device does; without a key in evaluation mode."""
-        staged, schedule = self.model.staged, self.arrangement.schedule
-        num, parts = schedule.num_microbatches, self.arrangement.partition
-        batches = microbatch.split(batch, num)
+        parts, layout = self.arrangement.partition, self.plan.layout
         numbers = jnp.asarray(parts.order).reshape(parts.num_stages, -1)
-        numbers = self._vary(numbers[lax.axis_index(_PIPE)])
-        residuals = self.plan.layout.stash == "residuals"
-
-        def part(m: jax.Array) -> Any:
-            return jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, m, keepdims=False), batches
-            )
-
-        def key_of(m: jax.Array) -> Key:
-            return fold(key, m) if num > 1 else key
-
-        def layers_of(m: jax.Array) -> LayerScan:
-            return self._layers(fold(key_of(m), 1))
-
-        def rows(chunk: jax.Array) -> tuple[Any, jax.Array]:
-            if parts.num_chunks == 1:
-                return 0, numbers
-            start = chunk * parts.rows
-            return start, lax.dynamic_slice_in_dim(numbers, start, parts.rows)
-
-        def embed(m: jax.Array, shared: Params = shared) -> Any:
-            x = staged.embed(shared, part(m), fold(key_of(m), 0))
-            return jax.tree.map(self._vary, x)
-
-        def run(chunk: jax.Array, m: jax.Array, x: Any) -> Any:
-            return layers_of(m).run(stack, {}, x, rows(chunk))
-
-        stashes: list[LayerScan] = []
-        splits: list[LayerScan] = []
-        stashed, handed_over = _KeysAsData(), _KeysAsData()
-
-        def forward(chunk: jax.Array, m: jax.Array, x: Any) -> tuple[Any, Any]:
-            if not residuals:
-                return run(chunk, m, x), x
-            stashes.append(layers_of(m))
-            y, kept = stashes[-1].forward(stack, {}, x, rows(chunk))
-            return y, stashed.raw(kept)
-
-        def again(chunk: jax.Array, m: jax.Array, kept: Any) -> tuple[LayerScan, Any]:
-            if residuals:
-                return stashes[-1], stashed.typed(kept)
-            layers = layers_of(m)
-            return layers, layers.forward(stack, {}, kept, rows(chunk))[1]
-
-        def backward(
-            chunk: jax.Array, m: jax.Array, kept: Any, dy: Any, sums: Params, on: Any
-        ) -> tuple[Any, Params]:
-            layers, kept = again(chunk, m, kept)
-
-            def add(total: jax.Array, new: jax.Array) -> jax.Array:
-                return total + jnp.where(on, new, 0)
-
-            return layers.backward(stack, {}, kept, dy, rows(chunk), sums, add)
-
-        def backward_input(
-            chunk: jax.Array, m: jax.Array, kept: Any, dy: Any
-        ) -> tuple[Any, Any]:
-            layers, kept = again(chunk, m, kept)
-            dx, state = layers.backward_input(stack, {}, kept, dy, rows(chunk))
-            splits.append(layers)
-            return dx, handed_over.raw(state)
-
-        def weights(chunk: jax.Array, state: Any, sums: Params, on: Any) -> Params:
-            def add(total: jax.Array, new: jax.Array) -> jax.Array:
-                return total + jnp.where(on, new, 0)
-
-            layers = splits[-1]
-            return layers.backward_weights(
-                stack, {}, handed_over.typed(state), rows(chunk), sums, add
-            )
-
-        def loss(shared: Params, y: Any, m: jax.Array) -> tuple[jax.Array, Metrics]:
-            key = fold(key_of(m), 2)
-            value, aux = staged.head_loss(shared, y, part(m), key)
-            if self._splits_vocabulary:
-                self._check_vocabulary({"loss": value, **aux})
-            return self._weighted(value, aux)
-
-        def from_last(y: Any, on: jax.Array) -> Any:
-            """What the last stage has, on all stages, if they share the head."""
-            if not self._splits_vocabulary:
-                return y
-            mine = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
-            return jax.tree.map(lambda y: vocabulary.summed(y, _PIPE), mine)
-
-        def head(m: jax.Array, y: Any, on: jax.Array) -> tuple[Metrics, Any, Params]:
-            weighted, back, metrics = jax.vjp(
-                lambda shared, y: loss(shared, from_last(y, on), m),
-                shared,
-                y,
-                has_aux=True,
-            )
-            gradient, dy = back(jnp.where(on, 1.0, jnp.zeros_like(weighted)))
-            return metrics, dy, gradient
-
-        def head_metrics(m: jax.Array, y: Any, on: jax.Array) -> Metrics:
-            return loss(shared, from_last(y, on), m)[1]
-
-        def embed_backward(m: jax.Array, dx: Any, on: jax.Array) -> Params:
-            dx = jax.tree.map(lambda x: jnp.where(on, x, jnp.zeros_like(x)), dx)
-            return jax.vjp(lambda shared: embed(m, shared), shared)[1](dx)[0]
-
         return Stage(
-            embed,
-            forward,
-            run,
-            backward,
-            backward_input,
-            weights,
-            head,
-            head_metrics,
-            embed_backward,
+            staged=self.model.staged,
+            shared=shared,
+            stack=stack,
+            batches=microbatch.split(batch, layout.microbatches),
+            key=key,
+            numbers=self._vary(numbers[lax.axis_index(_PIPE)]),
+            num_chunks=parts.num_chunks,
+            layers=self._layers,
+            weigh=self._weighted,
+            vary=self._vary,
+            residuals=layout.stash == "residuals",
+            shares_vocabulary=self._splits_vocabulary,
         )
 
-
-class _KeysAsData:
-    """Turns random keys into plain arrays, which a buffer can hold, and back."""
-
-    def __init__(self) -> None:
-        self.impls: list[Any] = []
-
-    def raw(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        def is_key(x: jax.Array) -> bool:
-            return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-        self.impls = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
-        return [jax.random.key_data(x) if is_key(x) else x for x in arrays]
-
-    def typed(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        return [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(arrays, self.impls, strict=True)
-        ]
+    def _weighted(self, loss: jax.Array, aux: Metrics) -> tuple[jax.Array, Metrics]:
+        if self._splits_vocabulary:
+            self._check_vocabulary({"loss": loss, **aux})
+        return super()._weighted(loss, aux)

@@ -249,16 +249,15 @@ class TrainProgram:
 
     def _jit(self, fn: Callable, out_shardings: Any) -> Callable:
         jitted = jax.jit(self._traced(fn), out_shardings=out_shardings)
-        checked: list[bool] = []
+        safe: list[Callable] = [] if self.lowering.may_deadlock else [jitted]
 
         def call(state: TrainState, batch: Any) -> Any:
             with jax.set_mesh(self.mesh):
-                if self.lowering.may_deadlock and not checked:
-                    made = jitted.lower(self.abstract_state, self.abstract_batch)
-                    collectives = self._collectives_of(made.compile())
-                    self.lowering.check_compiled(collectives)
-                    checked.append(True)
-                return jitted(state, batch)
+                if not safe:
+                    made = jitted.lower(state, batch).compile()
+                    self.lowering.check_compiled(self._collectives_of(made))
+                    safe.append(made)
+                return safe[0](state, batch)
 
         return call
 

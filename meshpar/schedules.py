@@ -10,6 +10,7 @@ Chunk v of stage p holds the layers of position v * num_stages + p. Pure Python:
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ class Schedule:
       backward: tick of every B; computes the weights' gradient too if `weight` is
         empty.
       weight: tick of every W, or empty.
+      asynchronous: whether stages update their weights after every B (PipeDream); then
+        all slots run in every tick.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Schedule:
     forward: Ticks
     backward: Ticks
     weight: Ticks = dataclasses.field(default_factory=dict)
+    asynchronous: bool = False
 
     @property
     def num_ticks(self) -> int:
@@ -107,6 +111,8 @@ class Schedule:
         if found:
             return found
         found = [*self._crowded(), *self._broken()]
+        if self.asynchronous:
+            found += self._late()
         if most_in_flight is not None and not found:
             for stage, kept in enumerate(self.in_flight()):
                 if kept > most_in_flight:
@@ -149,6 +155,17 @@ class Schedule:
                     f"tick {b}"
                 )
 
+    def _late(self) -> Iterator[str]:
+        """What keeps stages from updating their weights after every B."""
+        if self.weight:
+            yield "weights change after every B, so W cannot be split off it"
+        if self.num_chunks > 1:
+            yield f"asynchronous stages have one chunk, not {self.num_chunks}"
+        for op in self.ops():
+            f, b = self.forward[op], self.backward[op]
+            if self.after(op) is None and b != f:
+                yield f"B{_at(op)} at tick {b} has to share tick {f} with its F"
+
     def in_flight(self) -> list[int]:
         """Most stage inputs that each stage keeps at once, from F to B inclusive."""
         most = [0] * self.num_stages
@@ -163,7 +180,8 @@ class Schedule:
         """Duration in lock step: every tick waits for its slowest stage.
 
         Without W all stages run the same slots of a tick, masked where they have no
-        work; with W a stage runs only its own.
+        work; with W a stage runs only its own. If asynchronous, every slot runs in
+        every tick.
 
         Args:
           f: time of one F of a whole stage (all its chunks).
@@ -171,6 +189,8 @@ class Schedule:
           w: of one W, likewise.
         """
         unit = {"F": f / self.num_chunks, "B": b / self.num_chunks}
+        if self.asynchronous:
+            return self.num_ticks * sum(unit.values())
         unit["W"] = w / self.num_chunks
         at: dict[int, dict[int, float]] = {}
         slots: dict[int, set[str]] = {}
@@ -182,10 +202,13 @@ class Schedule:
             return sum(max(stages.values()) for stages in at.values())
         return sum(unit[kind] for kinds in slots.values() for kind in kinds)
 
-    def bubble(self, f: float = 1.0, b: float = 2.0, w: float = 0.0) -> float:
-        """Share of the time in which a stage waits."""
-        ideal = self.num_microbatches * (f + b + w)
-        return 1 - ideal / self.time(f, b, w)
+    def bubble(self) -> float:
+        """Share of the time in which a stage waits, if B takes twice as long as F.
+
+        Where W is split off, F, B and W take equally long.
+        """
+        times = (1.0, 1.0, 1.0) if self.weight else (1.0, 2.0, 0.0)
+        return 1 - self.num_microbatches * sum(times) / self.time(*times)
 
     def __str__(self) -> str:
         """The schedule as text: stages down, ticks across, `F3 B1` by microbatch."""
@@ -212,9 +235,6 @@ def _at(op: Op) -> str:
 Maker = Callable[[int, int, int], Schedule]
 """(num_stages, num_microbatches, num_chunks) -> Schedule."""
 
-SCHEDULES: dict[str, Maker] = {}
-"""What `schedule=NAME` in a layout may say; `register` adds to it."""
-
 
 def register(name: str) -> Callable[[Maker], Maker]:
     """Makes a schedule of one's own known to layouts as `schedule=NAME`.
@@ -222,7 +242,16 @@ def register(name: str) -> Callable[[Maker], Maker]:
     @schedules.register("mine")
     def mine(num_stages, num_microbatches, num_chunks):
         return schedules.Schedule("mine", ..., forward={...}, backward={...})
+
+    Raises:
+      LayoutError: a name that is taken, or that a layout cannot say.
     """
+    if name in PUBLISHED or name == "auto":
+        raise LayoutError(f"schedule={name} is meshpar's own: choose another name")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise LayoutError(
+            f"schedule={name!r}: a name has letters, digits, '_', '-' and '.' alone"
+        )
 
     def add(maker: Maker) -> Maker:
         SCHEDULES[name] = maker
@@ -286,7 +315,6 @@ def _fused(
     return Schedule(name, num_stages, num_microbatches, num_chunks, forward, backward)
 
 
-@register("gpipe")
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """All forward passes, then all backward passes.
 
@@ -299,7 +327,6 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
     return _fused("gpipe", num_stages, num_microbatches, 1, forwards)
 
 
-@register("1f1b")
 def one_f_one_b(
     num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
@@ -315,19 +342,19 @@ def one_f_one_b(
     return _fused("1f1b", num_stages, num_microbatches, 1, num_stages - 1)
 
 
-@register("pipedream")
 def pipedream(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The ticks of 1F1B for asynchronous training: weights change after every B.
 
-    What this does to training stands in `meshpar.pipedream`.
+    What this does to training stands in `meshpar.pipedream`. Bubble
+    2(P-1)/(M+2(P-1)): an update after every tick leaves no phases without F or B.
 
     Source: Narayanan et al., PipeDream, arXiv:1806.03377, section 3.2.
     """
     _one_chunk("pipedream", num_chunks)
-    return _fused("pipedream", num_stages, num_microbatches, 1, num_stages - 1)
+    fused = _fused("pipedream", num_stages, num_microbatches, 1, num_stages - 1)
+    return dataclasses.replace(fused, asynchronous=True)
 
 
-@register("interleaved")
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B over several chunks of layers per stage: smaller ticks, smaller bubble.
 
@@ -345,7 +372,6 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     return _fused("interleaved", num_stages, num_microbatches, num_chunks, start)
 
 
-@register("zb_h1")
 def zb_h1(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """1F1B whose weight gradients (W) fill the ticks that would be idle.
 
@@ -385,5 +411,30 @@ def zb_h1(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
             room.append(1)
 
 
-PUBLISHED = frozenset(SCHEDULES)
+PUBLISHED: Mapping[str, Maker] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "pipedream": pipedream,
+}
 """The schedules of the papers, whose bubbles have closed forms."""
+
+SCHEDULES: dict[str, Maker] = dict(PUBLISHED)
+"""What `schedule=NAME` in a layout may say; `register` adds to it."""
+
+
+def formula(schedule: Schedule) -> tuple[float, str] | None:
+    """The bubble in closed form: its value and how it is written.
+
+    None for a schedule of one's own. ZB-H1 needs M >= 2P for its formula.
+    """
+    if schedule.name not in PUBLISHED:
+        return None
+    waves = 3 if schedule.weight else schedule.num_chunks
+    edge = schedule.num_stages - 1
+    waves_text = "M" if waves == 1 else f"{waves}M"
+    text = f"(P-1)/({waves_text}+P-1)"
+    if schedule.asynchronous:
+        edge, text = 2 * edge, "2(P-1)/(M+2(P-1))"
+    return edge / (waves * schedule.num_microbatches + edge), text

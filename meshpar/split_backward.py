@@ -58,6 +58,12 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
     return [_read(env, atom) for atom in jaxpr.outvars]
 
 
+def _without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """The closed jaxpr of fn(*inputs) with every call in it written out."""
+    whole = jax.make_jaxpr(fn)(*inputs)
+    return jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*inputs)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitBackward:
     """The two parts of fn(weights, args) -> (gradient of the weights, rest).
@@ -104,11 +110,7 @@ class SplitBackward:
             trees.append((len(flat_gradient), gradient_tree, rest_tree))
             return [*flat_gradient, *flat_rest]
 
-        inputs = (*flat_weights, *flat_args)
-        whole = jax.make_jaxpr(flat)(*inputs)
-        closed = jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(
-            *inputs
-        )
+        closed = _without_calls(flat, (*flat_weights, *flat_args))
         jaxpr = closed.jaxpr
         count, gradient_tree, rest_tree = trees[0]
         gradients, rest = jaxpr.outvars[:count], jaxpr.outvars[count:]
@@ -177,17 +179,23 @@ def _needed(jaxpr: Any, outputs: Sequence[Any], done: frozenset[int]) -> list[in
 
 
 def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> set[str]:
-    """Keys of `params` that fn(params, *args) reads for its result."""
-    paths, leaves = list(params), list(params.values())
+    """Keys of `params` that fn(params, *args) reads for its result.
 
-    def flat(*flat_params: Array) -> list[Array]:
-        made = fn(dict(zip(paths, flat_params, strict=True)), *args_in_fn)
-        return jax.tree.leaves(made)
+    Args:
+      fn: any function of pytrees.
+      params: {key: array or ShapeDtypeStruct}.
+      *args: pytrees of the same; only shapes matter.
+    """
+    paths, (leaves, tree) = list(params), jax.tree.flatten(args)
 
-    args_in_fn = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), args)
-    whole = jax.make_jaxpr(flat)(*leaves)
-    closed = jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*leaves)
-    jaxpr, live = closed.jaxpr, set(_variables(closed.jaxpr.outvars))
+    def flat(*inputs: Array) -> list[Array]:
+        given = dict(zip(paths, inputs, strict=False))
+        return jax.tree.leaves(
+            fn(given, *jax.tree.unflatten(tree, inputs[len(given) :]))
+        )
+
+    jaxpr = _without_calls(flat, (*params.values(), *leaves)).jaxpr
+    live = set(_variables(jaxpr.outvars))
     for number in _needed(jaxpr, jaxpr.outvars, frozenset()):
         live.update(_variables(jaxpr.eqns[number].invars))
-    return {p for p, v in zip(paths, jaxpr.invars, strict=True) if v in live}
+    return {path for path, v in zip(paths, jaxpr.invars, strict=False) if v in live}

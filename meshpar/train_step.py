@@ -130,7 +130,7 @@ def lower(
             f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
             "lowering=jit; leave it out, or use lowering=shard_map with a staged model"
         )
-    order, why = None, ""
+    made, order, why = None, None, ""
     if layout.pipe > 1:
         if why_not or lowering == "jit":
             raise LayoutError(
@@ -173,13 +173,13 @@ def lower(
     names = [lowering or ("jit" if why_not else "shard_map")]
     if lowering == "auto":
         names = ["jit"] if why_not else list(LOWERINGS)
-    if layout.pipe > 1:
-        names = ["pipedream" if layout.schedule == "pipedream" else "pipeline"]
-    kinds = LOWERINGS | {"pipeline": Pipelined, "pipedream": PipeDream}
+    kinds = [LOWERINGS[name] for name in names]
+    if made is not None:
+        kinds = [PipeDream if made.schedule.asynchronous else Pipelined]
     parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
     programs = [
-        TrainProgram(kinds[name](*parts), abstract_state, abstract_batch, why, order)
-        for name in names
+        TrainProgram(kind(*parts), abstract_state, abstract_batch, why, order)
+        for kind in kinds
     ]
     if len(programs) == 1:
         return programs[0]

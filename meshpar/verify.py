@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from meshpar.errors import MeshparError
+from meshpar.pipedream import PipeDream
 from meshpar.program import TrainProgram
 
 _FLOOR = 1e-2
@@ -116,10 +117,11 @@ def verify(
       MeshparError: called in a multi-process run, where one device cannot hold both,
         or for a staleness mode, which is another algorithm.
     """
-    if program.layout.schedule == "pipedream":
+    if isinstance(program.lowering, PipeDream):
         raise MeshparError(
-            "schedule=pipedream trains with stale weights on purpose, so it does not "
-            "equal one device: verify schedule=1f1b, which has the same stages"
+            f"schedule={program.layout.schedule} trains with stale weights on purpose, "
+            "so it does not equal one device: verify schedule=1f1b, which has the same "
+            "stages"
         )
     if jax.process_count() > 1:
         raise MeshparError("verify compares with one device: run it in one process")

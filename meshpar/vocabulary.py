@@ -28,12 +28,6 @@ def _axis(name: str, size: int) -> str | None:
     return "pipe" if split else None
 
 
-def _numbers(size: int, axis: str | None) -> Array:
-    """Token ids that this device's slice holds."""
-    ids_V = jnp.arange(size)
-    return ids_V if axis is None else ids_V + lax.axis_index(axis) * size
-
-
 def summed(x: Array, axis: str) -> Array:
     """The sum over a manual axis, in float32 on CPUs, and so is its gradient's.
 
@@ -78,7 +72,8 @@ def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
         _axis("token_losses", logits_BLV.shape[-1]),
         logits_BLV.astype(jnp.float32),
     )
-    ids_V = _numbers(logits_BLV.shape[-1], axis)
+    size = logits_BLV.shape[-1]
+    ids_V = jnp.arange(size) + (0 if axis is None else lax.axis_index(axis) * size)
     hit_BLV = targets_BL[..., None] == ids_V[None, None]
     target_BL = jnp.sum(jnp.where(hit_BLV, logits_BLV, 0.0), axis=-1)
     if axis is None:

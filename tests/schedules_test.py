@@ -26,8 +26,11 @@ def test_bubble_and_in_flight_are_the_papers(stages, microbatches):
     assert flushed.in_flight() == kept and max(kept) <= 2 * p - 1
     split = schedules.make("zb_h1", p, m)
     if m >= 2 * p:
-        assert split.bubble(1, 1, 1) == pytest.approx((p - 1) / (3 * m + p - 1))
+        assert split.bubble() == pytest.approx((p - 1) / (3 * m + p - 1))
     assert split.in_flight() == kept
+    stale = schedules.make("pipedream", p, m)
+    assert stale.bubble() == pytest.approx(2 * (p - 1) / (m + 2 * (p - 1)))
+    assert schedules.formula(stale)[0] == pytest.approx(stale.bubble())
     for chunks in (2, 3):
         if m % p == 0:
             made = schedules.make("interleaved", p, m, chunks)
@@ -121,6 +124,16 @@ def test_a_schedule_of_ones_own(monkeypatch):
 
     with pytest.raises(LayoutError, match="cannot run:\n.*arrives after tick"):
         schedules.make("broken", 2, 3)
+
+    @schedules.register("stale")
+    def stale(num_stages, num_microbatches, num_chunks):
+        return dataclasses.replace(made, name="stale", asynchronous=True)
+
+    with pytest.raises(LayoutError, match="has to share tick 1 with its F"):
+        schedules.make("stale", 2, 3)
+    for name in ("1f1b", "auto", "a,b", "with space", ""):
+        with pytest.raises(LayoutError, match="another name|a name has letters"):
+            schedules.register(name)
 
 
 def test_the_picture_in_text():

@@ -122,8 +122,7 @@ def main(_: Sequence[str]) -> int:
         median, predicted = statistics.median(times), ""
         if name in programs and isinstance(programs[name].lowering, Pipelined):
             schedule = programs[name].lowering.arrangement.schedule
-            bubble = schedule.bubble(1, 1, 1) if schedule.weight else schedule.bubble()
-            predicted = f", tick model {1 / (1 - bubble):.2f}"
+            predicted = f", tick model {1 / (1 - schedule.bubble()):.2f}"
         print(
             f"{name}: {1000 * median:.0f} ms, {median / plain:.2f} x plain{predicted}"
         )
