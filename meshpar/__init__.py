@@ -7,7 +7,14 @@ from meshpar.flax_models import Model as Model
 from meshpar.flax_models import Param as Param
 from meshpar.flax_models import from_linen as from_linen
 from meshpar.flax_models import from_nnx as from_nnx
+from meshpar.gossip import Gossip as Gossip
 from meshpar.layouts import Layout as Layout
+from meshpar.local_sgd import Elastic as Elastic
+from meshpar.local_sgd import Lerp as Lerp
+from meshpar.local_sgd import LocalSGD as LocalSGD
+from meshpar.local_sgd import Overwrite as Overwrite
+from meshpar.local_sgd import Shift as Shift
+from meshpar.local_sgd import warm_up as warm_up
 from meshpar.lowering import TrainState as TrainState
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate

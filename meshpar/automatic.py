@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshpar import layouts, microbatch
 from meshpar.flax_models import Params
@@ -53,7 +53,7 @@ class Automatic(Lowering):
     ) -> tuple[Metrics, Params]:
         """Means over microbatches, each weighted by its aux["weight"] (1 without)."""
         num = self.plan.layout.microbatches
-        split = NamedSharding(self.mesh, PartitionSpec(None, layouts.BATCH_AXES))
+        split = self.sharding(PartitionSpec(None, layouts.BATCH_AXES))
         batches = jax.lax.with_sharding_constraint(microbatch.split(batch, num), split)
         first = jax.tree.map(lambda x: x[0], batches)
         metrics, _ = jax.eval_shape(one, first, key)

@@ -56,6 +56,7 @@ class Explicit(Lowering):
     """`Lowering` by shard_map; for staged models."""
 
     name = "shard_map"
+    types_replicas = True
 
     def __post_init__(self):
         _ = self.prefetched  # Rules that cannot be honoured fail here.
@@ -70,8 +71,13 @@ class Explicit(Lowering):
         """The axes of the shard_map; all others stay automatic."""
         return self.batch_axes
 
+    @property
+    def all_manual_axes(self) -> tuple[str, ...]:
+        """The same, and that of replicas around it."""
+        return (*self.replica_axes, *self.manual_axes)
+
     def _vary(self, x: jax.Array) -> jax.Array:
-        return fsdp.vary(x, self.manual_axes)
+        return fsdp.vary(x, self.all_manual_axes)
 
     @functools.cached_property
     def placements(self) -> dict[str, Placement]:
@@ -180,7 +186,6 @@ class Explicit(Lowering):
             return fn
         return jax.shard_map(
             fn,
-            mesh=self.mesh,
             in_specs=(self._specs, PartitionSpec(), self._rows),
             out_specs=out_specs,
             axis_names=set(self.manual_axes),
@@ -192,7 +197,7 @@ class Explicit(Lowering):
         """`gradients` on one shard of the batch."""
         key = self._shard_key(key)
         leaves, whole = self._leaves(params)
-        with model_scope(self.plan.layout, self.mesh, self.manual_axes):
+        with model_scope(self.plan.layout, self.mesh, self.all_manual_axes):
             sums = self._sums(leaves, whole, batch, key)
         return self._reduce(*sums, params)
 

@@ -24,11 +24,14 @@ from meshpar.scope import constrain as constrain
 from meshpar.scope import remat as remat
 from meshpar.scope import use as use
 
-AXES = ("pipe", "data", "fsdp", "tensor")
-"""Mesh axes, outer (slowest link) to inner. `data` replicates, `fsdp` shards."""
+AXES = ("replica", "pipe", "data", "fsdp", "tensor")
+"""Mesh axes, outer (slowest link) to inner. `data` replicates, `fsdp` shards.
+
+Along `replica` whole models may differ for a while (local SGD).
+"""
 
 BATCH_AXES = ("data", "fsdp")
-"""The axes over which a batch is split."""
+"""The axes over which a batch is split, each replica's part of it on its own."""
 
 PARAM_RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
@@ -97,6 +100,8 @@ class Layout:
     """Axis sizes, rules and options of one parallel layout.
 
     Attributes:
+      replica: number of replicas that train apart and are synchronized now and then;
+        needs `lower(mode=LocalSGD(...))`.
       pipe: size of the axis over which the layers are split (pipeline stages).
       data: size of the axis over which parameters are replicated (data parallelism).
       fsdp: size of the axis over which training state is sharded (ZeRO).
@@ -131,6 +136,7 @@ class Layout:
       LayoutError: a size, option or rule that cannot be meant.
     """
 
+    replica: int = 1
     pipe: int = 1
     data: int = 1
     fsdp: int = 1
@@ -230,7 +236,7 @@ class Layout:
 
     @property
     def num_batch_shards(self) -> int:
-        """Pieces into which a batch is split over the mesh."""
+        """Pieces into which a batch is split over the mesh of one replica."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     @property
@@ -248,13 +254,15 @@ class Layout:
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raises LayoutError unless the batch splits over devices and microbatches."""
-        unit = self.num_batch_shards * self.microbatches
+        unit = self.replica * self.num_batch_shards * self.microbatches
+        apart = self.replica > 1
         if batch_size < 1 or batch_size % unit:
             near = max(unit, round(batch_size / unit) * unit)
             raise LayoutError(
-                f"batch={batch_size} does not divide over data*fsdp*microbatches="
-                f"{self.data}*{self.fsdp}*{self.microbatches}={unit}; use a multiple "
-                f"of {unit} (the nearest is {near}), or a smaller layout"
+                f"batch={batch_size} does not divide over {'replica*' * apart}data*fsdp"
+                f"*microbatches={f'{self.replica}*' * apart}{self.data}*{self.fsdp}*"
+                f"{self.microbatches}={unit}; use a multiple of {unit} (the nearest is "
+                f"{near}), or a smaller layout"
             )
 
     def __str__(self) -> str:

@@ -78,6 +78,8 @@ class Lowering:
     """
 
     name: ClassVar[str]
+    types_replicas: ClassVar[bool] = False
+    """Whether what differs between replicas has to be marked so (check_vma)."""
 
     model: Model
     optimizer: optax.GradientTransformation
@@ -85,6 +87,11 @@ class Lowering:
     mesh: Mesh
     clip_norm: float | None
     compute_dtype: Any
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axis along which steps run apart, manual already, or ()."""
+        return ("replica",) if self.mesh.shape["replica"] > 1 else ()
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
@@ -122,11 +129,13 @@ class Lowering:
     def shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
         """Constrains {path: array} to specs."""
         return {
-            path: jax.lax.with_sharding_constraint(
-                x, NamedSharding(self.mesh, specs[path])
-            )
+            path: jax.lax.with_sharding_constraint(x, self.sharding(specs[path]))
             for path, x in tree.items()
         }
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+        """A spec on this mesh, or on the one at hand, which knows its manual axes."""
+        return spec if self.replica_axes else NamedSharding(self.mesh, spec)
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of the optimizer, which runs on shards; adds grad_norm."""

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, tree_map_with_path
 
+from meshpar import fsdp
 from meshpar.buffers import AXIS, put, send, take, where, zeros_like
 from meshpar.errors import LayoutError
 from meshpar.explicit import WEIGHT
@@ -147,7 +148,6 @@ class PipeDream(Pipelined):
         )
         run = jax.shard_map(
             functools.partial(self._run, owners=self._owners(shapes)),
-            mesh=self.mesh,
             in_specs=(specs, optimizer_specs, PartitionSpec(), self._rows),
             out_specs=(specs, optimizer_specs, PartitionSpec()),
             axis_names=manual,
@@ -177,7 +177,7 @@ class PipeDream(Pipelined):
             )
         )
         own = functools.partial(jax.tree.map, self._of_stage)
-        with model_scope(self.plan.layout, self.mesh, self.manual_axes):
+        with model_scope(self.plan.layout, self.mesh, self.all_manual_axes):
             m = columns.f_microbatch[0]
             stage = self._stage(*self._used(params), batch, key)
             x = jax.eval_shape(lambda: stage.embed(m))
@@ -210,8 +210,7 @@ class PipeDream(Pipelined):
 
     def _of_stage(self, x: jax.Array) -> jax.Array:
         """Marks an array as differing over pipe."""
-        varying = AXIS in jax.typeof(x).manual_axis_type.varying
-        return x if varying else lax.pcast(x, (AXIS,), to="varying")
+        return fsdp.vary(x, (*self.replica_axes, AXIS))
 
     def _used(self, params: Params) -> tuple[Params, Params]:
         """Weights as a minibatch meets them: embedding and head, and the layers."""

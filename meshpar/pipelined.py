@@ -219,7 +219,7 @@ class Pipelined(Explicit):
         """Loss and aux of the model in evaluation mode."""
 
         def forward(params: Params, _: jax.Array, batch: Any) -> Metrics:
-            with model_scope(self.plan.layout, self.mesh, self.manual_axes):
+            with model_scope(self.plan.layout, self.mesh, self.all_manual_axes):
                 shared, stack = self._split(self._leaves(params)[0])
                 stage = self._stage(shared, stack, batch, None)
                 means = self._means(self.executor.evaluate(stage))

@@ -221,8 +221,8 @@ class _Resolver:
             if regex not in self.waivers_used:
                 self.problems.append(f"waiver {regex!r} waives nothing; remove it")
         used = {axis for spec in specs.values() for axes in spec for axis in axes}
-        for axis in AXES:
-            if axis != "data" and self.sizes[axis] > 1 and axis not in used:
+        for axis in (axis for axis in AXES if axis not in ("replica", "data")):
+            if self.sizes[axis] > 1 and axis not in used:
                 self.problems.append(
                     f"axis {axis}={self.sizes[axis]} shards no parameter; map a dim to "
                     f"it (params.DIM={axis}), lower min_shard_size, or use data instead"

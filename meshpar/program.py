@@ -87,6 +87,10 @@ class TrainProgram:
         """Returns the loss and aux of the model in evaluation mode."""
         return self._evaluate(state, self._placed(batch))
 
+    def weights(self, state: TrainState) -> Params:
+        """The weights that `evaluate` uses, {path: array}."""
+        return state.params
+
     def in_model_order(self, state: TrainState) -> TrainState:
         """The state with layers in the order of the model, the same in all layouts.
 
@@ -151,7 +155,12 @@ class TrainProgram:
             traced = self._traced(self.lowering.gradients)
             shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
         metrics = set(shapes[0]) | {"weight"}
-        return traffic.declare(self.lowering, self.abstract_batch, len(metrics))
+        return traffic.declare(self.lowering, self.step_batch, len(metrics))
+
+    @property
+    def step_batch(self) -> Any:
+        """The abstract batch that `lowering` sees in one step."""
+        return self.abstract_batch
 
     def violations(self) -> list[str]:
         """What the compiled training step does against its contract."""

@@ -47,13 +47,18 @@ def declare(lowering: Lowering, batch: Any, num_metrics: int) -> Contract:
             terms += [*_send_terms(lowering, batch)]
             terms += [*_vocabulary_terms(lowering, batch)]
     else:
-        used = tuple(a for a, n in lowering.mesh.shape.items() if n > 1)
-        if used:
+        if used := _inside(lowering):
             why = "lowering=jit: the compiler chooses"
             terms.append(
                 Term("any", used, _ways(lowering, used), 0, math.inf, why, True)
             )
     return Contract(tuple(terms))
+
+
+def _inside(lowering: Lowering) -> tuple[str, ...]:
+    """The axes in use, but for that of replicas, over which no step moves anything."""
+    sizes = lowering.mesh.shape.items()
+    return tuple(a for a, n in sizes if n > 1 and a not in lowering.replica_axes)
 
 
 def _ways(lowering: Lowering, axes: Iterable[str]) -> int:
@@ -62,7 +67,7 @@ def _ways(lowering: Lowering, axes: Iterable[str]) -> int:
 
 def _scalars(lowering: Lowering) -> Iterator[Term]:
     """Global norm, and means of an optimizer that reduces over whole tensors."""
-    used = tuple(a for a, n in lowering.mesh.shape.items() if n > 1)
+    used = _inside(lowering)
     if not used:
         return
     plan, size = lowering.plan, 8 * len(lowering.plan.parameters)
@@ -336,11 +341,7 @@ def _activation_bytes(lowering: Explicit, batch: Any) -> int:
 
 def _tensor_terms(lowering: Explicit, batch: Any) -> Iterator[Term]:
     """A bound on what the compiler moves for tensor parallelism."""
-    axes = tuple(
-        axis
-        for axis, size in lowering.mesh.shape.items()
-        if size > 1 and axis not in lowering.manual_axes
-    )
+    axes = tuple(a for a in _inside(lowering) if a not in lowering.manual_axes)
     if not axes:
         return
     ways, layout = _ways(lowering, axes), lowering.plan.layout

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import choose, explicit, layouts
+from meshpar import choose, explicit, layouts, local_program
 from meshpar.arrangement import arrange
 from meshpar.automatic import Automatic
 from meshpar.errors import LayoutError, nearest
@@ -20,6 +20,7 @@ from meshpar.explicit import Explicit
 from meshpar.flax_models import Model
 from meshpar.layer_order import LayerOrder
 from meshpar.layouts import Layout
+from meshpar.local_sgd import LocalSGD
 from meshpar.lowering import Lowering, TrainState, model_scope
 from meshpar.mesh import make_mesh
 from meshpar.pipedream import PipeDream
@@ -33,7 +34,8 @@ LOWERINGS: dict[str, type[Lowering]] = {
 """How gradients come about: by the compiler, or written by us."""
 
 
-def _abstract_batch(batch: Any, layout: Layout, mesh: Mesh) -> Any:
+def _abstract_batch(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
+    """The global batch, and the part of one replica."""
     leaves = jax.tree.leaves(batch)
     if not leaves:
         raise ValueError("the batch is empty: give at least one array [batch, ...]")
@@ -41,12 +43,19 @@ def _abstract_batch(batch: Any, layout: Layout, mesh: Mesh) -> Any:
         shapes = [tuple(x.shape) for x in leaves]
         raise ValueError(f"batch leaves {shapes}: all need the same leading batch dim")
     layout.check_batch_size(leaves[0].shape[0])
-    sharding = NamedSharding(mesh, PartitionSpec(layouts.BATCH_AXES))
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
-        ),
-        batch,
+
+    def rows(x: Any, axes: tuple[str, ...], parts: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (x.shape[0] // parts, *x.shape[1:]),
+            jax.dtypes.canonicalize_dtype(x.dtype),
+            sharding=NamedSharding(mesh, PartitionSpec(axes)),
+        )
+
+    axes, replicas = layouts.BATCH_AXES, layout.replica
+    apart = ("replica", *axes) if replicas > 1 else axes
+    return (
+        jax.tree.map(lambda x: rows(x, apart, 1), batch),
+        jax.tree.map(lambda x: rows(x, axes, replicas), batch),
     )
 
 
@@ -86,6 +95,26 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
         )
 
 
+def _check_mode(mode: LocalSGD | None, layout: Layout, lowering: str) -> None:
+    replicas = layout.replica
+    if mode is None and replicas > 1:
+        raise LayoutError(
+            f"replica={replicas} lets replicas differ, and nothing would synchronize "
+            f"them: give mode=LocalSGD(...) (--optimizer_mode=local_sgd), or use "
+            f"data={replicas}"
+        )
+    if mode is not None and replicas == 1:
+        raise LayoutError(
+            "mode=LocalSGD synchronizes replicas, and the layout has one: add "
+            "replica=N, or leave the mode out"
+        )
+    if mode is not None and lowering == "auto":
+        raise LayoutError(
+            "lowering=auto compares whole steps, of which local SGD has several: use "
+            "shard_map or jit"
+        )
+
+
 def lower(
     model: Model,
     optimizer: optax.GradientTransformation,
@@ -96,6 +125,7 @@ def lower(
     clip_norm: float | None = None,
     compute_dtype: Any = None,
     lowering: str = "",
+    mode: LocalSGD | None = None,
 ) -> TrainProgram:
     """Lowers training of a model under a layout to one SPMD program.
 
@@ -112,6 +142,8 @@ def lower(
       lowering: "shard_map" (explicit collectives, for staged models), "jit" (the
         compiler's), or "auto" to compile both and take the better program; by default
         the explicit one wherever it is possible.
+      mode: how replicas that train apart are synchronized, for layouts with
+        replica=R; every replica trains on its part of the batch.
 
     Raises:
       LayoutError: a layout that the devices, the model or the batch cannot honour.
@@ -125,6 +157,7 @@ def lower(
     if why_not := explicit.why_not(model, layout):
         if lowering == "shard_map":
             raise LayoutError(f"lowering=shard_map: {why_not}; use lowering=jit")
+    _check_mode(mode, layout, lowering)
     if layout.prefetch and (why_not or lowering == "jit"):
         raise LayoutError(
             f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
@@ -145,11 +178,17 @@ def lower(
             )
         made = arrange(layout, staged.depth)
         why = made.why
+        if made.partition.moves and layout.replica > 1:
+            raise LayoutError(
+                f"replica={layout.replica} with a pipeline whose layers are stored in "
+                "another order (several chunks per stage, or an uneven depth) is not "
+                "supported; use virtual_stages=1 and a depth that pipe divides"
+            )
         if made.partition.moves:
             order = LayerOrder(made.partition, staged.prefix)
             model = order.stored(model)
     mesh = make_mesh(layout, devices)
-    abstract_batch = _abstract_batch(batch, layout, mesh)
+    abstract_batch, step_batch = _abstract_batch(batch, layout, mesh)
     params = {
         p: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in model.params.items()
     }
@@ -157,7 +196,7 @@ def lower(
     if order is not None:
         order.check_optimizer(optimizer_state, params)
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
-    _check_trace(model, layout, mesh, abstract_batch)
+    _check_trace(model, layout, mesh, step_batch)
 
     def with_sharding(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
@@ -177,9 +216,13 @@ def lower(
     if made is not None:
         kinds = [PipeDream if made.schedule.asynchronous else Pipelined]
     parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
+    lowerings = [kind(*parts) for kind in kinds]
+    if mode is not None:
+        (one,) = lowerings
+        return local_program.make(one, mode, abstract_state, abstract_batch, step_batch)
     programs = [
-        TrainProgram(kind(*parts), abstract_state, abstract_batch, why, order)
-        for kind in kinds
+        TrainProgram(one, abstract_state, abstract_batch, why, order)
+        for one in lowerings
     ]
     if len(programs) == 1:
         return programs[0]

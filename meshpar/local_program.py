@@ -1,0 +1,534 @@
+"""Local SGD as programs: replicas step apart, fragments travel beside the steps.
+
+The inner step is the lowered step of one replica inside a shard_map that is manual over
+`replica`: nothing in it can cross that axis. What crosses it stands in `outer_sync`, in
+the same compiled program as the step beside which it travels. Which program runs is
+decided on the host by the schedule, so no program has a conditional for it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.compiled import Collective
+from meshpar.contract import Contract
+from meshpar.flax_models import Params
+from meshpar.layouts import AXES
+from meshpar.local_sgd import LocalSGD, Schedule, Transfer, check_arrival
+from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
+from meshpar.outer_sync import AXIS, OuterSync, SyncState
+from meshpar.program import TrainProgram
+
+_STACKED, _WHOLE, _ON_DEVICES = (
+    PartitionSpec(AXIS),
+    PartitionSpec(),
+    PartitionSpec(*AXES),
+)
+
+
+class LocalState(NamedTuple):
+    """All that training carries from step to step, of all replicas.
+
+    Attributes:
+      step: steps done, int32 scalar.
+      seed: seed of the run, uint32 scalar.
+      params: {path: [R, ...]}, the master weights of every replica.
+      optimizer_state: the inner optax state, every leaf [R, ...].
+      sync: a `SyncState`, every leaf with the mesh in front: what each device keeps.
+      launched: int32 [F], the step of every fragment's last snapshot; -1 before.
+      arrived: int32 [F], the step after which it last reached the replicas.
+    """
+
+    step: jax.Array
+    seed: jax.Array
+    params: Params
+    optimizer_state: Any
+    sync: SyncState
+    launched: jax.Array
+    arrived: jax.Array
+
+
+class _ReplicaState(TrainState):
+    """The state of one replica, inside shard_map: its noise is its own."""
+
+    def key(self) -> jax.Array:
+        """The random key of this step on this replica."""
+        return jax.random.fold_in(super().key(), lax.axis_index(AXIS))
+
+
+@dataclasses.dataclass
+class _Clock:
+    """The host's copy of a state's step numbers, so that no step waits for a device."""
+
+    state_step: Any = None
+    step: int = 0
+    launched: list[int] = dataclasses.field(default_factory=list)
+    arrived: list[int] = dataclasses.field(default_factory=list)
+
+    def read(self, state: LocalState) -> None:
+        """Takes the numbers of a state, unless it is the one that was stepped last."""
+        if state.step is not self.state_step:
+            self.step = int(state.step)
+            self.launched = np.asarray(state.launched).tolist()
+            self.arrived = np.asarray(state.arrived).tolist()
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _in_front(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalProgram(TrainProgram):
+    """A `TrainProgram` of replicas that train apart; made by `lower(mode=LocalSGD())`.
+
+    Attributes:
+      mode: how they are synchronized.
+      step_batch: the abstract batch of one replica.
+    """
+
+    mode: LocalSGD = LocalSGD()
+    step_batch: Any = None
+    _clock: _Clock = dataclasses.field(default_factory=_Clock, compare=False)
+
+    @functools.cached_property
+    def outer(self) -> OuterSync:
+        """What replicas exchange."""
+        return OuterSync(self.mode, self.plan, dict(self.mesh.shape))
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """What happens in every step."""
+        return Schedule(self.mode)
+
+    # What one replica does.
+
+    def _apart(self, fn: Callable) -> Callable:
+        """fn(TrainState, batch) of every replica on its own; results [R, ...]."""
+
+        def one(numbers: tuple, stacked: tuple, batch: Any) -> Any:
+            state = _ReplicaState(*numbers, *_first(stacked))
+            with model_scope(self.layout, self.mesh, self.lowering.replica_axes):
+                return _in_front(fn(state, batch))
+
+        def apart(state: LocalState, batch: Any) -> Any:
+            stacked = state.params, state.optimizer_state
+            return jax.shard_map(
+                one,
+                in_specs=(_WHOLE, _STACKED, _STACKED),
+                out_specs=_STACKED,
+                axis_names={AXIS},
+                check_vma=self.lowering.types_replicas,
+            )((state.step, state.seed), stacked, batch)
+
+        return apart
+
+    def _traced(self, fn: Callable) -> Callable:
+        return self._apart(fn)
+
+    # What replicas exchange.
+
+    def _on_devices(
+        self, fn: Callable, params: Params, sync: SyncState, *rest: Any
+    ) -> tuple[Params, SyncState]:
+        """fn(params, sync, *rest) -> (params, sync) on every device's own shards."""
+        specs = {path: PartitionSpec(AXIS, *self.plan.specs[path]) for path in params}
+        lead = len(AXES)
+
+        def one(params: Params, sync: SyncState, *rest: Any) -> tuple:
+            sync = jax.tree.map(lambda x: x.reshape(x.shape[lead:]), sync)
+            params, sync = fn(_first(params), sync, *rest)
+            sync = jax.tree.map(lambda x: x.reshape((1,) * lead + x.shape), sync)
+            return _in_front(params), sync
+
+        return jax.shard_map(
+            one,
+            in_specs=(specs, _ON_DEVICES, *(_WHOLE for _ in rest)),
+            out_specs=(specs, _ON_DEVICES),
+            check_vma=False,
+        )(params, sync, *rest)
+
+    def _stepped(self, state: LocalState, batch: Any) -> tuple[LocalState, Metrics]:
+        """The inner step of all replicas; metrics [R]."""
+
+        def one(state: TrainState, batch: Any) -> tuple:
+            new, metrics = self.lowering.train_step(state, batch)
+            metrics = {name: jnp.float32(x) for name, x in metrics.items()}
+            return new.params, new.optimizer_state, metrics
+
+        params, optimizer_state, metrics = self._apart(one)(state, batch)
+        new = state._replace(
+            step=state.step + 1, params=params, optimizer_state=optimizer_state
+        )
+        return new, metrics
+
+    def _stepped_beside(
+        self, what: Transfer, state: LocalState, batch: Any, index: tuple
+    ) -> tuple[LocalState, Metrics]:
+        """The inner step, and what travels beside it."""
+
+        def move(params: Params, sync: SyncState, *index: Any) -> tuple:
+            return params, self.outer.transfer(sync, what, index)
+
+        sync = self._on_devices(move, {}, state.sync, *index)[1]
+        state, metrics = self._stepped(state, batch)
+        return state._replace(sync=sync), metrics
+
+    def _launched(self, fragment: int, state: LocalState) -> LocalState:
+        def launch(params: Params, sync: SyncState) -> tuple:
+            return params, self.outer.launch(params, sync, fragment)
+
+        params, sync = self._on_devices(launch, state.params, state.sync)
+        launched = state.launched.at[fragment].set(state.step)
+        return state._replace(params=params, sync=sync, launched=launched)
+
+    def _arrived(self, fragment: int, state: LocalState) -> LocalState:
+        def arrive(params: Params, sync: SyncState) -> tuple:
+            return self.outer.arrive(params, sync, fragment)
+
+        params, sync = self._on_devices(arrive, state.params, state.sync)
+        arrived = state.arrived.at[fragment].set(state.step)
+        return state._replace(params=params, sync=sync, arrived=arrived)
+
+    def _synchronized(
+        self, fragments: tuple[int, ...], number: int, state: LocalState
+    ) -> LocalState:
+        """Whole synchronizations of fragments, which nothing hides."""
+
+        def synchronize(params: Params, sync: SyncState) -> tuple:
+            for fragment in fragments:
+                params, sync = self.outer.at_once(params, sync, fragment, number)
+            return params, sync
+
+        params, sync = self._on_devices(synchronize, state.params, state.sync)
+        return state._replace(
+            params=params,
+            sync=sync,
+            launched=state.launched.at[jnp.array(fragments)].set(state.step),
+            arrived=state.arrived.at[jnp.array(fragments)].set(state.step),
+        )
+
+    # Programs.
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The inner step as StableHLO."""
+        return self._lower_step(None)
+
+    @functools.cached_property
+    def _steps(self) -> dict[Transfer | None, jax.stages.Compiled]:
+        return {}
+
+    def _lower_step(self, what: Transfer | None) -> jax.stages.Lowered:
+        stepped, index = self._stepped, ()
+        if what is not None:
+            stepped = functools.partial(self._stepped_beside, what)
+            index = ((jax.ShapeDtypeStruct((), jnp.int32),) * 3,)
+        replicated = NamedSharding(self.mesh, _STACKED)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(
+                stepped,
+                donate_argnums=0,
+                out_shardings=(self._state_shardings, replicated),
+            ).lower(self.abstract_state, self.abstract_batch, *index)
+
+    def step_program(self, what: Transfer | None) -> jax.stages.Compiled:
+        """The compiled step beside which `what` travels; numbers do not count."""
+        kind = self.kind(what)
+        if kind not in self._steps:
+            lowered = self.lowered if kind is None else self._lower_step(kind)
+            made = lowered.compile()
+            self.lowering.check_compiled(self._collectives_of(made))
+            self._steps[kind] = made
+        return self._steps[kind]
+
+    def kind(self, what: Transfer | None) -> Transfer | None:
+        """One of all transfers that share a program: which parts there are."""
+        if what is None:
+            return None
+        rounds = max(1, len(self.outer.rounds))
+        together = what.scatter is not None and what.scatter == what.gather
+        return Transfer(
+            fragment=0,
+            scatter=None if what.scatter is None else 0 if together else 1,
+            gather=None if what.gather is None else 0,
+            round=what.round % rounds,
+        )
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled inner step, beside which nothing travels."""
+        return self.step_program(None)
+
+    @functools.cached_property
+    def _small(self) -> dict[tuple, Callable]:
+        return {}
+
+    def _run_small(self, fn: Callable, state: LocalState, *static: Any) -> LocalState:
+        """Runs a program that computes next to nothing, compiled once per fragment."""
+        key = fn.__name__, *static
+        if key not in self._small:
+            self._small[key] = jax.jit(
+                functools.partial(fn, *static),
+                donate_argnums=0,
+                out_shardings=self._state_shardings,
+            )
+        with jax.set_mesh(self.mesh):
+            return self._small[key](state)
+
+    @functools.cached_property
+    def _means_of(self) -> Callable[[Metrics], Metrics]:
+        """Metrics [R] to their means, weighted by "weight" if it is among them."""
+
+        def means(metrics: Metrics) -> Metrics:
+            weight = metrics.get("weight", jnp.ones(self.layout.replica))
+            return {
+                name: x.sum() if name == "weight" else (x * weight).sum() / weight.sum()
+                for name, x in metrics.items()
+            }
+
+        return jax.jit(means, out_shardings=self._whole)
+
+    def step(self, state: LocalState, batch: Any) -> tuple[LocalState, Metrics]:
+        """Runs one training step of all replicas; `state` is donated.
+
+        Args:
+          state: the state; do not use it afterwards.
+          batch: device arrays from `place_batch`, or this process's rows of it; every
+            replica trains on its own part of the rows.
+
+        Returns:
+          The next state, and metrics: those of `TrainProgram.step` as means over the
+          replicas, `replica_bytes` that this device sent to other replicas, and
+          `sync_age`, the steps since the fragment that waits longest arrived.
+
+        Raises:
+          StalenessError: a fragment would arrive later than the bound allows.
+        """
+        clock, batch = self._clock, self._placed(batch)
+        clock.read(state)
+        step = clock.step + 1
+        what, arrive, launch, at_once, number = self.schedule.actions(step)
+        if arrive is not None:
+            check_arrival(self.mode, arrive, clock.launched[arrive], step)
+        sent, index = 0.0, ()
+        if what is not None:
+            index = tuple(np.int32(x or 0) for x in what[:3])
+            sent += sum(term.wire_bytes for term in self.outer.terms(what))
+        program = self.step_program(what)
+        state, metrics = program(state, batch, *((index,) if index else ()))
+        if arrive is not None:
+            state = self._run_small(self._arrived, state, arrive)
+            clock.arrived[arrive] = step
+        for fragment in launch:
+            clock.launched[fragment] = step
+            if not at_once:
+                state = self._run_small(self._launched, state, fragment)
+        if launch and at_once:
+            number %= max(1, len(self.outer.rounds))
+            state = self._run_small(self._synchronized, state, launch, number)
+            chunks = len(launch) * self.mode.num_chunks
+            terms = self.outer.terms(self._whole_transfer(number), chunks)
+            sent += sum(term.wire_bytes for term in terms)
+            for fragment in launch:
+                clock.arrived[fragment] = step
+        clock.state_step, clock.step = state.step, step
+        age = step - min(clock.arrived)
+        return state, self._means_of(metrics) | {
+            "replica_bytes": sent,
+            "sync_age": float(age),
+        }
+
+    def _whole_transfer(self, number: int) -> Transfer:
+        return Transfer(0, 0, None if self.outer.rounds else 0, number)
+
+    # Start, evaluation, average.
+
+    @functools.cached_property
+    def _init(self) -> Callable[[Any], LocalState]:
+        replicas = self.layout.replica
+
+        def init(seed: jax.Array) -> LocalState:
+            params = self.model.init(jax.random.key(seed))
+            stacked = jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (replicas, *x.shape)),
+                (params, self.lowering.optimizer.init(params)),
+            )
+            return self.started(jnp.zeros((), jnp.int32), seed, *stacked)
+
+        return jax.jit(init, out_shardings=self._state_shardings)
+
+    def started(
+        self,
+        step: jax.Array,
+        seed: jax.Array,
+        params: Params,
+        optimizer_state: Any,
+    ) -> LocalState:
+        """The state in which replicas [R, ...] begin, their average the global one."""
+
+        def start(params: Params) -> SyncState:
+            whole = {path: lax.pmean(x[0], AXIS) for path, x in params.items()}
+            sync = self.outer.init(whole)
+            return jax.tree.map(lambda x: x.reshape((1,) * len(AXES) + x.shape), sync)
+
+        specs = {path: PartitionSpec(AXIS, *s) for path, s in self.plan.specs.items()}
+        sync = jax.shard_map(
+            start, in_specs=(specs,), out_specs=_ON_DEVICES, check_vma=False
+        )(params)
+        fragments = self.mode.fragments
+        never = jnp.full(fragments, -1, jnp.int32)
+        arrived = jnp.broadcast_to(step, fragments)
+        return LocalState(step, seed, params, optimizer_state, sync, never, arrived)
+
+    def init(self, seed: int = 0) -> LocalState:
+        """Makes a fresh state: all replicas as one device would start."""
+        with jax.set_mesh(self.mesh):
+            return self._init(np.uint32(seed))
+
+    def weights(self, state: LocalState) -> Params:
+        """The average of the replicas, {path: array}."""
+        with jax.set_mesh(self.mesh):
+            return self._average(state.params)
+
+    @functools.cached_property
+    def _average(self) -> Callable[[Params], Params]:
+        shardings = {
+            path: NamedSharding(self.mesh, spec)
+            for path, spec in self.plan.specs.items()
+        }
+        return jax.jit(
+            lambda params: {path: x.mean(axis=0) for path, x in params.items()},
+            out_shardings=shardings,
+        )
+
+    @functools.cached_property
+    def _evaluate(self) -> Callable:
+        """Loss and aux of the average, and how far replicas are from it (`drift`)."""
+
+        def one(state: TrainState, batch: Any) -> Metrics:
+            average = {path: lax.pmean(x, AXIS) for path, x in state.params.items()}
+            metrics = self.lowering.evaluate(state._replace(params=average), batch)
+            weight = jnp.float32(metrics.get("weight", 1.0))
+            total = lax.psum(weight, AXIS)
+            means = {k: lax.psum(weight * x, AXIS) / total for k, x in metrics.items()}
+            apart = sum(
+                jnp.sum(jnp.square(state.params[path] - x))
+                for path, x in average.items()
+            )
+            size = sum(jnp.sum(jnp.square(x)) for x in average.values())
+            drift = lax.pmean(jnp.sqrt(apart), AXIS) / jnp.sqrt(size)
+            given = {"weight": total} if "weight" in metrics else {}
+            return means | given | {"drift": drift}
+
+        def evaluate(state: LocalState, batch: Any) -> Metrics:
+            return jax.tree.map(lambda x: x[0], self._apart(one)(state, batch))
+
+        jitted = jax.jit(evaluate, out_shardings=self._whole)
+
+        def call(state: LocalState, batch: Any) -> Metrics:
+            with jax.set_mesh(self.mesh):
+                return jitted(state, batch)
+
+        return call
+
+    # Contracts.
+
+    @functools.cached_property
+    def transfers(self) -> list[Transfer]:
+        """Every kind of transfer that occurs beside a step."""
+        period = (self.mode.staleness + 1) * self.mode.fragments
+        schedule = Schedule(dataclasses.replace(self.mode, period=period))
+        steps = range(1, period * (2 + len(self.outer.rounds)))
+        found = (schedule.actions(step).transfer for step in steps)
+        return [*dict.fromkeys(self.kind(what) for what in found if what is not None)]
+
+    def contract_of(self, what: Transfer | None) -> Contract:
+        """The contract of the step beside which `what` travels."""
+        moved = () if what is None else self.outer.terms(what)
+        return Contract((*self.contract.terms, *moved))
+
+    def violations(self) -> list[str]:
+        """What any of the compiled steps does against its contract."""
+        found = []
+        for what in (None, *self.transfers):
+            collectives = self._collectives_of(self.step_program(what))
+            beside = "" if what is None else f"beside {_name(what)}: "
+            lines = self.contract_of(what).violations(collectives)
+            found += [f"{beside}{line}" for line in lines]
+        return found
+
+    def synchronization(self) -> tuple[Contract, list[Collective]]:
+        """Declared and found, of all fragments synchronized at once."""
+        fragments = tuple(range(self.mode.fragments))
+        with jax.set_mesh(self.mesh):
+            made = jax.jit(
+                functools.partial(self._synchronized, fragments, 0),
+                out_shardings=self._state_shardings,
+            ).lower(self.abstract_state)
+        chunks = self.mode.num_chunks * self.mode.fragments
+        terms = self.outer.terms(self._whole_transfer(0), chunks)
+        return Contract(tuple(terms)), self._collectives_of(made.compile())
+
+
+def _name(what: Transfer) -> str:
+    parts = ("a scatter", what.scatter), ("a gather", what.gather)
+    return " and ".join(name for name, number in parts if number is not None)
+
+
+def make(
+    lowering: Lowering,
+    mode: LocalSGD,
+    abstract_state: TrainState,
+    abstract_batch: Any,
+    step_batch: Any,
+) -> LocalProgram:
+    """Makes the program of replicas from the lowering of one of them.
+
+    Args:
+      lowering: the step of one replica, on the mesh of all.
+      mode: how they are synchronized.
+      abstract_state: state of one replica.
+      abstract_batch: the global batch.
+      step_batch: the part of one replica.
+    """
+    mesh, replicas = lowering.mesh, lowering.mesh.shape[AXIS]
+
+    def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(AXIS, *leaf.sharding.spec)
+        sharding = NamedSharding(mesh, spec)
+        return leaf.update(shape=(replicas, *leaf.shape), sharding=sharding)
+
+    def placed(spec: PartitionSpec) -> Callable:
+        return lambda leaf: leaf.update(sharding=NamedSharding(mesh, spec))
+
+    apart = jax.tree.map(
+        stacked, (abstract_state.params, abstract_state.optimizer_state)
+    )
+    program = LocalProgram(
+        lowering=lowering,
+        abstract_state=None,
+        abstract_batch=abstract_batch,
+        mode=mode,
+        step_batch=step_batch,
+    )
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(
+            program.started, abstract_state.step, abstract_state.seed, *apart
+        )
+    counts = jax.tree.map(placed(_WHOLE), (state.launched, state.arrived))
+    sync = jax.tree.map(placed(_ON_DEVICES), state.sync)
+    numbers = abstract_state.step, abstract_state.seed
+    return dataclasses.replace(
+        program, abstract_state=LocalState(*numbers, *apart, sync, *counts)
+    )

@@ -1,0 +1,378 @@
+"""Local SGD with bounded staleness: what is synchronized when, and how it is merged.
+
+Replicas train apart. Every `period` (H) steps each fragment of their weights is
+averaged: a snapshot is taken at the end of step t, travels beside the steps that
+follow, moves the global weights by an outer optimizer, and reaches the replicas at the
+end of step t + `staleness` (s). The bound 0 <= s < H, with s <= H / fragments, is held
+when the mode is made, and again whenever a fragment arrives.
+
+    H=1, s=0, outer SGD(1)        synchronous data parallelism for SGD with momentum
+    s=0, Nesterov outside         DiLoCo
+    fragments, s > 0, `Lerp`      streaming DiLoCo
+    `Elastic`                     elastic averaging (EASGD)
+    `gossip`                      neighbours instead of an average
+
+With Adam inside, H=1 is not synchronous training: every replica divides by moments of
+its own gradients, and the mean of those quotients is not the quotient of the means.
+
+Source: Stich, Local SGD, arXiv:1805.09767; Douillard et al., DiLoCo, arXiv:2311.08105
+  and Streaming DiLoCo, arXiv:2501.18512 (fragments, delay, lerp, 4-bit wire); Lin et
+  al., post-local SGD, arXiv:1808.07217; Zhang et al., EASGD, arXiv:1412.6651.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from meshpar import wires
+from meshpar.errors import MeshparError
+from meshpar.gossip import Gossip
+
+Array = jax.Array
+
+_CHECKED_STEPS = 100_000
+"""How far a period that is a function of the step is checked beforehand."""
+
+
+class StalenessError(MeshparError, ValueError):
+    """A period, staleness or merge that cannot be meant, or a bound that broke."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Overwrite:
+    """Takes the global weights; what was learned during the delay is lost."""
+
+    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
+        """What a replica goes on with."""
+        del now, snapshot
+        return arrived
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    """Takes the global weights and adds what was learned during the delay."""
+
+    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
+        """What a replica goes on with."""
+        return arrived + (now - snapshot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lerp:
+    """Between the replica's own weights and the global ones.
+
+    Attributes:
+      own: weight of the replica's own, 0 to below 1.
+
+    Source: Streaming DiLoCo, arXiv:2501.18512, section 2.3 (alpha).
+    """
+
+    own: float = 0.5
+
+    def __post_init__(self):
+        if not 0 <= self.own < 1:
+            raise StalenessError(
+                f"Lerp({self.own}): the weight of a replica's own is 0 to below 1"
+            )
+
+    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
+        """What a replica goes on with."""
+        del snapshot
+        return self.own * now + (1 - self.own) * arrived
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Pulls replicas and a center towards each other: x -= alpha (x - center).
+
+    The center moves by beta = replicas * alpha times its distance to the average.
+
+    Attributes:
+      alpha: strength of the pull, above 0; replicas * alpha may be at most 1.
+
+    Source: EASGD, arXiv:1412.6651, equations 5 and 6.
+    """
+
+    alpha: float
+
+    def __post_init__(self):
+        if not self.alpha > 0:
+            raise StalenessError(f"Elastic({self.alpha}): use a pull above 0")
+
+    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
+        """What a replica goes on with; `arrived` is the center before it moved."""
+        return now - self.alpha * (snapshot - arrived)
+
+
+Merge = Overwrite | Shift | Lerp | Elastic
+
+
+def warm_up(steps: int, period: int) -> Callable[[int], int]:
+    """A period that is 1, synchronous training, for some steps first.
+
+    Source: post-local SGD, arXiv:1808.07217, section 3.
+    """
+    return lambda step: 1 if step < steps else period
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSGD:
+    """The mode: how replicas that train apart are synchronized.
+
+    Attributes:
+      period: H, steps between two synchronizations of a fragment; or a function from
+        the step at which a period begins to its length. In a period of 1 all fragments
+        are synchronized together and at once.
+      staleness: s, steps between a snapshot and its arrival; 0 waits for it.
+      fragments: equal parts of the weights, synchronized one after the other.
+      outer: optimizer of the global weights, run elementwise on shards: its gradient
+        is global minus average weights. By default SGD(1), which takes the average.
+      merge: what a replica makes of the weights that arrive.
+      wire: "f32", "bf16", "int8", "int4" or "topk:FRACTION", both ways.
+      error_feedback: whether what a lossy wire dropped is sent with the next one.
+      gossip: a graph of neighbours to average with, in place of all replicas.
+      damping: updates of the global weights shrink by (1 + s) ** -damping.
+
+    Raises:
+      StalenessError: a bound that does not hold, with the numbers, or parts that do
+        not go together.
+
+    Source (damping 1): Zhang et al., Staleness-aware Async-SGD, arXiv:1511.05950.
+      (error feedback): Karimireddy et al., arXiv:1901.09847.
+    """
+
+    period: int | Callable[[int], int] = 32
+    staleness: int = 0
+    fragments: int = 1
+    outer: optax.GradientTransformation | None = None
+    merge: Merge = Shift()
+    wire: str = "f32"
+    error_feedback: bool = True
+    gossip: Gossip | None = None
+    damping: float = 0.0
+
+    def __post_init__(self):
+        for name, least in (("staleness", 0), ("fragments", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise StalenessError(f"{name}={value!r}: use a whole number >= {least}")
+        if not self.damping >= 0:
+            raise StalenessError(f"damping={self.damping}: use 0 or more")
+        wires.make(self.wire)
+        if self.outer is not None and isinstance(self.merge, Elastic):
+            raise StalenessError(
+                "merge=Elastic moves the center by itself: leave `outer` out"
+            )
+        self._check_gossip()
+        if callable(self.period):
+            Schedule(self).check_until(_CHECKED_STEPS)
+        else:
+            self.check_period(self.period)
+
+    def _check_gossip(self) -> None:
+        if self.gossip is None:
+            return
+        for setting, bad in (
+            ("outer", self.outer is not None),
+            (f"merge={self.merge}", not isinstance(self.merge, Overwrite | Shift)),
+            (f"wire={self.wire}", self.wire not in ("f32", "bf16")),
+            (f"damping={self.damping}", self.damping != 0),
+        ):
+            if bad:
+                raise StalenessError(
+                    f"gossip averages weights with neighbours and has no global ones: "
+                    f"leave out {setting}"
+                )
+
+    def check_period(self, period: int) -> None:
+        """Raises StalenessError unless the bound holds for a period."""
+        s, fragments = self.staleness, self.fragments
+        if not isinstance(period, int) or period < 1:
+            raise StalenessError(f"period={period!r}: use a whole number of at least 1")
+        if callable(self.period) and period == 1:
+            return  # Everything at once.
+        if s >= period:
+            raise StalenessError(
+                f"staleness={s} with period={period}: a synchronization has to arrive "
+                f"before the next one, 0 <= staleness < period; use at most "
+                f"{period - 1}"
+            )
+        if fragments > period:
+            raise StalenessError(
+                f"fragments={fragments} with period={period}: one fragment a step at "
+                f"most; use at most {period} fragments"
+            )
+        if s * fragments > period:
+            raise StalenessError(
+                f"staleness={s} with period={period}, fragments={fragments}: one "
+                f"fragment travels at a time, staleness <= period / fragments; use at "
+                f"most {period // fragments}"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces in which a fragment travels, one a step."""
+        if self.gossip is not None:
+            return max(1, self.staleness)
+        # The last step only gathers: a chunk is scattered beside the gather before.
+        return max(1, self.staleness - 1)
+
+
+class Transfer(NamedTuple):
+    """What moves beside one step.
+
+    Attributes:
+      fragment: which fragment.
+      scatter: the chunk whose average is taken, or None.
+      gather: the chunk that is handed out, or None.
+      round: number of the period in which the snapshot was taken.
+    """
+
+    fragment: int
+    scatter: int | None
+    gather: int | None
+    round: int
+
+
+class Actions(NamedTuple):
+    """What belongs to one step, in this order.
+
+    Attributes:
+      transfer: what moves beside it, or None.
+      arrive: the fragment that reaches the replicas after it, or None.
+      launch: fragments whose snapshot is taken after it.
+      at_once: whether these arrive there, too.
+      round: number of the period.
+    """
+
+    transfer: Transfer | None
+    arrive: int | None
+    launch: tuple[int, ...]
+    at_once: bool
+    round: int
+
+
+class Schedule:
+    """What happens in every step, from the mode alone; plain Python."""
+
+    def __init__(self, mode: LocalSGD):
+        """Makes the schedule of a mode."""
+        self._mode = mode
+        self._starts = [0]
+        """Steps after which a period begins; period i ends at starts[i + 1]."""
+
+    def _period_of(self, step: int) -> int:
+        """The period to which step (from 1) belongs."""
+        if not callable(self._mode.period):
+            return (step - 1) // self._mode.period
+        while self._starts[-1] < step:
+            start = self._starts[-1]
+            period = self._mode.period(start)
+            self._mode.check_period(period)
+            self._starts.append(start + period)
+        low, high = 0, len(self._starts) - 1
+        while high - low > 1:  # The last start below step.
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._starts[middle] < step else (low, middle)
+        return low
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        if not callable(self._mode.period):
+            return number * self._mode.period, (number + 1) * self._mode.period
+        return self._starts[number], self._starts[number + 1]
+
+    def check_until(self, step: int) -> None:
+        """Raises StalenessError if a period up to `step` breaks the bound."""
+        self._period_of(step)
+
+    def launched(self, step: int) -> tuple[int, ...]:
+        """Fragments whose snapshot is taken after a step."""
+        if step < 1:
+            return ()
+        start, stop = self._bounds(self._period_of(step))
+        period, count = stop - start, self._mode.fragments
+        if self.at_once(step):
+            return tuple(range(count))
+        offsets = {(f + 1) * period // count: f for f in range(count)}
+        found = offsets.get(step - start)
+        return () if found is None else (found,)
+
+    def at_once(self, step: int) -> bool:
+        """Whether what is launched after a step arrives there too."""
+        start, stop = self._bounds(self._period_of(step))
+        return self._mode.staleness == 0 or (
+            callable(self._mode.period) and stop - start == 1
+        )
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def actions(self, step: int) -> Actions:
+        """What happens in a step, counted from 1.
+
+        Raises:
+          StalenessError: two fragments would travel at once.
+        """
+        s = self._mode.staleness
+        transfer = arrive = None
+        for age in range(1, s + 1):
+            origin = step - age
+            for fragment in self.launched(origin) if origin > 0 else ():
+                if self.at_once(origin):
+                    continue
+                if transfer is not None:
+                    raise StalenessError(
+                        f"step {step}: fragments {transfer.fragment} and {fragment} "
+                        f"would travel at once; lower staleness={s}"
+                    )
+                transfer = self._transfer(fragment, age, origin)
+                arrive = fragment if age == s else None
+        at_once, number = self.at_once(step), self._period_of(step)
+        return Actions(transfer, arrive, self.launched(step), at_once, number)
+
+    def _transfer(self, fragment: int, age: int, origin: int) -> Transfer:
+        scatter = age - 1 if age <= self._mode.num_chunks else None
+        gather = age - 2 if age >= 2 else None
+        if self._mode.gossip is not None:
+            gather = None
+        elif self._mode.staleness == 1:
+            gather = 0
+        return Transfer(fragment, scatter, gather, self._period_of(origin))
+
+
+def check_arrival(mode: LocalSGD, fragment: int, launched: int, step: int) -> None:
+    """The running bound: a snapshot arrives at most s steps after it was taken.
+
+    Raises:
+      StalenessError: it is late, or was never taken.
+    """
+    if launched < 0 or step - launched > mode.staleness:
+        taken = f"was taken at step {launched}" if launched >= 0 else "was never taken"
+        raise StalenessError(
+            f"step {step}: fragment {fragment} arrives, but its snapshot {taken}; the "
+            f"bound is staleness={mode.staleness}"
+        )
+
+
+def outer_optimizer(mode: LocalSGD, replicas: int) -> optax.GradientTransformation:
+    """What moves the global weights, damping included.
+
+    Raises:
+      StalenessError: an elastic pull that is too strong for so many replicas.
+    """
+    outer: Any = mode.outer or optax.sgd(1.0)
+    if isinstance(mode.merge, Elastic):
+        beta = replicas * mode.merge.alpha
+        if beta > 1:
+            raise StalenessError(
+                f"Elastic({mode.merge.alpha}) with replica={replicas}: replicas * alpha"
+                f" = {beta:g} moves the center beyond the average; use at most "
+                f"{1 / replicas:g}"
+            )
+        outer = optax.sgd(beta)
+    if mode.damping:
+        late = (1 + mode.staleness) ** -mode.damping
+        outer = optax.chain(outer, optax.scale(late))
+    return outer
