@@ -295,7 +295,7 @@ class Schedule:
             return ()
         start, stop = self._bounds(self._period_of(step))
         period, count = stop - start, self._mode.fragments
-        if self.at_once(step):
+        if self._together(step):
             return tuple(range(count))
         offsets = {(f + 1) * period // count: f for f in range(count)}
         found = offsets.get(step - start)
@@ -303,10 +303,12 @@ class Schedule:
 
     def at_once(self, step: int) -> bool:
         """Whether what is launched after a step arrives there too."""
+        return self._mode.staleness == 0 or self._together(step)
+
+    def _together(self, step: int) -> bool:
+        """Whether the step is a period of its own, synchronized whole."""
         start, stop = self._bounds(self._period_of(step))
-        return self._mode.staleness == 0 or (
-            callable(self._mode.period) and stop - start == 1
-        )
+        return callable(self._mode.period) and stop - start == 1
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def actions(self, step: int) -> Actions:
