@@ -223,10 +223,36 @@ def _axes(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
         crossed = (sent != got).any(axis=1)
         axes = tuple(a for a, one in zip(mesh, crossed, strict=True) if one)
         return axes, math.prod(mesh[a] for a in axes)
-    groups = _groups(line, math.prod(mesh.values()))
+    count = math.prod(mesh.values())
+    if target := re.search(r"_xla_megascale_target=(\S+?),?_xla", line):
+        groups = _groups_of_slices(target.group(1), count)
+    else:
+        groups = _groups(line, count)
+        here = sum(map(len, groups))  # The text is that of one slice.
+        groups = [
+            [device + start for device in group]
+            for start in range(0, count, here)
+            for group in groups
+        ]
     key = frozenset(frozenset(group) for group in groups)
     axes = _axis_groups(tuple(mesh.items())).get(key, ())
     return axes, max(len(group) for group in groups)
+
+
+def _groups_of_slices(target: str, count: int) -> list[list[int]]:
+    """Groups of a transfer between slices, counted from 1.
+
+    As in "{1,2}x{0:3}", slices by devices, or {{100000,200000},...}, slice and device.
+    """
+    if short := re.match(r'"\{([\d,]*)\}x', target):
+        slices = len(short.group(1).split(","))
+        return np.arange(count).reshape(slices, -1).T.tolist()
+    groups = [
+        [divmod(int(number), 100_000) for number in group.split(",")]
+        for group in re.findall(r"\{([\d,]+)\}", target)
+    ]
+    size = count // max(slice_ for group in groups for slice_, _ in group)
+    return [[(slice_ - 1) * size + place for slice_, place in g] for g in groups]
 
 
 def _trip_count(
@@ -264,6 +290,29 @@ def _payload(one: _Instruction, kind: str, within: Mapping[str, _Instruction]) -
         # The result of a start is the pair (operand, result).
         return result - operands if one.opcode.endswith("-start") else result
     return operands or result
+
+
+def _between_slices(
+    one: _Instruction, schedule: list[_Instruction], within: Mapping[str, _Instruction]
+) -> tuple[str, int, int] | None:
+    """(kind, place of its end, payload) of a send over the links between slices."""
+    pattern = r'_xla_host_transfer_rendezvous="([^"]+)".*_transfer_type="([A-Z_]+)"'
+    if one.opcode != "send" or not (found := re.search(pattern, one.line)):
+        return None
+    name, kind = found.groups()
+    received = next(
+        other
+        for other in schedule
+        if other.opcode == "recv" and f'rendezvous="{name}"' in other.line
+    )
+    end = next(
+        place
+        for place, other in enumerate(schedule)
+        if other.opcode == "recv-done" and received.name in other.operands
+    )
+    first = re.match(r"\((\S+\[[\d,]*\])", received.type).group(1)
+    sent = sum(_type_bytes(within[o].type) for o in one.operands[:1])
+    return kind.lower(), end, _type_bytes(first) if kind == "ALL_GATHER" else sent
 
 
 def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
@@ -318,6 +367,23 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
                     conditional=conditional,
                 )
                 yield chain and (chain.group(1), kind), here, collective
+            elif between := _between_slices(one, schedule, within):
+                kind, end, payload = between
+                axes, size = _axes(one.line, mesh)
+                overlapped = _computes(schedule, place, end)
+                collective = Collective(
+                    kind=kind,
+                    axes=axes,
+                    group_size=size,
+                    payload_bytes=payload,
+                    executions=executions,
+                    asynchronous=True,
+                    overlapped=overlapped,
+                    computation=computation,
+                    source="",
+                    conditional=conditional,
+                )
+                yield None, here, collective
             elif not one.opcode.endswith(("-done", "-update")):
                 called = one.opcode in ("fusion", "custom-call")
                 under = conditional or one.opcode == "conditional"

@@ -121,6 +121,6 @@ def mix(x: jax.Array, matrix: np.ndarray, axis: str, wire: Wire) -> jax.Array:
     for distance in offsets(matrix):
         weights = matrix[own, (own + distance) % replicas]
         pairs = [((i + distance) % replicas, i) for i in own if weights[i]]
-        got = tuple(lax.ppermute(part, axis, pairs) for part in sent)
+        got = lax.ppermute(sent, axis, pairs)
         total += jnp.asarray(weights, x.dtype)[number] * wire.decode(got, len(x))
     return total

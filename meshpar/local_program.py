@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar import wires
 from meshpar.compiled import Collective
 from meshpar.contract import Contract
 from meshpar.flax_models import Params
@@ -104,7 +105,8 @@ class LocalProgram(TrainProgram):
     @functools.cached_property
     def outer(self) -> OuterSync:
         """What replicas exchange."""
-        return OuterSync(self.mode, self.plan, dict(self.mesh.shape))
+        unit = wires.TILE if self.mesh.devices.flat[0].platform == "tpu" else 1
+        return OuterSync(self.mode, self.plan, dict(self.mesh.shape), unit)
 
     @functools.cached_property
     def schedule(self) -> Schedule:

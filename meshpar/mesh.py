@@ -1,11 +1,12 @@
 """Device meshes: named axes over accelerators, simulated CPU devices or topologies."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import topologies
+from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from meshpar import compat, gpu_targets
@@ -13,6 +14,9 @@ from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts import AXES, Layout
 
 TPUS = ("v4", "v5e", "v5p", "v6e")
+
+SLOW_AXES = ("replica", "pipe", "data")
+"""The axes that may cross links between slices (DCN); all others stay within one."""
 
 
 def simulate(num_devices: int) -> None:
@@ -64,12 +68,40 @@ def make_mesh(
             f"{len(devices) - need} idle; raise an axis, pass fewer devices "
             f"(--devices={need}), or waive it with waive=idle_devices"
         )
-    return jax.make_mesh(
-        tuple(layout.sizes.values()),
-        AXES,
-        axis_types=(axis_type,) * len(AXES),
-        devices=devices[:need],
+    sizes, kinds = tuple(layout.sizes.values()), (axis_type,) * len(AXES)
+    devices = devices[:need]
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) == 1:
+        return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+    outer = _over_slices(layout, devices, len(slices))
+    inner = [size // across for size, across in zip(sizes, outer, strict=True)]
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        inner, outer, devices, allow_split_physical_axes=True
     )
+    return Mesh(arranged, AXES, axis_types=kinds)
+
+
+def _over_slices(
+    layout: Layout, devices: Sequence[jax.Device], slices: int
+) -> list[int]:
+    """How many ways each axis crosses the slow links between slices, outer first.
+
+    Raises:
+      LayoutError: axes that need fast links would have to cross them.
+    """
+    left, across = slices, []
+    for axis, size in layout.sizes.items():
+        ways = math.gcd(size, left) if axis in SLOW_AXES else 1
+        across.append(ways)
+        left //= ways
+    if left > 1:
+        raise LayoutError(
+            f'layout "{layout}" on {slices} slices of {len(devices) // slices} '
+            f"{devices[0].device_kind} devices: only {', '.join(SLOW_AXES)} may cross "
+            f"the slow links between slices, and their sizes do not fill {slices}; "
+            f"raise one of them to a multiple of {slices}"
+        )
+    return across
 
 
 def topology(text: str) -> list[jax.Device]:
@@ -79,19 +111,21 @@ def topology(text: str) -> list[jax.Device]:
     run.
 
     Args:
-      text: a TPU slice such as "v5e:4x4", "v5p:4x4x2", or GPUs of one NVLink domain
-        such as "h100:8", "h200:8".
+      text: a TPU slice such as "v5e:4x4", "v5p:4x4x2", several such as "2*v5e:4x4",
+        or GPUs of one NVLink domain such as "h100:8", "h200:8".
 
     Raises:
       MeshparError: an unknown form, or the compiler is not installed, with the remedy.
     """
-    kind, _, shape = text.partition(":")
+    count, _, single = text.rpartition("*")
+    kind, _, shape = single.partition(":")
     known = ", ".join(
         [*(f"{k}:4x4" for k in TPUS), *(f"{k}:8" for k in gpu_targets.TARGETS)]
     )
-    if kind in gpu_targets.TARGETS and shape.isdigit() and int(shape):
+    if kind in gpu_targets.TARGETS and shape.isdigit() and int(shape) and not count:
         return _gpus(kind, int(shape))
-    if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+    well_formed = re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)
+    if kind not in TPUS or not well_formed or not re.fullmatch(r"(\d+)?", count):
         raise MeshparError(f"topology={text!r}: write one such as {known}")
     # There is no chip: no metadata to ask for, no lock to take.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -99,7 +133,10 @@ def topology(text: str) -> list[jax.Device]:
     chips = shape if shape.count("x") == 2 or kind in ("v5e", "v6e") else f"{shape}x1"
     name = f"{kind}:{chips}"
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        slices = {"num_slices": int(count)} if count else {}
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, **slices
+        )
     except Exception as error:
         raise MeshparError(
             f"topology={text!r}: {_first_line(error)}; the TPU compiler comes with "

@@ -74,6 +74,7 @@ class OuterSync:
       mode: what is synchronized, and when.
       plan: shapes and specs of the weights.
       sizes: {axis: size} of the mesh.
+      unit: numbers of a whole tile: P, and what travels of it, are multiples.
 
     Raises:
       LayoutError: weights that cannot be averaged.
@@ -82,6 +83,7 @@ class OuterSync:
     mode: LocalSGD
     plan: Plan
     sizes: dict[str, int]
+    unit: int = 1
 
     def __post_init__(self):
         _ = self.optimizer, self.rounds
@@ -100,7 +102,7 @@ class OuterSync:
     @functools.cached_property
     def wire(self) -> wires.Wire:
         """How it travels."""
-        return wires.make(self.mode.wire)
+        return wires.make(self.mode.wire, self.unit)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -126,9 +128,9 @@ class OuterSync:
 
     @functools.cached_property
     def chunk_size(self) -> int:
-        """K, a multiple of R and of the wire's blocks."""
+        """K, a multiple of R and of whole units and blocks of the wire."""
         size = sum(map(math.prod, self.shapes.values()))
-        unit = self.replicas * self.wire.block
+        unit = self.replicas * math.lcm(self.unit, self.wire.block)
         return -(-size // (self.mode.fragments * self.mode.num_chunks * unit)) * unit
 
     @property
@@ -214,11 +216,13 @@ class OuterSync:
             mixed = self._mixed(sync.snapshot[scatter], what.round)
             return sync._replace(arrived=_put(sync.arrived, mixed, scatter))
         together = what.scatter is not None and what.scatter == what.gather
-        # A chunk is handed out beside the scatter of the next, so it comes first.
+        # Read before anything is written, so that neither waits for the other.
+        anchor = sync.anchor[fragment, scatter]
         if what.gather is not None and not together:
             sync = self._gather_to(sync, fragment, gather)
         if what.scatter is not None:
-            sync, piece = self._scatter(sync, sync.snapshot[scatter], fragment, scatter)
+            chunk = sync.snapshot[scatter]
+            sync, piece = self._scatter(sync, chunk, anchor, fragment, scatter)
             sync = sync._replace(piece=piece)
         return self._gather_to(sync, fragment, gather) if together else sync
 
@@ -227,11 +231,10 @@ class OuterSync:
         return gossip.mix(chunk, matrix, AXIS, self.wire)
 
     def _scatter(
-        self, sync: SyncState, chunk: Array, fragment: Any, number: Any
+        self, sync: SyncState, chunk: Array, anchor: Array, fragment: Any, number: Any
     ) -> tuple[SyncState, Array]:
         """The outer step of this replica's piece, and what it hands out."""
         at = fragment, number
-        anchor = sync.anchor[at]
         whole = anchor if self._keeps_whole else jnp.zeros_like(chunk)
         x = chunk - whole
         if keeps := not isinstance(sync.residual_up, tuple):
@@ -294,7 +297,8 @@ class OuterSync:
             if self.rounds:
                 arrived.append(self._mixed(now[chunk], number))
                 continue
-            sync, piece = self._scatter(sync, now[chunk], fragment, chunk)
+            anchor = sync.anchor[fragment, chunk]
+            sync, piece = self._scatter(sync, now[chunk], anchor, fragment, chunk)
             sync, whole = self._gather(sync, piece, fragment, chunk)
             arrived.append(whole)
         merged = self.mode.merge(now, now, jnp.stack(arrived))
@@ -304,20 +308,19 @@ class OuterSync:
         """What a transfer moves over the replicas, once per chunk."""
         found, ways = [], self.replicas
         if self.rounds:
-            size = sum(self.wire.pieces(self.chunk_size))
+            size = self.wire.num_bytes(self.chunk_size)
             matrix = self.rounds[what.round % len(self.rounds)]
             count = len(gossip.offsets(matrix)) * chunks
             if what.scatter is not None:
                 why = "gossip: weights to the neighbours"
                 found.append(Term("permute", (AXIS,), ways, count, count * size, why))
             return found
-        sizes = [ways * size for size in self.wire.pieces(self.piece_size)]
-        moved = chunks * sum(sizes), chunks * len(sizes)
+        moved = chunks, chunks * ways * self.wire.num_bytes(self.piece_size)
         if what.scatter is not None:
             kind = "all_to_all" if self.wire.lossy else "reduce_scatter"
             why = f"local SGD: average of a fragment, {self.mode.wire}"
-            found.append(Term(kind, (AXIS,), ways, moved[1], moved[0], why))
+            found.append(Term(kind, (AXIS,), ways, *moved, why))
         if what.gather is not None:
             why = f"local SGD: global weights handed out, {self.mode.wire}"
-            found.append(Term("all_gather", (AXIS,), ways, moved[1], moved[0], why))
+            found.append(Term("all_gather", (AXIS,), ways, *moved, why))
         return found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 
 import jax.numpy as jnp
 import optax
@@ -10,7 +11,7 @@ import pytest
 import meshpar
 from experiments import building, recipes
 from experiments.config import with_settings
-from meshpar import memory, mesh
+from meshpar import compiled, memory, mesh
 from meshpar.errors import MeshparError
 
 SETTINGS = [
@@ -78,6 +79,42 @@ def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):
     assert {c.axes for c in sends} == {("pipe",)}
     steady = [c for c in sends if c.executions > 16]
     assert len(steady) == 2 and all(c.overlapped for c in steady)
+
+
+@tpu
+def test_tpu_synchronizations_hide_behind_the_layers():
+    """Between two slices; both ways start before the layers and end after them."""
+    mode = meshpar.LocalSGD(
+        32, staleness=4, outer=optax.sgd(0.4, 0.9, nesterov=True), wire="int8"
+    )
+    config = small()
+    program = meshpar.lower(
+        building.make_model(config),
+        optax.adamw(1e-3),
+        "replica=2,fsdp=4",
+        {k: jnp.zeros((32, 256), jnp.int32) for k in ("tokens", "targets")},
+        devices=mesh.topology("2*v5e:2x2"),
+        compute_dtype=jnp.bfloat16,
+        mode=mode,
+    )
+    middle = next(t for t in program.transfers if None not in (t.scatter, t.gather))
+    text = program.step_program(middle).as_text()
+    found = compiled.read(text, dict(program.mesh.shape))
+    assert program.contract_of(middle).violations(found) == []
+    across = [one for one in found if "replica" in one.axes]
+    assert {one.kind for one in across} == {"all_to_all", "all_gather"}
+    assert all(one.overlapped for one in across)
+    entry = text[text.index("ENTRY") :].splitlines()
+
+    def places(pattern):
+        return [n for n, line in enumerate(entry) if re.search(pattern, line)]
+
+    forward = places(r" while\(.*jvp\(\)/while")[0]
+    backward = places(r" while\(.*transpose\(jvp\(\)\)/while")[0]
+    sends, ends = places(r" send\("), places(r" recv-done\(")
+    assert len(sends) == len(ends) == 2
+    assert max(sends) < min(forward, backward)
+    assert min(ends) > max(forward, backward)
 
 
 @pytest.mark.slow

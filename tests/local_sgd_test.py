@@ -432,12 +432,11 @@ def test_a_late_arrival_stops_the_run(monkeypatch):
 def test_bytes_are_those_of_synchronous_training_over_the_period(options, ratio):
     """Per device, counted over whole periods; quantized wires add their scales."""
     period = 8
-    program = tiny_models.lower(
-        "replica=4,fsdp=2", mode=meshpar.LocalSGD(period, **options)
-    )
+    mode = meshpar.LocalSGD(period, **options)
+    program = lowered("replica=4,fsdp=2", ADAM, mode=mode)
     state, sent = program.init(0), 0.0
     for step in range(2 * period + 3):
-        state, metrics = program.step(state, tiny_models.batch(step))
+        state, metrics = program.step(state, rows(step))
         sent += metrics["replica_bytes"]
         if options.get("staleness") is None and (step + 1) % period:
             assert metrics["replica_bytes"] == 0
