@@ -10,10 +10,11 @@ import optax
 
 import meshpar
 from experiments import data
-from experiments.config import Config, ConfigError, OptimizerConfig
+from experiments.config import Config, ConfigError, LocalSGDConfig, OptimizerConfig
 from experiments.models.decoder import language_model
 from experiments.models.linen_decoder import LinenDecoder, check_kind
 from experiments.models.loss import cross_entropy
+from meshpar.errors import nearest
 
 
 def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
@@ -85,6 +86,52 @@ def make_optimizer(
     )
 
 
+def make_mode(config: Config) -> meshpar.LocalSGD | None:
+    """How replicas are synchronized; None in synchronous training.
+
+    Raises:
+      ConfigError: an outer optimizer or merge that does not exist, or settings that
+        nothing would use.
+    """
+    local = config.local_sgd
+    if config.optimizer_mode == "synchronous":
+        if local != LocalSGDConfig():
+            raise ConfigError(
+                "local_sgd.* is set, and synchronous training does not use it; add "
+                "--optimizer_mode=local_sgd"
+            )
+        return None
+    rate, momentum = local.outer_learning_rate, local.outer_momentum
+    outer = {
+        "average": lambda: None,
+        "sgd": lambda: optax.sgd(rate, momentum or None),
+        "nesterov": lambda: optax.sgd(rate, momentum, nesterov=True),
+    }
+    merge = {
+        "shift": meshpar.Shift,
+        "overwrite": meshpar.Overwrite,
+        "lerp": lambda: meshpar.Lerp(local.merge_weight),
+        "elastic": lambda: meshpar.Elastic(local.merge_weight),
+    }
+    for name, known in (("outer", outer), ("merge", merge)):
+        if (value := getattr(local, name)) not in known:
+            raise ConfigError(f"local_sgd.{name}={value!r} ({nearest(value, known)})")
+    period = local.period
+    if local.warmup_steps:
+        period = meshpar.warm_up(local.warmup_steps, period)
+    return meshpar.LocalSGD(
+        period=period,
+        staleness=local.staleness,
+        fragments=local.fragments,
+        outer=outer[local.outer](),
+        merge=merge[local.merge](),
+        wire=local.wire,
+        error_feedback=local.error_feedback,
+        gossip=meshpar.Gossip(local.gossip) if local.gossip else None,
+        damping=local.damping,
+    )
+
+
 def make_program(
     config: Config, layout: meshpar.Layout, devices: Sequence[jax.Device]
 ) -> meshpar.TrainProgram:
@@ -103,4 +150,5 @@ def make_program(
         clip_norm=config.optimizer.clip_norm or None,
         compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
         lowering=config.lowering,
+        mode=make_mode(config),
     )

@@ -28,6 +28,11 @@ LOWERING = flags.DEFINE_string(
     "shard_map (explicit collectives; default where possible), jit (the compiler's) "
     "or auto (the better as compiled).",
 )
+OPTIMIZER_MODE = flags.DEFINE_string(
+    "optimizer_mode",
+    None,
+    "synchronous, or local_sgd: replicas of replica=R train apart (--set local_sgd.*).",
+)
 DATA = flags.DEFINE_string(
     "data",
     None,
@@ -63,6 +68,7 @@ def config_from_flags() -> Config:
     given = {
         "layout": LAYOUT.value,
         "lowering": LOWERING.value,
+        "optimizer_mode": OPTIMIZER_MODE.value,
         "data.path": DATA.value,
         "data.tokenizer": TOKENIZER.value,
         "steps": STEPS.value,

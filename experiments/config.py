@@ -43,6 +43,41 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalSGDConfig:
+    """How replicas that train apart are synchronized (`meshpar.LocalSGD`).
+
+    Attributes:
+      period: H, steps between synchronizations.
+      warmup_steps: steps with period 1 first (post-local SGD).
+      staleness: s, steps until a synchronization arrives.
+      fragments: parts that are synchronized one after the other.
+      outer: optimizer of the global weights: "average", "sgd" or "nesterov".
+      outer_learning_rate: its learning rate; "average" has none.
+      outer_momentum: its momentum.
+      merge: "shift", "overwrite", "lerp" or "elastic".
+      merge_weight: of a replica's own weights for "lerp", alpha for "elastic".
+      wire: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
+      error_feedback: whether what the wire drops is sent with the next.
+      gossip: "", "ring" or "exponential".
+      damping: late updates shrink by (1 + staleness) ** -damping.
+    """
+
+    period: int = 32
+    warmup_steps: int = 0
+    staleness: int = 0
+    fragments: int = 1
+    outer: str = "average"
+    outer_learning_rate: float = 0.4
+    outer_momentum: float = 0.9
+    merge: str = "shift"
+    merge_weight: float = 0.5
+    wire: str = "f32"
+    error_feedback: bool = True
+    gossip: str = ""
+    damping: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What to train on.
 
@@ -67,6 +102,8 @@ class Config:
       framework: "nnx" or "linen".
       model: the decoder; vocab=0 takes the vocabulary of the data.
       optimizer: the optimizer.
+      optimizer_mode: "synchronous", or "local_sgd" for layouts with replica=R.
+      local_sgd: how replicas are synchronized then.
       data: the data.
       layout: layout string; empty mixes data, fsdp and tensor over all devices.
       lowering: "shard_map" where the model allows it (empty), "jit", or "auto" for the
@@ -87,6 +124,8 @@ class Config:
     framework: str = "nnx"
     model: DecoderConfig = DecoderConfig(vocab=0)
     optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer_mode: str = "synchronous"
+    local_sgd: LocalSGDConfig = LocalSGDConfig()
     data: DataConfig = DataConfig()
     layout: str = ""
     lowering: str = ""
@@ -104,6 +143,10 @@ class Config:
     def __post_init__(self):
         if self.framework not in ("nnx", "linen"):
             raise ConfigError(f"framework={self.framework!r}: use nnx or linen")
+        if self.optimizer_mode not in ("synchronous", "local_sgd"):
+            raise ConfigError(
+                f"optimizer_mode={self.optimizer_mode!r}: use synchronous or local_sgd"
+            )
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ConfigError(
                 f"compute_dtype={self.compute_dtype!r}: use float32 or bfloat16"

@@ -114,6 +114,7 @@ class Trainer:
         self._peak_flops = peak and peak * self.program.mesh.size
         self._clock = time.perf_counter()
         self._start = self._position = 0  # Steps done and samples used before.
+        self._note = ""  # What restoring changed.
 
     def run(self) -> int:
         """Trains to the last step; returns the exit code.
@@ -126,6 +127,8 @@ class Trainer:
                 self.folder / "checkpoints",
                 self.program.portable_state,
                 self.config.keep_checkpoints,
+                num_replicas=self.program.layout.replica,
+                abstract_extra=self.program.abstract_extra,
             )
             with contextlib.closing(checkpoints):
                 state = self._start_state(checkpoints)
@@ -133,8 +136,9 @@ class Trainer:
                 if jax.process_index() == 0:
                     log = metrics.MetricsLog(self.folder, self._start)
                 progress = Progress(self.config.steps, self._start, log is not None)
-                if why := self.program.why_auto:
-                    progress.say(why)
+                for note in (self.program.why_auto, self._note):
+                    if note:
+                        progress.say(note)
                 progress.say(self._describe(self._start))
                 try:
                     with progress:
@@ -176,7 +180,7 @@ class Trainer:
             }
         )
         if restored := checkpoints.restore():
-            state, metadata = restored
+            metadata = restored.metadata
             for name, here in self._identity().items():
                 if metadata[name] != here:
                     raise ConfigError(
@@ -184,9 +188,13 @@ class Trainer:
                         f"command has {name}={here}; use another --workdir, or the "
                         "flags of that run"
                     )
-            self._start, self._position = int(state.step), metadata["position"]
+            self._start, self._position = (
+                int(restored.state.step),
+                metadata["position"],
+            )
             multihost.check_fingerprint({"data position": self._position})
-            return self.program.as_stored(state)
+            self._note = restored.note
+            return self.program.as_stored(restored.state, restored.extra)
         return self.program.init(self.config.seed)
 
     def _train(
@@ -231,15 +239,22 @@ class Trainer:
                         "config": dataclasses.asdict(config),
                     }
                     portable = self.program.in_model_order(state)
-                    checkpoints.save(step, portable, about | self._identity())
+                    extra = self.program.extra_state(state)
+                    checkpoints.save(step, portable, about | self._identity(), extra)
                 if evaluates and not stopping:
-                    losses = [
-                        self.program.evaluate(state, b)["loss"] for b in self._held_out
-                    ]
-                    loss = float(np.mean(jax.device_get(losses)))
-                    progress.say(f"step {step}: held-out loss {loss:.4f}")
+                    found = [self.program.evaluate(state, b) for b in self._held_out]
+                    means = {
+                        name: float(np.mean([m[name] for m in jax.device_get(found)]))
+                        for name in found[0]
+                        if name in ("loss", "drift")
+                    }
+                    apart = f", drift {means['drift']:.4f}" if "drift" in means else ""
+                    progress.say(
+                        f"step {step}: held-out loss {means['loss']:.4f}{apart}"
+                    )
                     if log:
-                        log.write(step, evaluation_loss=loss)
+                        means["evaluation_loss"] = means.pop("loss")
+                        log.write(step, **means)
                 if boundary:
                     self._clock = time.perf_counter()
         return state
@@ -332,7 +347,7 @@ class Trainer:
             prompt = np.asarray(self.corpus.held_out[: config.model.length // 2])
             ids = sampling.sample(
                 self.program,
-                state.params,
+                self.program.weights(state),
                 prompt.tolist(),
                 config.sample_tokens,
                 length=config.model.length,

@@ -9,22 +9,40 @@ import logging
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
+from meshpar import replicas
 from meshpar.errors import MeshparError
 from meshpar.lowering import TrainState
 
-_STATE, _METADATA, _TENSORS = "state", "metadata", "tensors"
+_STATE, _METADATA, _EXTRA = "state", "metadata", "synchronization"
+_TENSORS, _REPLICAS = "tensors", "replicas"
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gives back.
+
+    Attributes:
+      state: the training state.
+      metadata: what was saved with it.
+      extra: what only the same layout and mode can use; None if it does not fit.
+      note: what was changed on the way, for people; "" if nothing.
+    """
+
+    state: TrainState
+    metadata: dict[str, Any]
+    extra: Any
+    note: str
 
 
 class CheckpointError(MeshparError):
     """A checkpoint folder that cannot be used, with the reason and the remedy."""
 
 
-def _tensors(state: TrainState) -> dict[str, list]:
+def _tensors(state: Any) -> dict[str, list]:
     """{key path: [shape, dtype]} of a state; equal for equal models and optimizers."""
     return {
         jax.tree_util.keystr(keys): [list(leaf.shape), str(leaf.dtype)]
@@ -55,7 +73,13 @@ class Checkpoints:
     """The checkpoints of one run, in one folder."""
 
     def __init__(
-        self, folder: str | os.PathLike, abstract_state: TrainState, keep: int = 2
+        self,
+        folder: str | os.PathLike,
+        abstract_state: TrainState,
+        keep: int = 2,
+        *,
+        num_replicas: int = 1,
+        abstract_extra: Any = None,
     ):
         """Opens or makes the folder.
 
@@ -63,6 +87,9 @@ class Checkpoints:
           folder: holds one sub-folder per step.
           abstract_state: shapes, dtypes and shardings to restore to.
           keep: how many checkpoints to keep, at least 1.
+          num_replicas: replicas that train apart, in front of weights and optimizer
+            state; one of another number is restored through their average.
+          abstract_extra: what is saved for the same layout and mode alone, likewise.
 
         Raises:
           CheckpointError: the folder cannot be written to, or the disk is too full.
@@ -71,28 +98,44 @@ class Checkpoints:
             raise CheckpointError(f"keep={keep}: keep at least 1 checkpoint")
         self._folder = pathlib.Path(folder).absolute()
         self._abstract_state = abstract_state
+        self._replicas, self._abstract_extra = num_replicas, abstract_extra
         _check_writable(self._folder, abstract_state)
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, create=False, cleanup_tmp_directories=True
             ),
-            item_names=(_STATE, _METADATA),
+            item_names=(_STATE, _METADATA, _EXTRA),
         )
 
-    def save(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Starts writing a checkpoint; `metadata` is JSON (data position, config).
+    def save(
+        self, step: int, state: TrainState, metadata: dict[str, Any], extra: Any = None
+    ) -> None:
+        """Starts writing a checkpoint.
+
+        Args:
+          step: its number.
+          state: the training state.
+          metadata: JSON (data position, config).
+          extra: what belongs to `abstract_extra`.
 
         Raises:
           CheckpointError: this write or the one before it failed.
         """
         if step in self._manager.all_steps():
             return
-        metadata = {**metadata, _TENSORS: _tensors(state)}
+        metadata = {
+            **metadata,
+            _TENSORS: _tensors(state),
+            _EXTRA: _tensors(extra),
+            _REPLICAS: self._replicas,
+        }
         arguments = {
             _STATE: ocp.args.StandardSave(state),
             _METADATA: ocp.args.JsonSave(metadata),
         }
+        if extra is not None:
+            arguments[_EXTRA] = ocp.args.StandardSave(extra)
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments))
         except Exception as error:
@@ -121,11 +164,11 @@ class Checkpoints:
         """Steps of the complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
-    def restore(self) -> tuple[TrainState, dict[str, Any]] | None:
+    def restore(self) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
 
         Returns:
-          State and metadata, or None if there is no checkpoint.
+          State, metadata and extra, or None if there is no checkpoint.
 
         Raises:
           CheckpointError: the folder belongs to another model or optimizer, or no
@@ -138,21 +181,38 @@ class Checkpoints:
                     step,
                     args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}),
                 )[_METADATA]
-                tensors = metadata.pop(_TENSORS)
+                tensors, extra = metadata.pop(_TENSORS), metadata.pop(_EXTRA)
+                theirs = metadata.pop(_REPLICAS)
             except Exception as error:
                 self._set_aside(step, error)
                 broken.append(step)
                 continue
-            self._check_same_model(step, tensors)
+            ours, abstract = self._replicas, self._abstract_state
+            if theirs != ours:
+                abstract = replicas.with_replicas(abstract, ours, theirs)
+            self._check_same_model(step, tensors, abstract)
+            fits = theirs == ours and extra == _tensors(self._abstract_extra)
+            arguments = {_STATE: ocp.args.StandardRestore(abstract)}
+            if fits and extra:
+                arguments[_EXTRA] = ocp.args.StandardRestore(self._abstract_extra)
             try:
-                arguments = {_STATE: ocp.args.StandardRestore(self._abstract_state)}
                 restored = self._manager.restore(
                     step, args=ocp.args.Composite(**arguments)
                 )
-                return restored[_STATE], metadata
             except Exception as error:
                 self._set_aside(step, error)
                 broken.append(step)
+                continue
+            state, note = restored[_STATE], ""
+            if theirs != ours:
+                state = replicas.converted(state, theirs, self._abstract_state, ours)
+            if theirs > 1 and not fits:
+                kept = "kept apart" if theirs == ours else "replaced by their average"
+                note = (
+                    f"restored step {step} of {theirs} replicas, {kept}; global weights"
+                    " and outer momentum start anew from the average"
+                )
+            return Restored(state, metadata, restored.get(_EXTRA), note)
         if broken:
             raise CheckpointError(
                 f"none of the checkpoints {broken} in {self._folder} can be read; they "
@@ -161,8 +221,10 @@ class Checkpoints:
             )
         return None
 
-    def _check_same_model(self, step: int, tensors: dict[str, list]) -> None:
-        ours = _tensors(self._abstract_state)
+    def _check_same_model(
+        self, step: int, tensors: dict[str, list], abstract: TrainState
+    ) -> None:
+        ours = _tensors(abstract)
         for path in {**ours, **tensors}:
             here, there = ours.get(path, "nothing"), tensors.get(path, "nothing")
             if here != there:

@@ -43,6 +43,7 @@ class LocalState(NamedTuple):
       params: {path: [R, ...]}, the master weights of every replica.
       optimizer_state: the inner optax state, every leaf [R, ...].
       sync: a `SyncState`, every leaf with the mesh in front: what each device keeps.
+      began: int32 scalar, the step at which `sync` was made.
       launched: int32 [F], the step of every fragment's last snapshot; -1 before.
       arrived: int32 [F], the step after which it last reached the replicas.
     """
@@ -52,6 +53,7 @@ class LocalState(NamedTuple):
     params: Params
     optimizer_state: Any
     sync: SyncState
+    began: jax.Array
     launched: jax.Array
     arrived: jax.Array
 
@@ -70,13 +72,14 @@ class _Clock:
 
     state_step: Any = None
     step: int = 0
+    began: int = 0
     launched: list[int] = dataclasses.field(default_factory=list)
     arrived: list[int] = dataclasses.field(default_factory=list)
 
     def read(self, state: LocalState) -> None:
         """Takes the numbers of a state, unless it is the one that was stepped last."""
         if state.step is not self.state_step:
-            self.step = int(state.step)
+            self.step, self.began = int(state.step), int(state.began)
             self.launched = np.asarray(state.launched).tolist()
             self.arrived = np.asarray(state.arrived).tolist()
 
@@ -321,6 +324,8 @@ class LocalProgram(TrainProgram):
         clock.read(state)
         step = clock.step + 1
         what, arrive, launch, at_once, number = self.schedule.actions(step)
+        if what is not None and what.taken <= clock.began > 0:
+            what = arrive = None  # Taken before the average that everything began with.
         if arrive is not None:
             check_arrival(self.mode, arrive, clock.launched[arrive], step)
         sent, index = 0.0, ()
@@ -391,7 +396,9 @@ class LocalProgram(TrainProgram):
         fragments = self.mode.fragments
         never = jnp.full(fragments, -1, jnp.int32)
         arrived = jnp.broadcast_to(step, fragments)
-        return LocalState(step, seed, params, optimizer_state, sync, never, arrived)
+        return LocalState(
+            step, seed, params, optimizer_state, sync, step, never, arrived
+        )
 
     def init(self, seed: int = 0) -> LocalState:
         """Makes a fresh state: all replicas as one device would start."""
@@ -443,6 +450,33 @@ class LocalProgram(TrainProgram):
                 return jitted(state, batch)
 
         return call
+
+    # Checkpoints: what any layout can use, and what only this one can.
+
+    @property
+    def portable_state(self) -> TrainState:
+        """What `in_model_order` returns, as ShapeDtypeStructs with shardings."""
+        return TrainState(*self.abstract_state[:4])
+
+    @property
+    def abstract_extra(self) -> tuple:
+        """What `extra_state` returns, likewise."""
+        return tuple(self.abstract_state[4:])
+
+    def in_model_order(self, state: LocalState) -> TrainState:
+        """Weights and optimizer state of all replicas, [R, ...]."""
+        return TrainState(*state[:4])
+
+    def extra_state(self, state: LocalState) -> tuple:
+        """What is on its way, the global weights and their optimizer."""
+        return tuple(state[4:])
+
+    def as_stored(self, state: TrainState, extra: tuple | None = None) -> LocalState:
+        """The whole state; without `extra` replicas begin anew with their average."""
+        if extra is not None:
+            return LocalState(*state, *extra)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self.started, out_shardings=self._state_shardings)(*state)
 
     # Contracts.
 
@@ -528,7 +562,8 @@ def make(
         state = jax.eval_shape(
             program.started, abstract_state.step, abstract_state.seed, *apart
         )
-    counts = jax.tree.map(placed(_WHOLE), (state.launched, state.arrived))
+    counts = state.began, state.launched, state.arrived
+    counts = jax.tree.map(placed(_WHOLE), counts)
     sync = jax.tree.map(placed(_ON_DEVICES), state.sync)
     numbers = abstract_state.step, abstract_state.seed
     return dataclasses.replace(

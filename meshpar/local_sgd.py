@@ -230,12 +230,14 @@ class Transfer(NamedTuple):
       scatter: the chunk whose average is taken, or None.
       gather: the chunk that is handed out, or None.
       round: number of the period in which the snapshot was taken.
+      taken: the step after which it was taken.
     """
 
     fragment: int
     scatter: int | None
     gather: int | None
     round: int
+    taken: int = 0
 
 
 class Actions(NamedTuple):
@@ -341,7 +343,7 @@ class Schedule:
             gather = None
         elif self._mode.staleness == 1:
             gather = 0
-        return Transfer(fragment, scatter, gather, self._period_of(origin))
+        return Transfer(fragment, scatter, gather, self._period_of(origin), origin)
 
 
 def check_arrival(mode: LocalSGD, fragment: int, launched: int, step: int) -> None:

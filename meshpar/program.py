@@ -102,8 +102,18 @@ class TrainProgram:
             state
         )
 
-    def as_stored(self, state: TrainState) -> TrainState:
-        """The inverse of `in_model_order`."""
+    def extra_state(self, state: TrainState) -> Any:
+        """What only this layout and mode can use of a state; None without any."""
+        del state
+
+    @property
+    def abstract_extra(self) -> Any:
+        """The same as ShapeDtypeStructs with shardings."""
+        return None
+
+    def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
+        """The inverse of `in_model_order`, with what `extra_state` gave, if it did."""
+        del extra
         if self.layer_order is None:
             return state
         return self._reorder(self.layer_order.as_stored, self.abstract_state)(state)

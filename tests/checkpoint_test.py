@@ -32,7 +32,8 @@ def restore(folder, layout="data=2", **options):
     program = lower(layout, options.pop("of", TINY), **options)
     checkpoints = Checkpoints(folder, program.portable_state)
     try:
-        return program, checkpoints.restore()
+        restored = checkpoints.restore()
+        return program, restored and restored[:2]
     finally:
         checkpoints.close()
 

@@ -1,5 +1,6 @@
 """Local SGD against the papers' recurrences, computed plainly in one process."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,6 +16,7 @@ from tiny_models import host, relative_error
 
 import meshpar
 from meshpar import local_sgd
+from meshpar.checkpoint import Checkpoints
 from meshpar.local_sgd import Schedule, StalenessError
 
 ROWS, STEPS = 16, 14
@@ -467,3 +469,82 @@ def test_a_wrong_contract_fails(monkeypatch):
     assert "all_to_all over replica" in lines and "all_gather over replica" in lines
     monkeypatch.setattr(type(program.outer), "terms", lambda *_: [])
     assert "none declared" in program.violations()[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of 11 steps with a synchronization on its way, and its program."""
+    mode = meshpar.LocalSGD(6, staleness=4, outer=NESTEROV, wire="int8")
+    program = lowered("replica=2,fsdp=2", ADAM, mode=mode)
+    state, _ = trained(program, 8)
+    folder = tmp_path_factory.mktemp("run") / "c"
+    with contextlib.closing(opened(folder, program)) as checkpoints:
+        extra = program.extra_state(state)
+        checkpoints.save(8, program.in_model_order(state), {}, extra)
+    return folder, program, host(state)
+
+
+def opened(folder, program):
+    return Checkpoints(
+        folder,
+        program.portable_state,
+        num_replicas=program.layout.replica,
+        abstract_extra=program.abstract_extra,
+    )
+
+
+def restored(folder, program):
+    with contextlib.closing(opened(folder, program)) as checkpoints:
+        return checkpoints.restore()
+
+
+def test_resumes_bit_for_bit_while_a_synchronization_is_on_its_way(saved):
+    folder, program, _ = saved
+    found = restored(folder, program)
+    assert found.note == ""
+    state = program.as_stored(found.state, found.extra)
+    for step in range(9, STEPS + 1):
+        state, _ = program.step(state, rows(step))
+    want = trained(program)[0]
+    for got, unbroken in zip(*map(jax.tree.leaves, (state, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(unbroken))
+
+
+@pytest.mark.parametrize(
+    "layout, kept",
+    [
+        ("replica=2,tensor=2", "kept apart"),
+        ("replica=4", "replaced by their average"),
+        ("data=2", "replaced by their average"),
+    ],
+)
+def test_restores_onto_other_replicas_through_the_average(saved, layout, kept):
+    folder, program, before = saved
+    mode = program.mode if "replica" in layout else None
+    other = lowered(layout, ADAM, mode=mode)
+    found = restored(folder, other)
+    assert "2 replicas" in found.note and kept in found.note
+    state = other.as_stored(found.state, found.extra)
+    average = {path: x.mean(0) for path, x in before.params.items()}
+    assert relative_error(host(other.weights(state)), average) < 1e-6
+    if kept == "kept apart":
+        for path, x in host(state.params).items():
+            np.testing.assert_array_equal(x, before.params[path])
+    for step in range(9, STEPS + 1):  # Nothing waits for what was on its way.
+        state, metrics = other.step(state, rows(step))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
+    program = lowered("data=2", ADAM)
+    state, _ = trained(program, 3)
+    with contextlib.closing(opened(tmp_path / "c", program)) as checkpoints:
+        checkpoints.save(3, state, {})
+    mode = meshpar.LocalSGD(4, staleness=1)
+    other = lowered("replica=4", ADAM, mode=mode)
+    found = restored(tmp_path / "c", other)
+    new = other.as_stored(found.state, found.extra)
+    for path, x in host(new.params).items():
+        np.testing.assert_array_equal(x, np.stack([state.params[path]] * 4))
+    new, _ = other.step(new, rows(4))
+    assert int(new.step) == 4
