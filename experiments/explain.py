@@ -125,6 +125,8 @@ def print_report(explanations: Sequence[Explanation]) -> None:
         )
         if e.why_auto:
             console.print(e.why_auto, soft_wrap=True)
+        if e.mode:
+            console.print(e.mode, soft_wrap=True)
         if e.pipeline is not None:
             _print_pipeline(console, e.pipeline)
         if PARAMETERS.value:

@@ -330,6 +330,7 @@ class Trainer:
             f"{len(self.corpus.held_out):,}",
             f"layout: {self.program.layout} on {mesh.size} {device.platform} "
             f"device(s), {jax.process_count()} process(es)",
+            *([str(self.program)] if self.program.layout.replica > 1 else []),
             f"floor: a unigram model of this data reaches {self.floor:.4f}",
             f"workdir: {self.folder}"
             + (f", going on from step {start}" if start else ""),

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from meshpar import choose, memory, schedules
+from meshpar import choose, local_contract, memory, schedules
 from meshpar.compiled import Collective
 from meshpar.contract import Term
+from meshpar.local_program import LocalProgram
 from meshpar.memory import Memory
 from meshpar.pipelined import Pipelined
 from meshpar.plan import LeafPlan
@@ -108,7 +109,7 @@ def _pipeline(program: TrainProgram) -> Pipeline | None:
         bubble=s.bubble(),
         formula=schedules.formula(s),
         in_flight=tuple(s.in_flight()),
-        stash_bytes=memory.stash_bytes(lowering, program.abstract_batch),
+        stash_bytes=memory.stash_bytes(lowering, program.step_batch),
         sends=executor.num_sends + executor.num_gradient_sends,
     )
 
@@ -126,12 +127,15 @@ class Explanation:
       parameters: LeafPlan of every parameter.
       replicated: {path: reason} of parameters that are whole on every device.
       predicted: memory by kind, or None without stages.
-      state_bytes: exact bytes per device of master weights and optimizer state.
+      state_bytes: exact bytes per device of master weights, optimizer state and what
+        synchronizes replicas.
       compiled_bytes: what the compiler reports: "arguments", "temporary" and "peak".
       traffic: collectives, declared and found.
       violations: what breaks the contract.
       warnings: what is legal and probably not meant.
       pipeline: its schedule, if there is one.
+      mode: how replicas are synchronized, if they train apart; then the traffic is that
+        of the step beside which most travels.
     """
 
     layout: str
@@ -148,6 +152,7 @@ class Explanation:
     violations: tuple[str, ...]
     warnings: tuple[str, ...]
     pipeline: Pipeline | None = None
+    mode: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -174,6 +179,10 @@ def explain(program: TrainProgram) -> Explanation:
     plan, analysis = program.plan, compiled.memory_analysis()
     sizes = plan.bytes_per_device()
     used = any(size > 1 for size in program.mesh.shape.values())
+    apart = isinstance(program, LocalProgram)
+    contract, found = program.contract, program.collectives
+    if apart:
+        contract, found = local_contract.busiest(program)
     replicated = {
         path: leaf.reason
         for path, leaf in plan.parameters.items()
@@ -192,13 +201,16 @@ def explain(program: TrainProgram) -> Explanation:
         mesh=dict(program.mesh.shape),
         parameters=tuple(plan.parameters.values()),
         replicated=replicated,
-        predicted=memory.predict(program.lowering, program.abstract_batch),
-        state_bytes=sizes["parameters"] + sizes["optimizer"],
+        predicted=memory.predict(program.lowering, program.step_batch, plan),
+        state_bytes=sum(
+            sizes[kind] for kind in ("parameters", "optimizer", "synchronization")
+        ),
         compiled_bytes=compiled_bytes,
-        traffic=_traffic(program.contract.terms, program.collectives),
+        traffic=_traffic(contract.terms, found),
         violations=tuple(program.violations()),
         warnings=(*_moved_oddly(program), *_rematerialized(log)),
         pipeline=_pipeline(program),
+        mode=str(program) if apart else "",
     )
 
 

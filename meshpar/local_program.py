@@ -17,14 +17,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import wires
-from meshpar.compiled import Collective
-from meshpar.contract import Contract
+from meshpar import local_contract, wires
 from meshpar.flax_models import Params
 from meshpar.layouts import AXES
 from meshpar.local_sgd import LocalSGD, Schedule, Transfer, check_arrival
 from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
 from meshpar.outer_sync import AXIS, OuterSync, SyncState
+from meshpar.plan import Plan
 from meshpar.program import TrainProgram
 
 _STACKED, _WHOLE, _ON_DEVICES = (
@@ -106,10 +105,16 @@ class LocalProgram(TrainProgram):
     _clock: _Clock = dataclasses.field(default_factory=_Clock, compare=False)
 
     @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of one replica, and what each device keeps to synchronize it."""
+        kept = local_contract.kept(self.abstract_state.sync)
+        return dataclasses.replace(self.lowering.plan, synchronization=kept)
+
+    @functools.cached_property
     def outer(self) -> OuterSync:
         """What replicas exchange."""
         unit = wires.TILE if self.mesh.devices.flat[0].platform == "tpu" else 1
-        return OuterSync(self.mode, self.plan, dict(self.mesh.shape), unit)
+        return OuterSync(self.mode, self.lowering.plan, dict(self.mesh.shape), unit)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -147,7 +152,10 @@ class LocalProgram(TrainProgram):
         self, fn: Callable, params: Params, sync: SyncState, *rest: Any
     ) -> tuple[Params, SyncState]:
         """fn(params, sync, *rest) -> (params, sync) on every device's own shards."""
-        specs = {path: PartitionSpec(AXIS, *self.plan.specs[path]) for path in params}
+        specs = {
+            path: PartitionSpec(AXIS, *self.lowering.plan.specs[path])
+            for path in params
+        }
         lead = len(AXES)
 
         def one(params: Params, sync: SyncState, *rest: Any) -> tuple:
@@ -205,7 +213,7 @@ class LocalProgram(TrainProgram):
         arrived = state.arrived.at[fragment].set(state.step)
         return state._replace(params=params, sync=sync, arrived=arrived)
 
-    def _synchronized(
+    def synchronized(
         self, fragments: tuple[int, ...], number: int, state: LocalState
     ) -> LocalState:
         """Whole synchronizations of fragments, which nothing hides."""
@@ -244,7 +252,7 @@ class LocalProgram(TrainProgram):
             return jax.jit(
                 stepped,
                 donate_argnums=0,
-                out_shardings=(self._state_shardings, replicated),
+                out_shardings=(self.state_shardings, replicated),
             ).lower(self.abstract_state, self.abstract_batch, *index)
 
     def step_program(self, what: Transfer | None) -> jax.stages.Compiled:
@@ -253,7 +261,7 @@ class LocalProgram(TrainProgram):
         if kind not in self._steps:
             lowered = self.lowered if kind is None else self._lower_step(kind)
             made = lowered.compile()
-            self.lowering.check_compiled(self._collectives_of(made))
+            self.lowering.check_compiled(self.collectives_of(made))
             self._steps[kind] = made
         return self._steps[kind]
 
@@ -286,7 +294,7 @@ class LocalProgram(TrainProgram):
             self._small[key] = jax.jit(
                 functools.partial(fn, *static),
                 donate_argnums=0,
-                out_shardings=self._state_shardings,
+                out_shardings=self.state_shardings,
             )
         with jax.set_mesh(self.mesh):
             return self._small[key](state)
@@ -343,9 +351,9 @@ class LocalProgram(TrainProgram):
                 state = self._run_small(self._launched, state, fragment)
         if launch and at_once:
             number %= max(1, len(self.outer.rounds))
-            state = self._run_small(self._synchronized, state, launch, number)
+            state = self._run_small(self.synchronized, state, launch, number)
             chunks = len(launch) * self.mode.num_chunks
-            terms = self.outer.terms(self._whole_transfer(number), chunks)
+            terms = self.outer.terms(self.whole_transfer(number), chunks)
             sent += sum(term.wire_bytes for term in terms)
             for fragment in launch:
                 clock.arrived[fragment] = step
@@ -356,7 +364,8 @@ class LocalProgram(TrainProgram):
             "sync_age": float(age),
         }
 
-    def _whole_transfer(self, number: int) -> Transfer:
+    def whole_transfer(self, number: int) -> Transfer:
+        """All that a synchronization at once moves of a chunk, in a round."""
         return Transfer(0, 0, None if self.outer.rounds else 0, number)
 
     # Start, evaluation, average.
@@ -373,7 +382,7 @@ class LocalProgram(TrainProgram):
             )
             return self.started(jnp.zeros((), jnp.int32), seed, *stacked)
 
-        return jax.jit(init, out_shardings=self._state_shardings)
+        return jax.jit(init, out_shardings=self.state_shardings)
 
     def started(
         self,
@@ -389,7 +398,10 @@ class LocalProgram(TrainProgram):
             sync = self.outer.init(whole)
             return jax.tree.map(lambda x: x.reshape((1,) * len(AXES) + x.shape), sync)
 
-        specs = {path: PartitionSpec(AXIS, *s) for path, s in self.plan.specs.items()}
+        specs = {
+            path: PartitionSpec(AXIS, *s)
+            for path, s in self.lowering.plan.specs.items()
+        }
         sync = jax.shard_map(
             start, in_specs=(specs,), out_specs=_ON_DEVICES, check_vma=False
         )(params)
@@ -414,7 +426,7 @@ class LocalProgram(TrainProgram):
     def _average(self) -> Callable[[Params], Params]:
         shardings = {
             path: NamedSharding(self.mesh, spec)
-            for path, spec in self.plan.specs.items()
+            for path, spec in self.lowering.plan.specs.items()
         }
         return jax.jit(
             lambda params: {path: x.mean(axis=0) for path, x in params.items()},
@@ -476,50 +488,16 @@ class LocalProgram(TrainProgram):
         if extra is not None:
             return LocalState(*state, *extra)
         with jax.set_mesh(self.mesh):
-            return jax.jit(self.started, out_shardings=self._state_shardings)(*state)
+            return jax.jit(self.started, out_shardings=self.state_shardings)(*state)
 
     # Contracts.
 
-    @functools.cached_property
-    def transfers(self) -> list[Transfer]:
-        """Every kind of transfer that occurs beside a step."""
-        period = (self.mode.staleness + 1) * self.mode.fragments
-        schedule = Schedule(dataclasses.replace(self.mode, period=period))
-        steps = range(1, period * (2 + len(self.outer.rounds)))
-        found = (schedule.actions(step).transfer for step in steps)
-        return [*dict.fromkeys(self.kind(what) for what in found if what is not None)]
-
-    def contract_of(self, what: Transfer | None) -> Contract:
-        """The contract of the step beside which `what` travels."""
-        moved = () if what is None else self.outer.terms(what)
-        return Contract((*self.contract.terms, *moved))
-
     def violations(self) -> list[str]:
         """What any of the compiled steps does against its contract."""
-        found = []
-        for what in (None, *self.transfers):
-            collectives = self._collectives_of(self.step_program(what))
-            beside = "" if what is None else f"beside {_name(what)}: "
-            lines = self.contract_of(what).violations(collectives)
-            found += [f"{beside}{line}" for line in lines]
-        return found
+        return local_contract.violations(self)
 
-    def synchronization(self) -> tuple[Contract, list[Collective]]:
-        """Declared and found, of all fragments synchronized at once."""
-        fragments = tuple(range(self.mode.fragments))
-        with jax.set_mesh(self.mesh):
-            made = jax.jit(
-                functools.partial(self._synchronized, fragments, 0),
-                out_shardings=self._state_shardings,
-            ).lower(self.abstract_state)
-        chunks = self.mode.num_chunks * self.mode.fragments
-        terms = self.outer.terms(self._whole_transfer(0), chunks)
-        return Contract(tuple(terms)), self._collectives_of(made.compile())
-
-
-def _name(what: Transfer) -> str:
-    parts = ("a scatter", what.scatter), ("a gather", what.gather)
-    return " and ".join(name for name, number in parts if number is not None)
+    def __str__(self) -> str:
+        return local_contract.describe(self)
 
 
 def make(

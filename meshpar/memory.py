@@ -15,6 +15,7 @@ from meshpar.layouts import Layout
 from meshpar.lowering import Lowering, model_scope
 from meshpar.pipedream import PipeDream
 from meshpar.pipelined import Pipelined
+from meshpar.plan import Plan
 from meshpar.scope import REMAT_POLICIES
 
 
@@ -30,6 +31,7 @@ class Memory:
       activations: kept by all layers for the backward pass.
       working: what one layer, or the head, holds while it runs backward: its whole
         weights, their gradient and its activations.
+      synchronization: what synchronizes replicas (local SGD).
     """
 
     parameters: int
@@ -38,6 +40,7 @@ class Memory:
     gradients: int
     activations: int
     working: int
+    synchronization: int = 0
 
     @property
     def total(self) -> int:
@@ -98,14 +101,15 @@ def _traced(lowering: Lowering, batch: Any) -> _Traced:
         )
 
 
-def predict(lowering: Lowering, batch: Any) -> Memory | None:
+def predict(lowering: Lowering, batch: Any, plan: Plan | None = None) -> Memory | None:
     """Predicts a step's memory; None for models without stages.
 
     Args:
       lowering: explicit or automatic.
-      batch: abstract global batch.
+      batch: abstract batch of one replica.
+      plan: what is kept from step to step; by default the plan of the lowering.
     """
-    plan = lowering.plan
+    plan = plan or lowering.plan
     if lowering.model.staged is None:
         return None
     state, traced = plan.bytes_per_device(), _traced(lowering, batch)
@@ -129,6 +133,7 @@ def predict(lowering: Lowering, batch: Any) -> Memory | None:
         gradients=gradients,
         activations=activations + depth * traced.kept,
         working=max(of_layer + traced.running, of_head),
+        synchronization=state["synchronization"],
     )
 
 

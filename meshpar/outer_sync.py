@@ -58,6 +58,18 @@ class SyncState(NamedTuple):
     residual_down: Any
 
 
+WHY = {
+    "anchor": "global weights: 1/R, or all where a lossy wire sends differences",
+    "outer": "outer optimizer: 1/R",
+    "snapshot": "the fragment that travels, as it was",
+    "arrived": "what came back of it",
+    "piece": "what this replica hands out next",
+    "residual_up": "what the wire dropped of this replica's differences",
+    "residual_down": "what the wire dropped of the updates handed out: 1/R",
+}
+"""What the parts of a `SyncState` are for."""
+
+
 def _at(tree: Any, *index: Any) -> Any:
     return jax.tree.map(lambda x: x[index], tree)
 

@@ -35,7 +35,7 @@ class LeafPlan:
 
     Attributes:
       path: the parameter's path, or the optimizer leaf's key path.
-      kind: "parameter", "weight", "gradient" or "optimizer".
+      kind: "parameter", "weight", "gradient", "optimizer" or "synchronization".
       shape: logical shape.
       dtype: its dtype.
       names: dim names, None where the leaf has none.
@@ -72,6 +72,7 @@ class Plan:
       gradients: as the backward pass holds them, in the dtype of the weights.
       optimizer: one LeafPlan per optimizer leaf, in tree order.
       optimizer_specs: PartitionSpecs with the structure of the optimizer state.
+      synchronization: what each device keeps to synchronize replicas (local SGD).
     """
 
     layout: Layout
@@ -80,6 +81,7 @@ class Plan:
     gradients: dict[str, LeafPlan]
     optimizer: tuple[LeafPlan, ...]
     optimizer_specs: Any
+    synchronization: tuple[LeafPlan, ...] = ()
 
     @property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -98,11 +100,16 @@ class Plan:
             "optimizer": sum(p.bytes_per_device for p in self.optimizer),
             "weights": sum(p.bytes_per_device for p in self.weights.values()),
             "gradients": sum(p.bytes_per_device for p in self.gradients.values()),
+            "synchronization": sum(p.bytes_per_device for p in self.synchronization),
         }
 
     def __str__(self) -> str:
         lines = [f"layout {self.layout}"]
-        for leaf in (*self.parameters.values(), *self.optimizer):
+        for leaf in (
+            *self.parameters.values(),
+            *self.optimizer,
+            *self.synchronization,
+        ):
             shape = "x".join(map(str, leaf.shape)) or "scalar"
             where = ", ".join("*".join(axes) or "-" for axes in leaf.spec)
             lines.append(

@@ -136,7 +136,7 @@ class TrainProgram:
             return jax.jit(
                 self._traced(self.lowering.train_step),
                 donate_argnums=0,
-                out_shardings=(self._state_shardings, self._whole),
+                out_shardings=(self.state_shardings, self._whole),
             ).lower(self.abstract_state, self.abstract_batch)
 
     @functools.cached_property
@@ -147,15 +147,16 @@ class TrainProgram:
           MeshparError: it could deadlock.
         """
         made = self.lowered.compile()
-        self.lowering.check_compiled(self._collectives_of(made))
+        self.lowering.check_compiled(self.collectives_of(made))
         return made
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:
         """The collectives of the compiled training step."""
-        return self._collectives_of(self.compiled)
+        return self.collectives_of(self.compiled)
 
-    def _collectives_of(self, made: jax.stages.Compiled) -> list[Collective]:
+    def collectives_of(self, made: jax.stages.Compiled) -> list[Collective]:
+        """The collectives of a program compiled for this mesh."""
         return compiled.read(made.as_text(), dict(self.mesh.shape))
 
     @functools.cached_property
@@ -231,7 +232,8 @@ class TrainProgram:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
-    def _state_shardings(self) -> TrainState:
+    def state_shardings(self) -> TrainState:
+        """The shardings of the state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @functools.cached_property
@@ -247,7 +249,7 @@ class TrainProgram:
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
         return jax.jit(
-            init, out_shardings=self._state_shardings, compiler_options=options
+            init, out_shardings=self.state_shardings, compiler_options=options
         )
 
     @functools.cached_property
@@ -274,7 +276,7 @@ class TrainProgram:
             with jax.set_mesh(self.mesh):
                 if not safe:
                     made = jitted.lower(state, batch).compile()
-                    self.lowering.check_compiled(self._collectives_of(made))
+                    self.lowering.check_compiled(self.collectives_of(made))
                     safe.append(made)
                 return safe[0](state, batch)
 

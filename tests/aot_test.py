@@ -11,7 +11,7 @@ import pytest
 import meshpar
 from experiments import building, recipes
 from experiments.config import with_settings
-from meshpar import compiled, memory, mesh
+from meshpar import compiled, local_contract, memory, mesh
 from meshpar.errors import MeshparError
 
 SETTINGS = [
@@ -97,10 +97,14 @@ def test_tpu_synchronizations_hide_behind_the_layers():
         compute_dtype=jnp.bfloat16,
         mode=mode,
     )
-    middle = next(t for t in program.transfers if None not in (t.scatter, t.gather))
+    middle = next(
+        t
+        for t in local_contract.transfers(program)
+        if None not in (t.scatter, t.gather)
+    )
     text = program.step_program(middle).as_text()
     found = compiled.read(text, dict(program.mesh.shape))
-    assert program.contract_of(middle).violations(found) == []
+    assert local_contract.of(program, middle).violations(found) == []
     across = [one for one in found if "replica" in one.axes]
     assert {one.kind for one in across} == {"all_to_all", "all_gather"}
     assert all(one.overlapped for one in across)

@@ -15,7 +15,7 @@ from flax import nnx
 from tiny_models import host, relative_error
 
 import meshpar
-from meshpar import local_sgd
+from meshpar import local_contract, local_sgd
 from meshpar.checkpoint import Checkpoints
 from meshpar.local_sgd import Schedule, StalenessError
 
@@ -283,7 +283,7 @@ def test_any_layout_inside_a_replica(layout, lowering):
     want = one.evaluate(states[1], rows)["loss"]
     assert float(evaluated["loss"]) == pytest.approx(float(want), rel=1e-5)
     assert program.violations() == []
-    declared, found = program.synchronization()
+    declared, found = local_contract.synchronization(program)
     assert declared.violations(found) == [] and found
 
 
@@ -455,7 +455,7 @@ def test_bytes_are_those_of_synchronous_training_over_the_period(options, ratio)
 def test_a_wrong_contract_fails(monkeypatch):
     mode = meshpar.LocalSGD(4, staleness=2, wire="int8")
     program = lowered("replica=4", SGD, mode=mode)
-    assert program.violations() == [] and len(program.transfers) == 2
+    assert program.violations() == [] and len(local_contract.transfers(program)) == 2
     true = type(program.outer).terms
 
     def smaller(self, *args):
@@ -548,3 +548,24 @@ def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
         np.testing.assert_array_equal(x, np.stack([state.params[path]] * 4))
     new, _ = other.step(new, rows(4))
     assert int(new.step) == 4
+
+
+@pytest.mark.parametrize("wire, share", [("f32", 2 / 4), ("int8", 1 + 1 + 2 / 4)])
+def test_memory_is_in_the_plan(wire, share):
+    """Momentum takes 1/R, and so do global weights, unless the wire is lossy."""
+    mode = meshpar.LocalSGD(8, outer=NESTEROV, wire=wire)
+    program = tiny_models.lower("replica=4,fsdp=2", mode=mode)
+    kept = {leaf.path: leaf.bytes_per_device for leaf in program.plan.synchronization}
+    outer = program.outer
+    whole = 4 * outer.chunk_size
+    assert kept["outer[0].trace"] == whole // 4
+    assert sum(kept.values()) == pytest.approx(whole * share)
+    assert program.plan.bytes_per_device()["synchronization"] == sum(kept.values())
+    sync = program.abstract_state.sync
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sync))
+    assert held == 8 * sum(kept.values())
+    late = dataclasses.replace(mode, staleness=2, fragments=2)
+    program = tiny_models.lower("replica=4,fsdp=2", mode=late)
+    kept = {leaf.path: leaf.bytes_per_device for leaf in program.plan.synchronization}
+    fragment = 4 * program.outer.chunk_size * late.num_chunks
+    assert kept["snapshot"] == kept["arrived"] == fragment

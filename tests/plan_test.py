@@ -42,6 +42,7 @@ def test_zero_says_what_is_sharded(zero):
         "optimizer": 2 * both + 4,
         "weights": both if zero == 3 else over_tensor,
         "gradients": both if zero >= 2 else over_tensor,
+        "synchronization": 0,
     }
 
 

@@ -1,0 +1,111 @@
+"""What local SGD declares: contracts of its steps, traffic and memory."""
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import jax
+
+from meshpar.compiled import Collective
+from meshpar.contract import Contract
+from meshpar.layouts import AXES
+from meshpar.local_sgd import Schedule, Transfer
+from meshpar.outer_sync import WHY, SyncState
+from meshpar.plan import LeafPlan
+
+if TYPE_CHECKING:
+    from meshpar.local_program import LocalProgram
+
+
+def kept(sync: SyncState) -> tuple[LeafPlan, ...]:
+    """What one device keeps to synchronize replicas, from the abstract state."""
+    leaves = []
+    for name, tree in sync._asdict().items():
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            shape = leaf.shape[len(AXES) :]
+            one = LeafPlan(
+                path=name + jax.tree_util.keystr(keys),
+                kind="synchronization",
+                shape=shape,
+                dtype=leaf.dtype,
+                names=None,
+                spec=((),) * len(shape),
+                reason=WHY[name],
+                bytes_per_device=math.prod(shape) * leaf.dtype.itemsize,
+            )
+            leaves.append(one)
+    return tuple(leaves)
+
+
+def transfers(program: "LocalProgram") -> list[Transfer]:
+    """Every kind of transfer that occurs beside a step."""
+    period = (program.mode.staleness + 1) * program.mode.fragments
+    schedule = Schedule(dataclasses.replace(program.mode, period=period))
+    steps = range(1, period * (2 + len(program.outer.rounds)))
+    found = (schedule.actions(step).transfer for step in steps)
+    return [*dict.fromkeys(program.kind(what) for what in found if what is not None)]
+
+
+def of(program: "LocalProgram", what: Transfer | None) -> Contract:
+    """The contract of the step beside which `what` travels."""
+    moved = () if what is None else program.outer.terms(what)
+    return Contract((*program.contract.terms, *moved))
+
+
+def violations(program: "LocalProgram") -> list[str]:
+    """What any of the compiled steps does against its contract."""
+    found = []
+    for what in (None, *transfers(program)):
+        collectives = program.collectives_of(program.step_program(what))
+        beside = "" if what is None else f"beside {_name(what)}: "
+        lines = of(program, what).violations(collectives)
+        found += [f"{beside}{line}" for line in lines]
+    return found
+
+
+def busiest(program: "LocalProgram") -> tuple[Contract, list[Collective]]:
+    """Declared and found, of the step beside or after which most travels."""
+    if not transfers(program):
+        contract, found = synchronization(program)
+        terms = (*program.contract.terms, *contract.terms)
+        return Contract(terms), [*program.collectives, *found]
+    contracts = {what: of(program, what) for what in transfers(program)}
+    what = max(contracts, key=lambda what: contracts[what].wire_bytes)
+    found = program.collectives_of(program.step_program(what))
+    return contracts[what], found
+
+
+def describe(program: "LocalProgram") -> str:
+    """What is synchronized when, and what that sends."""
+    mode, layout = program.mode, program.layout
+    chunks = mode.num_chunks * mode.fragments
+    terms = program.outer.terms(program.whole_transfer(0), chunks)
+    sent = sum(term.wire_bytes for term in terms)
+    period = mode.period if isinstance(mode.period, int) else None
+    each = f"every {period} steps" if period else "in periods that change"
+    rate = f", {sent / period:.0f} per step" if period else ""
+    how = f"gossip {mode.gossip.graph}" if mode.gossip else f"merge {mode.merge}"
+    return (
+        f"local SGD: {layout.replica} replicas, {mode.fragments} fragment(s) {each},"
+        f" {mode.staleness} steps late, {how}, wire {mode.wire}; a device sends "
+        f"{sent:.0f} bytes over replica for all{rate}"
+    )
+
+
+def synchronization(program: "LocalProgram") -> tuple[Contract, list[Collective]]:
+    """Declared and found, of all fragments synchronized at once."""
+    fragments = tuple(range(program.mode.fragments))
+    with jax.set_mesh(program.mesh):
+        made = jax.jit(
+            functools.partial(program.synchronized, fragments, 0),
+            out_shardings=program.state_shardings,
+        ).lower(program.abstract_state)
+    chunks = program.mode.num_chunks * program.mode.fragments
+    terms = program.outer.terms(program.whole_transfer(0), chunks)
+    return Contract(tuple(terms)), program.collectives_of(made.compile())
+
+
+def _name(what: Transfer) -> str:
+    parts = ("a scatter", what.scatter), ("a gather", what.gather)
+    return " and ".join(name for name, number in parts if number is not None)
