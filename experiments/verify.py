@@ -18,6 +18,7 @@ from absl import flags
 
 import meshpar
 from experiments import building, command_line, data
+from experiments.config import ConfigError
 from meshpar import verify
 
 flags.adopt_module_key_flags(command_line)
@@ -49,6 +50,11 @@ def _table(report: verify.Report) -> rich.table.Table:
 def main(_: Sequence[str]) -> int:
     """Verifies, and returns the exit code."""
     config = command_line.config_from_flags()
+    if config.optimizer_mode != "synchronous":
+        raise ConfigError(
+            "replicas that train apart do not equal one device: verify the layout with "
+            "data in place of replica, without --optimizer_mode"
+        )
     layout, devices = command_line.start_devices(config)
     jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load(config.data)

@@ -123,6 +123,11 @@ def verify(
             "so it does not equal one device: verify schedule=1f1b, which has the same "
             "stages"
         )
+    if program.layout.replica > 1:
+        raise MeshparError(
+            "replicas that train apart do not equal one device: verify the layout with "
+            "data in place of replica"
+        )
     if jax.process_count() > 1:
         raise MeshparError("verify compares with one device: run it in one process")
     states = [p.init(seed) for p in (program, reference)]
