@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Starts N processes with Open MPI or MPICH.
+#
+#   launch/mpirun.sh [--max_restarts=K] [--log_dir=DIR] [--dry_run] N [MPI OPTIONS] -- COMMAND...
+#   launch/mpirun.sh 4 --hostfile hosts -- python -m experiments.run --layout="fsdp=4"
+#
+# Each process takes number, id and coordinator from the MPI's environment (MPICH sets
+# no coordinator: MESHPAR_COORDINATOR is the first host then).
+set -u
+# shellcheck source=launch/restarts.sh
+source "$(dirname "$0")/restarts.sh"
+
+parse "$@"
+set -- "${words[@]}"
+num=${1:-}
+options=()
+shift || true
+while (($#)) && [[ "$1" != -- ]]; do
+  options+=("$1")
+  shift
+done
+if ! [[ "$num" =~ ^[1-9][0-9]*$ && $# -ge 2 ]]; then
+  sed -n 's/^#   //p' "$0" | head -1 >&2
+  exit 2
+fi
+shift
+command=("$@")
+
+if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
+  options+=(--output-filename "$log_dir" -x MESHPAR_COORDINATOR -x MESHPAR_PROGRESS)
+else
+  options+=(-outfile-pattern "$log_dir/%r.log" -genvall)
+fi
+export MESHPAR_COORDINATOR="${MESHPAR_COORDINATOR:-$(hostname):12321}"
+
+mpi_pid=""
+pass_on() {
+  told=$1
+  [[ -n "$mpi_pid" ]] && kill -s "$1" "$mpi_pid" 2>/dev/null
+}
+trap 'pass_on TERM' TERM
+trap 'pass_on INT' INT
+
+start() {
+  local code
+  if $dry_run; then
+    say_or_run mpirun -n "$num" "${options[@]}" "${command[@]}"
+    return
+  fi
+  mpirun -n "$num" "${options[@]}" "${command[@]}" &
+  mpi_pid=$!
+  wait "$mpi_pid"
+  code=$?
+  while kill -0 "$mpi_pid" 2>/dev/null; do
+    wait "$mpi_pid"
+    code=$?
+  done
+  return "$code"
+}
+
+with_restarts start

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Runs a command on all workers of a Cloud TPU slice; makes the slice if it is missing.
+#
+#   launch/tpu_pod.sh [--max_restarts=K] [--dry_run] NAME ZONE [TYPE] -- COMMAND...
+#   launch/tpu_pod.sh pod us-east5-a v5litepod-64 -- python -m experiments.run --layout=fsdp=64
+#
+# With TYPE a queued resource NAME is requested and waited for. The folder that this is
+# started in goes to every worker, where README's install command is run. --workdir has
+# to be a place that all workers share (gs://...). jax finds the other workers by itself.
+set -u
+here=$(dirname "$0")
+# shellcheck source=launch/restarts.sh
+source "$here/restarts.sh"
+
+parse "$@"
+set -- "${words[@]}"
+words=()
+while (($#)) && [[ "$1" != -- ]]; do
+  words+=("$1")
+  shift
+done
+if ((${#words[@]} < 2 || ${#words[@]} > 3 || $# < 2)); then
+  sed -n 's/^#   //p' "$0" | head -1 >&2
+  exit 2
+fi
+shift
+name=${words[0]} zone=${words[1]} kind=${words[2]:-}
+printf -v command '%q ' "$@"
+version=${TPU_VERSION:-tpu-ubuntu2204-base}
+
+tpus() {
+  say_or_run gcloud compute tpus "$@" --zone="$zone"
+}
+
+prepare() {
+  if [[ -n "$kind" ]]; then
+    tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$kind" \
+      --runtime-version="$version" || return
+    until $dry_run || [[ $(gcloud compute tpus queued-resources describe "$name" \
+      --zone="$zone" --format='value(state.state)') == ACTIVE ]]; do
+      sleep 30
+    done
+  fi
+  tpus tpu-vm scp --recurse --worker=all . "$name:meshpar" || return
+  tpus tpu-vm ssh "$name" --worker=all --command="cd meshpar && python3 -m venv .venv \
+&& .venv/bin/pip install -q -e '.[experiments]' 'jax[tpu]'"
+}
+
+stop() {
+  told=$1
+  # The workers' own processes save and end; the next start goes on from there.
+  tpus tpu-vm ssh "$name" --worker=all --command="pkill -TERM -f experiments" || true
+}
+trap 'stop TERM' TERM
+trap 'stop INT' INT
+
+start() {
+  tpus tpu-vm ssh "$name" --worker=all \
+    --command="cd meshpar && PATH=\$PWD/.venv/bin:\$PATH $command" &
+  local pid=$! code
+  wait "$pid"
+  code=$?
+  while kill -0 "$pid" 2>/dev/null; do
+    wait "$pid"
+    code=$?
+  done
+  return "$code"
+}
+
+prepare || exit
+with_restarts start
