@@ -14,7 +14,7 @@ from absl import app, flags, logging
 import meshpar
 from experiments import recipes
 from experiments.config import Config, ConfigError, with_settings
-from meshpar import multihost
+from meshpar import clusters, multihost
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
@@ -55,6 +55,9 @@ COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "host:port of process 0; launchers set it."
 )
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "Processes of this run.")
+START_TIMEOUT = flags.DEFINE_float(
+    "start_timeout", 120.0, "Seconds to wait for all processes at the start."
+)
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
 
 
@@ -88,11 +91,11 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     Raises:
       MeshparError: more devices wished for than exist, or processes that do not fit.
     """
-    who = multihost.launched(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    who = clusters.place(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     if PLATFORM.value:
         jax.config.update("jax_platforms", PLATFORM.value.replace("gpu", "cuda"))
     layout = meshpar.layouts.parse(config.layout) if config.layout else None
-    processes = who[1] if who else 1
+    processes = who.num_processes if who else 1
     fewest = -(-8 // processes) * processes  # 8, or as many as the processes split.
     wanted = DEVICES.value or (layout.num_devices if layout else fewest)
     if wanted < 1 or wanted % processes:
@@ -101,7 +104,7 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
             f"{processes}"
         )
     meshpar.simulate(wanted // processes)
-    multihost.initialize(who)
+    multihost.initialize(who, START_TIMEOUT.value)
     devices = jax.devices()
     if DEVICES.value > len(devices):
         raise meshpar.LayoutError(

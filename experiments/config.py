@@ -117,6 +117,8 @@ class Config:
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many to keep.
       sample_tokens: length of the sample printed at the end.
+      watchdog_seconds: a run of several processes that finishes no step for so long,
+        and for 20 times the median step, ends to be started again; 0 for never.
       workdir: folder of metrics, checkpoints and plot.
     """
 
@@ -138,6 +140,7 @@ class Config:
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
     sample_tokens: int = 200
+    watchdog_seconds: float = 300.0
     workdir: str = ""
 
     def __post_init__(self):

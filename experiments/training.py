@@ -22,6 +22,7 @@ from experiments.progress import Progress
 from meshpar import cost, multihost
 from meshpar.checkpoint import CheckpointError, Checkpoints
 from meshpar.errors import MeshparError
+from meshpar.watchdog import Watchdog
 
 RESTART = 75
 """Exit code of a run stopped by a signal: run the same command again to go on."""
@@ -114,6 +115,7 @@ class Trainer:
         self._peak_flops = peak and peak * self.program.mesh.size
         self._clock = time.perf_counter()
         self._start = self._position = 0  # Steps done and samples used before.
+        self._watchdog = Watchdog(config.watchdog_seconds)
         self._note = ""  # What restoring changed.
 
     def run(self) -> int:
@@ -216,7 +218,7 @@ class Trainer:
         any_process = multihost.make_any(self.program.mesh)
         pending: collections.deque = collections.deque()
         self._clock, stopping, saved = time.perf_counter(), False, step
-        with contextlib.ExitStack() as tracing:
+        with contextlib.ExitStack() as tracing, self._watchdog:
             while step < config.steps and not stopping:
                 self._trace(step, tracing)
                 state, step_metrics = self.program.step(state, next(batches))
@@ -230,6 +232,8 @@ class Trainer:
                 while ready := len(pending) - (0 if boundary or stopping else 1):
                     finished = [pending.popleft() for _ in range(ready)]
                     stopping |= self._record(finished, log, progress, saved)
+                if boundary or stopping:
+                    self._watchdog.pause()
                 if saves or stopping:
                     saved = step
                     used = (step - self._start) * config.batch_size
@@ -279,8 +283,12 @@ class Trainer:
         now = time.perf_counter()
         seconds, self._clock = (now - self._clock) / max(1, len(steps)), now
         for step, step_metrics in steps:
+            self._watchdog.finished(step)
             self._log_step(step, step_metrics, seconds, log, progress)
             self._check_finite(step, step_metrics, saved)
+        progress_file = os.environ.get("MESHPAR_PROGRESS")
+        if progress_file and steps and jax.process_index() == 0:
+            pathlib.Path(progress_file).write_text(str(steps[-1][0]))  # For launchers.
         return any(bool(stop) for _, _, stop in finished)
 
     def _log_step(

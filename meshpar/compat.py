@@ -40,3 +40,21 @@ def bind_params(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     """(functions, parameters) with which an equation's primitive is bound again."""
     found = eqn.primitive.get_bind_params(eqn.params)
     return ((), found) if isinstance(found, dict) else (found[0], found[1])
+
+
+def detected_cluster() -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and own id, as jax finds them in a cluster."""
+    from jax._src.clusters import ClusterEnv
+
+    for kind in ClusterEnv._cluster_types:
+        if kind.opt_in_only_method or not kind.is_env_present():
+            continue
+        num = int(kind.get_process_count())
+        if num == 1:
+            return None
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        address = kind.get_coordinator_address(
+            timeout_secs=60, override_coordinator_port=port
+        )
+        return address, num, int(kind.get_process_id())
+    return None

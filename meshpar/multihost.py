@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 
@@ -16,82 +17,37 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import compat
-from meshpar.errors import MeshparError
+from meshpar import compat, rendezvous
+from meshpar.clusters import MultihostError, Place
 
-_CLUSTERS = {
-    "SLURM": ("SLURM_JOB_ID", "SLURM_NTASKS"),
-    "Open MPI": ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
-}
 _calls = itertools.count()
 
 
-class MultihostError(MeshparError):
-    """The processes of a run do not fit together, or one of them is missing."""
-
-
-def _from_environment() -> tuple[str, int, int] | None:
-    names = ("MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCESSES", "MESHPAR_PROCESS_ID")
-    values = [os.environ.get(name) for name in names]
-    if all(value is None for value in values):
-        return None
-    if None in values:
-        lacking = ", ".join(n for n, v in zip(names, values, strict=True) if v is None)
-        raise MultihostError(f"{lacking} not set; a launcher sets all of {names}")
-    return values[0], int(values[1]), int(values[2])
-
-
-def launched(
-    coordinator: str = "", num_processes: int = 0, process_id: int = -1
-) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and own id, from flags or the launcher.
-
-    Returns:
-      None for a single process, or where only the cluster's environment knows.
-    """
-    given = (bool(coordinator), num_processes > 0, process_id >= 0)
-    if any(given) and not all(given):
-        raise MultihostError(
-            f"coordinator={coordinator!r}, num_processes={num_processes}, "
-            f"process_id={process_id}: give all three or none"
-        )
-    who = (coordinator, num_processes, process_id) if all(given) else None
-    who = who or _from_environment()
-    if who and not 0 <= who[2] < who[1]:
-        raise MultihostError(
-            f"process_id={who[2]} is not one of num_processes={who[1]} "
-            f"(0 to {who[1] - 1})"
-        )
-    return who
-
-
-def initialize(who: tuple[str, int, int] | None, timeout_s: int = 120) -> None:
+def initialize(who: Place | None, timeout_s: float = 120) -> None:
     """Joins the other processes of the run; does nothing for a single process.
 
     Args:
-      who: from `launched`; None looks at the cluster's own environment.
+      who: from `clusters.place`.
       timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-      MultihostError: the others did not come in time.
+      MultihostError: the others did not come in time; names them.
     """
-    arguments = {}
-    if who is not None:
-        if who[1] == 1:
-            return
-        names = ("coordinator_address", "num_processes", "process_id")
-        arguments = dict(zip(names, who, strict=True))
-    elif not any(
-        job in os.environ and int(os.environ.get(size, 1)) > 1
-        for job, size in _CLUSTERS.values()
-    ):
+    if who is None:
         return
-    try:
-        jax.distributed.initialize(**arguments, initialization_timeout=timeout_s)
-    except RuntimeError as error:
-        raise MultihostError(
-            f"process {who} did not meet the others within {timeout_s} s: {error}"
-        ) from error
+    rendezvous.meet(who, timeout_s)
+    jax.distributed.initialize(
+        who.coordinator,
+        who.num_processes,
+        who.process_id,
+        initialization_timeout=max(1, int(timeout_s)),
+    )
+    local = jax.local_devices()
+    print(
+        f"process {who.process_id} of {who.num_processes} on {socket.gethostname()}, "
+        f"pid {os.getpid()}: {len(local)} x {local[0].device_kind}",
+        flush=True,
+    )
 
 
 def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) -> None:
