@@ -1,11 +1,12 @@
 """A watchdog: a run of many processes that stands still ends, and says who is missing.
 
-Each process reports the steps that it has finished to the key-value store of
-jax.distributed. A thread compares the time since the last one with the median; a step
-that takes far longer ends the process with `HUNG`, after which a launcher starts the
-run again from its last checkpoint.
+Each process reports to the key-value store of jax.distributed which step it has
+finished, and that it is alive. A thread compares the time since the last step with the
+median; a step that takes far longer ends the process with `HUNG`, after which a
+launcher starts the run again from its last checkpoint.
 """
 
+import contextlib
 import os
 import statistics
 import sys
@@ -45,7 +46,7 @@ class Watchdog:
         self._client = compat.coordination_client()
         self._lock = threading.Lock()
         self._seconds: list[float] = []
-        self._step, self._last = 0, None
+        self._step, self._last, self._beats = 0, None, 0
         self._stopped = threading.Event()
 
     def __enter__(self):
@@ -63,9 +64,6 @@ class Watchdog:
             if self._last is not None:
                 self._seconds = [*self._seconds[-99:], now - self._last]
             self._step, self._last = step, now
-        if self._client is not None and self._at_least > 0:
-            mine = f"{_PREFIX}/{jax.process_index()}"
-            self._client.key_value_set(mine, str(step), allow_overwrite=True)
 
     def pause(self) -> None:
         """Sleeps until the next step: what comes now may take long."""
@@ -79,6 +77,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll):
+            self._beat()
             with self._lock:
                 waited = 0 if self._last is None else time.monotonic() - self._last
                 step, limit = self._step, self.limit()
@@ -87,21 +86,42 @@ class Watchdog:
                 asking = threading.Thread(target=self._report, args=(step, waited))
                 asking.daemon = True
                 asking.start()
-                asking.join(10)
+                asking.join(10 + 5 * self._poll)
                 self._end(HUNG)
                 return
+
+    def _beat(self) -> None:
+        self._beats += 1
+        mine = f"{_PREFIX}/{jax.process_index()}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            said = f"{self._step} {self._beats}"
+            self._client.key_value_set(mine, said, allow_overwrite=True)
+
+    def _everyone(self) -> dict[int, tuple[int, int]]:
+        """{process: (step, beats)} of those that have said anything."""
+        found = {}
+        for process in range(jax.process_count()):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                text = self._client.key_value_try_get(f"{_PREFIX}/{process}")
+                step, beats = text.split()
+                found[process] = int(step), int(beats)
+        return found
 
     def _report(self, step: int, waited: float) -> None:
         head = f"watchdog: no step for {waited:.0f} s after step {step}"
         print(f"{head}; this process ends", file=sys.stderr, flush=True)
-        reached = {}
-        for process in range(jax.process_count()):
-            try:
-                text = self._client.key_value_try_get(f"{_PREFIX}/{process}")
-                reached[process] = int(text)
-            except jax.errors.JaxRuntimeError:
-                reached[process] = 0
-        newest = max(reached.values())
-        behind = [process for process, at in reached.items() if at < newest]
-        who = f"process(es) {behind} are behind" if behind else "all are equally far"
-        print(f"{head}; steps reached: {reached}; {who}", file=sys.stderr, flush=True)
+        before = self._everyone()
+        for _ in range(4):
+            time.sleep(self._poll)
+            self._beat()
+        after = self._everyone()
+        reached = {process: step for process, (step, _) in after.items()}
+        everyone = range(jax.process_count())
+        silent = [p for p in everyone if after.get(p) == before.get(p)]
+        behind = [p for p in reached if reached[p] < max(reached.values())]
+        print(
+            f"{head}: steps reached {reached}; process(es) that stand still: "
+            f"{silent or 'none'}; behind: {behind or 'none'}",
+            file=sys.stderr,
+            flush=True,
+        )

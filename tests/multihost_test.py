@@ -128,7 +128,7 @@ class Store:
     """The key-value store of jax.distributed, with another process at step 3."""
 
     def __init__(self):
-        self.values = {"meshpar/watchdog/1": "3"}
+        self.values = {"meshpar/watchdog/1": "3 7"}
 
     def key_value_set(self, key, value, allow_overwrite):
         assert allow_overwrite
@@ -159,7 +159,8 @@ def test_the_watchdog_names_who_is_behind(monkeypatch, capsys):
         assert ended.wait(10)
     assert codes == [HUNG]
     said = capsys.readouterr().err
-    assert "after step 6" in said and "process(es) [1] are behind" in said
+    assert "after step 6" in said and "steps reached {0: 6, 1: 3}" in said
+    assert "that stand still: [1]" in said and "behind: [1]" in said
 
 
 def test_the_watchdog_goes_by_the_median():

@@ -1,0 +1,100 @@
+"""Local SGD as a user types it: settings, a run that resumes, and the sweep."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar
+from experiments import building, local_sgd_sweep, metrics, recipes
+from experiments.config import ConfigError, LocalSGDConfig, with_settings
+from experiments.training import Trainer
+from meshpar.local_sgd import StalenessError
+
+SETTINGS = [
+    "optimizer_mode=local_sgd",
+    "local_sgd.period=4",
+    "local_sgd.staleness=2",
+    "local_sgd.fragments=2",
+    "local_sgd.outer=nesterov",
+    "local_sgd.merge=lerp",
+    "local_sgd.wire=int8",
+]
+
+
+def configured(*settings):
+    return with_settings(recipes.get("tiny"), [*SETTINGS, *settings])
+
+
+def test_settings_become_the_mode():
+    mode = building.make_mode(configured("local_sgd.merge_weight=0.25"))
+    assert (mode.period, mode.staleness, mode.fragments) == (4, 2, 2)
+    assert mode.merge == meshpar.Lerp(0.25) and mode.wire == "int8"
+    assert isinstance(mode.outer, optax.GradientTransformation)
+    warm = building.make_mode(configured("local_sgd.warmup_steps=8"))
+    assert warm.period(7) == 1 and warm.period(8) == 4
+    assert building.make_mode(recipes.get("tiny")) is None
+
+
+@pytest.mark.parametrize(
+    "settings, error, words",
+    [
+        (["local_sgd.outer=nestorov"], ConfigError, "did you mean 'nesterov'"),
+        (["local_sgd.merge=mean"], ConfigError, "local_sgd.merge='mean'"),
+        (["local_sgd.staleness=3"], StalenessError, "use at most 2"),
+        (["optimizer_mode=synchronous"], ConfigError, "add --optimizer_mode=local"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings, error, words):
+    with pytest.raises(error, match=words):
+        building.make_mode(configured(*settings))
+
+
+def test_a_run_of_replicas_resumes_onto_synchronous_training(tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    words = ["alpha ", "beta ", "gamma ", "delta "]
+    path.write_text("".join(np.random.default_rng(0).choice(words, 20_000)))
+    common = [f"data.path={path}", f"workdir={tmp_path}", "sample_tokens=5"]
+
+    def train(config, layout):
+        layout = meshpar.layouts.parse(layout)
+        config = dataclasses.replace(config, layout=str(layout))
+        devices = jax.devices()[: layout.num_devices]
+        assert Trainer(config, layout, devices).run() == 0
+
+    train(configured(*common, "steps=10"), "replica=2,fsdp=2")
+    said = capsys.readouterr().out
+    assert "local SGD: 2 replicas, 2 fragment(s) every 4 steps, 2 steps late" in said
+    assert "drift" in said
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    sent = [row["replica_bytes"] for row in rows if "replica_bytes" in row]
+    assert len(sent) == 10 and sent[0] == 0 and max(sent) > 0
+    assert max(row["sync_age"] for row in rows if "sync_age" in row) <= 2 * 4
+    train(with_settings(recipes.get("tiny"), [*common, "steps=12"]), "data=2")
+    assert "of 2 replicas, replaced by their average" in capsys.readouterr().out
+
+
+def test_the_sweep_runs_each_case_once_and_says_what_it_cost(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_sgd_sweep, "PERIODS", type("F", (), {"value": ["4"]}))
+    monkeypatch.setattr(
+        local_sgd_sweep, "STALENESS", type("F", (), {"value": ["0", "4"]})
+    )
+    monkeypatch.setattr(local_sgd_sweep, "WIRES", type("F", (), {"value": ["int8"]}))
+    found = local_sgd_sweep.cases(recipes.get("tiny"))
+    assert [*found] == ["synchronous", "H=4 s=0 int8", "independent"]
+    assert found["independent"].period == 21  # Longer than the run.
+    assert found["H=4 s=0 int8"] == LocalSGDConfig(period=4, wire="int8")
+    rows = [
+        {"case": case, "seed": seed, "loss": loss + seed, "bytes_per_step": sent}
+        for case, loss, sent in (("synchronous", 2.0, 100.0), ("H=4 s=0 int8", 2.1, 7))
+        for seed in (0, 1)
+    ]
+    first, second = local_sgd_sweep.summary(json.loads(json.dumps(rows)))
+    assert first["loss"] == 2.5 and first["spread"] == 0.5
+    assert second["bytes_per_step"] == 7
+    local_sgd_sweep.plot(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert local_sgd_sweep.table(rows).row_count == 2
