@@ -98,7 +98,7 @@ def synchronization(program: "LocalProgram") -> tuple[Contract, list[Collective]
     fragments = tuple(range(program.mode.fragments))
     with jax.set_mesh(program.mesh):
         made = jax.jit(
-            functools.partial(program.synchronized, fragments, 0),
+            functools.partial(program.steps.synchronized, fragments, 0),
             out_shardings=program.state_shardings,
         ).lower(program.abstract_state)
     chunks = program.mode.num_chunks * program.mode.fragments

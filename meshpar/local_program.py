@@ -1,68 +1,27 @@
-"""Local SGD as programs: replicas step apart, fragments travel beside the steps.
+"""Local SGD as compiled programs, and the host that runs them in turn.
 
-The inner step is the lowered step of one replica inside a shard_map that is manual over
-`replica`: nothing in it can cross that axis. What crosses it stands in `outer_sync`, in
-the same compiled program as the step beside which it travels. Which program runs is
-decided on the host by the schedule, so no program has a conditional for it.
+Which program runs is decided on the host by the schedule, so no program has a
+conditional for it, and none is compiled again as fragments take turns.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import local_contract, wires
+from meshpar import local_contract
 from meshpar.flax_models import Params
-from meshpar.layouts import AXES
 from meshpar.local_sgd import LocalSGD, Schedule, Transfer, check_arrival
-from meshpar.lowering import Lowering, Metrics, TrainState, model_scope
-from meshpar.outer_sync import AXIS, OuterSync, SyncState
+from meshpar.local_steps import ON_DEVICES, STACKED, WHOLE, LocalState, LocalSteps
+from meshpar.lowering import Lowering, Metrics, TrainState
+from meshpar.outer_sync import AXIS, OuterSync
 from meshpar.plan import Plan
 from meshpar.program import TrainProgram
-
-_STACKED, _WHOLE, _ON_DEVICES = (
-    PartitionSpec(AXIS),
-    PartitionSpec(),
-    PartitionSpec(*AXES),
-)
-
-
-class LocalState(NamedTuple):
-    """All that training carries from step to step, of all replicas.
-
-    Attributes:
-      step: steps done, int32 scalar.
-      seed: seed of the run, uint32 scalar.
-      params: {path: [R, ...]}, the master weights of every replica.
-      optimizer_state: the inner optax state, every leaf [R, ...].
-      sync: a `SyncState`, every leaf with the mesh in front: what each device keeps.
-      began: int32 scalar, the step at which `sync` was made.
-      launched: int32 [F], the step of every fragment's last snapshot; -1 before.
-      arrived: int32 [F], the step after which it last reached the replicas.
-    """
-
-    step: jax.Array
-    seed: jax.Array
-    params: Params
-    optimizer_state: Any
-    sync: SyncState
-    began: jax.Array
-    launched: jax.Array
-    arrived: jax.Array
-
-
-class _ReplicaState(TrainState):
-    """The state of one replica, inside shard_map: its noise is its own."""
-
-    def key(self) -> jax.Array:
-        """The random key of this step on this replica."""
-        return jax.random.fold_in(super().key(), lax.axis_index(AXIS))
 
 
 @dataclasses.dataclass
@@ -81,14 +40,6 @@ class _Clock:
             self.step, self.began = int(state.step), int(state.began)
             self.launched = np.asarray(state.launched).tolist()
             self.arrived = np.asarray(state.arrived).tolist()
-
-
-def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _in_front(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,125 +62,22 @@ class LocalProgram(TrainProgram):
         return dataclasses.replace(self.lowering.plan, synchronization=kept)
 
     @functools.cached_property
+    def steps(self) -> LocalSteps:
+        """What replicas do, as pure functions."""
+        return LocalSteps(self.lowering, self.mode)
+
+    @property
     def outer(self) -> OuterSync:
-        """What replicas exchange."""
-        unit = wires.TILE if self.mesh.devices.flat[0].platform == "tpu" else 1
-        return OuterSync(self.mode, self.lowering.plan, dict(self.mesh.shape), unit)
+        """What they exchange."""
+        return self.steps.outer
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """What happens in every step."""
         return Schedule(self.mode)
 
-    # What one replica does.
-
-    def _apart(self, fn: Callable) -> Callable:
-        """fn(TrainState, batch) of every replica on its own; results [R, ...]."""
-
-        def one(numbers: tuple, stacked: tuple, batch: Any) -> Any:
-            state = _ReplicaState(*numbers, *_first(stacked))
-            with model_scope(self.layout, self.mesh, self.lowering.replica_axes):
-                return _in_front(fn(state, batch))
-
-        def apart(state: LocalState, batch: Any) -> Any:
-            stacked = state.params, state.optimizer_state
-            return jax.shard_map(
-                one,
-                in_specs=(_WHOLE, _STACKED, _STACKED),
-                out_specs=_STACKED,
-                axis_names={AXIS},
-                check_vma=self.lowering.types_replicas,
-            )((state.step, state.seed), stacked, batch)
-
-        return apart
-
     def _traced(self, fn: Callable) -> Callable:
-        return self._apart(fn)
-
-    # What replicas exchange.
-
-    def _on_devices(
-        self, fn: Callable, params: Params, sync: SyncState, *rest: Any
-    ) -> tuple[Params, SyncState]:
-        """fn(params, sync, *rest) -> (params, sync) on every device's own shards."""
-        specs = {
-            path: PartitionSpec(AXIS, *self.lowering.plan.specs[path])
-            for path in params
-        }
-        lead = len(AXES)
-
-        def one(params: Params, sync: SyncState, *rest: Any) -> tuple:
-            sync = jax.tree.map(lambda x: x.reshape(x.shape[lead:]), sync)
-            params, sync = fn(_first(params), sync, *rest)
-            sync = jax.tree.map(lambda x: x.reshape((1,) * lead + x.shape), sync)
-            return _in_front(params), sync
-
-        return jax.shard_map(
-            one,
-            in_specs=(specs, _ON_DEVICES, *(_WHOLE for _ in rest)),
-            out_specs=(specs, _ON_DEVICES),
-            check_vma=False,
-        )(params, sync, *rest)
-
-    def _stepped(self, state: LocalState, batch: Any) -> tuple[LocalState, Metrics]:
-        """The inner step of all replicas; metrics [R]."""
-
-        def one(state: TrainState, batch: Any) -> tuple:
-            new, metrics = self.lowering.train_step(state, batch)
-            metrics = {name: jnp.float32(x) for name, x in metrics.items()}
-            return new.params, new.optimizer_state, metrics
-
-        params, optimizer_state, metrics = self._apart(one)(state, batch)
-        new = state._replace(
-            step=state.step + 1, params=params, optimizer_state=optimizer_state
-        )
-        return new, metrics
-
-    def _stepped_beside(
-        self, what: Transfer, state: LocalState, batch: Any, index: tuple
-    ) -> tuple[LocalState, Metrics]:
-        """The inner step, and what travels beside it."""
-
-        def move(params: Params, sync: SyncState, *index: Any) -> tuple:
-            return params, self.outer.transfer(sync, what, index)
-
-        sync = self._on_devices(move, {}, state.sync, *index)[1]
-        state, metrics = self._stepped(state, batch)
-        return state._replace(sync=sync), metrics
-
-    def _launched(self, fragment: int, state: LocalState) -> LocalState:
-        def launch(params: Params, sync: SyncState) -> tuple:
-            return params, self.outer.launch(params, sync, fragment)
-
-        params, sync = self._on_devices(launch, state.params, state.sync)
-        launched = state.launched.at[fragment].set(state.step)
-        return state._replace(params=params, sync=sync, launched=launched)
-
-    def _arrived(self, fragment: int, state: LocalState) -> LocalState:
-        def arrive(params: Params, sync: SyncState) -> tuple:
-            return self.outer.arrive(params, sync, fragment)
-
-        params, sync = self._on_devices(arrive, state.params, state.sync)
-        arrived = state.arrived.at[fragment].set(state.step)
-        return state._replace(params=params, sync=sync, arrived=arrived)
-
-    def synchronized(
-        self, fragments: tuple[int, ...], number: int, state: LocalState
-    ) -> LocalState:
-        """Whole synchronizations of fragments, which nothing hides."""
-
-        def synchronize(params: Params, sync: SyncState) -> tuple:
-            for fragment in fragments:
-                params, sync = self.outer.at_once(params, sync, fragment, number)
-            return params, sync
-
-        params, sync = self._on_devices(synchronize, state.params, state.sync)
-        return state._replace(
-            params=params,
-            sync=sync,
-            launched=state.launched.at[jnp.array(fragments)].set(state.step),
-            arrived=state.arrived.at[jnp.array(fragments)].set(state.step),
-        )
+        return self.steps.apart(fn)
 
     # Programs.
 
@@ -239,15 +87,15 @@ class LocalProgram(TrainProgram):
         return self._lower_step(None)
 
     @functools.cached_property
-    def _steps(self) -> dict[Transfer | None, jax.stages.Compiled]:
+    def _compiled(self) -> dict[Transfer | None, jax.stages.Compiled]:
         return {}
 
     def _lower_step(self, what: Transfer | None) -> jax.stages.Lowered:
-        stepped, index = self._stepped, ()
+        stepped, index = self.steps.stepped, ()
         if what is not None:
-            stepped = functools.partial(self._stepped_beside, what)
+            stepped = functools.partial(self.steps.stepped_beside, what)
             index = ((jax.ShapeDtypeStruct((), jnp.int32),) * 3,)
-        replicated = NamedSharding(self.mesh, _STACKED)
+        replicated = NamedSharding(self.mesh, STACKED)
         with jax.set_mesh(self.mesh):
             return jax.jit(
                 stepped,
@@ -258,12 +106,12 @@ class LocalProgram(TrainProgram):
     def step_program(self, what: Transfer | None) -> jax.stages.Compiled:
         """The compiled step beside which `what` travels; numbers do not count."""
         kind = self.kind(what)
-        if kind not in self._steps:
+        if kind not in self._compiled:
             lowered = self.lowered if kind is None else self._lower_step(kind)
             made = lowered.compile()
             self.lowering.check_compiled(self.collectives_of(made))
-            self._steps[kind] = made
-        return self._steps[kind]
+            self._compiled[kind] = made
+        return self._compiled[kind]
 
     def kind(self, what: Transfer | None) -> Transfer | None:
         """One of all transfers that share a program: which parts there are."""
@@ -343,15 +191,15 @@ class LocalProgram(TrainProgram):
         program = self.step_program(what)
         state, metrics = program(state, batch, *((index,) if index else ()))
         if arrive is not None:
-            state = self._run_small(self._arrived, state, arrive)
+            state = self._run_small(self.steps.arrived, state, arrive)
             clock.arrived[arrive] = step
         for fragment in launch:
             clock.launched[fragment] = step
             if not at_once:
-                state = self._run_small(self._launched, state, fragment)
+                state = self._run_small(self.steps.launched, state, fragment)
         if launch and at_once:
             number %= max(1, len(self.outer.rounds))
-            state = self._run_small(self.synchronized, state, launch, number)
+            state = self._run_small(self.steps.synchronized, state, launch, number)
             chunks = len(launch) * self.mode.num_chunks
             terms = self.outer.terms(self.whole_transfer(number), chunks)
             sent += sum(term.wire_bytes for term in terms)
@@ -380,37 +228,9 @@ class LocalProgram(TrainProgram):
                 lambda x: jnp.broadcast_to(x, (replicas, *x.shape)),
                 (params, self.lowering.optimizer.init(params)),
             )
-            return self.started(jnp.zeros((), jnp.int32), seed, *stacked)
+            return self.steps.started(jnp.zeros((), jnp.int32), seed, *stacked)
 
         return jax.jit(init, out_shardings=self.state_shardings)
-
-    def started(
-        self,
-        step: jax.Array,
-        seed: jax.Array,
-        params: Params,
-        optimizer_state: Any,
-    ) -> LocalState:
-        """The state in which replicas [R, ...] begin, their average the global one."""
-
-        def start(params: Params) -> SyncState:
-            whole = {path: lax.pmean(x[0], AXIS) for path, x in params.items()}
-            sync = self.outer.init(whole)
-            return jax.tree.map(lambda x: x.reshape((1,) * len(AXES) + x.shape), sync)
-
-        specs = {
-            path: PartitionSpec(AXIS, *s)
-            for path, s in self.lowering.plan.specs.items()
-        }
-        sync = jax.shard_map(
-            start, in_specs=(specs,), out_specs=_ON_DEVICES, check_vma=False
-        )(params)
-        fragments = self.mode.fragments
-        never = jnp.full(fragments, -1, jnp.int32)
-        arrived = jnp.broadcast_to(step, fragments)
-        return LocalState(
-            step, seed, params, optimizer_state, sync, step, never, arrived
-        )
 
     def init(self, seed: int = 0) -> LocalState:
         """Makes a fresh state: all replicas as one device would start."""
@@ -435,27 +255,7 @@ class LocalProgram(TrainProgram):
 
     @functools.cached_property
     def _evaluate(self) -> Callable:
-        """Loss and aux of the average, and how far replicas are from it (`drift`)."""
-
-        def one(state: TrainState, batch: Any) -> Metrics:
-            average = {path: lax.pmean(x, AXIS) for path, x in state.params.items()}
-            metrics = self.lowering.evaluate(state._replace(params=average), batch)
-            weight = jnp.float32(metrics.get("weight", 1.0))
-            total = lax.psum(weight, AXIS)
-            means = {k: lax.psum(weight * x, AXIS) / total for k, x in metrics.items()}
-            apart = sum(
-                jnp.sum(jnp.square(state.params[path] - x))
-                for path, x in average.items()
-            )
-            size = sum(jnp.sum(jnp.square(x)) for x in average.values())
-            drift = lax.pmean(jnp.sqrt(apart), AXIS) / jnp.sqrt(size)
-            given = {"weight": total} if "weight" in metrics else {}
-            return means | given | {"drift": drift}
-
-        def evaluate(state: LocalState, batch: Any) -> Metrics:
-            return jax.tree.map(lambda x: x[0], self._apart(one)(state, batch))
-
-        jitted = jax.jit(evaluate, out_shardings=self._whole)
+        jitted = jax.jit(self.steps.evaluated, out_shardings=self._whole)
 
         def call(state: LocalState, batch: Any) -> Metrics:
             with jax.set_mesh(self.mesh):
@@ -488,7 +288,9 @@ class LocalProgram(TrainProgram):
         if extra is not None:
             return LocalState(*state, *extra)
         with jax.set_mesh(self.mesh):
-            return jax.jit(self.started, out_shardings=self.state_shardings)(*state)
+            return jax.jit(self.steps.started, out_shardings=self.state_shardings)(
+                *state
+            )
 
     # Contracts.
 
@@ -538,11 +340,11 @@ def make(
     )
     with jax.set_mesh(mesh):
         state = jax.eval_shape(
-            program.started, abstract_state.step, abstract_state.seed, *apart
+            program.steps.started, abstract_state.step, abstract_state.seed, *apart
         )
     counts = state.began, state.launched, state.arrived
-    counts = jax.tree.map(placed(_WHOLE), counts)
-    sync = jax.tree.map(placed(_ON_DEVICES), state.sync)
+    counts = jax.tree.map(placed(WHOLE), counts)
+    sync = jax.tree.map(placed(ON_DEVICES), state.sync)
     numbers = abstract_state.step, abstract_state.seed
     return dataclasses.replace(
         program, abstract_state=LocalState(*numbers, *apart, sync, *counts)

@@ -178,6 +178,11 @@ def lower(
             )
         made = arrange(layout, staged.depth)
         why = made.why
+        if made.schedule.asynchronous and layout.replica > 1:
+            raise LayoutError(
+                f"replica={layout.replica} with schedule={layout.schedule}: replicas "
+                "are synchronized between steps of a pipeline that waits; use 1f1b"
+            )
         if made.partition.moves and layout.replica > 1:
             raise LayoutError(
                 f"replica={layout.replica} with a pipeline whose layers are stored in "
