@@ -122,14 +122,19 @@ def with_layout(config: Config, layout: meshpar.Layout) -> Config:
     return dataclasses.replace(config, layout=str(layout))
 
 
-def run(main: Callable[[Sequence[str]], int]) -> None:
-    """Runs a program; errors that a user can mend are printed without a traceback."""
+def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
+    """Runs a program; errors that a user can mend are printed without a traceback.
+
+    Args:
+      main: takes the words of the command that are not flags, returns the exit code.
+      arguments: whether there may be such words beside the program's name.
+    """
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
         warnings.filterwarnings("ignore", module="orbax")
         try:
-            if len(argv) > 1:
+            if len(argv) > 1 and not arguments:
                 raise ConfigError(
                     f"arguments {argv[1:]} are not flags; write --name=value"
                 )

@@ -6,7 +6,7 @@ lists the near ones.
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.models.decoder import DecoderConfig
@@ -166,6 +166,24 @@ class Config:
             raise ConfigError(
                 f"data.held_out={self.data.held_out}: use a part between 0 and 1"
             )
+
+
+def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
+    """The inverse of `dataclasses.asdict`, for what a checkpoint remembers.
+
+    Raises:
+      ConfigError: keys that this version does not have.
+    """
+    kinds, made = typing.get_type_hints(kind), {}
+    for name, value in values.items():
+        if name not in kinds:
+            raise ConfigError(
+                f"the checkpoint's configuration has {name!r}, which this version does "
+                f"not know ({nearest(name, kinds)})"
+            )
+        nested = dataclasses.is_dataclass(kinds[name])
+        made[name] = from_dict(value, kinds[name]) if nested else value
+    return kind(**made)
 
 
 def _parse_value(key: str, text: str, kind: type) -> Any:

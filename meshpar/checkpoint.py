@@ -5,6 +5,7 @@ checkpoint does not depend on the layout: it restores onto any mesh and any numb
 processes. A corrupt one is named, moved aside and the one before it is used.
 """
 
+import json
 import logging
 import os
 import pathlib
@@ -48,6 +49,77 @@ def _tensors(state: Any) -> dict[str, list]:
         jax.tree_util.keystr(keys): [list(leaf.shape), str(leaf.dtype)]
         for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
     }
+
+
+class Found(NamedTuple):
+    """One checkpoint in a folder, read without a device.
+
+    Attributes:
+      step: its step.
+      path: its folder.
+      num_bytes: bytes on disk.
+      metadata: what was saved with it; None if it cannot be read.
+      problem: why it cannot be used; "" if it is complete.
+    """
+
+    step: int
+    path: pathlib.Path
+    num_bytes: int
+    metadata: dict[str, Any] | None
+    problem: str
+
+
+def find(folder: str | os.PathLike) -> list[Found]:
+    """The checkpoints in a folder by step, incomplete ones among them.
+
+    Args:
+      folder: the folder given to `Checkpoints`.
+    """
+    found = []
+    for path in pathlib.Path(folder).glob("*"):
+        number = path.name.partition(".")[0]
+        if not number.isdigit() or not path.is_dir():
+            continue
+        files = [file for file in path.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        metadata, problem = None, ""
+        try:
+            text = (path / _METADATA / _METADATA).read_text()
+            metadata = json.loads(text)
+        except (OSError, json.JSONDecodeError) as error:
+            problem = f"its metadata cannot be read: {error}"
+        if "." in path.name:
+            problem = "incomplete: it was being written"
+        elif not (path / _STATE).is_dir():
+            problem = "its state is missing"
+        found.append(Found(int(number), path, size, metadata, problem))
+    return sorted(found)
+
+
+def why_not(found: Found, abstract_state: TrainState, num_replicas: int = 1) -> str:
+    """Why a checkpoint cannot be restored to a state; "" if it can.
+
+    Args:
+      found: the checkpoint.
+      abstract_state: shapes, dtypes and shardings to restore to.
+      num_replicas: replicas of that state.
+    """
+    if found.problem:
+        return found.problem
+    theirs = found.metadata[_REPLICAS]
+    if theirs != num_replicas:
+        state = replicas.with_replicas(abstract_state, num_replicas, theirs)
+        abstract_state = state
+    return _difference(_tensors(abstract_state), found.metadata[_TENSORS])
+
+
+def _difference(ours: dict[str, list], theirs: dict[str, list]) -> str:
+    """The first tensor in which two states differ; "" if none does."""
+    for path in {**ours, **theirs}:
+        here, there = ours.get(path, "nothing"), theirs.get(path, "nothing")
+        if here != there:
+            return f"{path} is {there} there and {here} here"
+    return ""
 
 
 def _check_writable(folder: pathlib.Path, state: TrainState) -> None:
@@ -224,15 +296,12 @@ class Checkpoints:
     def _check_same_model(
         self, step: int, tensors: dict[str, list], abstract: TrainState
     ) -> None:
-        ours = _tensors(abstract)
-        for path in {**ours, **tensors}:
-            here, there = ours.get(path, "nothing"), tensors.get(path, "nothing")
-            if here != there:
-                raise CheckpointError(
-                    f"checkpoint {step} in {self._folder} is of another model or "
-                    f"optimizer: {path} is {there} there and {here} here; use another "
-                    "--workdir, or the flags of that run"
-                )
+        if difference := _difference(_tensors(abstract), tensors):
+            raise CheckpointError(
+                f"checkpoint {step} in {self._folder} is of another model or "
+                f"optimizer: {difference}; use another --workdir, or the flags of that "
+                "run"
+            )
 
     def _set_aside(self, step: int, error: Exception) -> None:
         """Moves a checkpoint that cannot be read out of the way; deletes nothing."""

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -310,3 +312,43 @@ def test_verify_command_proves_and_names_differences(text):
     assert found["first_difference"] == first
     kinds = {c["kind"] for c in found["comparisons"]}
     assert kinds == {"loss", "gradient", "grad_norm", "optimizer"}
+
+
+def checkpoint_command(*words):
+    tool = [sys.executable, "-m", "experiments.checkpoint", *map(str, words)]
+    return subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_checkpoint_command_says_what_lies_there(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken[1] / "checkpoints", folder / "checkpoints")
+    (folder / "checkpoints" / "15.orbax-checkpoint-tmp-3").mkdir()
+    (folder / "checkpoints" / "10" / "metadata" / "metadata").write_text("{")
+    done = checkpoint_command(folder)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [line.split("│")[1].strip() for line in lines] == ["10", "12", "15"]
+    assert "cannot be read" in lines[0] and "complete" in lines[1]
+    assert "data=2,fsdp=2" in lines[1] and "192" in lines[1]
+    assert "incomplete" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "layout, code, words",
+    [
+        ("pipe=2,fsdp=2,microbatches=2", 0, "can go on from step 12"),
+        ("replica=2,tensor=2", 0, "can go on from step 12"),
+        ("tensor=3", 1, "no: .*heads=4.* does not divide over tensor=3"),
+        ("fsdp=32", 1, "no: batch=16 does not divide"),
+        ("fdsp=2", 2, "did you mean 'fsdp'"),
+    ],
+)
+def test_the_checkpoint_command_knows_what_could_go_on(unbroken, layout, code, words):
+    done = checkpoint_command(unbroken[1], f"--can_resume={layout}")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert re.search(words, done.stdout + done.stderr, re.DOTALL), done.stdout
+
+
+def test_the_checkpoint_command_needs_a_folder_with_checkpoints(tmp_path):
+    assert "holds no checkpoint" in checkpoint_command(tmp_path).stderr
+    assert "give one folder" in checkpoint_command().stderr
