@@ -50,6 +50,8 @@ def print_list(found: Sequence[Found], corrupt: pathlib.Path) -> None:
             str(one.step), str(layout), str(position), f"{one.num_bytes:,}", state
         )
     console = rich.console.Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140
     console.print(table)
     if corrupt.is_dir():
         names = ", ".join(sorted(path.name for path in corrupt.iterdir()))

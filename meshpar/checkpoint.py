@@ -87,7 +87,7 @@ def find(folder: str | os.PathLike) -> list[Found]:
             text = (path / _METADATA / _METADATA).read_text()
             metadata = json.loads(text)
         except (OSError, json.JSONDecodeError) as error:
-            problem = f"its metadata cannot be read: {error}"
+            problem = f"its metadata cannot be read ({type(error).__name__})"
         if "." in path.name:
             problem = "incomplete: it was being written"
         elif not (path / _STATE).is_dir():
