@@ -275,6 +275,13 @@ class Schedule:
             start = self._starts[-1]
             period = self._mode.period(start)
             self._mode.check_period(period)
+            late = self._mode.staleness and start and start - self._starts[-2] > 1
+            if period == 1 and late:
+                raise StalenessError(
+                    f"a period of 1 begins at step {start} while a fragment travels "
+                    f"(staleness={self._mode.staleness}): let periods of 1 come first, "
+                    "as warm_up does"
+                )
             self._starts.append(start + period)
         low, high = 0, len(self._starts) - 1
         while high - low > 1:  # The last start below step.

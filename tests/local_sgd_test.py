@@ -346,6 +346,7 @@ def test_the_exponential_graph_averages_exactly():
         (dict(period=2, fragments=3), "fragments=3 with period=2"),
         (dict(period=0), "period=0"),
         (dict(period=lambda t: 8 if t < 50 else 2, staleness=2), "with period=2"),
+        (dict(period=lambda t: 8 if t < 50 else 1, staleness=2), "at step 56 while a"),
         (dict(merge=meshpar.Elastic(0.1), outer=NESTEROV), "leave `outer` out"),
         (dict(gossip=meshpar.Gossip("ring"), wire="int8"), "leave out wire=int8"),
         (dict(gossip=meshpar.Gossip("ring"), outer=NESTEROV), "leave out outer"),
