@@ -141,7 +141,7 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
             code = main(argv)
         except meshpar.MeshparError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            code = 2
+            code = getattr(error, "exit_code", 2)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise

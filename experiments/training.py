@@ -98,6 +98,11 @@ class Trainer:
         Raises:
           MeshparError: data, layout or model that do not fit.
         """
+        if "://" in config.workdir:
+            raise ConfigError(
+                f"workdir={config.workdir}: give a folder that all hosts see, such as "
+                "a mounted bucket"
+            )
         self.corpus = data.load(config.data)
         self.config = config = building.fit_vocabulary(config, self.corpus)
         self.program = building.make_program(config, layout, devices)
@@ -131,6 +136,7 @@ class Trainer:
                 self.config.keep_checkpoints,
                 num_replicas=self.program.layout.replica,
                 abstract_extra=self.program.abstract_extra,
+                extra_identity=self.program.extra_identity,
             )
             with contextlib.closing(checkpoints):
                 state = self._start_state(checkpoints)
@@ -149,7 +155,7 @@ class Trainer:
                     if log:
                         log.close()
                 checkpoints.wait()
-                if stop.signal or int(state.step) < self.config.steps:
+                if int(state.step) < self.config.steps:
                     progress.say(
                         f"stopped at step {int(state.step)}, saved; the same command "
                         "goes on from here"
@@ -261,6 +267,7 @@ class Trainer:
                         log.write(step, **means)
                 if boundary:
                     self._clock = time.perf_counter()
+                    self._watchdog.resume()
         return state
 
     def _trace(self, step: int, tracing: contextlib.ExitStack) -> None:
@@ -288,7 +295,10 @@ class Trainer:
             self._check_finite(step, step_metrics, saved)
         progress_file = os.environ.get("MESHPAR_PROGRESS")
         if progress_file and steps and jax.process_index() == 0:
-            pathlib.Path(progress_file).write_text(str(steps[-1][0]))  # For launchers.
+            # For launchers; replaced at once, so that a kill leaves a whole number.
+            written = pathlib.Path(f"{progress_file}.partial")
+            written.write_text(str(steps[-1][0]))
+            os.replace(written, progress_file)
         return any(bool(stop) for _, _, stop in finished)
 
     def _log_step(

@@ -40,7 +40,7 @@ stop_all() {
 }
 # A signal to this script is for the run: pass it on and keep waiting for its end.
 trap 'told=TERM; stop_all TERM' TERM
-trap 'told=INT; stop_all INT' INT
+trap 'told=INT; stop_all TERM' INT
 
 command=("$@")
 
@@ -60,6 +60,7 @@ with socket.socket() as s:
     fi
     pids+=($!)
   done
+  [[ -n "$told" ]] && stop_all TERM
   left=("${pids[@]}")
   while ((${#left[@]})); do
     ended=""

@@ -29,7 +29,8 @@ command=("$@")
 step_pid=""
 pass_on() {
   told=$1
-  [[ -n "$step_pid" ]] && kill -s "$1" "$step_pid" 2>/dev/null
+  # srun itself would kill its tasks: this signals them alone.
+  [[ -n "$step_pid" ]] && scancel --signal=TERM "$SLURM_JOB_ID"
 }
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT
@@ -37,10 +38,11 @@ trap 'pass_on INT' INT
 start() {
   local code
   if $dry_run; then
-    say_or_run srun --kill-on-bad-exit=1 --output="$log_dir/%t.log" "${command[@]}"
+    say_or_run srun --wait=60 --output="$log_dir/%t.log" "${command[@]}"
     return
   fi
-  srun --kill-on-bad-exit=1 --output="$log_dir/%t.log" --open-mode=append \
+  # When one task ends the others have a minute to save; then they are stopped.
+  srun --kill-on-bad-exit=0 --wait=60 --output="$log_dir/%t.log" --open-mode=append \
     "${command[@]}" &
   step_pid=$!
   wait "$step_pid"

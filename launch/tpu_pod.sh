@@ -2,11 +2,12 @@
 # Runs a command on all workers of a Cloud TPU slice; makes the slice if it is missing.
 #
 #   launch/tpu_pod.sh [--max_restarts=K] [--dry_run] NAME ZONE [TYPE] -- COMMAND...
-#   launch/tpu_pod.sh pod us-east5-a v5litepod-64 -- python -m experiments.run --layout=fsdp=64
+#   launch/tpu_pod.sh pod us-east5-a v5litepod-64 -- python -m experiments.run ...
 #
 # With TYPE a queued resource NAME is requested and waited for. The folder that this is
 # started in goes to every worker, where README's install command is run. --workdir has
-# to be a place that all workers share (gs://...). jax finds the other workers by itself.
+# to be a folder that all workers share, such as a mounted bucket. jax finds the other
+# workers by itself.
 set -u
 here=$(dirname "$0")
 # shellcheck source=launch/restarts.sh

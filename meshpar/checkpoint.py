@@ -152,6 +152,7 @@ class Checkpoints:
         *,
         num_replicas: int = 1,
         abstract_extra: Any = None,
+        extra_identity: str = "",
     ):
         """Opens or makes the folder.
 
@@ -162,6 +163,7 @@ class Checkpoints:
           num_replicas: replicas that train apart, in front of weights and optimizer
             state; one of another number is restored through their average.
           abstract_extra: what is saved for the same layout and mode alone, likewise.
+          extra_identity: says which mode that is.
 
         Raises:
           CheckpointError: the folder cannot be written to, or the disk is too full.
@@ -171,6 +173,7 @@ class Checkpoints:
         self._folder = pathlib.Path(folder).absolute()
         self._abstract_state = abstract_state
         self._replicas, self._abstract_extra = num_replicas, abstract_extra
+        self._extra_identity = {"mode": extra_identity}
         _check_writable(self._folder, abstract_state)
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -199,7 +202,7 @@ class Checkpoints:
         metadata = {
             **metadata,
             _TENSORS: _tensors(state),
-            _EXTRA: _tensors(extra),
+            _EXTRA: _tensors(extra) | self._extra_identity,
             _REPLICAS: self._replicas,
         }
         arguments = {
@@ -263,9 +266,10 @@ class Checkpoints:
             if theirs != ours:
                 abstract = replicas.with_replicas(abstract, ours, theirs)
             self._check_same_model(step, tensors, abstract)
-            fits = theirs == ours and extra == _tensors(self._abstract_extra)
+            expected = _tensors(self._abstract_extra) | self._extra_identity
+            fits = theirs == ours and extra == expected
             arguments = {_STATE: ocp.args.StandardRestore(abstract)}
-            if fits and extra:
+            if fits and self._abstract_extra is not None:
                 arguments[_EXTRA] = ocp.args.StandardRestore(self._abstract_extra)
             try:
                 restored = self._manager.restore(

@@ -14,6 +14,12 @@ class MultihostError(MeshparError):
     """The processes of a run do not fit together, or one of them is missing."""
 
 
+class MissingError(MultihostError):
+    """Processes that did not come: a launcher may start the run again."""
+
+    exit_code = 76
+
+
 class Place(NamedTuple):
     """One process of a run.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -61,6 +62,13 @@ def violations(program: "LocalProgram") -> list[str]:
         beside = "" if what is None else f"beside {_name(what)}: "
         lines = of(program, what).violations(collectives)
         found += [f"{beside}{line}" for line in lines]
+    if not program.mode.staleness or callable(program.mode.period):
+        declared, moved = synchronization(program)
+        found += [f"at once: {line}" for line in declared.violations(moved)]
+    if program.mode.staleness:
+        for small in (program.steps.launched, program.steps.arrived):
+            moved = _collectives(program, functools.partial(small, 0))
+            found += [f"{small.__name__}: {x}" for x in Contract(()).violations(moved)]
     return found
 
 
@@ -96,14 +104,18 @@ def describe(program: "LocalProgram") -> str:
 def synchronization(program: "LocalProgram") -> tuple[Contract, list[Collective]]:
     """Declared and found, of all fragments synchronized at once."""
     fragments = tuple(range(program.mode.fragments))
-    with jax.set_mesh(program.mesh):
-        made = jax.jit(
-            functools.partial(program.steps.synchronized, fragments, 0),
-            out_shardings=program.state_shardings,
-        ).lower(program.abstract_state)
     chunks = program.mode.num_chunks * program.mode.fragments
     terms = program.outer.terms(program.whole_transfer(0), chunks)
-    return Contract(tuple(terms)), program.collectives_of(made.compile())
+    together = functools.partial(program.steps.synchronized, fragments, 0)
+    return Contract(tuple(terms)), _collectives(program, together)
+
+
+def _collectives(program: "LocalProgram", fn: Callable) -> list[Collective]:
+    """Those of a program from state to state."""
+    with jax.set_mesh(program.mesh):
+        jitted = jax.jit(fn, out_shardings=program.state_shardings)
+        made = jitted.lower(program.abstract_state).compile()
+    return program.collectives_of(made)
 
 
 def _name(what: Transfer) -> str:

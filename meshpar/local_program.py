@@ -188,6 +188,9 @@ class LocalProgram(TrainProgram):
         if what is not None:
             index = tuple(np.int32(x or 0) for x in what[:3])
             sent += sum(term.wire_bytes for term in self.outer.terms(what))
+        if not self._compiled:  # All at once: no step stops for the compiler later.
+            for one in (None, *local_contract.transfers(self)):
+                self.step_program(one)
         program = self.step_program(what)
         state, metrics = program(state, batch, *((index,) if index else ()))
         if arrive is not None:
@@ -274,6 +277,11 @@ class LocalProgram(TrainProgram):
     def abstract_extra(self) -> tuple:
         """What `extra_state` returns, likewise."""
         return tuple(self.abstract_state[4:])
+
+    @property
+    def extra_identity(self) -> str:
+        """The mode, as what is on its way depends on it."""
+        return self.mode.identity()
 
     def in_model_order(self, state: LocalState) -> TrainState:
         """Weights and optimizer state of all replicas, [R, ...]."""

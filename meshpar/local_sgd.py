@@ -112,7 +112,9 @@ Merge = Overwrite | Shift | Lerp | Elastic
 
 
 def warm_up(steps: int, period: int) -> Callable[[int], int]:
-    """A period that is 1, synchronous training, for some steps first.
+    """A period that is 1 for some steps first (post-local SGD).
+
+    With the default outer optimizer and merge those steps are synchronous training.
 
     Source: post-local SGD, arXiv:1808.07217, section 3.
     """
@@ -135,7 +137,7 @@ class LocalSGD:
       wire: "f32", "bf16", "int8", "int4" or "topk:FRACTION", both ways.
       error_feedback: whether what a lossy wire dropped is sent with the next one.
       gossip: a graph of neighbours to average with, in place of all replicas.
-      damping: updates of the global weights shrink by (1 + s) ** -damping.
+      damping: updates that arrive s steps late shrink by (1 + s) ** -damping.
 
     Raises:
       StalenessError: a bound that does not hold, with the numbers, or parts that do
@@ -212,6 +214,20 @@ class LocalSGD:
                 f"fragment travels at a time, staleness <= period / fragments; use at "
                 f"most {period // fragments}"
             )
+
+    def identity(self) -> str:
+        """The mode as text, but for the outer optimizer, whose state tells it."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("outer", "period")
+        }
+        period = self.period
+        if callable(period):
+            schedule = Schedule(self)
+            schedule.check_until(10_000)
+            period = schedule.starts
+        return f"period={period}, {fields}"
 
     @property
     def num_chunks(self) -> int:
@@ -294,6 +310,11 @@ class Schedule:
             return number * self._mode.period, (number + 1) * self._mode.period
         return self._starts[number], self._starts[number + 1]
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Steps after which the periods looked at so far begin."""
+        return tuple(self._starts)
+
     def check_until(self, step: int) -> None:
         """Raises StalenessError if a period up to `step` breaks the bound."""
         self._period_of(step)
@@ -368,7 +389,7 @@ def check_arrival(mode: LocalSGD, fragment: int, launched: int, step: int) -> No
 
 
 def outer_optimizer(mode: LocalSGD, replicas: int) -> optax.GradientTransformation:
-    """What moves the global weights, damping included.
+    """What moves the global weights, but for damping.
 
     Raises:
       StalenessError: an elastic pull that is too strong for so many replicas.
@@ -383,7 +404,4 @@ def outer_optimizer(mode: LocalSGD, replicas: int) -> optax.GradientTransformati
                 f"{1 / replicas:g}"
             )
         outer = optax.sgd(beta)
-    if mode.damping:
-        late = (1 + mode.staleness) ** -mode.damping
-        outer = optax.chain(outer, optax.scale(late))
     return outer

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import compat, rendezvous
-from meshpar.clusters import MultihostError, Place
+from meshpar.clusters import MissingError, MultihostError, Place
 
 _calls = itertools.count()
 
@@ -79,7 +79,7 @@ def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) ->
         # Process 0 serves these values: nobody leaves before all have read them.
         client.wait_at_barrier(f"{prefix}/read", 10_000)
     if missing:
-        raise MultihostError(
+        raise MissingError(
             f"process(es) {missing} of {num} did not report within {timeout_s:.0f} s; "
             "look at their logs"
         )

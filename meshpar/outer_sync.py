@@ -234,7 +234,8 @@ class OuterSync:
             sync = self._gather_to(sync, fragment, gather)
         if what.scatter is not None:
             chunk = sync.snapshot[scatter]
-            sync, piece = self._scatter(sync, chunk, anchor, fragment, scatter)
+            late = (1 + self.mode.staleness) ** -self.mode.damping
+            sync, piece = self._scatter(sync, chunk, anchor, fragment, scatter, late)
             sync = sync._replace(piece=piece)
         return self._gather_to(sync, fragment, gather) if together else sync
 
@@ -243,7 +244,13 @@ class OuterSync:
         return gossip.mix(chunk, matrix, AXIS, self.wire)
 
     def _scatter(
-        self, sync: SyncState, chunk: Array, anchor: Array, fragment: Any, number: Any
+        self,
+        sync: SyncState,
+        chunk: Array,
+        anchor: Array,
+        fragment: Any,
+        number: Any,
+        factor: float = 1.0,
     ) -> tuple[SyncState, Array]:
         """The outer step of this replica's piece, and what it hands out."""
         at = fragment, number
@@ -257,6 +264,7 @@ class OuterSync:
         own = self._own(anchor) if self._keeps_whole else anchor
         gradient = -mean if self._keeps_whole else own - mean
         update, outer = self.optimizer.update(gradient, _at(sync.outer, *at), own)
+        update = factor * update
         sync = sync._replace(outer=_put(sync.outer, outer, *at))
         if self._keeps_whole:
             return sync, update

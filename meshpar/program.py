@@ -111,6 +111,11 @@ class TrainProgram:
         """The same as ShapeDtypeStructs with shardings."""
         return None
 
+    @property
+    def extra_identity(self) -> str:
+        """Which mode `extra_state` belongs to."""
+        return ""
+
     def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
         """The inverse of `in_model_order`, with what `extra_state` gave, if it did."""
         del extra

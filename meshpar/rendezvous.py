@@ -11,7 +11,7 @@ import json
 import socket
 import time
 
-from meshpar.clusters import MultihostError, Place
+from meshpar.clusters import MissingError, MultihostError, Place
 
 _POLL_S = 0.2
 
@@ -53,7 +53,7 @@ def meet(who: Place, timeout_s: float) -> None:
 def _gather(who: Place, deadline: float, timeout_s: float) -> None:
     _, port = _address(who.coordinator)
     here: dict[int, socket.socket] = {}
-    problem = ""
+    problem, kind = "", MultihostError
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(
@@ -72,12 +72,15 @@ def _gather(who: Place, deadline: float, timeout_s: float) -> None:
                     f"process(es) {missing} of {who.num_processes} did not come to "
                     f"{who.coordinator} within {timeout_s:g} s; look at their logs"
                 )
+                kind = MissingError
                 break
             with contextlib.suppress(TimeoutError, OSError, json.JSONDecodeError):
                 connection = stack.enter_context(server.accept()[0])
                 connection.settimeout(5)
                 said = _receive(connection)
                 number, num = said.get("process"), said.get("num")
+                if not isinstance(number, int):
+                    continue  # A probe of some health check.
                 if number in here or number == 0:
                     problem = f"two processes say that they are process {number}"
                 elif num != who.num_processes:
@@ -88,9 +91,10 @@ def _gather(who: Place, deadline: float, timeout_s: float) -> None:
                 here[number] = connection
         for connection in here.values():
             with contextlib.suppress(OSError):
-                _send(connection, {"problem": problem})
+                missed = kind is MissingError
+                _send(connection, {"problem": problem, "missing": missed})
     if problem:
-        raise MultihostError(problem)
+        raise kind(problem)
 
 
 def _call(who: Place, deadline: float, timeout_s: float) -> None:
@@ -98,7 +102,7 @@ def _call(who: Place, deadline: float, timeout_s: float) -> None:
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise MultihostError(
+            raise MissingError(
                 f"process {who.process_id} cannot reach process 0 at "
                 f"{who.coordinator} within {timeout_s:g} s; does it run, and is the "
                 "address right?"
@@ -115,5 +119,6 @@ def _call(who: Place, deadline: float, timeout_s: float) -> None:
             time.sleep(_POLL_S)  # Process 0 went away before it had all.
             continue
         if answer["problem"]:
-            raise MultihostError(answer["problem"])
+            kind = MissingError if answer["missing"] else MultihostError
+            raise kind(answer["problem"])
         return

@@ -70,6 +70,11 @@ class Watchdog:
         with self._lock:
             self._last = None
 
+    def resume(self) -> None:
+        """Watches again, from now on."""
+        with self._lock:
+            self._last = time.monotonic() if self._seconds else None
+
     def limit(self) -> float:
         """How long a step may take, in seconds."""
         median = statistics.median(self._seconds) if self._seconds else 0.0

@@ -21,7 +21,7 @@ def run(*words, timeout=60):
     "words, says",
     [
         (["local.sh", "--dry_run", "2"], ["2 processes", "MESHPAR_PROCESS_ID=0..1"]),
-        (["slurm.sh", "--dry_run"], ["srun --kill-on-bad-exit=1", "--output=logs/%t"]),
+        (["slurm.sh", "--dry_run"], ["srun --wait=60", "--output=logs/%t"]),
         (
             ["mpirun.sh", "--dry_run", "4", "--hostfile", "h"],
             ["mpirun -n 4 --hostfile"],
@@ -74,14 +74,18 @@ def test_a_process_that_dies_starts_all_again(tmp_path):
 
 
 def test_the_same_step_failing_twice_ends_it_for_good(tmp_path):
-    script = COUNT + "echo 7 >$MESHPAR_PROGRESS; exit 3"
+    script = COUNT + (
+        "((MESHPAR_PROCESS_ID)) && sleep 30; echo 7 >$MESHPAR_PROGRESS; exit 3"
+    )
     done = launch(tmp_path, script, "--max_restarts=5")
     assert done.returncode == 3 and starts(tmp_path) == 2
     assert "ended with code 3 twice after step 7: not started again" in done.stderr
 
 
 def test_restarts_run_out(tmp_path):
-    script = COUNT + "echo $n >$MESHPAR_PROGRESS; exit 76"
+    script = COUNT + (
+        "((MESHPAR_PROCESS_ID)) && sleep 30; echo $n >$MESHPAR_PROGRESS; exit 76"
+    )
     done = launch(tmp_path, script, "--max_restarts=2")
     assert done.returncode == 76 and starts(tmp_path) == 3
     assert "ended with code 76 after 2 restarts" in done.stderr

@@ -470,6 +470,8 @@ def test_a_wrong_contract_fails(monkeypatch):
     assert "all_to_all over replica" in lines and "all_gather over replica" in lines
     monkeypatch.setattr(type(program.outer), "terms", lambda *_: [])
     assert "none declared" in program.violations()[0]
+    at_once = lowered("replica=4", SGD, mode=meshpar.LocalSGD(4, wire="int8"))
+    assert "at once: all_gather over replica" in "\n".join(at_once.violations())
 
 
 @pytest.fixture(scope="module")
@@ -491,6 +493,7 @@ def opened(folder, program):
         program.portable_state,
         num_replicas=program.layout.replica,
         abstract_extra=program.abstract_extra,
+        extra_identity=program.extra_identity,
     )
 
 
@@ -534,6 +537,29 @@ def test_restores_onto_other_replicas_through_the_average(saved, layout, kept):
     for step in range(9, STEPS + 1):  # Nothing waits for what was on its way.
         state, metrics = other.step(state, rows(step))
     assert np.isfinite(metrics["loss"])
+
+
+def test_another_mode_does_not_take_up_what_was_on_its_way(saved):
+    """Its shapes are the same, but its schedule is not."""
+    folder, program, before = saved
+    mode = dataclasses.replace(program.mode, period=7)
+    other = lowered("replica=2,fsdp=2", ADAM, mode=mode)
+    found = restored(folder, other)
+    assert "kept apart" in found.note and found.extra is None
+    state = other.as_stored(found.state, found.extra)
+    for path, x in host(state.params).items():
+        np.testing.assert_array_equal(x, before.params[path])
+    for step in range(9, STEPS + 1):
+        state, metrics = other.step(state, rows(step))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_modes_are_told_apart():
+    warm = meshpar.LocalSGD(meshpar.warm_up(8, 4))
+    assert warm.identity() == meshpar.LocalSGD(meshpar.warm_up(8, 4)).identity()
+    others = [meshpar.LocalSGD(meshpar.warm_up(9, 4)), meshpar.LocalSGD(4)]
+    others += [meshpar.LocalSGD(8, staleness=1), meshpar.LocalSGD(8, staleness=2)]
+    assert len({mode.identity() for mode in (warm, *others)}) == 5
 
 
 def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
