@@ -170,6 +170,7 @@ def main(_: Sequence[str]) -> int:
                 file.write(json.dumps(row) + "\n")
             console.print(f"{case}, seed {seed}: loss {row['loss']:.4f}")
     console.print(table(rows))
+    (folder / "summary.json").write_text(json.dumps(summary(rows), indent=1))
     plot(rows, folder / "loss_over_bytes.png")
     console.print(f"plot: {folder / 'loss_over_bytes.png'}")
     return 0

@@ -171,7 +171,8 @@ class LocalProgram(TrainProgram):
         Returns:
           The next state, and metrics: those of `TrainProgram.step` as means over the
           replicas, `replica_bytes` that this device sent to other replicas, and
-          `sync_age`, the steps since the fragment that waits longest arrived.
+          `sync_age`, the steps since the fragment that waits longest arrived
+          (`sync_age/F` of each, if there are several).
 
         Raises:
           StalenessError: a fragment would arrive later than the bound allows.
@@ -209,10 +210,12 @@ class LocalProgram(TrainProgram):
             for fragment in launch:
                 clock.arrived[fragment] = step
         clock.state_step, clock.step = state.step, step
-        age = step - min(clock.arrived)
+        ages = [float(step - arrived) for arrived in clock.arrived]
+        each = {f"sync_age/{f}": age for f, age in enumerate(ages)}
         return state, self._means_of(metrics) | {
             "replica_bytes": sent,
-            "sync_age": float(age),
+            "sync_age": max(ages),
+            **(each if len(ages) > 1 else {}),
         }
 
     def whole_transfer(self, number: int) -> Transfer:

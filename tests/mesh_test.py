@@ -4,14 +4,14 @@ import jax
 import pytest
 
 import meshpar
-from meshpar import layouts
+from meshpar import layouts, mesh
 from meshpar.errors import LayoutError
 
 
 def test_axes_are_all_there_outer_first():
-    mesh = meshpar.make_mesh(layouts.parse("fsdp=4,tensor=2"))
-    assert dict(mesh.shape) == {"pipe": 1, "data": 1, "fsdp": 4, "tensor": 2}
-    assert mesh.axis_names == layouts.AXES
+    made = meshpar.make_mesh(layouts.parse("fsdp=4,tensor=2"))
+    sizes = {"replica": 1, "pipe": 1, "data": 1, "fsdp": 4, "tensor": 2}
+    assert dict(made.shape) == sizes and made.axis_names == layouts.AXES
 
 
 def test_too_many_devices_wanted():
@@ -29,3 +29,33 @@ def test_idle_devices_are_refused_unless_waived():
 def test_simulate_after_the_start_is_an_error():
     with pytest.raises(RuntimeError, match="call it first"):
         meshpar.simulate(4)
+
+
+class Device:
+    """A TPU of one of several slices, as far as a mesh looks at it."""
+
+    platform, device_kind = "tpu", "a TPU"
+
+    def __init__(self, number, per_slice):
+        self.id, self.slice_index = number, number // per_slice
+
+
+@pytest.mark.parametrize(
+    "layout, slices, across",
+    [
+        ("replica=2,fsdp=4", 2, [2, 1, 1, 1, 1]),
+        ("pipe=2,data=2,fsdp=2", 4, [1, 2, 2, 1, 1]),
+        ("data=4,tensor=2", 2, [1, 1, 2, 1, 1]),
+    ],
+)
+def test_only_outer_axes_cross_the_links_between_slices(layout, slices, across):
+    layout = layouts.parse(layout)
+    devices = [Device(i, 8 // slices) for i in range(8)]
+    assert mesh._over_slices(layout, devices, slices) == across
+
+
+def test_a_layout_that_would_need_fast_links_between_slices_is_an_error():
+    devices = [Device(i, 4) for i in range(8)]
+    words = "2 slices of 4 a TPU devices: only replica, pipe, data may cross"
+    with pytest.raises(LayoutError, match=words):
+        mesh.make_mesh(layouts.parse("fsdp=8"), devices)
