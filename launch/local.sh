@@ -38,9 +38,7 @@ stop_all() {
   local pid
   for pid in "${pids[@]}"; do kill -s "$1" "$pid" 2>/dev/null; done
 }
-# A signal to this script is for the run: pass it on and keep waiting for its end.
-trap 'told=TERM; stop_all TERM' TERM
-trap 'told=INT; stop_all TERM' INT
+on_signals stop_all
 
 command=("$@")
 

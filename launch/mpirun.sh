@@ -35,27 +35,18 @@ export MESHPAR_COORDINATOR="${MESHPAR_COORDINATOR:-$(hostname):12321}"
 
 mpi_pid=""
 pass_on() {
-  told=$1
   [[ -n "$mpi_pid" ]] && kill -s "$1" "$mpi_pid" 2>/dev/null
 }
-trap 'pass_on TERM' TERM
-trap 'pass_on INT' INT
+on_signals pass_on
 
 start() {
-  local code
   if $dry_run; then
     say_or_run mpirun -n "$num" "${options[@]}" "${command[@]}"
     return
   fi
   mpirun -n "$num" "${options[@]}" "${command[@]}" &
   mpi_pid=$!
-  wait "$mpi_pid"
-  code=$?
-  while kill -0 "$mpi_pid" 2>/dev/null; do
-    wait "$mpi_pid"
-    code=$?
-  done
-  return "$code"
+  wait_for "$mpi_pid"
 }
 
 with_restarts start

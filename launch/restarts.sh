@@ -41,6 +41,24 @@ say_or_run() {
   fi
 }
 
+# SIGTERM and Ctrl-C are for the run: PASS_ON SIGNAL tells it, and it is not started
+# again after its end.
+on_signals() {
+  local pass_on=$1
+  # shellcheck disable=SC2064 # The name is known now.
+  trap "told=TERM; $pass_on TERM" TERM
+  # shellcheck disable=SC2064
+  trap "told=INT; $pass_on INT" INT
+}
+
+# Waits for the end of a child and returns its exit code; a trapped signal alone ends
+# `wait` too, but not the child.
+wait_for() {
+  wait "$1"
+  while kill -0 "$1" 2>/dev/null; do wait "$1"; done
+  wait "$1"
+}
+
 # The last step that process 0 finished, or nothing; the run writes it there.
 step_reached() {
   [[ -r "${MESHPAR_PROGRESS:-}" ]] && cat "$MESHPAR_PROGRESS"

@@ -26,14 +26,12 @@ fi
 shift
 command=("$@")
 
-step_pid=""
+started=false
+# srun itself would kill its tasks: this signals them alone.
 pass_on() {
-  told=$1
-  # srun itself would kill its tasks: this signals them alone.
-  [[ -n "$step_pid" ]] && scancel --signal=TERM "$SLURM_JOB_ID"
+  $started && scancel --signal=TERM "$SLURM_JOB_ID"
 }
-trap 'pass_on TERM' TERM
-trap 'pass_on INT' INT
+on_signals pass_on
 
 start() {
   local code
@@ -44,14 +42,9 @@ start() {
   # When one task ends the others have a minute to save; then they are stopped.
   srun --kill-on-bad-exit=0 --wait=60 --output="$log_dir/%t.log" --open-mode=append \
     "${command[@]}" &
-  step_pid=$!
-  wait "$step_pid"
+  started=true
+  wait_for $!
   code=$?
-  # A trapped signal ends `wait`: the tasks are still saving.
-  while kill -0 "$step_pid" 2>/dev/null; do
-    wait "$step_pid"
-    code=$?
-  done
   if [[ "$told" == TERM && -n "${SLURM_JOB_ID:-}" ]] && ((code == 75)); then
     scontrol requeue "$SLURM_JOB_ID"
   fi

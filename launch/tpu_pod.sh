@@ -47,25 +47,16 @@ prepare() {
 && .venv/bin/pip install -q -e '.[experiments]' 'jax[tpu]'"
 }
 
+# The workers' own processes save and end; the next start goes on from there.
 stop() {
-  told=$1
-  # The workers' own processes save and end; the next start goes on from there.
   tpus tpu-vm ssh "$name" --worker=all --command="pkill -TERM -f experiments" || true
 }
-trap 'stop TERM' TERM
-trap 'stop INT' INT
+on_signals stop
 
 start() {
   tpus tpu-vm ssh "$name" --worker=all \
     --command="cd meshpar && PATH=\$PWD/.venv/bin:\$PATH $command" &
-  local pid=$! code
-  wait "$pid"
-  code=$?
-  while kill -0 "$pid" 2>/dev/null; do
-    wait "$pid"
-    code=$?
-  done
-  return "$code"
+  wait_for $!
 }
 
 prepare || exit

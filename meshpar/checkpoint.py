@@ -106,7 +106,7 @@ def why_not(found: Found, abstract_state: TrainState, num_replicas: int = 1) -> 
     """
     if found.problem:
         return found.problem
-    theirs = found.metadata[_REPLICAS]
+    theirs = found.metadata.get(_REPLICAS, 1)
     if theirs != num_replicas:
         state = replicas.with_replicas(abstract_state, num_replicas, theirs)
         abstract_state = state
@@ -256,8 +256,10 @@ class Checkpoints:
                     step,
                     args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}),
                 )[_METADATA]
-                tensors, extra = metadata.pop(_TENSORS), metadata.pop(_EXTRA)
-                theirs = metadata.pop(_REPLICAS)
+                tensors = metadata.pop(_TENSORS)
+                # Runs of a single replica did not say so at first.
+                extra = metadata.pop(_EXTRA, {"mode": ""})
+                theirs = metadata.pop(_REPLICAS, 1)
             except Exception as error:
                 self._set_aside(step, error)
                 broken.append(step)

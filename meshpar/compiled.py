@@ -8,16 +8,13 @@ start and its end, and exposed otherwise.
 """
 
 import dataclasses
-import functools
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from meshpar import cost
+from meshpar.device_groups import axes_of
 
 _DTYPE_BYTES = {
     **dict.fromkeys(("pred", "s8", "u8", "s4", "u4", "f8e4m3fn", "f8e5m2"), 1),
@@ -38,13 +35,6 @@ _KINDS = {
 _CALLS = re.compile(
     r"\b(?:calls|to_apply|branch_computations|true_computation|false_computation"
     r"|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
-)
-_MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\]"
-    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
-)
-_IOTA_GROUPS = re.compile(
-    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
 _COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "scatter"}
 """Instructions that keep a device busy."""
@@ -157,104 +147,6 @@ def _sources(text: str) -> dict[str, str]:
     }
 
 
-def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Device ids of the form [2,4]T(1,0): counted up in `dims`, then transposed."""
-    shape = [int(d) for d in dims.split(",")]
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    return ids.transpose([int(d) for d in order.split(",")]) if order else ids
-
-
-def _mesh_groups(sizes: str, devices: np.ndarray | None, axes: str) -> list[list[int]]:
-    """Groups of the form mesh['a'=4,'b'=2] {'a':(1)2,'b'}; axis names are made up."""
-    named = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
-    shape, chosen = [], []
-    wanted = {
-        name: (int(before or 1), int(size or named[name]))
-        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
-    }
-    for name, whole in named.items():
-        before, size = wanted.get(name, (1, 1))
-        chosen.append(len(shape) + 1)
-        shape += [before, size, whole // (before * size)]
-    ids = np.arange(math.prod(shape)) if devices is None else devices
-    ids, last = ids.reshape(shape), range(len(shape) - len(chosen), len(shape))
-    width = math.prod(shape[i] for i in chosen)
-    return np.moveaxis(ids, chosen, last).reshape(-1, width).tolist()
-
-
-def _groups(line: str, num_devices: int) -> list[list[int]]:
-    """The device groups of a collective, in any of the three forms of the text."""
-    if match := _MESH_GROUPS.search(line):
-        sizes, dims, order, axes = match.groups()
-        return _mesh_groups(sizes, _iota(dims, order) if dims else None, axes)
-    if match := _IOTA_GROUPS.search(line):
-        shape, dims, order = match.groups()
-        return _iota(dims, order).reshape([int(d) for d in shape.split(",")]).tolist()
-    if match := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line):
-        inner = re.findall(r"\{([\d, ]+)\}", match.group(1))
-        return [[int(d) for d in group.split(",")] for group in inner]
-    if "replica_groups={}" in line or "replica_groups=" not in line:
-        return [list(range(num_devices))]
-    raise ValueError(f"cannot read the replica groups of: {line[:300]}")
-
-
-@functools.lru_cache
-def _axis_groups(mesh: tuple[tuple[str, int], ...]) -> dict[frozenset, tuple[str, ...]]:
-    """{groups: axes}, for every set of mesh axes; the smallest set wins."""
-    names, sizes = zip(*mesh, strict=True)
-    ids, found = np.arange(math.prod(sizes)).reshape(sizes), {}
-    real = [i for i, size in enumerate(sizes) if size > 1]
-    for count in range(1, len(real) + 1):
-        for chosen in itertools.combinations(real, count):
-            last = range(len(sizes) - count, len(sizes))
-            rows = np.moveaxis(ids, chosen, last)
-            rows = rows.reshape(-1, math.prod(sizes[i] for i in chosen))
-            key = frozenset(frozenset(row) for row in rows.tolist())
-            found.setdefault(key, tuple(names[i] for i in chosen))
-    return found
-
-
-def _axes(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Mesh axes over which a collective runs, and the size of its groups."""
-    if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
-        pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
-        ends = np.array(pairs, int).reshape(-1, 2).T
-        sent, got = (np.array(np.unravel_index(e, tuple(mesh.values()))) for e in ends)
-        crossed = (sent != got).any(axis=1)
-        axes = tuple(a for a, one in zip(mesh, crossed, strict=True) if one)
-        return axes, math.prod(mesh[a] for a in axes)
-    count = math.prod(mesh.values())
-    if target := re.search(r"_xla_megascale_target=(\S+?),?_xla", line):
-        groups = _groups_of_slices(target.group(1), count)
-    else:
-        groups = _groups(line, count)
-        here = sum(map(len, groups))  # The text is that of one slice.
-        groups = [
-            [device + start for device in group]
-            for start in range(0, count, here)
-            for group in groups
-        ]
-    key = frozenset(frozenset(group) for group in groups)
-    axes = _axis_groups(tuple(mesh.items())).get(key, ())
-    return axes, max(len(group) for group in groups)
-
-
-def _groups_of_slices(target: str, count: int) -> list[list[int]]:
-    """Groups of a transfer between slices, counted from 1.
-
-    As in "{1,2}x{0:3}", slices by devices, or {{100000,200000},...}, slice and device.
-    """
-    if short := re.match(r'"\{([\d,]*)\}x', target):
-        slices = len(short.group(1).split(","))
-        return np.arange(count).reshape(slices, -1).T.tolist()
-    groups = [
-        [divmod(int(number), 100_000) for number in group.split(",")]
-        for group in re.findall(r"\{([\d,]+)\}", target)
-    ]
-    size = count // max(slice_ for group in groups for slice_, _ in group)
-    return [[(slice_ - 1) * size + place for slice_, place in g] for g in groups]
-
-
 def _trip_count(
     loop: _Instruction, computations: Mapping[str, Mapping[str, _Instruction]]
 ) -> int:
@@ -348,7 +240,7 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
                     "all-reduce-scatter"
                 ):
                     kind = "reduce_scatter"  # How TPU programs may spell it.
-                axes, size = _axes(one.line, mesh)
+                axes, size = axes_of(one.line, mesh)
                 frame = re.search(r"stack_frame_id=(\d+)", one.line)
                 chain = re.search(r'chain_id="(\d+)"', one.line)
                 end = place
@@ -369,7 +261,7 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
                 yield chain and (chain.group(1), kind), here, collective
             elif between := _between_slices(one, schedule, within):
                 kind, end, payload = between
-                axes, size = _axes(one.line, mesh)
+                axes, size = axes_of(one.line, mesh)
                 overlapped = _computes(schedule, place, end)
                 collective = Collective(
                     kind=kind,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import local_contract
+from meshpar import local_contract, replicas
 from meshpar.flax_models import Params
 from meshpar.local_sgd import LocalSGD, Schedule, Transfer, check_arrival
 from meshpar.local_steps import ON_DEVICES, STACKED, WHOLE, LocalState, LocalSteps
@@ -226,12 +226,12 @@ class LocalProgram(TrainProgram):
 
     @functools.cached_property
     def _init(self) -> Callable[[Any], LocalState]:
-        replicas = self.layout.replica
+        count = self.layout.replica
 
         def init(seed: jax.Array) -> LocalState:
             params = self.model.init(jax.random.key(seed))
             stacked = jax.tree.map(
-                lambda x: jnp.broadcast_to(x, (replicas, *x.shape)),
+                lambda x: jnp.broadcast_to(x, (count, *x.shape)),
                 (params, self.lowering.optimizer.init(params)),
             )
             return self.steps.started(jnp.zeros((), jnp.int32), seed, *stacked)
@@ -319,6 +319,7 @@ def make(
     abstract_state: TrainState,
     abstract_batch: Any,
     step_batch: Any,
+    why_auto: str = "",
 ) -> LocalProgram:
     """Makes the program of replicas from the lowering of one of them.
 
@@ -328,35 +329,27 @@ def make(
       abstract_state: state of one replica.
       abstract_batch: the global batch.
       step_batch: the part of one replica.
+      why_auto: what schedule=auto took, and why.
     """
-    mesh, replicas = lowering.mesh, lowering.mesh.shape[AXIS]
-
-    def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = PartitionSpec(AXIS, *leaf.sharding.spec)
-        sharding = NamedSharding(mesh, spec)
-        return leaf.update(shape=(replicas, *leaf.shape), sharding=sharding)
+    mesh = lowering.mesh
 
     def placed(spec: PartitionSpec) -> Callable:
         return lambda leaf: leaf.update(sharding=NamedSharding(mesh, spec))
 
-    apart = jax.tree.map(
-        stacked, (abstract_state.params, abstract_state.optimizer_state)
-    )
+    stacked = replicas.with_replicas(abstract_state, 1, mesh.shape[AXIS], AXIS)
     program = LocalProgram(
         lowering=lowering,
         abstract_state=None,
         abstract_batch=abstract_batch,
+        why_auto=why_auto,
         mode=mode,
         step_batch=step_batch,
     )
     with jax.set_mesh(mesh):
-        state = jax.eval_shape(
-            program.steps.started, abstract_state.step, abstract_state.seed, *apart
-        )
+        state = jax.eval_shape(program.steps.started, *stacked)
     counts = state.began, state.launched, state.arrived
     counts = jax.tree.map(placed(WHOLE), counts)
     sync = jax.tree.map(placed(ON_DEVICES), state.sync)
-    numbers = abstract_state.step, abstract_state.seed
     return dataclasses.replace(
-        program, abstract_state=LocalState(*numbers, *apart, sync, *counts)
+        program, abstract_state=LocalState(*stacked, sync, *counts)
     )

@@ -25,90 +25,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
 from meshpar import wires
-from meshpar.errors import MeshparError
+from meshpar.errors import StalenessError
 from meshpar.gossip import Gossip
-
-Array = jax.Array
+from meshpar.merges import Elastic, Merge, Overwrite, Shift
 
 _CHECKED_STEPS = 100_000
 """How far a period that is a function of the step is checked beforehand."""
-
-
-class StalenessError(MeshparError, ValueError):
-    """A period, staleness or merge that cannot be meant, or a bound that broke."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Overwrite:
-    """Takes the global weights; what was learned during the delay is lost."""
-
-    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with."""
-        del now, snapshot
-        return arrived
-
-
-@dataclasses.dataclass(frozen=True)
-class Shift:
-    """Takes the global weights and adds what was learned during the delay."""
-
-    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with."""
-        return arrived + (now - snapshot)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lerp:
-    """Between the replica's own weights and the global ones.
-
-    Attributes:
-      own: weight of the replica's own, 0 to below 1.
-
-    Source: Streaming DiLoCo, arXiv:2501.18512, section 2.3 (alpha).
-    """
-
-    own: float = 0.5
-
-    def __post_init__(self):
-        if not 0 <= self.own < 1:
-            raise StalenessError(
-                f"Lerp({self.own}): the weight of a replica's own is 0 to below 1"
-            )
-
-    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with."""
-        del snapshot
-        return self.own * now + (1 - self.own) * arrived
-
-
-@dataclasses.dataclass(frozen=True)
-class Elastic:
-    """Pulls replicas and a center towards each other: x -= alpha (x - center).
-
-    The center moves by beta = replicas * alpha times its distance to the average.
-
-    Attributes:
-      alpha: strength of the pull, above 0; replicas * alpha may be at most 1.
-
-    Source: EASGD, arXiv:1412.6651, equations 5 and 6.
-    """
-
-    alpha: float
-
-    def __post_init__(self):
-        if not self.alpha > 0:
-            raise StalenessError(f"Elastic({self.alpha}): use a pull above 0")
-
-    def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with; `arrived` is the center before it moved."""
-        return now - self.alpha * (snapshot - arrived)
-
-
-Merge = Overwrite | Shift | Lerp | Elastic
 
 
 def warm_up(steps: int, period: int) -> Callable[[int], int]:

@@ -26,7 +26,8 @@ from jax import lax
 from meshpar import gossip, local_sgd, wires
 from meshpar.contract import Term
 from meshpar.errors import LayoutError
-from meshpar.local_sgd import Elastic, LocalSGD, Transfer
+from meshpar.local_sgd import LocalSGD, Transfer
+from meshpar.merges import Elastic
 from meshpar.plan import Plan
 
 Array = jax.Array

@@ -32,6 +32,19 @@ def _send(connection: socket.socket, message: dict) -> None:
     connection.sendall((json.dumps(message) + "\n").encode())
 
 
+def _gone(connection: socket.socket) -> bool:
+    """Whether the process at the other end has died since it called."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(5)
+
+
 def meet(who: Place, timeout_s: float) -> None:
     """Waits until all processes of the run are there.
 
@@ -65,7 +78,10 @@ def _gather(who: Place, deadline: float, timeout_s: float) -> None:
                 "choose another port"
             ) from error
         server.settimeout(_POLL_S)
-        while len(here) < who.num_processes - 1 and not problem:
+        while not problem:
+            here = {n: one for n, one in here.items() if not _gone(one)}
+            if len(here) == who.num_processes - 1:
+                break
             if time.monotonic() > deadline:
                 missing = sorted({*range(1, who.num_processes)} - {*here})
                 problem = (

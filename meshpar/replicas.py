@@ -9,14 +9,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.lowering import TrainState
 
 
-def with_replicas(state: TrainState, ours: int, theirs: int) -> TrainState:
-    """The abstract state of another number of replicas, as this mesh can read it.
+def with_replicas(
+    state: TrainState, ours: int, theirs: int, axis: str | None = None
+) -> TrainState:
+    """The abstract state of another number of replicas.
 
     Args:
       state: ShapeDtypeStructs with shardings; weights and optimizer state have `ours`
         replicas in front, unless that is 1.
       ours: replicas of `state`.
       theirs: replicas of the result.
+      axis: mesh axis that holds them; None keeps all of them on every device.
     """
 
     def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -24,9 +27,9 @@ def with_replicas(state: TrainState, ours: int, theirs: int) -> TrainState:
         if ours > 1:
             shape, spec = shape[1:], spec[1:]
         if theirs > 1:
-            shape, spec = (theirs, *shape), (None, *spec)
+            shape, spec = (theirs, *shape), (axis, *spec)
         sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return leaf.update(shape=shape, sharding=sharding)
 
     apart = state.params, state.optimizer_state
     return state._replace(**_named(jax.tree.map(one, apart)))

@@ -224,7 +224,9 @@ def lower(
     lowerings = [kind(*parts) for kind in kinds]
     if mode is not None:
         (one,) = lowerings
-        return local_program.make(one, mode, abstract_state, abstract_batch, step_batch)
+        return local_program.make(
+            one, mode, abstract_state, abstract_batch, step_batch, why
+        )
     programs = [
         TrainProgram(one, abstract_state, abstract_batch, why, order)
         for one in lowerings

@@ -3,10 +3,12 @@
 Each process reports to the key-value store of jax.distributed which step it has
 finished, and that it is alive. A thread compares the time since the last step with the
 median; a step that takes far longer ends the process with `HUNG`, after which a
-launcher starts the run again from its last checkpoint.
+launcher starts the run again from its last checkpoint. The first step is not watched:
+nobody knows how long compiling takes.
 """
 
 import contextlib
+import itertools
 import os
 import statistics
 import sys
@@ -46,12 +48,13 @@ class Watchdog:
         self._client = compat.coordination_client()
         self._lock = threading.Lock()
         self._seconds: list[float] = []
-        self._step, self._last, self._beats = 0, None, 0
+        self._step, self._last = 0, None
         self._stopped = threading.Event()
 
     def __enter__(self):
         if self._client is not None and self._at_least > 0:
-            threading.Thread(target=self._watch, daemon=True).start()
+            for work in (self._watch, self._beat):
+                threading.Thread(target=work, daemon=True).start()
         return self
 
     def __exit__(self, *_):
@@ -82,12 +85,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll):
-            self._beat()
             with self._lock:
                 waited = 0 if self._last is None else time.monotonic() - self._last
                 step, limit = self._step, self.limit()
             if waited > limit:
-                # The store may hang, too, if it is its process that stands still.
+                # The store may hang, if it is its process that stands still.
                 asking = threading.Thread(target=self._report, args=(step, waited))
                 asking.daemon = True
                 asking.start()
@@ -96,11 +98,14 @@ class Watchdog:
                 return
 
     def _beat(self) -> None:
-        self._beats += 1
+        """Says again and again that this process lives; may hang with the store."""
         mine = f"{_PREFIX}/{jax.process_index()}"
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            said = f"{self._step} {self._beats}"
-            self._client.key_value_set(mine, said, allow_overwrite=True)
+        for beats in itertools.count():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                said = f"{self._step} {beats}"
+                self._client.key_value_set(mine, said, allow_overwrite=True)
+            if self._stopped.wait(self._poll):
+                return
 
     def _everyone(self) -> dict[int, tuple[int, int]]:
         """{process: (step, beats)} of those that have said anything."""
@@ -116,9 +121,7 @@ class Watchdog:
         head = f"watchdog: no step for {waited:.0f} s after step {step}"
         print(f"{head}; this process ends", file=sys.stderr, flush=True)
         before = self._everyone()
-        for _ in range(4):
-            time.sleep(self._poll)
-            self._beat()
+        time.sleep(4 * self._poll)
         after = self._everyone()
         reached = {process: step for process, (step, _) in after.items()}
         everyone = range(jax.process_count())

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar import collectives
 from meshpar.errors import MeshparError
 
 Array = jax.Array
@@ -76,12 +77,12 @@ class Wire:
         Returns:
           This replica's piece [n] of the mean, and [R * n] what of x arrived.
         """
-        mean = lax.psum_scatter(_rows(x), axis, tiled=True) / lax.axis_size(axis)
+        mean = collectives.reduce_scatter(_rows(x), axis) / lax.axis_size(axis)
         return mean.reshape(-1), x
 
     def gather(self, x: Array, axis: str) -> tuple[Array, Array]:
         """The pieces [n] of all replicas as they arrive, [R * n], and one's own."""
-        return lax.all_gather(_rows(x), axis, tiled=True).reshape(-1), x
+        return collectives.all_gather(_rows(x), axis).reshape(-1), x
 
 
 class _Lossy(Wire):
@@ -95,13 +96,13 @@ class _Lossy(Wire):
         length = len(x) // replicas
         encoded = self._padded(self.encode(x.reshape(replicas, length)))
         sent = self.decode(encoded, length).reshape(-1)
-        got = lax.all_to_all(encoded, axis, 0, 0)
+        got = collectives.all_to_all(encoded, axis, 0, 0)
         return self.decode(got, length).mean(axis=0), sent
 
     def gather(self, x: Array, axis: str) -> tuple[Array, Array]:
         """As in `Wire`."""
         encoded = self._padded(self.encode(x))
-        got = lax.all_gather(_rows(encoded), axis).reshape(-1, len(encoded))
+        got = collectives.all_gather(_rows(encoded), axis).reshape(-1, len(encoded))
         return self.decode(got, len(x)).reshape(-1), self.decode(encoded, len(x))
 
     def _padded(self, encoded: Array) -> Array:

@@ -1,8 +1,10 @@
 """Checkpoints: any layout to any layout, complete or invisible."""
 
+import json
 import os
 import shutil
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -39,8 +41,6 @@ def restore(folder, layout="data=2", **options):
 
 
 def assert_equal(state, want):
-    import jax
-
     for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(got), wanted)
 
@@ -112,6 +112,19 @@ def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
     assert_equal(state, states[0])
     assert "checkpoint 2" in caplog.text and "set aside" in caplog.text
     assert (folder.parent / "corrupt" / "2-0").is_dir()
+
+
+def test_metadata_of_before_there_were_replicas_still_serves(saved):
+    folder, states = saved
+    path = folder / "2" / "metadata" / "metadata"
+    said = json.loads(path.read_text())
+    del said["replicas"], said["synchronization"]
+    path.write_text(json.dumps(said))
+    program, (state, metadata) = restore(folder)
+    assert metadata == {"position": 32}
+    assert_equal(state, states[1])
+    newest = checkpoint.find(folder)[-1]
+    assert checkpoint.why_not(newest, program.portable_state) == ""
 
 
 def test_all_corrupt_is_an_error_and_nothing_is_deleted(saved):

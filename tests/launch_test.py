@@ -1,10 +1,11 @@
 """Launchers: what they would do, restarts, and that they are well formed."""
 
 import pathlib
-import shutil
 import subprocess
+import sysconfig
 
 import pytest
+import yaml
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -102,14 +103,13 @@ def test_a_preempted_run_starts_again_even_at_the_same_step(tmp_path):
     assert done.returncode == 0 and starts(tmp_path) == 4
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
 def test_scripts_pass_shellcheck():
-    done = run("shellcheck", "-x", *map(str, sorted(LAUNCH.glob("*.sh"))))
+    shellcheck = f"{sysconfig.get_path('scripts')}/shellcheck"
+    done = run(shellcheck, "-x", *map(str, sorted(LAUNCH.glob("*.sh"))))
     assert done.returncode == 0, done.stdout
 
 
 def test_the_job_set_has_the_shape_of_one():
-    yaml = pytest.importorskip("yaml")
     made = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
     assert made["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and made["kind"] == "JobSet"
     (job,) = made["spec"]["replicatedJobs"]

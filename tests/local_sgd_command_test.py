@@ -12,7 +12,7 @@ import meshpar
 from experiments import building, local_sgd_sweep, metrics, recipes
 from experiments.config import ConfigError, LocalSGDConfig, with_settings
 from experiments.training import Trainer
-from meshpar.local_sgd import StalenessError
+from meshpar.errors import StalenessError
 
 SETTINGS = [
     "optimizer_mode=local_sgd",

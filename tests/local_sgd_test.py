@@ -1,8 +1,6 @@
 """Local SGD against the papers' recurrences, computed plainly in one process."""
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -11,183 +9,26 @@ import numpy as np
 import optax
 import pytest
 import tiny_models
-from flax import nnx
+from regression import (
+    ADAM,
+    MODEL,
+    MOMENTUM,
+    NESTEROV,
+    ROWS,
+    SGD,
+    STEPS,
+    lowered,
+    reference,
+    rows,
+    trained,
+)
 from tiny_models import host, relative_error
 
 import meshpar
 from meshpar import local_contract, local_sgd
-from meshpar.checkpoint import Checkpoints
-from meshpar.local_sgd import Schedule, StalenessError
+from meshpar.errors import StalenessError
+from meshpar.local_sgd import Schedule
 
-ROWS, STEPS = 16, 14
-
-
-class Regression(nnx.Module):
-    """Two layers; its parameters fill several blocks of a quantized wire."""
-
-    def __init__(self, rngs):
-        self.up = nnx.Param(
-            rngs.params.normal((8, 40)) / 3, out_sharding=("embed", "mlp")
-        )
-        self.down = nnx.Param(
-            rngs.params.normal((40, 8)) / 6, out_sharding=("mlp", "embed")
-        )
-        self.bias = nnx.Param(jnp.zeros(8), out_sharding=(None,))
-
-
-def loss(model, batch):
-    hidden = jnp.tanh(batch["x"] @ model.up[...])
-    made = hidden @ model.down[...] + model.bias[...][None]
-    return jnp.square(made - batch["y"]).mean()
-
-
-MODEL = meshpar.from_nnx(Regression, loss)
-
-
-def batch(seed):
-    random = np.random.default_rng(seed)
-    x = random.normal(size=(ROWS, 8)).astype(np.float32)
-    return {"x": x, "y": np.sin(x @ np.random.default_rng(0).normal(size=(8, 8)))}
-
-
-def lowered(layout, optimizer, **options):
-    devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
-    example = jax.tree.map(lambda x: x.astype(np.float32), batch(0))
-    return meshpar.lower(MODEL, optimizer, layout, example, devices=devices, **options)
-
-
-def rows(seed):
-    return jax.tree.map(lambda x: x.astype(np.float32), batch(seed))
-
-
-def trained(program, steps=STEPS):
-    state, seen = program.init(0), []
-    for step in range(1, steps + 1):
-        state, metrics = program.step(state, rows(step))
-        seen.append(metrics)
-    return state, seen
-
-
-@functools.cache
-def gradient():
-    return jax.jit(jax.grad(lambda p, b: MODEL.loss(p, b, jax.random.key(0))[0]))
-
-
-def flat(params):
-    return np.concatenate([np.asarray(x).reshape(-1) for x in params.values()])
-
-
-def like(params, vector):
-    made, offset = {}, 0
-    for path, x in params.items():
-        made[path] = jnp.asarray(vector[offset : offset + x.size].reshape(x.shape))
-        offset += x.size
-    return made
-
-
-class Int8:
-    """The wire written down plainly: 256 numbers share a scale, an eighth of a byte."""
-
-    largest = 127
-
-    def __call__(self, x):
-        blocks = np.pad(x, (0, -len(x) % 256)).reshape(-1, 256)
-        scale = np.abs(blocks).max(1, keepdims=True) / np.float32(self.largest)
-        numbers = np.round(blocks / np.where(scale == 0, 1, scale))
-        return (numbers * scale).reshape(-1)[: len(x)].astype(np.float32)
-
-
-class Int4(Int8):
-    largest = 7
-
-
-def bf16(x):
-    return np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
-
-
-LOSSY = {"int8": Int8(), "int4": Int4(), "bf16": bf16}
-
-
-def reference(program, mode, inner, steps=STEPS):
-    """Params of every replica after `steps`, from the recurrences of the papers."""
-    replicas, count = program.layout.replica, mode.fragments
-    start = host(program.model.init(jax.random.key(0)))
-    size = program.outer.chunk_size * mode.num_chunks
-    params = [start] * replicas
-    states = [inner.init(start) for _ in params]
-    center = flat(start)
-    pieces = [slice(f * size, (f + 1) * size) for f in range(count)]
-    outer = mode.outer or optax.sgd(1.0)
-    memory = [outer.init(jnp.asarray(center[piece])) for piece in pieces]
-    wire = LOSSY.get(mode.wire, lambda x: x)
-    dropped_up = np.zeros((replicas, len(center)), np.float32)
-    dropped_down = np.zeros(len(center), np.float32)
-    begins, period, number, flying = 0, None, -1, []
-
-    def center_step(f, snapshots):
-        """What comes back to every replica: [R, fragment]."""
-        piece = pieces[f]
-        old = center[piece].copy()
-        if mode.gossip is not None:
-            matrix = np.asarray(mode.gossip.rounds(replicas))
-            matrix = matrix[flying_number % len(matrix)]
-            return np.array(matrix @ snapshots, np.float32)
-        differences = []
-        for r in range(replicas):
-            x = snapshots[r] - old + dropped_up[r, piece]
-            sent = wire(x)
-            dropped_up[r, piece] = x - sent if mode.error_feedback else 0
-            differences.append(sent)
-        mean = np.mean(differences, axis=0)
-        elastic = isinstance(mode.merge, meshpar.Elastic)
-        if elastic:
-            update = replicas * mode.merge.alpha * mean
-        else:
-            update, memory[f] = outer.update(-mean, memory[f], jnp.asarray(old))
-            update = np.asarray(update) * (1 + mode.staleness) ** -mode.damping
-        x = update + dropped_down[piece]
-        dropped_down[piece] = x - wire(x) if mode.error_feedback else 0
-        center[piece] = old + wire(x)
-        return np.tile(old if elastic else center[piece], (replicas, 1))
-
-    for step in range(1, steps + 1):
-        for r in range(replicas):
-            own = jax.tree.map(lambda x, r=r: np.split(x, replicas)[r], rows(step))
-            g = gradient()(params[r], own)
-            update, states[r] = inner.update(g, states[r], params[r])
-            params[r] = optax.apply_updates(params[r], update)
-        if period is None or step > begins + period:
-            begins = step - 1
-            period = mode.period(begins) if callable(mode.period) else mode.period
-            number += 1
-        together = callable(mode.period) and period == 1
-        delay = 0 if together else mode.staleness
-        for f in range(count):
-            due = 1 if together else (f + 1) * period // count
-            if step - begins == due:
-                taken = np.stack([flat(p)[pieces[f]] for p in params])
-                flying.append((step + delay, f, taken, number))
-        for one in [one for one in flying if one[0] == step]:
-            flying.remove(one)
-            _, f, taken, flying_number = one
-            back = center_step(f, taken)
-            for r in range(replicas):
-                now = flat(params[r])
-                mine = now[pieces[f]]
-                now[pieces[f]] = {
-                    meshpar.Overwrite: lambda a, x, s: a,
-                    meshpar.Shift: lambda a, x, s: a + x - s,
-                    meshpar.Lerp: lambda a, x, s: (
-                        mode.merge.own * x + (1 - mode.merge.own) * a
-                    ),
-                    meshpar.Elastic: lambda a, x, s: x - mode.merge.alpha * (s - a),
-                }[type(mode.merge)](back[r], mine, taken[r])
-                params[r] = like(start, now)
-    return params
-
-
-SGD, MOMENTUM, ADAM = optax.sgd(0.1), optax.sgd(0.05, 0.9), optax.adam(1e-2)
-NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 SWAP = np.eye(4)[[1, 0, 3, 2]]
 CASES = {
     "local SGD": (SGD, dict(period=4)),
@@ -384,19 +225,21 @@ MODES = [
 @pytest.mark.parametrize("period, s, fragments, graph", MODES)
 def test_every_snapshot_arrives_in_time_and_whole(period, s, fragments, graph):
     mode = meshpar.LocalSGD(period, s, fragments, gossip=graph)
-    schedule, launched, moved, syncs = Schedule(mode), {}, {}, 0
+    schedule, launched, syncs = Schedule(mode), {}, 0
+    scattered, gathered = {}, {}
     for step in range(1, 6 * period + 1):
         transfer, arrive, launch, at_once, _ = schedule.actions(step)
         if transfer is not None:
-            done = moved.setdefault(transfer.fragment, [])
-            gathered = graph is not None or transfer.gather in (None, len(done) - 1)
-            assert gathered or transfer.gather == transfer.scatter
             if transfer.scatter is not None:
-                assert transfer.scatter == len(done)
-                done.append(transfer.gather)
+                scattered.setdefault(transfer.fragment, []).append(transfer.scatter)
+            if transfer.gather is not None:
+                gathered.setdefault(transfer.fragment, []).append(transfer.gather)
+                assert transfer.gather in scattered[transfer.fragment]
         if arrive is not None:
             assert step == launched.pop(arrive) + s and not at_once | (s == 0)
-            assert len(moved.pop(arrive)) == mode.num_chunks
+            chunks = list(range(mode.num_chunks))
+            assert scattered.pop(arrive) == chunks
+            assert gathered.pop(arrive, []) == (chunks if graph is None else [])
             syncs += 1
         for fragment in launch:
             if at_once:
@@ -472,109 +315,6 @@ def test_a_wrong_contract_fails(monkeypatch):
     assert "none declared" in program.violations()[0]
     at_once = lowered("replica=4", SGD, mode=meshpar.LocalSGD(4, wire="int8"))
     assert "at once: all_gather over replica" in "\n".join(at_once.violations())
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A run of 11 steps with a synchronization on its way, and its program."""
-    mode = meshpar.LocalSGD(6, staleness=4, outer=NESTEROV, wire="int8")
-    program = lowered("replica=2,fsdp=2", ADAM, mode=mode)
-    state, _ = trained(program, 8)
-    folder = tmp_path_factory.mktemp("run") / "c"
-    with contextlib.closing(opened(folder, program)) as checkpoints:
-        extra = program.extra_state(state)
-        checkpoints.save(8, program.in_model_order(state), {}, extra)
-    return folder, program, host(state)
-
-
-def opened(folder, program):
-    return Checkpoints(
-        folder,
-        program.portable_state,
-        num_replicas=program.layout.replica,
-        abstract_extra=program.abstract_extra,
-        extra_identity=program.extra_identity,
-    )
-
-
-def restored(folder, program):
-    with contextlib.closing(opened(folder, program)) as checkpoints:
-        return checkpoints.restore()
-
-
-def test_resumes_bit_for_bit_while_a_synchronization_is_on_its_way(saved):
-    folder, program, _ = saved
-    found = restored(folder, program)
-    assert found.note == ""
-    state = program.as_stored(found.state, found.extra)
-    for step in range(9, STEPS + 1):
-        state, _ = program.step(state, rows(step))
-    want = trained(program)[0]
-    for got, unbroken in zip(*map(jax.tree.leaves, (state, want)), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(unbroken))
-
-
-@pytest.mark.parametrize(
-    "layout, kept",
-    [
-        ("replica=2,tensor=2", "kept apart"),
-        ("replica=4", "replaced by their average"),
-        ("data=2", "replaced by their average"),
-    ],
-)
-def test_restores_onto_other_replicas_through_the_average(saved, layout, kept):
-    folder, program, before = saved
-    mode = program.mode if "replica" in layout else None
-    other = lowered(layout, ADAM, mode=mode)
-    found = restored(folder, other)
-    assert "2 replicas" in found.note and kept in found.note
-    state = other.as_stored(found.state, found.extra)
-    average = {path: x.mean(0) for path, x in before.params.items()}
-    assert relative_error(host(other.weights(state)), average) < 1e-6
-    if kept == "kept apart":
-        for path, x in host(state.params).items():
-            np.testing.assert_array_equal(x, before.params[path])
-    for step in range(9, STEPS + 1):  # Nothing waits for what was on its way.
-        state, metrics = other.step(state, rows(step))
-    assert np.isfinite(metrics["loss"])
-
-
-def test_another_mode_does_not_take_up_what_was_on_its_way(saved):
-    """Its shapes are the same, but its schedule is not."""
-    folder, program, before = saved
-    mode = dataclasses.replace(program.mode, period=7)
-    other = lowered("replica=2,fsdp=2", ADAM, mode=mode)
-    found = restored(folder, other)
-    assert "kept apart" in found.note and found.extra is None
-    state = other.as_stored(found.state, found.extra)
-    for path, x in host(state.params).items():
-        np.testing.assert_array_equal(x, before.params[path])
-    for step in range(9, STEPS + 1):
-        state, metrics = other.step(state, rows(step))
-    assert np.isfinite(metrics["loss"])
-
-
-def test_modes_are_told_apart():
-    warm = meshpar.LocalSGD(meshpar.warm_up(8, 4))
-    assert warm.identity() == meshpar.LocalSGD(meshpar.warm_up(8, 4)).identity()
-    others = [meshpar.LocalSGD(meshpar.warm_up(9, 4)), meshpar.LocalSGD(4)]
-    others += [meshpar.LocalSGD(8, staleness=1), meshpar.LocalSGD(8, staleness=2)]
-    assert len({mode.identity() for mode in (warm, *others)}) == 5
-
-
-def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
-    program = lowered("data=2", ADAM)
-    state, _ = trained(program, 3)
-    with contextlib.closing(opened(tmp_path / "c", program)) as checkpoints:
-        checkpoints.save(3, state, {})
-    mode = meshpar.LocalSGD(4, staleness=1)
-    other = lowered("replica=4", ADAM, mode=mode)
-    found = restored(tmp_path / "c", other)
-    new = other.as_stored(found.state, found.extra)
-    for path, x in host(new.params).items():
-        np.testing.assert_array_equal(x, np.stack([state.params[path]] * 4))
-    new, _ = other.step(new, rows(4))
-    assert int(new.step) == 4
 
 
 @pytest.mark.parametrize("wire, share", [("f32", 2 / 4), ("int8", 1 + 1 + 2 / 4)])

@@ -1,5 +1,6 @@
 """Starting many processes, finding the odd one, and noticing who stands still."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -108,6 +109,25 @@ def test_missing_processes_are_named_to_all_that_came():
     assert clusters.MissingError.exit_code == HUNG  # Launchers start the run again.
     for said in told.values():
         assert "process(es) [1, 3, 4] of 5 did not come" in said
+
+
+def test_a_process_that_called_and_died_is_missing_until_it_comes_again():
+    port = free_port()
+    places = [Place(f"localhost:{port}", 3, process) for process in (0, 2)]
+    told = {}
+    meeting = threading.Thread(target=lambda: told.update(meet(places, 10)))
+    meeting.start()
+    while True:
+        with contextlib.suppress(OSError):
+            with socket.create_connection(("localhost", port)) as dying:
+                dying.sendall(b'{"process": 1, "num": 3}\n')
+                time.sleep(0.1)
+            break
+    time.sleep(0.5)
+    assert meeting.is_alive()
+    rendezvous.meet(Place(f"localhost:{port}", 3, 1), 10)
+    meeting.join(20)
+    assert told == {0: "", 1: ""}
 
 
 def test_a_coordinator_that_is_missing_is_named():
