@@ -18,8 +18,9 @@ from absl import flags
 import meshpar
 from experiments import building, command_line
 from experiments.config import from_dict
-from meshpar import checkpoint
-from meshpar.checkpoint import CheckpointError, Found
+from meshpar import durable
+from meshpar.durable import Found
+from meshpar.errors import CheckpointError
 
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could go on from here, or why not."
@@ -34,7 +35,7 @@ def folder_of(path: str) -> pathlib.Path:
     """
     run = pathlib.Path(path)
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if not checkpoint.find(folder):
+    if not durable.find(folder):
         raise CheckpointError(f"{path} holds no checkpoint; give the folder of a run")
     return folder
 
@@ -79,7 +80,7 @@ def why_not(found: Found, text: str) -> str:
         )
     except meshpar.MeshparError as error:
         return str(error)
-    return checkpoint.why_not(found, program.portable_state, layout.replica)
+    return durable.why_not(found, program.portable_state, layout.replica)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 2:
         raise CheckpointError("give one folder: python -m experiments.checkpoint DIR")
     folder = folder_of(arguments[1])
-    found = checkpoint.find(folder)
+    found = durable.find(folder)
     if CAN_RESUME.value is None:
         print_list(found, folder.parent / "corrupt")
         return 0

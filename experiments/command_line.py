@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import logging as std_logging
 import os
 import sys
 import time
@@ -132,6 +133,8 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
+        # Orbax's readers fail many at a time; what they say is said once, by us.
+        std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
         warnings.filterwarnings("ignore", module="orbax")
         try:
             if len(argv) > 1 and not arguments:

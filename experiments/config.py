@@ -116,6 +116,9 @@ class Config:
       evaluation_batches: batches per evaluation.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many to keep.
+      checkpoint_local_dir: on a disk of each machine, where each process keeps its own
+        shards, too; "" for none.
+      checkpoint_local_every: steps between these; 0 for `checkpoint_every`.
       sample_tokens: length of the sample printed at the end.
       watchdog_seconds: a run of several processes that finishes no step for so long,
         and for 20 times the median step, ends to be started again; 0 for never.
@@ -139,6 +142,8 @@ class Config:
     evaluation_batches: int = 4
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
+    checkpoint_local_dir: str = ""
+    checkpoint_local_every: int = 0
     sample_tokens: int = 200
     watchdog_seconds: float = 300.0
     workdir: str = ""

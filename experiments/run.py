@@ -17,14 +17,23 @@ flags.adopt_module_key_flags(command_line)
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Metrics, checkpoints, plot; runs/RECIPE by default."
 )
+CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
+    "checkpoint_local_dir",
+    None,
+    "On a disk of each machine: processes keep their own shards there first.",
+)
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
     config = command_line.config_from_flags()
-    if WORKDIR.value is not None:
-        config = dataclasses.replace(config, workdir=WORKDIR.value)
+    folders = {
+        "workdir": WORKDIR.value,
+        "checkpoint_local_dir": CHECKPOINT_LOCAL_DIR.value,
+    }
+    given = {name: value for name, value in folders.items() if value is not None}
+    config = dataclasses.replace(config, **given)
     layout, devices = command_line.start_devices(config)
     config = command_line.with_layout(config, layout)
     return Trainer(config, layout, devices, PROFILE.value).run()

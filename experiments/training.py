@@ -103,6 +103,12 @@ class Trainer:
                 f"workdir={config.workdir}: give a folder that all hosts see, such as "
                 "a mounted bucket"
             )
+        every = config.checkpoint_local_every
+        if every < 0 or (every and not config.checkpoint_local_dir):
+            raise ConfigError(
+                f"checkpoint_local_every={every}: use 0 or more, and name a "
+                "--checkpoint_local_dir"
+            )
         self.corpus = data.load(config.data)
         self.config = config = building.fit_vocabulary(config, self.corpus)
         self.program = building.make_program(config, layout, devices)
@@ -129,11 +135,13 @@ class Trainer:
         Raises:
           MeshparError: a folder that cannot be used, or a loss that is not finite.
         """
+        self._check_others()
         with _own_folder(self.folder), StopFlag() as stop:
             checkpoints = Checkpoints(
                 self.folder / "checkpoints",
                 self.program.portable_state,
                 self.config.keep_checkpoints,
+                local_folder=self.config.checkpoint_local_dir,
                 num_replicas=self.program.layout.replica,
                 abstract_extra=self.program.abstract_extra,
                 extra_identity=self.program.extra_identity,
@@ -172,21 +180,31 @@ class Trainer:
             "seed": self.config.seed,
         }
 
-    def _start_state(self, checkpoints: Checkpoints) -> Any:
-        """Restores the newest checkpoint or starts anew; all processes must agree."""
+    def _check_others(self) -> None:
+        """All processes must be about to run the same."""
+        local = "set" if self.config.checkpoint_local_dir else ""
         multihost.check_fingerprint(
             {
-                "config": dataclasses.replace(self.config, workdir=""),
+                "config": dataclasses.replace(
+                    self.config,
+                    workdir="",
+                    checkpoint_local_dir=local,
+                    checkpoint_local_every=0,
+                ),
+                "checkpoint_local_every": self.config.checkpoint_local_every,
                 "layout": self.program.layout,
                 "jax": jax.__version__,
                 "devices": [
                     (d.process_index, d.id) for d in self.program.mesh.devices.flat
                 ],
                 "data": self.corpus.fingerprint,
-                "checkpoints": checkpoints.steps(),
                 "program": self.program.fingerprint,
             }
         )
+
+    def _start_state(self, checkpoints: Checkpoints) -> Any:
+        """Restores the newest checkpoint or starts anew."""
+        multihost.check_fingerprint({"checkpoints": checkpoints.steps()})
         if restored := checkpoints.restore():
             metadata = restored.metadata
             for name, here in self._identity().items():
@@ -234,13 +252,15 @@ class Trainer:
                 )
                 evaluates = step % config.evaluate_every == 0 or step == config.steps
                 saves = step % config.checkpoint_every == 0 or step == config.steps
-                boundary = evaluates or saves
+                every = config.checkpoint_local_every or config.checkpoint_every
+                saves_here = config.checkpoint_local_dir and step % every == 0
+                boundary = evaluates or saves or saves_here
                 while ready := len(pending) - (0 if boundary or stopping else 1):
                     finished = [pending.popleft() for _ in range(ready)]
                     stopping |= self._record(finished, log, progress, saved)
                 if boundary or stopping:
                     self._watchdog.pause()
-                if saves or stopping:
+                if saves or saves_here or stopping:
                     saved = step
                     used = (step - self._start) * config.batch_size
                     about = {
@@ -250,7 +270,13 @@ class Trainer:
                     }
                     portable = self.program.in_model_order(state)
                     extra = self.program.extra_state(state)
-                    checkpoints.save(step, portable, about | self._identity(), extra)
+                    checkpoints.save(
+                        step,
+                        portable,
+                        about | self._identity(),
+                        extra,
+                        durable=bool(saves or stopping),
+                    )
                 if evaluates and not stopping:
                     found = [self.program.evaluate(state, b) for b in self._held_out]
                     means = {

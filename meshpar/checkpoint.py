@@ -1,26 +1,33 @@
 """Checkpoints: training state and data position together, complete or invisible.
 
-Orbax writes them asynchronously and renames them into place when they are complete. A
-checkpoint does not depend on the layout: it restores onto any mesh and any number of
-processes. A corrupt one is named, moved aside and the one before it is used.
+Two tiers hold them: the run's own folder (`meshpar.durable`), and if wished the disk of
+each machine (`meshpar.local_disk`). A checkpoint does not depend on the layout: it
+restores onto any mesh and any number of processes. The newest that all processes can
+read is taken; one that is corrupt is named, moved aside, and the one before it is used.
 """
 
-import json
 import logging
 import os
 import pathlib
-import shutil
+import uuid
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 
-from meshpar import replicas
-from meshpar.errors import MeshparError
+from meshpar import multihost, replicas
+from meshpar.durable import (
+    EXTRA,
+    REPLICAS,
+    TENSORS,
+    Durable,
+    check_writable,
+    difference,
+    tensors,
+)
+from meshpar.errors import CheckpointError
+from meshpar.local_disk import LocalDisk
 from meshpar.lowering import TrainState
-
-_STATE, _METADATA, _EXTRA = "state", "metadata", "synchronization"
-_TENSORS, _REPLICAS = "tensors", "replicas"
 
 
 class Restored(NamedTuple):
@@ -39,110 +46,8 @@ class Restored(NamedTuple):
     note: str
 
 
-class CheckpointError(MeshparError):
-    """A checkpoint folder that cannot be used, with the reason and the remedy."""
-
-
-def _tensors(state: Any) -> dict[str, list]:
-    """{key path: [shape, dtype]} of a state; equal for equal models and optimizers."""
-    return {
-        jax.tree_util.keystr(keys): [list(leaf.shape), str(leaf.dtype)]
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-    }
-
-
-class Found(NamedTuple):
-    """One checkpoint in a folder, read without a device.
-
-    Attributes:
-      step: its step.
-      path: its folder.
-      num_bytes: bytes on disk.
-      metadata: what was saved with it; None if it cannot be read.
-      problem: why it cannot be used; "" if it is complete.
-    """
-
-    step: int
-    path: pathlib.Path
-    num_bytes: int
-    metadata: dict[str, Any] | None
-    problem: str
-
-
-def find(folder: str | os.PathLike) -> list[Found]:
-    """The checkpoints in a folder by step, incomplete ones among them.
-
-    Args:
-      folder: the folder given to `Checkpoints`.
-    """
-    found = []
-    for path in pathlib.Path(folder).glob("*"):
-        number = path.name.partition(".")[0]
-        if not number.isdigit() or not path.is_dir():
-            continue
-        files = [file for file in path.rglob("*") if file.is_file()]
-        size = sum(file.stat().st_size for file in files)
-        metadata, problem = None, ""
-        try:
-            text = (path / _METADATA / _METADATA).read_text()
-            metadata = json.loads(text)
-        except (OSError, json.JSONDecodeError) as error:
-            problem = f"its metadata cannot be read ({type(error).__name__})"
-        if "." in path.name:
-            problem = "incomplete: it was being written"
-        elif not (path / _STATE).is_dir():
-            problem = "its state is missing"
-        found.append(Found(int(number), path, size, metadata, problem))
-    return sorted(found)
-
-
-def why_not(found: Found, abstract_state: TrainState, num_replicas: int = 1) -> str:
-    """Why a checkpoint cannot be restored to a state; "" if it can.
-
-    Args:
-      found: the checkpoint.
-      abstract_state: shapes, dtypes and shardings to restore to.
-      num_replicas: replicas of that state.
-    """
-    if found.problem:
-        return found.problem
-    theirs = found.metadata.get(_REPLICAS, 1)
-    if theirs != num_replicas:
-        state = replicas.with_replicas(abstract_state, num_replicas, theirs)
-        abstract_state = state
-    return _difference(_tensors(abstract_state), found.metadata[_TENSORS])
-
-
-def _difference(ours: dict[str, list], theirs: dict[str, list]) -> str:
-    """The first tensor in which two states differ; "" if none does."""
-    for path in {**ours, **theirs}:
-        here, there = ours.get(path, "nothing"), theirs.get(path, "nothing")
-        if here != there:
-            return f"{path} is {there} there and {here} here"
-    return ""
-
-
-def _check_writable(folder: pathlib.Path, state: TrainState) -> None:
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{jax.process_index()}"
-        probe.write_bytes(b"meshpar")
-        probe.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write to {folder}: {error.strerror}; choose another --workdir"
-        ) from error
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise CheckpointError(
-            f"{folder} has {free} bytes free, and one checkpoint takes about {size}; "
-            "free some space or choose another --workdir"
-        )
-
-
 class Checkpoints:
-    """The checkpoints of one run, in one folder."""
+    """The checkpoints of one run."""
 
     def __init__(
         self,
@@ -150,23 +55,25 @@ class Checkpoints:
         abstract_state: TrainState,
         keep: int = 2,
         *,
+        local_folder: str | os.PathLike = "",
         num_replicas: int = 1,
         abstract_extra: Any = None,
         extra_identity: str = "",
     ):
-        """Opens or makes the folder.
+        """Opens or makes the folders.
 
         Args:
-          folder: holds one sub-folder per step.
+          folder: holds one sub-folder per step; seen by all processes.
           abstract_state: shapes, dtypes and shardings to restore to.
-          keep: how many checkpoints to keep, at least 1.
+          keep: how many checkpoints to keep there, at least 1.
+          local_folder: on a disk of each machine, for runs to share; "" for none.
           num_replicas: replicas that train apart, in front of weights and optimizer
             state; one of another number is restored through their average.
           abstract_extra: what is saved for the same layout and mode alone, likewise.
           extra_identity: says which mode that is.
 
         Raises:
-          CheckpointError: the folder cannot be written to, or the disk is too full.
+          CheckpointError: a folder cannot be written to, or its disk is too full.
         """
         if keep < 1:
             raise CheckpointError(f"keep={keep}: keep at least 1 checkpoint")
@@ -174,47 +81,58 @@ class Checkpoints:
         self._abstract_state = abstract_state
         self._replicas, self._abstract_extra = num_replicas, abstract_extra
         self._extra_identity = {"mode": extra_identity}
-        _check_writable(self._folder, abstract_state)
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=False, cleanup_tmp_directories=True
-            ),
-            item_names=(_STATE, _METADATA, _EXTRA),
-        )
+        leaves = jax.tree.leaves((abstract_state, abstract_extra))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        check_writable(self._folder, size, "--workdir")
+        self._durable = Durable(self._folder, keep)
+        self._local: LocalDisk | None = None
+        if local_folder:
+            where = pathlib.Path(local_folder).absolute()
+            part = size * len(jax.local_devices()) // len(jax.devices())
+            check_writable(where, part, "--checkpoint_local_dir")
+            self._local = LocalDisk(where / self._run_id())
+
+    def _run_id(self) -> str:
+        """Ties files on local disks to this folder: a new run does not find them."""
+        file = self._folder / "run_id"
+        if jax.process_index() == 0 and not file.exists():
+            partial = file.with_suffix(".partial")
+            partial.write_text(uuid.uuid4().hex)
+            os.replace(partial, file)
+        mine = file.read_text() if jax.process_index() == 0 else ""
+        return multihost.exchange(mine)[0]
 
     def save(
-        self, step: int, state: TrainState, metadata: dict[str, Any], extra: Any = None
+        self,
+        step: int,
+        state: TrainState,
+        metadata: dict[str, Any],
+        extra: Any = None,
+        *,
+        durable: bool = True,
     ) -> None:
-        """Starts writing a checkpoint.
+        """Starts writing a checkpoint, to the local disks first.
 
         Args:
           step: its number.
           state: the training state.
           metadata: JSON (data position, config).
           extra: what belongs to `abstract_extra`.
+          durable: whether the run's folder gets it, too.
 
         Raises:
           CheckpointError: this write or the one before it failed.
         """
-        if step in self._manager.all_steps():
-            return
         metadata = {
             **metadata,
-            _TENSORS: _tensors(state),
-            _EXTRA: _tensors(extra) | self._extra_identity,
-            _REPLICAS: self._replicas,
+            TENSORS: tensors(state),
+            EXTRA: tensors(extra) | self._extra_identity,
+            REPLICAS: self._replicas,
         }
-        arguments = {
-            _STATE: ocp.args.StandardSave(state),
-            _METADATA: ocp.args.JsonSave(metadata),
-        }
-        if extra is not None:
-            arguments[_EXTRA] = ocp.args.StandardSave(extra)
-        try:
-            self._manager.save(step, args=ocp.args.Composite(**arguments))
-        except Exception as error:
-            raise self._failed_write(error) from error
+        if self._local is not None:
+            self._local.save(step, state, extra, metadata)
+        if durable:
+            self._durable.save(step, state, extra, metadata)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete.
@@ -222,25 +140,18 @@ class Checkpoints:
         Raises:
           CheckpointError: the write failed.
         """
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed_write(error) from error
-
-    def _failed_write(self, error: Exception) -> CheckpointError:
-        free = shutil.disk_usage(self._folder).free
-        return CheckpointError(
-            f"writing a checkpoint to {self._folder} failed ({free} bytes free there): "
-            f"{error}; make room and run the same command again; complete ones are "
-            f"untouched: {self.steps()}"
-        )
+        if self._local is not None:
+            self._local.wait()
+        self._durable.wait()
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
-        return sorted(self._manager.all_steps())
+        """Steps of the complete checkpoints in the run's folder, ascending."""
+        return self._durable.steps()
 
     def restore(self) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
+
+        All processes call it, and all take the same one.
 
         Returns:
           State, metadata and extra, or None if there is no checkpoint.
@@ -249,83 +160,94 @@ class Checkpoints:
           CheckpointError: the folder belongs to another model or optimizer, or no
             checkpoint in it can be read.
         """
-        broken = []
-        for step in reversed(self.steps()):
-            try:
-                metadata = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}),
-                )[_METADATA]
-                tensors = metadata.pop(_TENSORS)
-                # Runs of a single replica did not say so at first.
-                extra = metadata.pop(_EXTRA, {"mode": ""})
-                theirs = metadata.pop(_REPLICAS, 1)
-            except Exception as error:
-                self._set_aside(step, error)
-                broken.append(step)
+        broken, tiers = [], [(step, self._durable) for step in self.steps()]
+        if self._local is not None:
+            tiers += [(step, self._local) for step in self._local.steps()]
+        tiers.sort(key=lambda one: (one[0], one[1] is self._local))
+        for step, tier in reversed(tiers):
+            restored, problem = self._read(step, tier)
+            everyone = multihost.exchange(problem)
+            problems = {process: text for process, text in everyone.items() if text}
+            if not problems:
+                if self._local is not None:
+                    self._local.forget_after(step)
+                return restored
+            if tier is self._local:
+                logging.warning("local checkpoint %d: %s", step, _said(problems))
                 continue
-            ours, abstract = self._replicas, self._abstract_state
-            if theirs != ours:
-                abstract = replicas.with_replicas(abstract, ours, theirs)
-            self._check_same_model(step, tensors, abstract)
-            expected = _tensors(self._abstract_extra) | self._extra_identity
-            fits = theirs == ours and extra == expected
-            arguments = {_STATE: ocp.args.StandardRestore(abstract)}
-            if fits and self._abstract_extra is not None:
-                arguments[_EXTRA] = ocp.args.StandardRestore(self._abstract_extra)
-            try:
-                restored = self._manager.restore(
-                    step, args=ocp.args.Composite(**arguments)
-                )
-            except Exception as error:
-                self._set_aside(step, error)
-                broken.append(step)
-                continue
-            state, note = restored[_STATE], ""
-            if theirs != ours:
-                state = replicas.converted(state, theirs, self._abstract_state, ours)
-            if theirs > 1 and not fits:
-                kept = "kept apart" if theirs == ours else "replaced by their average"
-                note = (
-                    f"restored step {step} of {theirs} replicas, {kept}; global weights"
-                    " and outer momentum start anew from the average"
-                )
-            return Restored(state, metadata, restored.get(_EXTRA), note)
+            logging.warning(
+                "checkpoint %d in %s cannot be read and is set aside, the one before "
+                "it is used: %s",
+                step,
+                self._folder,
+                _said(problems),
+            )
+            self._durable.set_aside(step)
+            broken.append(step)
         if broken:
             raise CheckpointError(
                 f"none of the checkpoints {broken} in {self._folder} can be read; they "
                 f"lie in {self._folder.parent / 'corrupt'}; start anew in another "
                 "--workdir, or run again to start anew here"
             )
+        if self._local is not None:
+            self._local.forget_after(-1)
         return None
 
-    def _check_same_model(
-        self, step: int, tensors: dict[str, list], abstract: TrainState
-    ) -> None:
-        if difference := _difference(_tensors(abstract), tensors):
+    def _read(
+        self, step: int, tier: Durable | LocalDisk
+    ) -> tuple[Restored | None, str]:
+        """A checkpoint as this layout needs it, or why it cannot be read."""
+        try:
+            metadata = dict(tier.metadata(step))
+            theirs_tensors = metadata.pop(TENSORS)
+            # Runs of a single replica did not say so at first.
+            extra = metadata.pop(EXTRA, {"mode": ""})
+            theirs = metadata.pop(REPLICAS, 1)
+        except Exception as error:
+            return None, _first_line(error)
+        ours, abstract = self._replicas, self._abstract_state
+        if theirs != ours:
+            abstract = replicas.with_replicas(abstract, ours, theirs)
+        if differs := difference(tensors(abstract), theirs_tensors):
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} is of another model or "
-                f"optimizer: {difference}; use another --workdir, or the flags of that "
-                "run"
+                f"optimizer: {differs}; use another --workdir, or the flags of that run"
             )
-
-    def _set_aside(self, step: int, error: Exception) -> None:
-        """Moves a checkpoint that cannot be read out of the way; deletes nothing."""
-        logging.warning(
-            "checkpoint %d in %s cannot be read and is set aside, the one before it "
-            "is used: %s",
-            step,
-            self._folder,
-            str(error).split("\n")[0][:300],
-        )
-        if jax.process_index() == 0:
-            aside = self._folder.parent / "corrupt"
-            aside.mkdir(exist_ok=True)
-            number = len(list(aside.glob(f"{step}*")))
-            (self._folder / str(step)).rename(aside / f"{step}-{number}")
-        self._manager.reload()
+        expected = tensors(self._abstract_extra) | self._extra_identity
+        fits = theirs == ours and extra == expected
+        wanted = self._abstract_extra if fits else None
+        try:
+            state, extra = tier.read(step, abstract, wanted)
+        except Exception as error:
+            return None, _first_line(error)
+        note = ""
+        if theirs != ours:
+            state = replicas.converted(state, theirs, self._abstract_state, ours)
+        if theirs > 1 and not fits:
+            kept = "kept apart" if theirs == ours else "replaced by their average"
+            note = (
+                f"restored step {step} of {theirs} replicas, {kept}; global weights"
+                " and outer momentum start anew from the average"
+            )
+        return Restored(state, metadata, extra, note), ""
 
     def close(self) -> None:
-        """Waits for the last write and releases the folder."""
-        self.wait()
-        self._manager.close()
+        """Waits for the last write and releases the folders."""
+        if self._local is not None:
+            self._local.close()
+        self._durable.close()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+
+
+def _said(problems: Mapping[int, str]) -> str:
+    """What went wrong, and in which processes if there are several."""
+    if list(problems) == [0] and jax.process_count() == 1:
+        return problems[0]
+    who: dict[str, list[int]] = {}
+    for process, text in problems.items():
+        who.setdefault(text, []).append(process)
+    return "; ".join(f"process(es) {which}: {text}" for text, which in who.items())

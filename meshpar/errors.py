@@ -15,6 +15,10 @@ class LayoutError(MeshparError):
     """A layout that cannot be honoured, with the tensor, the rule and the remedy."""
 
 
+class CheckpointError(MeshparError):
+    """A checkpoint folder that cannot be used, with the reason and the remedy."""
+
+
 class StalenessError(MeshparError):
     """A period, staleness or merge that cannot be meant, or a bound that broke."""
 

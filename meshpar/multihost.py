@@ -12,9 +12,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import compat, rendezvous
@@ -50,23 +52,21 @@ def initialize(who: Place | None, timeout_s: float = 120) -> None:
     )
 
 
-def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) -> None:
-    """Compares what all processes are about to run, before the first collective.
+def exchange(value: Any, timeout_s: float = 120.0) -> dict[int, Any]:
+    """Tells every process a value of each, {process: value}; all have to call it.
 
     Args:
-      fields: {name: value}, e.g. config, layout, versions, device order, data position.
+      value: anything that JSON can say.
       timeout_s: how long to wait for each process, in seconds.
 
     Raises:
-      MultihostError: names the odd process and field, or the processes that are
-        missing; raised on every process.
+      MissingError: names the processes that did not come.
     """
     client, num = compat.coordination_client(), jax.process_count()
     if client is None or num == 1:
-        return
-    prefix, mine = f"meshpar/fingerprint/{next(_calls)}", jax.process_index()
-    own = {name: str(value) for name, value in fields.items()}
-    client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
+        return {0: value}
+    prefix, mine = f"meshpar/exchange/{next(_calls)}", jax.process_index()
+    client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
     everyone, missing, deadline = {}, [], time.monotonic() + timeout_s
     for process in range(num):
         left_ms = max(1, int(1000 * (deadline - time.monotonic())))
@@ -83,7 +83,28 @@ def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) ->
             f"process(es) {missing} of {num} did not report within {timeout_s:.0f} s; "
             "look at their logs"
         )
-    if problems := odd_ones(everyone):
+    return everyone
+
+
+def broadcast(value: np.ndarray, source: int) -> np.ndarray:
+    """The value of one process on all of them; shapes and dtypes have to be equal."""
+    is_source = jax.process_index() == source
+    return np.asarray(multihost_utils.broadcast_one_to_all(value, is_source))
+
+
+def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) -> None:
+    """Compares what all processes are about to run, before the first collective.
+
+    Args:
+      fields: {name: value}, e.g. config, layout, versions, device order, data position.
+      timeout_s: how long to wait for each process, in seconds.
+
+    Raises:
+      MultihostError: names the odd process and field, or the processes that are
+        missing; raised on every process.
+    """
+    own = {name: str(value) for name, value in fields.items()}
+    if problems := odd_ones(exchange(own, timeout_s)):
         raise MultihostError("the processes differ:\n  " + "\n  ".join(problems))
 
 

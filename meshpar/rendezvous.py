@@ -66,6 +66,7 @@ def meet(who: Place, timeout_s: float) -> None:
 def _gather(who: Place, deadline: float, timeout_s: float) -> None:
     _, port = _address(who.coordinator)
     here: dict[int, socket.socket] = {}
+    callers: list[socket.socket] = []  # All that hear the answer.
     problem, kind = "", MultihostError
     with contextlib.ExitStack() as stack:
         try:
@@ -104,8 +105,9 @@ def _gather(who: Place, deadline: float, timeout_s: float) -> None:
                         f"process {number} expects {num} processes, process 0 "
                         f"{who.num_processes}"
                     )
+                callers.append(connection)
                 here[number] = connection
-        for connection in here.values():
+        for connection in callers:
             with contextlib.suppress(OSError):
                 missed = kind is MissingError
                 _send(connection, {"problem": problem, "missing": missed})

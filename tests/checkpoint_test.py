@@ -1,5 +1,6 @@
 """Checkpoints: any layout to any layout, complete or invisible."""
 
+import functools
 import json
 import os
 import shutil
@@ -10,24 +11,38 @@ import optax
 import pytest
 from tiny_models import batch, host, lower, model
 
-from meshpar import checkpoint
+from meshpar import durable
 from meshpar.checkpoint import CheckpointError, Checkpoints
 
 TINY = model()
 
 
+@functools.cache
+def trained():
+    """A program and its states after steps 1 to 4, on the host."""
+    program = lower("fsdp=4,tensor=2", TINY)
+    state, states = program.init(0), []
+    for _ in range(4):
+        state, _ = program.step(state, batch())
+        states.append(host(state))
+    return program, states
+
+
+def on_devices(program, state):
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.portable_state)
+    return jax.device_put(state, shardings)
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A folder with checkpoints of steps 1 and 2, and the states they hold."""
-    program = lower("fsdp=4,tensor=2", TINY)
+    program, states = trained()
     checkpoints = Checkpoints(tmp_path / "c", program.portable_state)
-    state, states = program.init(0), []
     for step in (1, 2):
-        state, _ = program.step(state, batch())
+        state = on_devices(program, states[step - 1])
         checkpoints.save(step, state, {"position": 16 * step})
-        states.append(host(state))
     checkpoints.close()
-    return tmp_path / "c", states
+    return tmp_path / "c", states[:2]
 
 
 def restore(folder, layout="data=2", **options):
@@ -114,6 +129,21 @@ def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
     assert (folder.parent / "corrupt" / "2-0").is_dir()
 
 
+def test_what_one_process_cannot_read_no_process_takes(saved, monkeypatch, caplog):
+    folder, states = saved
+    problems = ["OSError: a torn file"]
+
+    def exchange(value):
+        return {0: value, 1: problems.pop() if problems else value}
+
+    monkeypatch.setattr("meshpar.multihost.exchange", exchange)
+    _, (state, metadata) = restore(folder)
+    assert metadata == {"position": 16}
+    assert_equal(state, states[0])
+    assert "process(es) [1]: OSError: a torn file" in caplog.text
+    assert (folder.parent / "corrupt" / "2-0").is_dir()
+
+
 def test_metadata_of_before_there_were_replicas_still_serves(saved):
     folder, states = saved
     path = folder / "2" / "metadata" / "metadata"
@@ -123,8 +153,8 @@ def test_metadata_of_before_there_were_replicas_still_serves(saved):
     program, (state, metadata) = restore(folder)
     assert metadata == {"position": 32}
     assert_equal(state, states[1])
-    newest = checkpoint.find(folder)[-1]
-    assert checkpoint.why_not(newest, program.portable_state) == ""
+    newest = durable.find(folder)[-1]
+    assert durable.why_not(newest, program.portable_state) == ""
 
 
 def test_all_corrupt_is_an_error_and_nothing_is_deleted(saved):
@@ -154,7 +184,7 @@ def test_unwritable_and_full_folders(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot write to .*file"):
         Checkpoints(tmp_path / "file" / "c", state)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match="1000 bytes free.*takes about"):
         Checkpoints(tmp_path / "c", state)
     with pytest.raises(CheckpointError, match="keep=0"):

@@ -113,21 +113,22 @@ def test_missing_processes_are_named_to_all_that_came():
 
 def test_a_process_that_called_and_died_is_missing_until_it_comes_again():
     port = free_port()
-    places = [Place(f"localhost:{port}", 3, process) for process in (0, 2)]
-    told = {}
-    meeting = threading.Thread(target=lambda: told.update(meet(places, 10)))
-    meeting.start()
+    places = [Place(f"localhost:{port}", 3, process) for process in range(3)]
+    first = threading.Thread(target=rendezvous.meet, args=(places[0], 20))
+    first.start()
     while True:
         with contextlib.suppress(OSError):
             with socket.create_connection(("localhost", port)) as dying:
                 dying.sendall(b'{"process": 1, "num": 3}\n')
-                time.sleep(0.1)
             break
+    second = threading.Thread(target=rendezvous.meet, args=(places[2], 20))
+    second.start()
     time.sleep(0.5)
-    assert meeting.is_alive()
-    rendezvous.meet(Place(f"localhost:{port}", 3, 1), 10)
-    meeting.join(20)
-    assert told == {0: "", 1: ""}
+    assert first.is_alive() and second.is_alive()
+    rendezvous.meet(places[1], 10)
+    for meeting in (first, second):
+        meeting.join(20)
+        assert not meeting.is_alive()
 
 
 def test_a_coordinator_that_is_missing_is_named():

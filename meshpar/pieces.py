@@ -1,0 +1,124 @@
+"""Boxes of tensors, by which parts of a state find their place on another layout."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from meshpar.errors import CheckpointError
+
+
+class Piece(NamedTuple):
+    """A box of one leaf.
+
+    Attributes:
+      leaf: key path of the leaf.
+      start: where the box begins, per dim.
+      shape: its shape.
+    """
+
+    leaf: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        start, shape = (",".join(map(str, dims)) for dims in self[1:])
+        return f"{self.leaf}@{start}+{shape}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Piece":
+        """The inverse of `str`."""
+        leaf, *dims = re.fullmatch(r"(.*)@([\d,]*)\+([\d,]*)", text).groups()
+        return cls(leaf, *(tuple(map(int, re.findall(r"\d+", d))) for d in dims))
+
+    @classmethod
+    def at(cls, leaf: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> "Piece":
+        """The box at an index of a leaf of this shape."""
+        ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        return cls(leaf, tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+    def common(self, other: "Piece") -> list[tuple[int, int]]:
+        """Begin and end, per dim, of what lies in both."""
+        mine = zip(self.start, self.shape, strict=True)
+        theirs = zip(other.start, other.shape, strict=True)
+        return [
+            (max(a, b), min(a + n, b + m))
+            for (a, n), (b, m) in zip(mine, theirs, strict=True)
+        ]
+
+    def overlaps(self, other: "Piece") -> bool:
+        """Whether the two have an element in common."""
+        return self.leaf == other.leaf and all(a < b for a, b in self.common(other))
+
+    def within(self, common: list[tuple[int, int]]) -> tuple[slice, ...]:
+        """Where that lies in this box."""
+        return tuple(
+            slice(a - first, b - first)
+            for (a, b), first in zip(common, self.start, strict=True)
+        )
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """{key path: leaf}."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(keys): leaf for keys, leaf in found}
+
+
+def complete(
+    everyone: Mapping[int, Mapping[str, list[str]]],
+    wanted: Mapping[str, Any],
+    step: int,
+) -> tuple[str, list[Piece]]:
+    """A group of which all processes together hold everything, and its pieces.
+
+    Args:
+      everyone: {process: {group: the texts of the pieces that it holds}}.
+      wanted: {key path: leaf}.
+      step: for the error.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    lacking = ""
+    for name in sorted({name for groups in everyone.values() for name in groups}):
+        texts = {text for groups in everyone.values() for text in groups.get(name, ())}
+        pieces = sorted(map(Piece.parse, texts))
+        held = dict.fromkeys(wanted, 0)
+        for piece in pieces:
+            if piece.leaf in held:
+                held[piece.leaf] += math.prod(piece.shape)
+        less = [path for path, leaf in wanted.items() if held[path] < leaf.size]
+        if not less:
+            return name, pieces
+        part = f"{held[less[0]]} of {wanted[less[0]].size}"
+        lacking = f": of {less[0]} they hold {part} elements"
+    raise CheckpointError(
+        f"the disks of {len(everyone)} process(es) do not hold all of step {step}"
+        f"{lacking}"
+    )
+
+
+def assembled(
+    path: str,
+    leaf: Any,
+    parts: Mapping[Piece, np.ndarray],
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    """One shard of a leaf, out of the pieces that it overlaps.
+
+    Args:
+      path: key path of the leaf.
+      leaf: its shape and dtype.
+      parts: {piece: its numbers}; together they hold the shard.
+      index: where the shard lies.
+    """
+    box = Piece.at(path, index, leaf.shape)
+    made = np.empty(box.shape, leaf.dtype)
+    for piece, values in parts.items():
+        if piece.overlaps(box):
+            common = piece.common(box)
+            made[box.within(common)] = values[piece.within(common)]
+    return made
