@@ -36,6 +36,15 @@ def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
     return config
 
 
+def identity(config: Config, corpus: data.Corpus) -> dict[str, str | int]:
+    """What must stay the same for a checkpoint to be of the same run."""
+    return {
+        "data": corpus.fingerprint,
+        "length": config.model.length,
+        "seed": config.seed,
+    }
+
+
 def make_model(config: Config) -> meshpar.Model:
     """The recipe's model with next-token cross-entropy."""
     decoder = config.model

@@ -2,10 +2,14 @@ r"""Says what lies in a run's folder, and whether a layout could go on from it.
 
     python -m experiments.checkpoint runs/bytes-llama
     python -m experiments.checkpoint runs/bytes-llama --can_resume="fsdp=4,tensor=2"
+    python -m experiments.checkpoint runs/bytes-llama --export=safetensors
+    python -m experiments.checkpoint runs/new --import=FOLDER --recipe=gpt2-124m
 
-It needs no device but the CPU.
+Weights go to and come from folders of Hugging Face's transformers (GPT-2 and Llama). It
+needs no device but the CPU.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -16,14 +20,23 @@ import rich.table
 from absl import flags
 
 import meshpar
-from experiments import building, command_line
-from experiments.config import from_dict
-from meshpar import durable
+from experiments import building, command_line, data, hugging_face
+from experiments.config import Config, ConfigError, from_dict
+from meshpar import durable, replicas
+from meshpar.checkpoint import Checkpoints
 from meshpar.durable import Found
 from meshpar.errors import CheckpointError
 
+flags.adopt_module_key_flags(command_line)
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could go on from here, or why not."
+)
+EXPORT = flags.DEFINE_enum(
+    "export", None, ["safetensors"], "Writes the newest weights for transformers."
+)
+TO = flags.DEFINE_string("to", None, "Where to; DIR/huggingface by default.")
+IMPORT = flags.DEFINE_string(
+    "import", None, "Starts a run in DIR with the weights in this folder."
 )
 
 
@@ -83,19 +96,102 @@ def why_not(found: Found, text: str) -> str:
     return durable.why_not(found, program.portable_state, layout.replica)
 
 
+def _one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
+    """The configuration as a synchronous run on one CPU device, lowered."""
+    fresh = type(config.local_sgd)()
+    config = dataclasses.replace(
+        config, optimizer_mode="synchronous", local_sgd=fresh, lowering="", layout=""
+    )
+    jax.config.update("jax_platforms", "cpu")
+    layout = meshpar.layouts.parse("data=1")
+    program = building.make_program(config, layout, jax.devices()[:1])
+    return config, program
+
+
+def export(newest: Found, to: pathlib.Path) -> None:
+    """Writes the weights of a checkpoint, the average of its replicas."""
+    config, program = _one_device(from_dict(newest.metadata["config"]))
+    if config.framework != "nnx":
+        raise ConfigError(f"framework={config.framework}: only nnx models have names")
+    theirs, wanted = newest.metadata.get(durable.REPLICAS, 1), program.portable_state
+    abstract = replicas.with_replicas(wanted, 1, theirs)
+    try:
+        state, _ = durable.read(newest.path.absolute(), abstract, None)
+    except Exception as error:
+        raise CheckpointError(f"{newest.path} cannot be read: {error}") from error
+    state = replicas.converted(state, theirs, wanted, 1)
+    names = hugging_face.write(to, config.model, jax.device_get(state.params))
+    print(f"wrote {len(names)} tensors of step {int(state.step)} to {to}")
+
+
+def import_weights(run: pathlib.Path, source: pathlib.Path) -> None:
+    """Starts a run with weights of theirs: a checkpoint of step 0.
+
+    Raises:
+      MeshparError: the folder holds a run already, or a model that ours cannot be.
+    """
+    folder = run / "checkpoints"
+    if durable.find(folder):
+        raise CheckpointError(f"{run} holds a run already: import into a new folder")
+    theirs, tensors = hugging_face.read(source)
+    config = command_line.config_from_flags()
+    recipe = config.model
+    kept = dict(dropout=recipe.dropout, loss_chunk=recipe.loss_chunk)
+    if theirs.position == "rope":
+        kept["length"] = min(recipe.length, theirs.length)  # No weight depends on it.
+    model = dataclasses.replace(theirs, **kept)
+    config = dataclasses.replace(config, model=model, framework="nnx")
+    corpus = data.load(config.data)
+    config, program = _one_device(building.fit_vocabulary(config, corpus))
+    shapes = {path: param.shape for path, param in program.model.params.items()}
+    params = hugging_face.imported(config.model, shapes, tensors)
+    state = program.init(config.seed)
+    on_device = {
+        path: jax.device_put(x, state.params[path].sharding)
+        for path, x in params.items()
+    }
+    about = {
+        "position": 0,
+        "layout": "data=1",
+        "config": dataclasses.asdict(config),
+        **building.identity(config, corpus),
+    }
+    checkpoints = Checkpoints(folder, program.portable_state)
+    with contextlib.closing(checkpoints):
+        checkpoints.save(0, state._replace(params=on_device), about)
+    changed = [
+        f"--set model.{field.name}={getattr(model, field.name)}"
+        for field in dataclasses.fields(model)
+        if getattr(model, field.name) != getattr(recipe, field.name)
+    ]
+    given = [f"--recipe={config.recipe}", f"--workdir={run}", *changed]
+    print(f"{len(tensors)} tensors are step 0 of a run; go on with the same flags and")
+    print("python -m experiments.run", " ".join(given))
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Lists, or answers; returns the exit code, 1 for no."""
+    """Lists, answers or converts; returns the exit code, 1 for no."""
     if len(arguments) != 2:
         raise CheckpointError("give one folder: python -m experiments.checkpoint DIR")
+    wishes = [CAN_RESUME.value, EXPORT.value, IMPORT.value]
+    if sum(wish is not None for wish in wishes) > 1:
+        raise CheckpointError("give one of --can_resume, --export and --import")
+    run = pathlib.Path(arguments[1])
+    if IMPORT.value is not None:
+        import_weights(run, pathlib.Path(IMPORT.value))
+        return 0
     folder = folder_of(arguments[1])
     found = durable.find(folder)
-    if CAN_RESUME.value is None:
+    if not any(wishes):
         print_list(found, folder.parent / "corrupt")
         return 0
     usable = [one for one in found if not one.problem]
     if not usable:
         raise CheckpointError(f"no checkpoint in {folder} is complete")
     newest = usable[-1]
+    if EXPORT.value is not None:
+        export(newest, pathlib.Path(TO.value or run / "huggingface"))
+        return 0
     if reason := why_not(newest, CAN_RESUME.value):
         print(f"no: {reason}")
         return 1

@@ -173,12 +173,7 @@ class Trainer:
         return 0
 
     def _identity(self) -> dict[str, Any]:
-        """What must stay the same for a checkpoint to be this run's."""
-        return {
-            "data": self.corpus.fingerprint,
-            "length": self.config.model.length,
-            "seed": self.config.seed,
-        }
+        return building.identity(self.config, self.corpus)
 
     def _check_others(self) -> None:
         """All processes must be about to run the same."""

@@ -239,7 +239,9 @@ class Checkpoints:
         self._durable.close()
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
     return f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 

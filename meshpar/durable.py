@@ -4,6 +4,7 @@ Orbax writes asynchronously and renames a checkpoint into place when it is compl
 one is complete or invisible. It does not depend on the layout.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -103,6 +104,36 @@ def _metadata(path: pathlib.Path) -> dict[str, Any]:
     return json.loads((path / METADATA / METADATA).read_text())
 
 
+def read(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, Any]:
+    """Reads what this process needs of a checkpoint, without the other processes.
+
+    Args:
+      path: its folder.
+      state: ShapeDtypeStructs with shardings.
+      extra: likewise, or None to leave it out.
+
+    Raises:
+      Exception: it cannot be read.
+    """
+    process = jax.process_index()
+    # A barrier would wait for a process that failed.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=process,
+        active_processes={process},
+        barrier_sync_key_prefix=f"alone-{process}",
+    )
+    reader = ocp.Checkpointer(
+        ocp.StandardCheckpointHandler(multiprocessing_options=alone),
+        multiprocessing_options=alone,
+    )
+
+    def item(name: str, abstract: Any) -> Any:
+        return reader.restore(path / name, args=ocp.args.StandardRestore(abstract))
+
+    with contextlib.closing(reader):
+        return item(STATE, state), None if extra is None else item(EXTRA, extra)
+
+
 def check_writable(folder: pathlib.Path, num_bytes: int, flag: str) -> None:
     """Raises CheckpointError unless a folder can take a checkpoint.
 
@@ -145,16 +176,6 @@ class Durable:
                 max_to_keep=keep, create=False, cleanup_tmp_directories=True
             ),
             item_names=(STATE, METADATA, EXTRA),
-        )
-        # Each process reads by itself: a barrier would wait for one that failed.
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=jax.process_index(),
-            active_processes={jax.process_index()},
-            barrier_sync_key_prefix=f"alone-{jax.process_index()}",
-        )
-        self._reader = ocp.Checkpointer(
-            ocp.StandardCheckpointHandler(multiprocessing_options=alone),
-            multiprocessing_options=alone,
         )
 
     def steps(self) -> list[int]:
@@ -200,22 +221,8 @@ class Durable:
         return _metadata(self._folder / str(step))
 
     def read(self, step: int, state: Any, extra: Any) -> tuple[Any, Any]:
-        """Reads what this process needs of a checkpoint, without the others.
-
-        Args:
-          step: its step.
-          state: ShapeDtypeStructs with shardings.
-          extra: likewise, or None to leave it out.
-
-        Raises:
-          Exception: it cannot be read.
-        """
-
-        def item(name: str, abstract: Any) -> Any:
-            path, wanted = self._folder / str(step) / name, ocp.args.StandardRestore
-            return self._reader.restore(path, args=wanted(abstract))
-
-        return item(STATE, state), None if extra is None else item(EXTRA, extra)
+        """As the function `read`."""
+        return read(self._folder / str(step), state, extra)
 
     def set_aside(self, step: int) -> None:
         """Moves a checkpoint out of the way; deletes nothing. All processes call it."""
@@ -230,5 +237,4 @@ class Durable:
     def close(self) -> None:
         """Waits for the last write and releases the folder."""
         self.wait()
-        self._reader.close()
         self._manager.close()

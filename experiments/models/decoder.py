@@ -38,6 +38,7 @@ class DecoderConfig:
       tied: whether the head is the transposed embedding.
       dropout: rate after the embedding, attention and mlp.
       rope_theta: base of the rotary wavelengths.
+      norm_eps: added to the mean square before its root, in norms.
       init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
       loss_chunk: tokens of a sequence whose logits exist at once; 0 for all.
     """
@@ -56,6 +57,7 @@ class DecoderConfig:
     tied: bool = False
     dropout: float = 0.0
     rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
     init_std: float = 0.0
     loss_chunk: int = 0
 
@@ -151,7 +153,7 @@ class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the embed dim, computed in float32."""
 
     def __init__(self, config: DecoderConfig):
-        self.centered = config.norm == "layernorm"
+        self.centered, self.eps = config.norm == "layernorm", config.norm_eps
         self.scale = nnx.Param(jnp.ones((config.embed,)), out_sharding=("embed",))
         zeros = nnx.Param(jnp.zeros((config.embed,)), out_sharding=("embed",))
         self.bias = zeros if self.centered else None
@@ -160,7 +162,7 @@ class Norm(nnx.Module):
         y = x_BLD.astype(jnp.float32)
         if self.centered:
             y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
         return _plus(y.astype(x_BLD.dtype) * self.scale[...][None, None], self.bias)
 
 

@@ -24,10 +24,10 @@ def check_kind(config: DecoderConfig) -> None:
             )
 
 
-def _norm() -> nn.LayerNorm:
+def _norm(config: DecoderConfig) -> nn.LayerNorm:
     ones = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed",))
-    return nn.LayerNorm(scale_init=ones, bias_init=zeros)
+    return nn.LayerNorm(config.norm_eps, scale_init=ones, bias_init=zeros)
 
 
 def _weight(module: nn.Module, name: str, std: float, **dims: int) -> jax.Array:
@@ -47,7 +47,7 @@ class LinenBlock(nn.Module):
         config = self.config
         d, n, h, f = config.embed, config.heads, config.head_dim, config.mlp
         dropout = nn.Dropout(config.dropout, deterministic=not self.train)
-        y_BLD, heads = _norm()(x_BLD), []
+        y_BLD, heads = _norm(config)(x_BLD), []
         for name in "qkv":
             w_DNH = _weight(self, name, d**-0.5, embed=d, heads=n, head_dim=h)
             y_BLNH = jnp.einsum("BLD,DNH->BLNH", y_BLD, w_DNH)
@@ -58,7 +58,7 @@ class LinenBlock(nn.Module):
         w_NHD = _weight(self, "o", d**-0.5, heads=n, head_dim=h, embed=d)
         x_BLD += dropout(jnp.einsum("BLNH,NHD->BLD", y_BLNH, w_NHD))
         w_DF = _weight(self, "up", d**-0.5, embed=d, mlp=f)
-        h_BLF = jax.nn.gelu(jnp.einsum("BLD,DF->BLF", _norm()(x_BLD), w_DF))
+        h_BLF = jax.nn.gelu(jnp.einsum("BLD,DF->BLF", _norm(config)(x_BLD), w_DF))
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
         w_FD = _weight(self, "down", f**-0.5, mlp=f, embed=d)
         x_BLD += dropout(jnp.einsum("BLF,FD->BLD", h_BLF, w_FD))
@@ -87,4 +87,4 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         x_BLD, _ = stack(config, train, name="blocks")(x_BLD, None)
-        return logits(_norm()(x_BLD), embedding_VD.T)
+        return logits(_norm(config)(x_BLD), embedding_VD.T)
