@@ -3,13 +3,21 @@
 import contextlib
 import functools
 import itertools
+import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 from tiny_models import batch, host, lower, model
 
+import meshpar
+from experiments import building, metrics
+from experiments.config import from_dict
+from meshpar import durable
 from meshpar.checkpoint import Checkpoints
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -79,3 +87,58 @@ def test_any_layout_goes_on_from_any_other(before, after, saved):
         np.testing.assert_array_equal(np.asarray(got), wanted)
     _, losses = trained(after, one.as_stored(found.state), SAVED + 1)
     np.testing.assert_allclose(losses, unbroken, rtol=1e-5)
+
+
+def launched(processes, logs, *command):
+    launch = ["launch/local.sh", f"--log_dir={logs}", str(processes), "--"]
+    done = subprocess.run(
+        [*launch, sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_goes_on_from_any_other(tmp_path):
+    """1, 2 and 4 real processes in every order: one program, one run."""
+    layout, constant = "data=2,fsdp=2,tensor=2", "--set=optimizer.final_fraction=1"
+    flags = ["--recipe=tiny", f"--layout={layout}", constant, "--set=sample_tokens=0"]
+    flags += ["--set=optimizer.warmup_steps=0"]  # No rate depends on the last step.
+    run = ["-m", "experiments.run", *flags]
+    launched(1, tmp_path / "logs", *run, f"--workdir={tmp_path}/unbroken", "--steps=14")
+    folder, found = tmp_path / "run" / "checkpoints", {}
+    for number, processes in enumerate((1, 2, 4, 1, 4, 2, 1), 1):
+        logs = tmp_path / f"logs{number}"
+        if number > 1:
+            reference, out = tmp_path / "reference.npz", tmp_path / f"{number}.json"
+            np.savez(reference, **stored_leaves(folder))
+            check = ["tests/restored_shards.py", layout, folder, reference, out]
+            launched(processes, logs, *check)
+            step, collectives = json.loads(out.read_text())
+            assert step == 2 * number - 2
+            found.setdefault(processes, collectives)
+        launched(
+            processes, logs, *run, f"--workdir={tmp_path}/run", f"--steps={2 * number}"
+        )
+    assert found[1] and found[1] == found[2] == found[4]
+    losses = [
+        [row["loss"] for row in metrics.read(path / "metrics.jsonl") if "loss" in row]
+        for path in (tmp_path / "run", tmp_path / "unbroken")
+    ]
+    assert len(losses[0]) == 14
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def stored_leaves(folder):
+    """{number: array} of the newest checkpoint, read by this process alone."""
+    newest = durable.find(folder)[-1]
+    config = from_dict(newest.metadata["config"])
+    one = building.make_program(
+        config, meshpar.layouts.parse("data=1"), jax.devices()[:1]
+    )
+    state, _ = durable.read(newest.path, one.portable_state, None)
+    return {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves(state))}
