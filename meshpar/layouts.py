@@ -130,7 +130,8 @@ class Layout:
       paths: (regex, dim names) pairs that name parameters the model left unnamed.
       prefetch: regexes of parameters in the stack of layers that zero=3 gathers one
         layer ahead, beside the layer before.
-      waive: regexes of parameter paths whose rule may be dropped, or "idle_devices".
+      waive: regexes of parameter paths whose rule may be dropped, or "idle_devices",
+        or "slow_links", over which any axis may lie then.
 
     Raises:
       LayoutError: a size, option or rule that cannot be meant.

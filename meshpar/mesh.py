@@ -91,7 +91,8 @@ def _over_slices(
     """
     left, across = slices, []
     for axis, size in layout.sizes.items():
-        ways = math.gcd(size, left) if axis in SLOW_AXES else 1
+        may = axis in SLOW_AXES or "slow_links" in layout.waive
+        ways = math.gcd(size, left) if may else 1
         across.append(ways)
         left //= ways
     if left > 1:
@@ -99,7 +100,8 @@ def _over_slices(
             f'layout "{layout}" on {slices} slices of {len(devices) // slices} '
             f"{devices[0].device_kind} devices: only {', '.join(SLOW_AXES)} may cross "
             f"the slow links between slices, and their sizes do not fill {slices}; "
-            f"raise one of them to a multiple of {slices}"
+            f"raise one of them to a multiple of {slices}, or let the others cross "
+            "with waive=slow_links"
         )
     return across
 

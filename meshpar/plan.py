@@ -131,7 +131,7 @@ class _Resolver:
         self.problems: list[str] = []
         self.names_seen: set[str] = set()
         self.paths_used: set[str] = set()
-        self.waivers_used: set[str] = {"idle_devices"}
+        self.waivers_used: set[str] = {"idle_devices", "slow_links"}
 
     def waived(self, path: str) -> bool:
         hits = {regex for regex in self.layout.waive if re.search(regex, path)}

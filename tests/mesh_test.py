@@ -46,6 +46,7 @@ class Device:
         ("replica=2,fsdp=4", 2, [2, 1, 1, 1, 1]),
         ("pipe=2,data=2,fsdp=2", 4, [1, 2, 2, 1, 1]),
         ("data=4,tensor=2", 2, [1, 1, 2, 1, 1]),
+        ("data=2,fsdp=4,waive=slow_links", 4, [1, 1, 2, 2, 1]),
     ],
 )
 def test_only_outer_axes_cross_the_links_between_slices(layout, slices, across):
@@ -56,6 +57,6 @@ def test_only_outer_axes_cross_the_links_between_slices(layout, slices, across):
 
 def test_a_layout_that_would_need_fast_links_between_slices_is_an_error():
     devices = [Device(i, 4) for i in range(8)]
-    words = "2 slices of 4 a TPU devices: only replica, pipe, data may cross"
+    words = "2 slices of 4 a TPU devices: only replica, pipe, data.*waive=slow_links"
     with pytest.raises(LayoutError, match=words):
         mesh.make_mesh(layouts.parse("fsdp=8"), devices)
