@@ -109,7 +109,11 @@ def _one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
 
 
 def export(newest: Found, to: pathlib.Path) -> None:
-    """Writes the weights of a checkpoint, the average of its replicas."""
+    """Writes the weights of a checkpoint, the average of its replicas.
+
+    Raises:
+      MeshparError: a checkpoint that cannot be read, or a decoder they do not have.
+    """
     config, program = _one_device(from_dict(newest.metadata["config"]))
     if config.framework != "nnx":
         raise ConfigError(f"framework={config.framework}: only nnx models have names")
@@ -139,7 +143,10 @@ def import_weights(run: pathlib.Path, source: pathlib.Path) -> None:
     kept = dict(dropout=recipe.dropout, loss_chunk=recipe.loss_chunk)
     if theirs.position == "rope":
         kept["length"] = min(recipe.length, theirs.length)  # No weight depends on it.
-    model = dataclasses.replace(theirs, **kept)
+    try:
+        model = dataclasses.replace(theirs, **kept)
+    except ValueError as error:
+        raise ConfigError(f"with the recipe's {kept}: {error}") from error
     config = dataclasses.replace(config, model=model, framework="nnx")
     corpus = data.load(config.data)
     config, program = _one_device(building.fit_vocabulary(config, corpus))

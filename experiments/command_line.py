@@ -6,6 +6,7 @@ import logging as std_logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -155,6 +156,12 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
                 flush=True,
             )
             code = 2
+        except Exception:
+            if not jax.distributed.is_initialized():
+                raise
+            # jax would wait for the others, who wait for this process.
+            traceback.print_exc()
+            code = 1
         sys.stdout.flush()
         if code and jax.distributed.is_initialized():
             # Process 0 serves the others: it goes last, so that they can speak too.

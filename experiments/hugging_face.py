@@ -16,10 +16,15 @@ import safetensors
 from safetensors.numpy import save_file
 
 from experiments.config import ConfigError
-from experiments.hugging_face_config import config_json, decoder_config, kind_of
+from experiments.hugging_face_config import (
+    CONFIG,
+    config_json,
+    decoder_config,
+    kind_of,
+)
 from experiments.models.decoder import DecoderConfig
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)

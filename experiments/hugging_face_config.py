@@ -7,6 +7,7 @@ from experiments.config import ConfigError
 from experiments.models.decoder import GPT2_KIND, DecoderConfig
 from meshpar.errors import nearest
 
+CONFIG = "config.json"
 KINDS = ("gpt2", "llama")
 
 
@@ -114,9 +115,12 @@ def decoder_config(said: Mapping[str, Any]) -> DecoderConfig:
             mlp=get("intermediate_size", 11008),
             tied=get("tie_word_embeddings", False),
             norm_eps=get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or get("rope_theta", 10_000.0)),
+            rope_theta=float(rope.get("rope_theta") or get("rope_theta") or 10_000),
         )
     for name, known in wanted.items():
         if name in said and said[name] not in known:
             raise ConfigError(f"{name}={said[name]!r}: ours has {known[0]!r}")
-    return DecoderConfig(**sizes)
+    try:
+        return DecoderConfig(**sizes)
+    except ValueError as error:
+        raise ConfigError(f"{CONFIG}: {error}") from error

@@ -69,7 +69,7 @@ def _own_folder(folder: pathlib.Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise CheckpointError(
                 f"another run is writing to {folder}; stop it or choose another "
                 "--workdir"
@@ -199,7 +199,6 @@ class Trainer:
 
     def _start_state(self, checkpoints: Checkpoints) -> Any:
         """Restores the newest checkpoint or starts anew."""
-        multihost.check_fingerprint({"checkpoints": checkpoints.steps()})
         if restored := checkpoints.restore():
             metadata = restored.metadata
             for name, here in self._identity().items():
@@ -272,7 +271,7 @@ class Trainer:
                         extra,
                         durable=bool(saves or stopping),
                     )
-                if evaluates and not stopping:
+                if evaluates and (not stopping or step == config.steps):
                     found = [self.program.evaluate(state, b) for b in self._held_out]
                     means = {
                         name: float(np.mean([m[name] for m in jax.device_get(found)]))

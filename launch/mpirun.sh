@@ -5,7 +5,7 @@
 #   launch/mpirun.sh 4 --hostfile hosts -- python -m experiments.run --layout="fsdp=4"
 #
 # Each process takes number, id and coordinator from the MPI's environment (MPICH sets
-# no coordinator: MESHPAR_COORDINATOR is the first host then).
+# no coordinator: MESHPAR_COORDINATOR is this host then, unless it is set).
 set -u
 # shellcheck source=launch/restarts.sh
 source "$(dirname "$0")/restarts.sh"

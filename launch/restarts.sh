@@ -42,13 +42,14 @@ say_or_run() {
 }
 
 # SIGTERM and Ctrl-C are for the run: PASS_ON SIGNAL tells it, and it is not started
-# again after its end.
+# again after its end. The first Ctrl-C arrives as SIGTERM: what bash starts in the
+# background is deaf to SIGINT until it asks for it.
 on_signals() {
   local pass_on=$1
   # shellcheck disable=SC2064 # The name is known now.
   trap "told=TERM; $pass_on TERM" TERM
   # shellcheck disable=SC2064
-  trap "told=INT; $pass_on INT" INT
+  trap "[[ -z \$told ]] && $pass_on TERM || $pass_on INT; told=INT" INT
 }
 
 # Waits for the end of a child and returns its exit code; a trapped signal alone ends
@@ -69,8 +70,8 @@ with_restarts() {
   $dry_run || mkdir -p "$log_dir" || exit 2
   MESHPAR_PROGRESS=$(realpath -m "$log_dir")/progress
   export MESHPAR_PROGRESS
-  $dry_run || rm -f "$MESHPAR_PROGRESS"
   while true; do
+    $dry_run || rm -f "$MESHPAR_PROGRESS"
     "$start"
     code=$?
     ((code == 0 || code == 2)) && exit "$code"

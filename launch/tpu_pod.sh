@@ -55,7 +55,8 @@ on_signals stop
 
 start() {
   tpus tpu-vm ssh "$name" --worker=all \
-    --command="cd meshpar && PATH=\$PWD/.venv/bin:\$PATH $command" &
+    --command="cd meshpar && PATH=\$PWD/.venv/bin:\$PATH $command" \
+    > >(tee -a "$log_dir/all.log") 2>&1 &
   wait_for $!
 }
 

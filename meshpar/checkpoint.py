@@ -6,9 +6,12 @@ restores onto any mesh and any number of processes. The newest that all processe
 read is taken; one that is corrupt is named, moved aside, and the one before it is used.
 """
 
+import errno
 import logging
+import math
 import os
 import pathlib
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from meshpar import multihost, replicas
+from meshpar.checksums import checksums, of_json
 from meshpar.durable import (
     EXTRA,
     REPLICAS,
@@ -23,11 +27,17 @@ from meshpar.durable import (
     Durable,
     check_writable,
     difference,
+    lack_of_space,
     tensors,
 )
 from meshpar.errors import CheckpointError
 from meshpar.local_disk import LocalDisk
 from meshpar.lowering import TrainState
+from meshpar.pieces import leaves
+
+CHECKSUMS, OWN_CHECKSUM = "checksums", "checksum"
+_READ_S = 3600.0
+"""How long processes wait for each other to read, in seconds."""
 
 
 class Restored(NamedTuple):
@@ -81,26 +91,38 @@ class Checkpoints:
         self._abstract_state = abstract_state
         self._replicas, self._abstract_extra = num_replicas, abstract_extra
         self._extra_identity = {"mode": extra_identity}
-        leaves = jax.tree.leaves((abstract_state, abstract_extra))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        check_writable(self._folder, size, "--workdir")
+        abstract = jax.tree.leaves((abstract_state, abstract_extra))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in abstract)
+        check_writable(self._folder, "--workdir")
+        if problem := lack_of_space(self._folder, size):
+            raise CheckpointError(f"{problem} or choose another --workdir")
         self._durable = Durable(self._folder, keep)
         self._local: LocalDisk | None = None
         if local_folder:
             where = pathlib.Path(local_folder).absolute()
-            part = size * len(jax.local_devices()) // len(jax.devices())
-            check_writable(where, part, "--checkpoint_local_dir")
-            self._local = LocalDisk(where / self._run_id())
+            check_writable(where, "--checkpoint_local_dir")
+            shards = sum(_bytes_here(leaf) for leaf in abstract)
+            if problem := lack_of_space(where, shards):
+                logging.warning("%s", problem)
+            run, start = self._run_id()
+            self._local = LocalDisk(where / run, start)
 
-    def _run_id(self) -> str:
-        """Ties files on local disks to this folder: a new run does not find them."""
-        file = self._folder / "run_id"
-        if jax.process_index() == 0 and not file.exists():
-            partial = file.with_suffix(".partial")
-            partial.write_text(uuid.uuid4().hex)
-            os.replace(partial, file)
-        mine = file.read_text() if jax.process_index() == 0 else ""
-        return multihost.exchange(mine)[0]
+    def _run_id(self) -> tuple[str, str]:
+        """What ties files on local disks to this folder and to this start of the run.
+
+        A new run does not find the files of another, nor does a copy of its folder.
+        """
+        told = None
+        if jax.process_index() == 0:
+            file, where = self._folder / "run_id", str(self._folder)
+            known = file.read_text().split("\n") if file.exists() else []
+            if known[1:2] != [where]:
+                known = [uuid.uuid4().hex, where]
+                partial = file.with_suffix(".partial")
+                partial.write_text("\n".join(known))
+                os.replace(partial, file)
+            told = known[0], f"{time.time_ns():020d}"
+        return tuple(multihost.exchange("run id", told)[0])
 
     def save(
         self,
@@ -128,7 +150,9 @@ class Checkpoints:
             TENSORS: tensors(state),
             EXTRA: tensors(extra) | self._extra_identity,
             REPLICAS: self._replicas,
+            CHECKSUMS: [checksums(state), checksums(extra)],
         }
+        metadata[OWN_CHECKSUM] = of_json(metadata)
         if self._local is not None:
             self._local.save(step, state, extra, metadata)
         if durable:
@@ -159,28 +183,34 @@ class Checkpoints:
         Raises:
           CheckpointError: the folder belongs to another model or optimizer, or no
             checkpoint in it can be read.
+          MissingError: processes that did not come along.
         """
-        broken, tiers = [], [(step, self._durable) for step in self.steps()]
-        if self._local is not None:
-            tiers += [(step, self._local) for step in self._local.steps()]
-        tiers.sort(key=lambda one: (one[0], one[1] is self._local))
-        for step, tier in reversed(tiers):
-            restored, problem = self._read(step, tier)
-            everyone = multihost.exchange(problem)
-            problems = {process: text for process, text in everyone.items() if text}
+        broken = []
+        for step, tier, name in self._newest_first():
+            found, problems = self._attempt(tier, name)
+            if problems and not any(text.startswith(_OTHER) for text in problems):
+                found, problems = self._attempt(tier, name)  # Perhaps a hiccup.
             if not problems:
                 if self._local is not None:
                     self._local.forget_after(step)
-                return restored
+                return self._finished(step, *found)
+            said = _said(problems)
+            if any(text.startswith(_OTHER) for text in problems):
+                raise CheckpointError(f"checkpoint {step} in {self._folder} {said}")
             if tier is self._local:
-                logging.warning("local checkpoint %d: %s", step, _said(problems))
+                logging.warning("local checkpoint %d: %s", step, said)
                 continue
+            if any(text.startswith(_NOT_ITS_FAULT) for text in problems):
+                raise CheckpointError(
+                    f"checkpoint {step} in {self._folder} cannot be read now, and lies "
+                    f"untouched: {said}"
+                )
             logging.warning(
                 "checkpoint %d in %s cannot be read and is set aside, the one before "
                 "it is used: %s",
                 step,
                 self._folder,
-                _said(problems),
+                said,
             )
             self._durable.set_aside(step)
             broken.append(step)
@@ -194,34 +224,71 @@ class Checkpoints:
             self._local.forget_after(-1)
         return None
 
+    def _newest_first(self) -> list[tuple[int, Durable | LocalDisk, int | str]]:
+        """(step, tier, its name there), the same on all processes; local ones first."""
+        steps = multihost.exchange("checkpoints", self.steps())[0]
+        found = [(step, self._durable, step) for step in steps]
+        if self._local is not None:
+            here = self._local.checkpoints()
+            found += [(step, self._local, name) for step, name in here]
+        rank = {id(one): number for number, one in enumerate(found)}
+        return sorted(
+            found,
+            key=lambda one: (one[0], one[1] is self._local, rank[id(one)]),
+            reverse=True,
+        )
+
+    def _attempt(self, tier: Durable | LocalDisk, name: int | str) -> tuple[Any, dict]:
+        """(state, extra, metadata) as they were saved, or {why not: processes}."""
+        found, why = self._read(tier, name)
+        if problems := _told("checkpoint read", why):
+            return None, problems
+        state, extra, metadata = found
+        for tree, known in zip(
+            (state, extra), metadata.get(CHECKSUMS, ()), strict=False
+        ):
+            paths = leaves(tree)
+            for path, now, before in zip(paths, checksums(tree), known, strict=False):
+                if now != before:
+                    why = f"{path} has changed since it was written"
+                    return None, {why: list(range(jax.process_count()))}
+        return found, {}
+
     def _read(
-        self, step: int, tier: Durable | LocalDisk
-    ) -> tuple[Restored | None, str]:
-        """A checkpoint as this layout needs it, or why it cannot be read."""
+        self, tier: Durable | LocalDisk, name: int | str
+    ) -> tuple[tuple[Any, Any, dict[str, Any]] | None, str]:
+        """The same of this process alone."""
         try:
-            metadata = dict(tier.metadata(step))
-            theirs_tensors = metadata.pop(TENSORS)
-            # Runs of a single replica did not say so at first.
-            extra = metadata.pop(EXTRA, {"mode": ""})
-            theirs = metadata.pop(REPLICAS, 1)
+            metadata = dict(tier.metadata(name))
+            checked = metadata.pop(OWN_CHECKSUM, None)  # The first ones had none.
+            if checked not in (None, of_json(metadata)):
+                return None, "its metadata has changed since it was written"
+            theirs = metadata.get(REPLICAS, 1)
+            abstract = self._abstract_state
+            if theirs != self._replicas:
+                abstract = replicas.with_replicas(abstract, self._replicas, theirs)
+            if differs := difference(tensors(abstract), metadata[TENSORS]):
+                return None, f"{_OTHER}: {differs}{_REMEDY}"
+            wanted = self._abstract_extra if self._fits(metadata) else None
+            state, extra = tier.read(name, abstract, wanted)
         except Exception as error:
-            return None, _first_line(error)
-        ours, abstract = self._replicas, self._abstract_state
-        if theirs != ours:
-            abstract = replicas.with_replicas(abstract, ours, theirs)
-        if differs := difference(tensors(abstract), theirs_tensors):
-            raise CheckpointError(
-                f"checkpoint {step} in {self._folder} is of another model or "
-                f"optimizer: {differs}; use another --workdir, or the flags of that run"
-            )
+            return None, _why(error)
+        return (state, extra, metadata), ""
+
+    def _fits(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether what is saved for the same layout and mode alone can be used."""
         expected = tensors(self._abstract_extra) | self._extra_identity
-        fits = theirs == ours and extra == expected
-        wanted = self._abstract_extra if fits else None
-        try:
-            state, extra = tier.read(step, abstract, wanted)
-        except Exception as error:
-            return None, _first_line(error)
-        note = ""
+        same = metadata.get(REPLICAS, 1) == self._replicas
+        return same and metadata.get(EXTRA, {"mode": ""}) == expected
+
+    def _finished(
+        self, step: int, state: TrainState, extra: Any, metadata: dict[str, Any]
+    ) -> Restored:
+        """A checkpoint as this layout needs it."""
+        fits, note = self._fits(metadata), ""
+        theirs, ours = metadata.pop(REPLICAS, 1), self._replicas
+        for name in (TENSORS, EXTRA, CHECKSUMS):
+            metadata.pop(name, None)
         if theirs != ours:
             state = replicas.converted(state, theirs, self._abstract_state, ours)
         if theirs > 1 and not fits:
@@ -230,26 +297,55 @@ class Checkpoints:
                 f"restored step {step} of {theirs} replicas, {kept}; global weights"
                 " and outer momentum start anew from the average"
             )
-        return Restored(state, metadata, extra, note), ""
+        return Restored(state, metadata, extra, note)
 
     def close(self) -> None:
-        """Waits for the last write and releases the folders."""
+        """Waits for the last write and releases the folders.
+
+        Raises:
+          CheckpointError: the write failed.
+        """
         if self._local is not None:
             self._local.close()
         self._durable.close()
 
 
-def _first_line(error: BaseException) -> str:
+_OTHER = "is of another model or optimizer"
+_REMEDY = "; use another --workdir, or the flags of that run"
+_NOT_ITS_FAULT = "not for what it holds"
+
+
+def _why(error: BaseException) -> str:
+    """The cause of an error in one line; begins so where the files may be sound."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    passing = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_")
+    sound = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
+    )
+    if sound or any(word in text for word in passing):
+        return f"{_NOT_ITS_FAULT}, {text}"
+    return text
 
 
-def _said(problems: Mapping[int, str]) -> str:
-    """What went wrong, and in which processes if there are several."""
-    if list(problems) == [0] and jax.process_count() == 1:
-        return problems[0]
-    who: dict[str, list[int]] = {}
-    for process, text in problems.items():
-        who.setdefault(text, []).append(process)
-    return "; ".join(f"process(es) {which}: {text}" for text, which in who.items())
+def _told(what: str, problem: str) -> dict[str, list[int]]:
+    """{what went wrong: in which processes}; empty if nothing did anywhere."""
+    found: dict[str, list[int]] = {}
+    for process, text in multihost.exchange(what, problem, _READ_S).items():
+        if text:
+            found.setdefault(text, []).append(process)
+    return found
+
+
+def _said(problems: Mapping[str, list[int]]) -> str:
+    if jax.process_count() == 1 and list(problems.values()) == [[0]]:
+        return next(iter(problems))
+    return "; ".join(f"process(es) {who}: {text}" for text, who in problems.items())
+
+
+def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the different shards of a leaf on this process."""
+    where = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return shard * len({str(index) for index in where.values()})

@@ -68,12 +68,13 @@ def find(folder: str | os.PathLike) -> list[Found]:
         number = path.name.partition(".")[0]
         if not number.isdigit() or not path.is_dir():
             continue
-        files = [file for file in path.rglob("*") if file.is_file()]
-        size = sum(file.stat().st_size for file in files)
-        metadata, problem = None, ""
+        metadata, problem, size = None, "", 0
+        for file in path.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # A run is at work there.
+                size += file.stat().st_size if file.is_file() else 0
         try:
             metadata = _metadata(path)
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             problem = f"its metadata cannot be read ({type(error).__name__})"
         if "." in path.name:
             problem = "incomplete: it was being written"
@@ -134,12 +135,11 @@ def read(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, Any]:
         return item(STATE, state), None if extra is None else item(EXTRA, extra)
 
 
-def check_writable(folder: pathlib.Path, num_bytes: int, flag: str) -> None:
-    """Raises CheckpointError unless a folder can take a checkpoint.
+def check_writable(folder: pathlib.Path, flag: str) -> None:
+    """Raises CheckpointError unless a folder can be written to.
 
     Args:
       folder: made if it is missing.
-      num_bytes: size of one checkpoint there.
       flag: what names the folder, for the remedy.
     """
     try:
@@ -151,12 +151,17 @@ def check_writable(folder: pathlib.Path, num_bytes: int, flag: str) -> None:
         raise CheckpointError(
             f"cannot write to {folder}: {error.strerror}; choose another {flag}"
         ) from error
+
+
+def lack_of_space(folder: pathlib.Path, num_bytes: int) -> str:
+    """Says so if a folder's disk has no room for so many bytes; "" if it has."""
     free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise CheckpointError(
-            f"{folder} has {free} bytes free, and one checkpoint takes about "
-            f"{num_bytes}; free some space or choose another {flag}"
-        )
+    if free >= num_bytes:
+        return ""
+    return (
+        f"{folder} has {free} bytes free, and one checkpoint takes about {num_bytes}; "
+        "free some space"
+    )
 
 
 class Durable:
@@ -183,7 +188,11 @@ class Durable:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, extra: Any, metadata: dict) -> None:
-        """Starts writing a checkpoint, unless the step is there already."""
+        """Starts writing a checkpoint, unless the step is there already.
+
+        Raises:
+          CheckpointError: this write or the one before it failed.
+        """
         if step in self._manager.all_steps():
             return
         arguments = {
@@ -198,7 +207,11 @@ class Durable:
             raise self._failed_write(error) from error
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is complete."""
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+          CheckpointError: the write failed.
+        """
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -231,10 +244,10 @@ class Durable:
             aside.mkdir(exist_ok=True)
             number = len(list(aside.glob(f"{step}-*")))
             (self._folder / str(step)).rename(aside / f"{step}-{number}")
-        multihost.exchange("")  # The others look again when it is gone.
+        multihost.exchange("set aside", step)  # The others look again then.
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits for the last write and releases the folder."""
+        """As `wait`, and releases the folder."""
         self.wait()
         self._manager.close()

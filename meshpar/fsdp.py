@@ -258,6 +258,11 @@ def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: bool) -> Arra
     """Reduce-scatters along one dim, as rows of a matrix."""
     n = lax.axis_size(axes)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+    if rings and len(axes) == 1 and math.prod(shard[dim:]) < _TILE[1]:
+        # Columns fewer than a tile's would be padded, those of all devices at once.
+        front = jnp.moveaxis(x, dim, 0)
+        part = _scatter_rows(front.reshape(len(front), -1), axes, rings)
+        return jnp.moveaxis(part.reshape(-1, *front.shape[1:]), 0, dim)
     if not dim:
         rows = x.reshape(len(x), -1)
     else:

@@ -15,15 +15,12 @@ renamed into place when it is complete.
 
 import concurrent.futures
 import functools
-import itertools
 import json
 import logging
 import math
 import os
 import pathlib
 import shutil
-import zipfile
-import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -34,16 +31,12 @@ from meshpar import multihost
 from meshpar.errors import CheckpointError
 from meshpar.pieces import Piece, assembled, complete, leaves
 
-_KEEP = 3
-"""Steps that stay: one process may still write the second last, and lack the last."""
+_KEEP = 2
+"""Steps that stay beside the one being written: another process may still be writing
+the last of them."""
 
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-
-
-def _group(state: Mapping[str, Any]) -> str:
-    """Names how a state was split: pieces of two ways are not mixed."""
-    said = [(str(leaf.sharding), leaf.shape) for leaf in state.values()]
-    return f"{zlib.crc32(repr((said, jax.process_count())).encode()):08x}"
+_READ_S = 3600.0
+"""How long processes wait for each other's disks, in seconds."""
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
@@ -51,52 +44,69 @@ def _raw(array: np.ndarray) -> np.ndarray:
 
 
 class LocalDisk:
-    """The files of one run on the disk of this machine: STEP-GROUP/PROCESS.npz."""
+    """The files of one run on the disk of this machine: STEP-START/PROCESS.npz.
 
-    def __init__(self, folder: pathlib.Path):
-        """Opens a folder of this run alone; processes of one machine may share it."""
+    A checkpoint is named by its step and the start of the run that wrote it, so that
+    pieces of two branches of a run are never put together.
+    """
+
+    def __init__(self, folder: pathlib.Path, start: str):
+        """Opens a folder of this run alone; processes of one machine may share it.
+
+        Args:
+          folder: made if it is missing.
+          start: names this start of the run, the same on all processes; later starts
+            come later in the alphabet.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._start = folder, start
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "local-checkpoint")
         self._writing: concurrent.futures.Future | None = None
 
-    def _folders(self) -> list[tuple[int, pathlib.Path]]:
-        """Every step here and its folder, ascending."""
-        found = self._folder.glob("*-*")
-        return sorted((int(path.name.partition("-")[0]), path) for path in found)
+    def _here(self) -> list[tuple[int, str]]:
+        """(step, name) of what has files on this disk, ascending."""
+        found = {file.parent.name for file in self._folder.glob("*-*/*.npz")}
+        return sorted((int(name.partition("-")[0]), name) for name in found)
 
-    def steps(self) -> list[int]:
-        """Steps of which any process has a file, ascending; all processes call it."""
-        everyone = multihost.exchange([step for step, _ in self._folders()])
-        return sorted({step for steps in everyone.values() for step in steps})
+    def checkpoints(self) -> list[tuple[int, str]]:
+        """(step, name) of what any process has files of, ascending.
+
+        All processes call it.
+        """
+        everyone = multihost.exchange("local checkpoints", self._here())
+        return sorted({(step, name) for one in everyone.values() for step, name in one})
 
     # Writing.
 
     def save(self, step: int, state: Any, extra: Any, metadata: dict) -> None:
         """Copies this process's shards to the host and starts writing them."""
         self.wait()
-        state_leaves, arrays = leaves((state, extra)), {}
-        for path, leaf in state_leaves.items():
+        arrays = {}
+        for path, leaf in leaves((state, extra)).items():
             for shard in leaf.addressable_shards:
                 piece = str(Piece.at(path, shard.index, leaf.shape))
                 if piece not in arrays:
                     arrays[piece] = np.array(shard.data)  # The step donates its own.
-        name = f"{step}-{_group(state_leaves)}"
+        name = f"{step}-{self._start}"
         self._writing = self._writer.submit(self._write, name, arrays, metadata)
 
     def _write(self, name: str, arrays: Mapping[str, np.ndarray], about: dict) -> None:
+        for _, old in self._here()[:-_KEEP]:
+            shutil.rmtree(self._folder / old, ignore_errors=True)
         index = json.dumps({"metadata": about, "pieces": list(arrays)}).encode()
         entries = {str(n): _raw(x) for n, x in enumerate(arrays.values())}
         entries["index"] = np.frombuffer(index, np.uint8)
         file = self._folder / name / f"{jax.process_index()}.npz"
         file.parent.mkdir(exist_ok=True)
-        with (partial := file.with_suffix(".partial")).open("wb") as out:
-            np.savez(out, **entries)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
-        for _, old in self._folders()[:-_KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
+        partial = file.with_suffix(".partial")
+        try:
+            with partial.open("wb") as out:
+                np.savez(out, **entries)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(partial, file)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Waits for the last write; a failed one is a warning, not the run's end."""
@@ -114,10 +124,10 @@ class LocalDisk:
 
     def forget_after(self, step: int) -> None:
         """Deletes what the run did not go on from; all processes call it."""
-        for later, path in self._folders():
+        for later, name in self._here():
             if later > step:
-                shutil.rmtree(path, ignore_errors=True)
-        multihost.exchange("")
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        multihost.exchange("forgotten", step)
 
     def close(self) -> None:
         """Waits for the last write."""
@@ -126,45 +136,49 @@ class LocalDisk:
 
     # Reading.
 
-    def _indices(self, step: int) -> dict[pathlib.Path, dict[str, Any]]:
-        """{file: its index} of a step; a file that cannot be read is named."""
+    def _indices(self, name: str) -> dict[pathlib.Path, dict[str, Any]]:
+        """{file: its index} of a checkpoint; a file that cannot be read is named."""
         found = {}
-        for number, path in self._folders():
-            for file in sorted(path.glob("*.npz")) if number == step else ():
-                try:
-                    with file.open("rb") as opened, np.load(opened) as entries:
-                        found[file] = json.loads(entries["index"].tobytes())
-                except _UNREADABLE as error:
-                    logging.warning("%s cannot be read, left out: %s", file, error)
+        for file in sorted((self._folder / name).glob("*.npz")):
+            try:
+                with file.open("rb") as opened, np.load(opened) as entries:
+                    found[file] = json.loads(entries["index"].tobytes())
+            except Exception as error:  # Whatever torn bytes lead to.
+                logging.warning("%s cannot be read, left out: %s", file, error)
         return found
 
-    def metadata(self, step: int) -> dict[str, Any]:
+    def metadata(self, name: str) -> dict[str, Any]:
         """What was saved beside the state; all processes call it.
 
         Raises:
           CheckpointError: no process can read it.
         """
-        mine = next(iter(self._indices(step).values()), {}).get("metadata")
-        found = [one for one in multihost.exchange(mine).values() if one is not None]
+        mine = next(iter(self._indices(name).values()), {}).get("metadata")
+        everyone = multihost.exchange("local metadata", mine)
+        found = [one for one in everyone.values() if one is not None]
         if not found:
-            raise CheckpointError(f"no local file of step {step} can be read")
+            raise CheckpointError(f"no local file of {name} can be read")
         return found[0]
 
-    def read(self, step: int, state: Any, extra: Any) -> tuple[Any, Any]:
-        """Reads a step, with what is missing here from peers; all processes call it.
+    def read(self, name: str, state: Any, extra: Any) -> tuple[Any, Any]:
+        """Reads a checkpoint, what is missing here from peers; all processes call it.
 
         Args:
-          step: the step.
+          name: as in `checkpoints`.
           state: ShapeDtypeStructs with shardings.
           extra: likewise, or None to leave it out.
 
         Raises:
           CheckpointError: together the processes do not hold all of it.
         """
-        wanted, files = leaves((state, extra)), self._pieces(step)
-        said = {name: list(map(str, group)) for name, group in files.items()}
-        everyone = multihost.exchange(said)
-        name, pieces = complete(everyone, wanted, step)
+        wanted = leaves((state, extra))
+        mine = {
+            Piece.parse(text): (file, str(number))
+            for file, index in self._indices(name).items()
+            for number, text in enumerate(index["pieces"])
+        }
+        claims = multihost.exchange("local pieces", list(map(str, mine)))
+        pieces = complete(claims, wanted, name)
         boxes = [
             Piece.at(path, index, leaf.shape)
             for path, leaf in wanted.items()
@@ -173,11 +187,8 @@ class LocalDisk:
             ).values()
         ]
         needed = {p for p in pieces for box in boxes if p.overlaps(box)}
-        mine = files.get(name, {})
         here = _loaded({piece: mine[piece] for piece in needed if piece in mine})
-        lacking = needed - here.keys()
-        claims = {process: groups.get(name, []) for process, groups in everyone.items()}
-        here |= _from_peers(step, lacking, mine, claims, wanted)
+        here |= _from_peers(needed - here.keys(), mine, wanted)
 
         def made(path: str, leaf: Any) -> jax.Array:
             parts = {
@@ -191,70 +202,49 @@ class LocalDisk:
         arrays = [made(path, leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure((state, extra)), arrays)
 
-    def _pieces(self, step: int) -> dict[str, dict[Piece, tuple[pathlib.Path, str]]]:
-        """{group: {piece: (file, entry)}} of a step on this disk."""
-        found: dict[str, dict] = {}
-        for file, index in self._indices(step).items():
-            group = found.setdefault(file.parent.name, {})
-            for number, text in enumerate(index["pieces"]):
-                group[Piece.parse(text)] = file, str(number)
-        return found
-
 
 def _loaded(
     places: Mapping[Piece, tuple[pathlib.Path, str]],
 ) -> dict[Piece, np.ndarray]:
     """The bytes of pieces; one that cannot be read is named and left out."""
-    found, by_file = {}, sorted(places.items(), key=lambda item: str(item[1][0]))
-    for file, group in itertools.groupby(by_file, key=lambda item: item[1][0]):
-        for piece, (_, number) in group:
-            try:
-                with file.open("rb") as opened, np.load(opened) as entries:
-                    found[piece] = entries[number]
-            except _UNREADABLE as error:
-                logging.warning("%s: %s cannot be read: %s", file, piece, error)
+    found = {}
+    for piece, (file, number) in places.items():
+        try:
+            with file.open("rb") as opened, np.load(opened) as entries:
+                found[piece] = entries[number]
+        except Exception as error:  # Whatever torn bytes lead to.
+            logging.warning("%s: %s cannot be read: %s", file, piece, error)
     return found
 
 
 def _from_peers(
-    step: int,
     lacking: Collection[Piece],
     mine: Mapping[Piece, tuple[pathlib.Path, str]],
-    claims: Mapping[int, Collection[str]],
     wanted: Mapping[str, Any],
 ) -> dict[Piece, np.ndarray]:
     """The bytes of pieces that other processes hold; all processes call it.
 
     Args:
-      step: the step.
       lacking: what this process needs and cannot read.
       mine: what lies on its disk.
-      claims: what every process says that it has.
       wanted: the leaves.
 
     Raises:
       CheckpointError: nobody can read a piece.
     """
-    got, unreadable = {}, []
-    asked = multihost.exchange(sorted(map(str, lacking)))
-    for text in sorted({text for texts in asked.values() for text in texts}):
-        holders = [
-            p for p, has in claims.items() if text in has and text not in asked[p]
-        ]
-        piece = Piece.parse(text)
+    asked = multihost.exchange("pieces asked", sorted(map(str, lacking)), _READ_S)
+    texts = sorted({text for one in asked.values() for text in one})
+    pieces = {text: Piece.parse(text) for text in texts}
+    give = _loaded({p: mine[p] for p in pieces.values() if p in mine})
+    holders = multihost.exchange("pieces given", list(map(str, give)), _READ_S)
+    got = {}
+    for text, piece in pieces.items():
+        source = next((p for p, has in holders.items() if text in has), None)
+        if source is None:
+            raise CheckpointError(f"no process can read {text}")
         size = math.prod(piece.shape) * wanted[piece.leaf].dtype.itemsize
-        value = None
-        if holders and holders[0] == jax.process_index():
-            value = _loaded({piece: mine[piece]}).get(piece)
-        if not holders or (holders[0] == jax.process_index() and value is None):
-            unreadable.append(text)
-        if holders:
-            value = np.zeros(size, np.uint8) if value is None else value
-            value = multihost.broadcast(value, holders[0])
+        value = give.get(piece, np.zeros(size, np.uint8))
+        value = multihost.broadcast(value, source)
         if piece in lacking:
             got[piece] = value
-    if bad := {
-        text for texts in multihost.exchange(unreadable).values() for text in texts
-    }:
-        raise CheckpointError(f"no process can read {sorted(bad)[0]} of step {step}")
     return got

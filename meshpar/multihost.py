@@ -52,27 +52,30 @@ def initialize(who: Place | None, timeout_s: float = 120) -> None:
     )
 
 
-def exchange(value: Any, timeout_s: float = 120.0) -> dict[int, Any]:
+def exchange(what: str, value: Any, timeout_s: float = 120.0) -> dict[int, Any]:
     """Tells every process a value of each, {process: value}; all have to call it.
 
     Args:
+      what: what is told, the same on all processes.
       value: anything that JSON can say.
-      timeout_s: how long to wait for each process, in seconds.
+      timeout_s: how long to wait for the others, in seconds.
 
     Raises:
       MissingError: names the processes that did not come.
+      MultihostError: processes that tell something else: they have parted ways.
     """
     client, num = compat.coordination_client(), jax.process_count()
     if client is None or num == 1:
         return {0: value}
     prefix, mine = f"meshpar/exchange/{next(_calls)}", jax.process_index()
-    client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
-    everyone, missing, deadline = {}, [], time.monotonic() + timeout_s
+    client.key_value_set(f"{prefix}/{mine}", json.dumps([what, value]))
+    told, everyone, missing = {}, {}, []
+    deadline = time.monotonic() + timeout_s
     for process in range(num):
-        left_ms = max(1, int(1000 * (deadline - time.monotonic())))
+        left_ms = max(1000, int(1000 * (deadline - time.monotonic())))
         try:
             text = client.blocking_key_value_get(f"{prefix}/{process}", left_ms)
-            everyone[process] = json.loads(text)
+            told[process], everyone[process] = json.loads(text)
         except jax.errors.JaxRuntimeError:
             missing.append(process)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -82,6 +85,10 @@ def exchange(value: Any, timeout_s: float = 120.0) -> dict[int, Any]:
         raise MissingError(
             f"process(es) {missing} of {num} did not report within {timeout_s:.0f} s; "
             "look at their logs"
+        )
+    if odd := {process: other for process, other in told.items() if other != what}:
+        raise MultihostError(
+            f"process {mine} tells the others its {what!r}, but these tell {odd}"
         )
     return everyone
 
@@ -104,7 +111,7 @@ def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) ->
         missing; raised on every process.
     """
     own = {name: str(value) for name, value in fields.items()}
-    if problems := odd_ones(exchange(own, timeout_s)):
+    if problems := odd_ones(exchange("fingerprint", own, timeout_s)):
         raise MultihostError("the processes differ:\n  " + "\n  ".join(problems))
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -68,37 +68,30 @@ def leaves(tree: Any) -> dict[str, Any]:
 
 
 def complete(
-    everyone: Mapping[int, Mapping[str, list[str]]],
-    wanted: Mapping[str, Any],
-    step: int,
-) -> tuple[str, list[Piece]]:
-    """A group of which all processes together hold everything, and its pieces.
+    claims: Mapping[int, Collection[str]], wanted: Mapping[str, Any], name: str
+) -> list[Piece]:
+    """All pieces, if the processes together hold everything.
 
     Args:
-      everyone: {process: {group: the texts of the pieces that it holds}}.
+      claims: {process: the texts of the pieces that it holds}.
       wanted: {key path: leaf}.
-      step: for the error.
+      name: of the checkpoint, for the error.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: they do not; says what they lack.
     """
-    lacking = ""
-    for name in sorted({name for groups in everyone.values() for name in groups}):
-        texts = {text for groups in everyone.values() for text in groups.get(name, ())}
-        pieces = sorted(map(Piece.parse, texts))
-        held = dict.fromkeys(wanted, 0)
-        for piece in pieces:
-            if piece.leaf in held:
-                held[piece.leaf] += math.prod(piece.shape)
-        less = [path for path, leaf in wanted.items() if held[path] < leaf.size]
-        if not less:
-            return name, pieces
-        part = f"{held[less[0]]} of {wanted[less[0]].size}"
-        lacking = f": of {less[0]} they hold {part} elements"
-    raise CheckpointError(
-        f"the disks of {len(everyone)} process(es) do not hold all of step {step}"
-        f"{lacking}"
-    )
+    texts = {text for one in claims.values() for text in one}
+    pieces, held = sorted(map(Piece.parse, texts)), dict.fromkeys(wanted, 0)
+    for piece in pieces:
+        if piece.leaf in held:
+            held[piece.leaf] += math.prod(piece.shape)
+    for path, leaf in wanted.items():
+        if held[path] < leaf.size:
+            raise CheckpointError(
+                f"the disks of {len(claims)} process(es) do not hold all of {name}: of "
+                f"{path} they hold {held[path]} of {leaf.size} elements"
+            )
+    return pieces
 
 
 def assembled(

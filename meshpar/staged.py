@@ -111,4 +111,21 @@ class Staged:
         shared, stack = self.split(params)
         x = self.embed(shared, batch, fold(key, 0))
         x = scan(self.layer, stack, x, fold(key, 1))
-        return self.head_loss(shared, x, batch, fold(key, 2))
+        loss, aux = self.head_loss(shared, x, batch, fold(key, 2))
+        return _before_its_gradient(loss), aux
+
+
+@jax.custom_vjp
+def _before_its_gradient(loss: Array) -> Array:
+    """The loss itself, made before the backward pass begins.
+
+    Where the backward pass computes it again (`remat`, chunked losses) nothing waits
+    for it, and compilers put it last: the head would stay gathered all the while.
+    """
+    return loss
+
+
+_before_its_gradient.defvjp(
+    lambda loss: (loss, loss),
+    lambda loss, gradient: jax.lax.optimization_barrier((gradient, loss))[:1],
+)

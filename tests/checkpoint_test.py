@@ -1,5 +1,6 @@
 """Checkpoints: any layout to any layout, complete or invisible."""
 
+import errno
 import functools
 import json
 import os
@@ -112,11 +113,22 @@ def damage(kind, step):
                 os.truncate(path, path.stat().st_size // 2)
     elif kind == "missing":
         shutil.rmtree(step / "state")
+    elif kind == "changed":
+        for file in (step / "state").glob("**/d/*"):
+            text = bytearray(file.read_bytes())
+            text[-len(text) // 3] ^= 4
+            file.write_bytes(text)
+    elif kind == "metadata changed":
+        path = step / "metadata" / "metadata"
+        path.write_text(path.read_text().replace('"position": 32', '"position": 16'))
     else:
         (step / "metadata" / "metadata").write_text("{")
 
 
-@pytest.mark.parametrize("kind", ["truncated", "missing", "metadata"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "kind", ["truncated", "missing", "metadata", "changed", "metadata changed"]
+)
 def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
     saved, kind, caplog
 ):
@@ -131,10 +143,11 @@ def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
 
 def test_what_one_process_cannot_read_no_process_takes(saved, monkeypatch, caplog):
     folder, states = saved
-    problems = ["OSError: a torn file"]
+    problems = ["OSError: a torn file"] * 2  # It is read twice.
 
-    def exchange(value):
-        return {0: value, 1: problems.pop() if problems else value}
+    def exchange(what, value, _=0):
+        torn = what == "checkpoint read" and problems
+        return {0: value, 1: problems.pop() if torn else value}
 
     monkeypatch.setattr("meshpar.multihost.exchange", exchange)
     _, (state, metadata) = restore(folder)
@@ -148,13 +161,50 @@ def test_metadata_of_before_there_were_replicas_still_serves(saved):
     folder, states = saved
     path = folder / "2" / "metadata" / "metadata"
     said = json.loads(path.read_text())
-    del said["replicas"], said["synchronization"]
+    for name in ("replicas", "synchronization", "checksums", "checksum"):
+        del said[name]
     path.write_text(json.dumps(said))
     program, (state, metadata) = restore(folder)
     assert metadata == {"position": 32}
     assert_equal(state, states[1])
     newest = durable.find(folder)[-1]
     assert durable.why_not(newest, program.portable_state) == ""
+
+
+def test_a_changed_bit_of_a_weight_is_seen_whatever_the_file_says(saved, monkeypatch):
+    """As a reader would return it that does not check what it reads."""
+    folder, states = saved
+    read = durable.read
+
+    def flipped(path, state, extra):
+        found, extra = read(path, state, extra)
+        if path.name == "2":
+            params = dict(found.params)
+            name = sorted(params)[3]
+            bits = np.asarray(params[name]).copy().view(np.uint32)
+            bits.flat[7] ^= 1
+            where = params[name].sharding
+            params[name] = jax.device_put(bits.view(np.float32), where)
+            found = found._replace(params=params)
+        return found, extra
+
+    monkeypatch.setattr(durable, "read", flipped)
+    _, (state, metadata) = restore(folder)
+    assert metadata == {"position": 16}
+    assert_equal(state, states[0])
+
+
+def test_what_is_not_the_files_fault_moves_nothing(saved, monkeypatch):
+    folder, _ = saved
+
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "read", stale)
+        with pytest.raises(CheckpointError, match="lies untouched.*Stale file"):
+            restore(folder)
+    assert restore(folder)[1][1] == {"position": 32}
 
 
 def test_all_corrupt_is_an_error_and_nothing_is_deleted(saved):

@@ -118,9 +118,48 @@ def test_pieces_by_their_place():
 def test_a_step_is_complete_if_all_disks_together_hold_it():
     wanted = {"w": np.zeros((4, 2))}
     upper, lower_half = "w@0,0+2,2", "w@2,0+2,2"
-    held = {0: {"7-a": [upper]}, 1: {"7-a": [upper, lower_half]}}
-    name, pieces = complete(held, wanted, 7)
-    assert name == "7-a" and list(map(str, pieces)) == [upper, lower_half]
-    apart = {0: {"7-a": [upper]}, 1: {"7-b": [lower_half]}}  # Of two layouts.
+    pieces = complete({0: [upper], 1: [upper, lower_half]}, wanted, "7-a")
+    assert list(map(str, pieces)) == [upper, lower_half]
     with pytest.raises(CheckpointError, match="of w they hold 4 of 8 elements"):
-        complete(apart, wanted, 7)
+        complete({0: [upper], 1: [upper]}, wanted, "7-a")
+
+
+def test_branches_of_a_run_are_not_mixed(saved):
+    """The same step of two starts: the later one is taken, whole."""
+    tmp_path, states = saved
+    program, _ = trained()
+    with opened(tmp_path, program) as checkpoints:
+        state = on_devices(program, states[2])
+        checkpoints.save(4, state, {"position": 64}, durable=False)
+    assert len(list(tmp_path.glob("disk/*/4-*"))) == 2
+    _, state = restored(tmp_path, "data=1")
+    assert_equal(state, states[2])
+
+
+def test_a_copied_folder_has_files_of_its_own(saved):
+    tmp_path, states = saved
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    step, state = restored(tmp_path, run="copy")
+    assert step == 1
+    assert_equal(state, states[1])
+    assert restored(tmp_path)[0] == 4
+
+
+def test_writes_that_fail_leave_nothing_and_cost_no_complete_step(saved, monkeypatch):
+    tmp_path, states = saved
+    program, _ = trained()
+
+    def torn(out, **_):
+        out.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with opened(tmp_path, program) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "savez", torn)
+            for step in range(5, 9):
+                state = on_devices(program, states[1])
+                checkpoints.save(step, state, {"position": 16 * step}, durable=False)
+            checkpoints.wait()
+    assert not list(tmp_path.glob("disk/*/*/*.partial"))
+    assert {3, 4} <= files(tmp_path).keys() <= {2, 3, 4}
+    assert restored(tmp_path)[0] == 4
