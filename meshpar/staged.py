@@ -111,8 +111,36 @@ class Staged:
         shared, stack = self.split(params)
         x = self.embed(shared, batch, fold(key, 0))
         x = scan(self.layer, stack, x, fold(key, 1))
+        x, shared = _gradients_together((x, shared))
         loss, aux = self.head_loss(shared, x, batch, fold(key, 2))
         return _before_its_gradient(loss), aux
+
+
+@jax.custom_vjp
+def _gradients_together(values: Any) -> Any:
+    """The values; no gradient of them is used before all of them are made.
+
+    The head's gradient is summed in float32. Compilers put off its cast, and what
+    follows, until the layers' backward pass is over.
+    """
+    return values
+
+
+def _together(_: None, gradients: Any) -> tuple[Any]:
+    flat, tree = jax.tree.flatten(gradients, is_leaf=_is_zero)
+    made = iter(jax.lax.optimization_barrier([g for g in flat if not _is_zero(g)]))
+    return (tree.unflatten([None if _is_zero(g) else next(made) for g in flat]),)
+
+
+def _is_zero(gradient: Any) -> bool:
+    return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
+
+
+_gradients_together.defvjp(
+    lambda values: (jax.tree.map(lambda one: one.value, values), None),
+    _together,
+    symbolic_zeros=True,
+)
 
 
 @jax.custom_vjp
