@@ -8,11 +8,8 @@ read is taken; one that is corrupt is named, moved aside, and the one before it 
 
 import errno
 import logging
-import math
 import os
 import pathlib
-import time
-import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -99,30 +96,7 @@ class Checkpoints:
         self._durable = Durable(self._folder, keep)
         self._local: LocalDisk | None = None
         if local_folder:
-            where = pathlib.Path(local_folder).absolute()
-            check_writable(where, "--checkpoint_local_dir")
-            shards = sum(_bytes_here(leaf) for leaf in abstract)
-            if problem := lack_of_space(where, shards):
-                logging.warning("%s", problem)
-            run, start = self._run_id()
-            self._local = LocalDisk(where / run, start)
-
-    def _run_id(self) -> tuple[str, str]:
-        """What ties files on local disks to this folder and to this start of the run.
-
-        A new run does not find the files of another, nor does a copy of its folder.
-        """
-        told = None
-        if jax.process_index() == 0:
-            file, where = self._folder / "run_id", str(self._folder)
-            known = file.read_text().split("\n") if file.exists() else []
-            if known[1:2] != [where]:
-                known = [uuid.uuid4().hex, where]
-                partial = file.with_suffix(".partial")
-                partial.write_text("\n".join(known))
-                os.replace(partial, file)
-            told = known[0], f"{time.time_ns():020d}"
-        return tuple(multihost.exchange("run id", told)[0])
+            self._local = LocalDisk.open(local_folder, self._folder, abstract)
 
     def save(
         self,
@@ -342,10 +316,3 @@ def _said(problems: Mapping[str, list[int]]) -> str:
     if jax.process_count() == 1 and list(problems.values()) == [[0]]:
         return next(iter(problems))
     return "; ".join(f"process(es) {who}: {text}" for text, who in problems.items())
-
-
-def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the different shards of a leaf on this process."""
-    where = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return shard * len({str(index) for index in where.values()})

@@ -21,13 +21,16 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Mapping
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from meshpar import multihost
+from meshpar.durable import check_writable, lack_of_space
 from meshpar.errors import CheckpointError
 from meshpar.pieces import Piece, assembled, complete, leaves
 
@@ -62,6 +65,41 @@ class LocalDisk:
         self._folder, self._start = folder, start
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "local-checkpoint")
         self._writing: concurrent.futures.Future | None = None
+
+    @classmethod
+    def open(
+        cls,
+        local: str | os.PathLike,
+        run: pathlib.Path,
+        abstract: Sequence[jax.ShapeDtypeStruct],
+    ) -> "LocalDisk":
+        """Opens what a run keeps in a folder; all processes call it.
+
+        A new run does not find the files of another, nor does a copy of its folder.
+
+        Args:
+          local: on the disk of each machine, for runs to share.
+          run: the run's own folder, seen by process 0, which remembers an id there.
+          abstract: what will be saved, with shardings.
+
+        Raises:
+          CheckpointError: the folder cannot be written to.
+        """
+        local, told = pathlib.Path(local).absolute(), None
+        check_writable(local, "--checkpoint_local_dir")
+        if problem := lack_of_space(local, sum(map(_bytes_here, abstract))):
+            logging.warning("%s", problem)
+        if jax.process_index() == 0:
+            file = run / "run_id"
+            known = file.read_text().split("\n") if file.exists() else []
+            if known[1:2] != [str(run)]:
+                known = [uuid.uuid4().hex, str(run)]
+                partial = file.with_suffix(".partial")
+                partial.write_text("\n".join(known))
+                os.replace(partial, file)
+            told = known[0], f"{time.time_ns():020d}"
+        identity, start = multihost.exchange("run id", told)[0]
+        return cls(local / identity, start)
 
     def _here(self) -> list[tuple[int, str]]:
         """(step, name) of what has files on this disk, ascending."""
@@ -201,6 +239,13 @@ class LocalDisk:
 
         arrays = [made(path, leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure((state, extra)), arrays)
+
+
+def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the different shards of a leaf on this process."""
+    where = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return shard * len({str(index) for index in where.values()})
 
 
 def _loaded(

@@ -99,6 +99,8 @@ def test_the_run_goes_on(moment, process, number, says, unbroken, text, tmp_path
         time.sleep(0.005)
     complete = max(saved(tmp_path), default=0)
     os.kill(pids(logs, process)[0], number)
+    if moment == "write" and process == 0:  # It writes the last word.
+        assert list(checkpoints.glob("*tmp*"))
     said = running.communicate(timeout=200)[1].decode()
     assert running.returncode == 0, said
     assert says in said and "restart 1 of 3, from the last checkpoint" in said
@@ -141,7 +143,7 @@ def said_by(started):
 
 
 def test_a_replaced_machine_gets_its_shards_from_a_peer(unbroken, text, tmp_path):
-    """And a torn file in the run's folder, though for one process alone, is named."""
+    """The run goes on from the newest local step, though one disk is empty."""
     often = ["--set=checkpoint_every=50", "--set=checkpoint_local_every=10"]
     running = machines(text, tmp_path, "data=2", *often)
     while not list(tmp_path.glob("disk0/*/80-*/0.npz")):
@@ -156,6 +158,27 @@ def test_a_replaced_machine_gets_its_shards_from_a_peer(unbroken, text, tmp_path
     assert step % 10 == 0 and 80 <= step < STEPS and step > max(50, step // 50 * 50)
     found = losses(tmp_path)
     np.testing.assert_allclose(list(found.values()), list(unbroken.values()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_disks_together_serve_another_layout(unbroken, text, tmp_path):
+    """What fsdp=2 left apart on two disks goes on as tensor=2."""
+    often = ["--set=checkpoint_every=1000", "--set=checkpoint_local_every=10"]
+    running = machines(text, tmp_path, "fsdp=2", *often)
+    while not list(tmp_path.glob("disk1/*/80-*/1.npz")):
+        assert running[0].poll() is None, running[0].communicate()[0]
+        time.sleep(0.02)
+    for process in running:
+        process.kill()
+        process.communicate()
+    assert not saved(tmp_path)
+    said = said_by(machines(text, tmp_path, "tensor=2", *often))
+    (step,) = map(int, re.findall(r"going on from step (\d+)", said[0]))
+    assert step % 10 == 0 and 70 <= step < STEPS
+    found = losses(tmp_path)
+    assert list(found) == list(range(1, STEPS + 1))
+    for near in range(step + 1, step + 6):  # Rounding differs, and grows.
+        np.testing.assert_allclose(found[near], unbroken[near], rtol=1e-5)
 
 
 @pytest.mark.slow
