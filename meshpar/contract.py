@@ -4,11 +4,11 @@ A `Contract` says per collective its kind, mesh axes, how often it runs, its byt
 why. `violations` holds a compiled program (read by `compiled.read`) to it: reductions
 have to be found with exactly their bytes, gathers with no more (a compiler may drop
 those that it does not need), bounded terms may take up to theirs, and nothing else may
-occur.
+occur. State is held to its bytes, to the last one.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from meshpar import cost
 from meshpar.compiled import Collective
@@ -51,13 +51,15 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """What one training step may move between devices.
+    """What one training step may move between devices, and what each of them keeps.
 
     Attributes:
       terms: the declared collectives.
+      state_bytes: bytes on one device from step to step, by kind, exact.
     """
 
     terms: tuple[Term, ...]
+    state_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def wire_bytes(self) -> float:
@@ -87,6 +89,18 @@ class Contract:
             group, terms = groups.get(key, []), declared.get(key, [])
             problems += _violations(key, group, terms, room, spelled.get(key, 0))
         return problems
+
+    def state_violations(self, kept: Mapping[str, int]) -> list[str]:
+        """Where a compiled program keeps more or less state than was declared.
+
+        Args:
+          kept: bytes on one device, by kind.
+        """
+        return [
+            f"{kind}: {kept.get(kind, 0)} bytes kept on a device, {declared} declared"
+            for kind, declared in self.state_bytes.items()
+            if kept.get(kind, 0) != declared
+        ]
 
 
 def _violations(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +172,22 @@ class TrainProgram:
             traced = self._traced(self.lowering.gradients)
             shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
         metrics = set(shapes[0]) | {"weight"}
-        return traffic.declare(self.lowering, self.step_batch, len(metrics))
+        declared = traffic.declare(self.lowering, self.step_batch, len(metrics))
+        state = self.lowering.plan.bytes_per_device()
+        kinds = {kind: state[kind] for kind in ("parameters", "optimizer")}
+        return dataclasses.replace(declared, state_bytes=kinds)
+
+    def state_bytes(self, made: jax.stages.Compiled) -> dict[str, int]:
+        """What a compiled step hands on of weights and optimizer, per device."""
+
+        def held(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
+            return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+        held_by_leaf = jax.tree.map(held, self.abstract_state, made.output_shardings[0])
+        return {
+            "parameters": sum(jax.tree.leaves(held_by_leaf.params)),
+            "optimizer": sum(jax.tree.leaves(held_by_leaf.optimizer_state)),
+        }
 
     @property
     def step_batch(self) -> Any:
@@ -180,7 +196,10 @@ class TrainProgram:
 
     def violations(self) -> list[str]:
         """What the compiled training step does against its contract."""
-        return self.contract.violations(self.collectives)
+        return [
+            *self.contract.violations(self.collectives),
+            *self.contract.state_violations(self.state_bytes(self.compiled)),
+        ]
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import pytest
 from tiny_models import lower, model
 
@@ -98,3 +99,14 @@ def test_a_small_collective_may_be_spelled_as_an_all_reduce(kind):
     assert contract.violations([rest, found(payload=39)])
     large = Contract((Term(kind, ("fsdp",), 4, 2, 2**22, "gradients"),))
     assert large.violations([found(kind, payload=2**21), found(payload=2**21)])
+
+
+def test_state_is_held_to_its_last_byte():
+    one = program()
+    kept = one.state_bytes(one.compiled)
+    assert one.violations() == [] and kept == dict(one.contract.state_bytes)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(one.init()))
+    assert sum(kept.values()) == held - 8  # Step and seed.
+    whole = kept | {"optimizer": 4 * kept["optimizer"]}
+    (line,) = one.contract.state_violations(whole)
+    assert line.startswith("optimizer: ") and f"{kept['optimizer']} declared" in line
