@@ -36,7 +36,8 @@ def chunked_cross_entropy(
     def split(x_BL: jax.Array) -> jax.Array:
         return x_BL.reshape(x_BL.shape[0], num, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
 
-    w_DV = w_DV.astype(jnp.float32)
+    # Whole along D before the loop: inside, each chunk would gather it again.
+    w_DV = layouts.constrain(w_DV, None, "vocab").astype(jnp.float32)
 
     @jax.checkpoint
     def one(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
