@@ -223,7 +223,9 @@ def test_help_is_short():
     "processes, layout",
     [
         (2, "data=2,fsdp=2,tensor=2"),
-        (4, "pipe=2,data=2,fsdp=2,microbatches=2"),
+        pytest.param(
+            *(4, "pipe=2,data=2,fsdp=2,microbatches=2"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_real_processes_go_on_where_one_stopped(
