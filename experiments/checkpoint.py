@@ -23,7 +23,7 @@ import meshpar
 from experiments import building, command_line, data, hugging_face
 from experiments.config import Config, ConfigError, from_dict
 from meshpar import durable, replicas
-from meshpar.checkpoint import Checkpoints
+from meshpar.checkpoint import Checkpoints, changed
 from meshpar.durable import Found
 from meshpar.errors import CheckpointError
 
@@ -123,6 +123,8 @@ def export(newest: Found, to: pathlib.Path) -> None:
         state, _ = durable.read(newest.path.absolute(), abstract, None)
     except Exception as error:
         raise CheckpointError(f"{newest.path} cannot be read: {error}") from error
+    if why := changed(state, None, newest.metadata):
+        raise CheckpointError(f"{newest.path} is corrupt: {why}")
     state = replicas.converted(state, theirs, wanted, 1)
     names = hugging_face.write(to, config.model, jax.device_get(state.params))
     print(f"wrote {len(names)} tensors of step {int(state.step)} to {to}")

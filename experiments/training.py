@@ -3,13 +3,11 @@
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import math
 import os
 import pathlib
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +16,10 @@ import numpy as np
 import meshpar
 from experiments import building, data, metrics, sampling
 from experiments.config import Config, ConfigError
+from experiments.guards import StopFlag, own_folder
 from experiments.progress import Progress
 from meshpar import cost, multihost
-from meshpar.checkpoint import CheckpointError, Checkpoints
+from meshpar.checkpoint import Checkpoints
 from meshpar.errors import MeshparError
 from meshpar.watchdog import Watchdog
 
@@ -30,51 +29,6 @@ RESTART = 75
 
 class NonFiniteError(MeshparError):
     """The loss or gradient is not a number."""
-
-
-class StopFlag:
-    """Set by the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
-
-    def __init__(self):
-        self.signal: signal.Signals | None = None
-
-    def __enter__(self):
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        self._before = {n: signal.signal(n, self._handle) for n in numbers}
-        return self
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.signal == signal.SIGINT == number:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _own_folder(folder: pathlib.Path) -> Iterator[None]:
-    """Holds the run's folder, so that no second run writes to it."""
-    if jax.process_index():
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write to {folder}: {error.strerror}; choose another --workdir"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another run is writing to {folder}; stop it or choose another "
-                "--workdir"
-            ) from error
-        yield
 
 
 class Trainer:
@@ -136,7 +90,7 @@ class Trainer:
           MeshparError: a folder that cannot be used, or a loss that is not finite.
         """
         self._check_others()
-        with _own_folder(self.folder), StopFlag() as stop:
+        with own_folder(self.folder), StopFlag() as stop:
             checkpoints = Checkpoints(
                 self.folder / "checkpoints",
                 self.program.portable_state,
@@ -181,12 +135,8 @@ class Trainer:
         multihost.check_fingerprint(
             {
                 "config": dataclasses.replace(
-                    self.config,
-                    workdir="",
-                    checkpoint_local_dir=local,
-                    checkpoint_local_every=0,
+                    self.config, workdir="", checkpoint_local_dir=local
                 ),
-                "checkpoint_local_every": self.config.checkpoint_local_every,
                 "layout": self.program.layout,
                 "jax": jax.__version__,
                 "devices": [

@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 import jax
 
 from meshpar import multihost, replicas
-from meshpar.checksums import checksums, of_json
+from meshpar.checksums import checksums
+from meshpar.disk_space import check_writable, lack_of_space
 from meshpar.durable import (
     EXTRA,
     REPLICAS,
     TENSORS,
     Durable,
-    check_writable,
     difference,
-    lack_of_space,
     tensors,
 )
 from meshpar.errors import CheckpointError
@@ -32,9 +31,7 @@ from meshpar.local_disk import LocalDisk
 from meshpar.lowering import TrainState
 from meshpar.pieces import leaves
 
-CHECKSUMS, OWN_CHECKSUM = "checksums", "checksum"
-_READ_S = 3600.0
-"""How long processes wait for each other to read, in seconds."""
+CHECKSUMS = "checksums"
 
 
 class Restored(NamedTuple):
@@ -126,7 +123,6 @@ class Checkpoints:
             REPLICAS: self._replicas,
             CHECKSUMS: [checksums(state), checksums(extra)],
         }
-        metadata[OWN_CHECKSUM] = of_json(metadata)
         if self._local is not None:
             self._local.save(step, state, extra, metadata)
         if durable:
@@ -205,27 +201,16 @@ class Checkpoints:
         if self._local is not None:
             here = self._local.checkpoints()
             found += [(step, self._local, name) for step, name in here]
-        rank = {id(one): number for number, one in enumerate(found)}
-        return sorted(
-            found,
-            key=lambda one: (one[0], one[1] is self._local, rank[id(one)]),
-            reverse=True,
-        )
+        found.sort(key=lambda one: (one[0], one[1] is self._local))
+        return found[::-1]  # Of one step the latest start, as names are in order.
 
     def _attempt(self, tier: Durable | LocalDisk, name: int | str) -> tuple[Any, dict]:
         """(state, extra, metadata) as they were saved, or {why not: processes}."""
         found, why = self._read(tier, name)
         if problems := _told("checkpoint read", why):
             return None, problems
-        state, extra, metadata = found
-        for tree, known in zip(
-            (state, extra), metadata.get(CHECKSUMS, ()), strict=False
-        ):
-            paths = leaves(tree)
-            for path, now, before in zip(paths, checksums(tree), known, strict=False):
-                if now != before:
-                    why = f"{path} has changed since it was written"
-                    return None, {why: list(range(jax.process_count()))}
+        if why := changed(*found):
+            return None, {why: list(range(jax.process_count()))}
         return found, {}
 
     def _read(
@@ -234,9 +219,6 @@ class Checkpoints:
         """The same of this process alone."""
         try:
             metadata = dict(tier.metadata(name))
-            checked = metadata.pop(OWN_CHECKSUM, None)  # The first ones had none.
-            if checked not in (None, of_json(metadata)):
-                return None, "its metadata has changed since it was written"
             theirs = metadata.get(REPLICAS, 1)
             abstract = self._abstract_state
             if theirs != self._replicas:
@@ -284,6 +266,24 @@ class Checkpoints:
         self._durable.close()
 
 
+def changed(state: Any, extra: Any, metadata: Mapping[str, Any]) -> str:
+    """The first tensor that is not what was saved; "" if none is. All call it.
+
+    Args:
+      state: as saved.
+      extra: likewise, or None to leave it out.
+      metadata: what was saved with them; the first ones had no checksums.
+    """
+    known = metadata.get(CHECKSUMS, ([], []))
+    for tree, numbers in zip((state, extra), known, strict=True):
+        if not numbers or tree is None:
+            continue
+        for path, now, then in zip(leaves(tree), checksums(tree), numbers, strict=True):
+            if now != then:
+                return f"{path} has changed since it was written"
+    return ""
+
+
 _OTHER = "is of another model or optimizer"
 _REMEDY = "; use another --workdir, or the flags of that run"
 _NOT_ITS_FAULT = "not for what it holds"
@@ -306,7 +306,7 @@ def _why(error: BaseException) -> str:
 def _told(what: str, problem: str) -> dict[str, list[int]]:
     """{what went wrong: in which processes}; empty if nothing did anywhere."""
     found: dict[str, list[int]] = {}
-    for process, text in multihost.exchange(what, problem, _READ_S).items():
+    for process, text in multihost.exchange(what, problem, multihost.READ_S).items():
         if text:
             found.setdefault(text, []).append(process)
     return found

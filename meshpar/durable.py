@@ -15,11 +15,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshpar import multihost, replicas
+from meshpar.checksums import of_json
 from meshpar.errors import CheckpointError
 from meshpar.lowering import TrainState
 
 STATE, METADATA, EXTRA = "state", "metadata", "synchronization"
-TENSORS, REPLICAS = "tensors", "replicas"
+TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 
 
 def tensors(state: Any) -> dict[str, list]:
@@ -102,7 +103,16 @@ def why_not(found: Found, abstract_state: TrainState, num_replicas: int = 1) -> 
 
 
 def _metadata(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads((path / METADATA / METADATA).read_text())
+    """What was saved beside the state.
+
+    Raises:
+      OSError, ValueError: it cannot be read, or has changed since.
+    """
+    metadata = json.loads((path / METADATA / METADATA).read_text())
+    known = metadata.pop(_CHECKSUM, None)  # The first ones had none.
+    if known not in (None, of_json(metadata)):
+        raise ValueError("its metadata has changed since it was written")
+    return metadata
 
 
 def read(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, Any]:
@@ -133,35 +143,6 @@ def read(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, Any]:
 
     with contextlib.closing(reader):
         return item(STATE, state), None if extra is None else item(EXTRA, extra)
-
-
-def check_writable(folder: pathlib.Path, flag: str) -> None:
-    """Raises CheckpointError unless a folder can be written to.
-
-    Args:
-      folder: made if it is missing.
-      flag: what names the folder, for the remedy.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{jax.process_index()}"
-        probe.write_bytes(b"meshpar")
-        probe.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write to {folder}: {error.strerror}; choose another {flag}"
-        ) from error
-
-
-def lack_of_space(folder: pathlib.Path, num_bytes: int) -> str:
-    """Says so if a folder's disk has no room for so many bytes; "" if it has."""
-    free = shutil.disk_usage(folder).free
-    if free >= num_bytes:
-        return ""
-    return (
-        f"{folder} has {free} bytes free, and one checkpoint takes about {num_bytes}; "
-        "free some space"
-    )
 
 
 class Durable:
@@ -195,6 +176,7 @@ class Durable:
         """
         if step in self._manager.all_steps():
             return
+        metadata = {**metadata, _CHECKSUM: of_json(metadata)}
         arguments = {
             STATE: ocp.args.StandardSave(state),
             METADATA: ocp.args.JsonSave(metadata),

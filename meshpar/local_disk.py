@@ -30,16 +30,13 @@ import jax
 import numpy as np
 
 from meshpar import multihost
-from meshpar.durable import check_writable, lack_of_space
+from meshpar.disk_space import check_writable, lack_of_space
 from meshpar.errors import CheckpointError
 from meshpar.pieces import Piece, assembled, complete, leaves
 
 _KEEP = 2
 """Steps that stay beside the one being written: another process may still be writing
 the last of them."""
-
-_READ_S = 3600.0
-"""How long processes wait for each other's disks, in seconds."""
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
@@ -277,11 +274,13 @@ def _from_peers(
     Raises:
       CheckpointError: nobody can read a piece.
     """
-    asked = multihost.exchange("pieces asked", sorted(map(str, lacking)), _READ_S)
+    asked = multihost.exchange(
+        "pieces asked", sorted(map(str, lacking)), multihost.READ_S
+    )
     texts = sorted({text for one in asked.values() for text in one})
     pieces = {text: Piece.parse(text) for text in texts}
     give = _loaded({p: mine[p] for p in pieces.values() if p in mine})
-    holders = multihost.exchange("pieces given", list(map(str, give)), _READ_S)
+    holders = multihost.exchange("pieces given", list(map(str, give)), multihost.READ_S)
     got = {}
     for text, piece in pieces.items():
         source = next((p for p, has in holders.items() if text in has), None)

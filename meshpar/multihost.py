@@ -24,6 +24,9 @@ from meshpar.clusters import MissingError, MultihostError, Place
 
 _calls = itertools.count()
 
+READ_S = 3600.0
+"""How long to wait for others that read from their disks, in seconds."""
+
 
 def initialize(who: Place | None, timeout_s: float = 120) -> None:
     """Joins the other processes of the run; does nothing for a single process.

@@ -234,7 +234,7 @@ def test_unwritable_and_full_folders(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot write to .*file"):
         Checkpoints(tmp_path / "file" / "c", state)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(durable.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match="1000 bytes free.*takes about"):
         Checkpoints(tmp_path / "c", state)
     with pytest.raises(CheckpointError, match="keep=0"):

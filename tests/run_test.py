@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import metrics, recipes, training
+from experiments import checkpoint, guards, metrics, recipes, training
 from experiments.config import with_settings
 from experiments.training import RESTART, NonFiniteError, Trainer
-from meshpar import layouts
+from meshpar import durable, layouts
 from meshpar.checkpoint import CheckpointError
 from meshpar.errors import MeshparError
 
@@ -156,9 +156,9 @@ def test_a_workdir_of_another_run_is_refused(unbroken, text, setting, words):
 
 
 def test_two_runs_cannot_share_a_folder(text, tmp_path):
-    with training._own_folder(tmp_path):
+    with guards.own_folder(tmp_path):
         with pytest.raises(CheckpointError, match="another run is writing"):
-            with training._own_folder(tmp_path):
+            with guards.own_folder(tmp_path):
                 pass
 
 
@@ -349,6 +349,21 @@ def test_the_checkpoint_command_knows_what_could_go_on(unbroken, layout, code, w
     done = checkpoint_command(unbroken[1], f"--can_resume={layout}")
     assert done.returncode == code, done.stdout + done.stderr
     assert re.search(words, done.stdout + done.stderr, re.DOTALL), done.stdout
+
+
+def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch):
+    newest, read = durable.find(unbroken[1] / "checkpoints")[-1], durable.read
+    checkpoint.export(newest, tmp_path / "whole")
+
+    def changed(*arguments):
+        state, _ = read(*arguments)
+        twice = state.params | {"norm/scale": state.params["norm/scale"] * 2}
+        return state._replace(params=twice), None
+
+    monkeypatch.setattr(durable, "read", changed)
+    with pytest.raises(CheckpointError, match="is corrupt: .*norm/scale.* has changed"):
+        checkpoint.export(newest, tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
 
 
 def test_the_checkpoint_command_needs_a_folder_with_checkpoints(tmp_path):

@@ -1,0 +1,57 @@
+"""What guards a run: the signals that stop it in order, and its folder held alone."""
+
+import contextlib
+import fcntl
+import pathlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from meshpar.errors import CheckpointError
+
+
+class StopFlag:
+    """Set by the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self):
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._before = {n: signal.signal(n, self._handle) for n in numbers}
+        return self
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.signal == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def own_folder(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the run's folder, so that no second run writes to it."""
+    if jax.process_index():
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to {folder}: {error.strerror}; choose another --workdir"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another run is writing to {folder}; stop it or choose another "
+                "--workdir"
+            ) from error
+        yield
