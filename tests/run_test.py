@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import checkpoint, guards, metrics, recipes, training
+from experiments import checkpoint, guards, metrics, recipes
 from experiments.config import with_settings
 from experiments.training import RESTART, NonFiniteError, Trainer
 from meshpar import durable, layouts
