@@ -9,6 +9,8 @@ Source: Chan et al., Collective Communication: Theory, Practice, and Experience,
   Learning with the Parameter Server, OSDI 2014, section 3 (push and pull).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -107,8 +109,26 @@ def _check_divides(what: str, x: jax.Array, axis: Axis, dim: int) -> None:
         )
 
 
-def _to_next(n: int) -> list[tuple[int, int]]:
-    return [(i, (i + 1) % n) for i in range(n)]
+def _check_torus(axis: str, shape: tuple[int, ...]) -> None:
+    if math.prod(shape) != (n := lax.axis_size(axis)):
+        raise ValueError(f"a torus of {shape} is not axis {axis!r} of {n} devices")
+
+
+def _rings(axis: str, shape: tuple[int, ...]) -> list[tuple[jax.Array, int, list]]:
+    """The rings through a device, one per dim of a torus in row order.
+
+    Returns:
+      (the device's place on the ring, size of the ring, who sends to whom) of each.
+    """
+    i, found, stride = lax.axis_index(axis), [], math.prod(shape)
+    for size in shape:
+        whole, stride = stride, stride // size
+        pairs = [
+            (j, j // whole * whole + (j + stride) % whole)
+            for j in range(math.prod(shape))
+        ]
+        found.append((i // stride % size, size, pairs))
+    return found
 
 
 def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
@@ -119,15 +139,38 @@ def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
       axis: one mesh axis.
       dim: dim along which the parts are joined.
     """
-    n, i, size = lax.axis_size(axis), lax.axis_index(axis), x.shape[dim]
-    shape = x.shape[:dim] + (n * size,) + x.shape[dim + 1 :]
-    out = lax.pcast(jnp.zeros(shape, x.dtype), _missing(x, axis), to="varying")
-    for step in range(n):
-        start = (i - step) % n * size
-        out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
-        if step < n - 1:
-            x = lax.ppermute(x, axis, _to_next(n))
-    return out
+    return torus_all_gather(x, axis, (lax.axis_size(axis),), dim)
+
+
+def torus_all_gather(
+    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0
+) -> jax.Array:
+    """`all_gather` around the rings of a torus, the last dim first.
+
+    It takes sum(shape) - len(shape) steps, and moves the same bytes as one ring; each
+    step can overlap with compute.
+
+    Args:
+      x: this device's part.
+      axis: one mesh axis.
+      shape: of the torus that the axis is, in row order.
+      dim: dim along which the parts are joined.
+
+    Raises:
+      ValueError: the axis is no torus of that shape.
+    """
+    _check_torus(axis, shape)
+    for place, size, pairs in reversed(_rings(axis, shape)):
+        length = x.shape[dim]
+        whole = (*x.shape[:dim], size * length, *x.shape[dim + 1 :])
+        out = lax.pcast(jnp.zeros(whole, x.dtype), _missing(x, axis), to="varying")
+        for step in range(size):
+            if step:
+                x = lax.ppermute(x, axis, pairs)
+            start = (place - step) % size * length
+            out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
+        x = out
+    return x
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
@@ -141,62 +184,42 @@ def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
     Raises:
       ValueError: the dim does not divide over the axis.
     """
-    return torus_reduce_scatter(x, axis, 1, dim)
+    return torus_reduce_scatter(x, axis, (lax.axis_size(axis),), dim)
 
 
 def torus_reduce_scatter(
-    x: jax.Array, axis: str, num_rows: int, dim: int = 0
+    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0
 ) -> jax.Array:
-    """`reduce_scatter` around the rings of a torus, one after the other.
+    """`reduce_scatter` around the rings of a torus, the first dim first.
 
-    The axis is taken as a torus of `num_rows` rows, in row order. n devices take
-    num_rows + n/num_rows - 2 steps, and move the same bytes as one ring; each step can
-    overlap with compute.
+    It takes sum(shape) - len(shape) steps, and moves the same bytes as one ring; each
+    step can overlap with compute.
 
     Args:
       x: this device's addend.
       axis: one mesh axis.
-      num_rows: divides the axis.
+      shape: of the torus that the axis is, in row order.
       dim: dim that is scattered.
 
     Raises:
-      ValueError: the dim does not divide over the axis, or the axis over the rows.
+      ValueError: the dim does not divide over the axis, or the axis is no torus of that
+        shape.
     """
     _check_divides("reduce_scatter by rings", x, axis, dim)
-    n, i = lax.axis_size(axis), lax.axis_index(axis)
-    if n % num_rows:
-        raise ValueError(f"num_rows={num_rows} does not divide axis {axis!r} of {n}")
-    num_columns = n // num_rows
-    down = [(j, (j + num_columns) % n) for j in range(n)]
-    right = [
-        (j, j // num_columns * num_columns + (j + 1) % num_columns) for j in range(n)
-    ]
-    for place, size, pairs in (
-        (i // num_columns, num_rows, down),
-        (i % num_columns, num_columns, right),
-    ):
-        x = _around(x, axis, place, size, pairs, dim)
+    _check_torus(axis, shape)
+    for place, size, pairs in _rings(axis, shape):
+        total = _part(x, place - 1, size, dim)
+        for step in range(1, size):
+            total = lax.ppermute(total, axis, pairs)
+            total += _part(x, place - 1 - step, size, dim)
+        x = total
     return x
 
 
-def _around(
-    x: jax.Array,
-    axis: str,
-    place: jax.Array,
-    size: int,
-    pairs: list[tuple[int, int]],
-    dim: int,
-) -> jax.Array:
-    """Reduce-scatters around rings of `size` devices; this one stands at `place`."""
+def _part(x: jax.Array, number: jax.Array, size: int, dim: int) -> jax.Array:
+    """One of `size` equal parts of x, counted around."""
     length = x.shape[dim] // size
-
-    def part(number: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, number % size * length, length, dim)
-
-    total = part(place - 1)
-    for step in range(1, size):
-        total = lax.ppermute(total, axis, pairs) + part(place - 1 - step)
-    return total
+    return lax.dynamic_slice_in_dim(x, number % size * length, length, dim)
 
 
 def ring_all_reduce(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:

@@ -31,6 +31,8 @@ class Term:
       why: what it is for.
       bound: whether the bytes are an upper bound on the wire, for axes that the
         compiler handles, and not exact.
+      gathers: whether it makes tensors whole, by whatever kind of collective: compilers
+        may drop it where nothing reads them, or they are the same in every round.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Term:
     payload_bytes: int
     why: str
     bound: bool = False
+    gathers: bool = False
 
     @property
     def wire_bytes(self) -> float:
@@ -120,8 +123,8 @@ def _violations(
     got = sum(map(_moved, group)) + spelled
     name = f"{kind} over {'*'.join(axes) or 'no mesh axes'}"
     why = "; ".join(sorted({term.why for term in terms}))
-    # A gather whose result is not needed, or the same in every round, may be dropped.
-    if got < want and not (kind == "all_gather" and got):
+    needed = sum(term.payload_bytes for term in terms if not term.gathers)
+    if got < want and (not got or got < needed):
         return [f"{name}: {got} bytes found, {want} declared ({why})"]
     beyond = max(0, got - want)
     size = group[0].group_size if group else 1

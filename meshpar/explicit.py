@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import fsdp, microbatch
+from meshpar import fsdp, microbatch, torus
 from meshpar.errors import LayoutError
 from meshpar.flax_models import Model, Params
 from meshpar.fsdp import Placement
@@ -134,14 +134,25 @@ class Explicit(Lowering):
         """
         return self.mesh.devices.flat[0].platform == "cpu"
 
-    @property
-    def rings(self) -> bool:
-        """Whether gradients are reduce-scattered around rings.
+    @functools.cached_property
+    def scatter_rings(self) -> fsdp.Rings:
+        """The rings around which gradients are reduce-scattered.
 
         TPUs run a reduce_scatter alone, or as an all_reduce (16 chips and more, seen
-        with libtpu 0.0.50); steps of a ring hide behind the backward pass.
+        with libtpu 0.0.51); steps of a ring hide behind the backward pass.
         """
-        return self.mesh.devices.flat[0].platform == "tpu"
+        if self.mesh.devices.flat[0].platform != "tpu":
+            return fsdp.NO_RINGS
+        return {axis: torus.ring_shape(self.mesh, axis) for axis in self.batch_axes}
+
+    @property
+    def gather_rings(self) -> fsdp.Rings:
+        """The rings around which weights are gathered.
+
+        Only v5e gathers beside compute (libtpu 0.0.51); v5p and v6e gather alone.
+        """
+        gathers_beside = self.mesh.devices.flat[0].device_kind == "TPU v5 lite"
+        return fsdp.NO_RINGS if gathers_beside else self.scatter_rings
 
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which weights of a compute dtype travel."""
@@ -212,7 +223,7 @@ class Explicit(Lowering):
         shards = {path: self._vary(x) for path, x in wire.items()}
         if self.gathers_layers:
             return shards, {}
-        whole = fsdp.gather(shards, self.placements)
+        whole = self._gather(shards, self.placements)
         return (shards if self.reduces_early else self.cast(whole)), whole
 
     def _sums(
@@ -294,10 +305,13 @@ class Explicit(Lowering):
             stack = lax.map(lambda layer: self._reduce_scatter(layer, layers), stack)
         return {**shared, **stack}
 
+    def _gather(self, shards: Params, placements: dict[str, Placement]) -> Params:
+        return fsdp.gather(shards, placements, self.gather_rings)
+
     def _reduce_scatter(
         self, whole: Params, placements: dict[str, Placement]
     ) -> Params:
-        return fsdp.reduce_scatter(whole, placements, self.rings)
+        return fsdp.reduce_scatter(whole, placements, self.scatter_rings)
 
     def _loss(
         self, leaves: Params, whole: Params, batch: Any, key: Key
@@ -340,7 +354,7 @@ class Explicit(Lowering):
     ) -> Params:
         """Whole weights on the wire's dtype, from what is differentiated."""
         if self.gathers_layers:
-            return fsdp.gather(leaves, placements)
+            return self._gather(leaves, placements)
         return whole if self.reduces_early else leaves
 
     def _reduced(self, gradient: Params, placements: dict[str, Placement]) -> Params:

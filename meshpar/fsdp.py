@@ -12,6 +12,7 @@ Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, sections 5 and 6.2 (buckets)
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,12 @@ from meshpar.plan import Spec, partition_spec
 
 Array = jax.Array
 Params = dict[str, Array]
+Rings = Mapping[str, tuple[int, ...]]
+"""{axis: torus whose rings tensors are passed around, step by step beside compute}.
+
+Over other axes one collective moves them.
+"""
+NO_RINGS: Rings = types.MappingProxyType({})
 
 BUCKET_BYTES = 4 * 2**20
 """Whole size of one bucket; tensors of a quarter of it or more travel alone."""
@@ -132,7 +139,7 @@ def buckets(
     filling: dict[Any, tuple[list[str], int]] = {}
     for path, x in tree.items():
         size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize * ways
-        if placements[path].alone or 4 * size >= BUCKET_BYTES:
+        if placements[path].alone or is_large(size):
             yield [path]
             continue
         automatic = placements[path].automatic_axes
@@ -145,7 +152,19 @@ def buckets(
     yield from (paths for paths, _ in filling.values())
 
 
-def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
+def is_large(whole_bytes: int) -> bool:
+    """Whether a tensor travels alone for its size."""
+    return 4 * whole_bytes >= BUCKET_BYTES
+
+
+def has_rings(axes: tuple[str, ...], rings: Rings) -> bool:
+    """Whether what is split over these axes goes around rings."""
+    return len(axes) == 1 and axes[0] in rings
+
+
+def gather(
+    shards: Params, placements: Mapping[str, Placement], rings: Rings = NO_RINGS
+) -> Params:
     """Makes tensors whole; its transpose is `reduce_scatter`.
 
     W[D_fsdp, F] -> W[D, F] for every path. Communication: (n-1)/n of the whole bytes
@@ -154,16 +173,18 @@ def gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
     Args:
       shards: {path: this device's shard}; call inside shard_map.
       placements: of the same paths.
+      rings: for large tensors.
 
     Returns:
       {path: whole tensor}, equal on all devices of the axes that split it.
     """
-    return locally(
-        functools.partial(_gather, placements=placements), shards, placements
-    )
+    move = functools.partial(_gather, placements=placements, rings=rings)
+    return locally(move, shards, placements)
 
 
-def _gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
+def _gather(
+    shards: Params, placements: Mapping[str, Placement], rings: Rings
+) -> Params:
     split = {path: x for path, x in shards.items() if placements[path].splits}
     whole = dict(shards)
     for axes in dict.fromkeys(placements[path].axes for path in split):
@@ -174,10 +195,17 @@ def _gather(shards: Params, placements: Mapping[str, Placement]) -> Params:
                 whole |= _gather_bucket({p: group[p] for p in paths}, placements, n)
                 continue
             x = group[paths[0]]
+            around = rings if is_large(n * x.nbytes) else NO_RINGS
             for dim, dim_axes in placements[paths[0]].splits:
-                x = lax.all_gather(x, dim_axes, axis=dim, tiled=True)
+                x = _gather_dim(x, dim, dim_axes, around)
             whole[paths[0]] = x
     return whole
+
+
+def _gather_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Array:
+    if has_rings(axes, rings):
+        return collectives.torus_all_gather(x, axes[0], rings[axes[0]], dim)
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def _gather_bucket(
@@ -196,7 +224,7 @@ def _gather_bucket(
 
 
 def reduce_scatter(
-    whole: Params, placements: Mapping[str, Placement], rings: bool = False
+    whole: Params, placements: Mapping[str, Placement], rings: Rings = NO_RINGS
 ) -> Params:
     """Sums tensors over the axes that split them; every device keeps its shard.
 
@@ -206,27 +234,20 @@ def reduce_scatter(
     Args:
       whole: {path: this device's addend}; call inside shard_map.
       placements: of the same paths.
-      rings: pass the sums around rings (`ring_rows`), step by step beside compute,
-        instead of one collective, which TPUs run alone.
+      rings: for all of them.
     """
     scatter = functools.partial(_reduce_scatter, placements=placements, rings=rings)
     return locally(scatter, whole, placements)
 
 
-def ring_rows(n: int) -> int:
-    """Rows of the most square torus of n devices."""
-    return max(rows for rows in range(1, math.isqrt(n) + 1) if n % rows == 0)
-
-
-def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: bool) -> Array:
-    if rings and len(axes) == 1:
-        n = lax.axis_size(axes[0])
-        return collectives.torus_reduce_scatter(rows, axes[0], ring_rows(n))
+def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: Rings) -> Array:
+    if has_rings(axes, rings):
+        return collectives.torus_reduce_scatter(rows, axes[0], rings[axes[0]])
     return lax.psum_scatter(rows, axes, tiled=True)
 
 
 def _reduce_scatter(
-    whole: Params, placements: Mapping[str, Placement], rings: bool
+    whole: Params, placements: Mapping[str, Placement], rings: Rings
 ) -> Params:
     split = {path: x for path, x in whole.items() if placements[path].splits}
     shards = dict(whole)
@@ -254,11 +275,11 @@ twice the traffic.
 """
 
 
-def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: bool) -> Array:
+def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Array:
     """Reduce-scatters along one dim, as rows of a matrix."""
     n = lax.axis_size(axes)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    if rings and len(axes) == 1 and math.prod(shard[dim:]) < _TILE[1]:
+    if has_rings(axes, rings) and math.prod(shard[dim:]) < _TILE[1]:
         # Columns fewer than a tile's would be padded, those of all devices at once.
         front = jnp.moveaxis(x, dim, 0)
         part = _scatter_rows(front.reshape(len(front), -1), axes, rings)
@@ -280,7 +301,7 @@ def padding(shard_size: int) -> int:
 
 
 def _scatter_bucket(
-    whole: Params, placements: Mapping[str, Placement], n: int, rings: bool
+    whole: Params, placements: Mapping[str, Placement], n: int, rings: Rings
 ) -> Params:
     rows, shapes = [], {}
     for path, x in whole.items():

@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import mesh_utils, topologies
+import numpy as np
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from meshpar import compat, gpu_targets
+from meshpar import compat, gpu_targets, torus
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts import AXES, Layout
 
@@ -70,14 +71,14 @@ def make_mesh(
         )
     sizes, kinds = tuple(layout.sizes.values()), (axis_type,) * len(AXES)
     devices = devices[:need]
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    if len(slices) == 1:
-        return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+    slices: dict[int | None, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None), []).append(device)
     outer = _over_slices(layout, devices, len(slices))
     inner = [size // across for size, across in zip(sizes, outer, strict=True)]
-    arranged = mesh_utils.create_hybrid_device_mesh(
-        inner, outer, devices, allow_split_physical_axes=True
-    )
+    blocks = np.empty(len(slices), object)
+    blocks[:] = [torus.arrange(inner, slices[index]) for index in sorted(slices)]
+    arranged = np.block(blocks.reshape(outer).tolist())
     return Mesh(arranged, AXES, axis_types=kinds)
 
 

@@ -103,7 +103,8 @@ class _Declared:
         why: str,
     ) -> Iterator[Term]:
         """Gathers or reduce_scatters of whole tensors over the axes that split them."""
-        rings = kind == "reduce_scatter" and self.lowering.rings
+        scatters = kind == "reduce_scatter"
+        rings = self.lowering.scatter_rings if scatters else self.lowering.gather_rings
         found: dict[tuple, list[int]] = {}
         split = {
             path: self.local(x, placements[path])
@@ -113,20 +114,28 @@ class _Declared:
         for axes in dict.fromkeys(placements[path].axes for path in split):
             group = {p: x for p, x in split.items() if placements[p].axes == axes}
             for paths in fsdp.buckets(group, placements, 1):
+                large = len(paths) == 1 and fsdp.is_large(_bytes(group[paths[0]]))
+                around = rings if scatters or large else fsdp.NO_RINGS
                 for stage_axes, size in self._stages(kind, paths, group, placements):
-                    total = found.setdefault(stage_axes, [0, 0])
+                    ringed = fsdp.has_rings(stage_axes, around)
+                    total = found.setdefault((stage_axes, ringed), [0, 0])
                     total[0] += 1
                     total[1] += size
-        for axes, (count, size) in found.items():
-            ways, kind_found = _ways(self.lowering, axes), kind
-            if rings and len(axes) == 1:
-                rows = fsdp.ring_rows(ways)
-                count *= rows + ways // rows - 2
+        for (axes, ringed), (count, size) in found.items():
+            ways, kind_found, why_found = _ways(self.lowering, axes), kind, why
+            if ringed:
+                count *= sum(shape := rings[axes[0]]) - len(shape)
                 size = size // ways * (ways - 1)
                 kind_found, why_found = "permute", f"{why}, around rings"
-            else:
-                why_found = why
-            yield Term(kind_found, axes, ways, runs * count, runs * size, why_found)
+            yield Term(
+                kind_found,
+                axes,
+                ways,
+                runs * count,
+                runs * size,
+                why_found,
+                gathers=not scatters,
+            )
 
     def _stages(
         self,

@@ -78,9 +78,14 @@ PATTERNS = {
         {"permute": [WHOLE // N] * (N - 1)},
     ),
     "torus_reduce_scatter": (
-        functools.partial(c.torus_reduce_scatter, num_rows=2),
+        functools.partial(c.torus_reduce_scatter, shape=(2, 2, 2)),
         parts(SUM),
-        {"permute": [WHOLE // 2] + [WHOLE // N] * (N // 2 - 1)},
+        {"permute": [WHOLE // 2, WHOLE // 4, WHOLE // 8]},
+    ),
+    "torus_all_gather": (
+        functools.partial(c.torus_all_gather, shape=(2, 4)),
+        everywhere(JOINED),
+        {"permute": [WHOLE] * 3 + [4 * WHOLE]},
     ),
     "ring_all_reduce": (
         c.ring_all_reduce,
@@ -182,7 +187,14 @@ def test_rings_and_trees_of_any_size(n):
         (lambda x: c.reduce_scatter(x, "x", 1), r"\[16, 3\] along dim 1: 3 does not"),
         (lambda x: c.all_to_all(x, "x", 1, 0), "3 does not divide over axis 'x'"),
         (lambda x: c.ring_reduce_scatter(x, "x", 1), "3 does not divide"),
-        (lambda x: c.torus_reduce_scatter(x, "x", 3), "num_rows=3 does not divide"),
+        (
+            lambda x: c.torus_reduce_scatter(x, "x", (3, 2)),
+            r"a torus of \(3, 2\) is not axis 'x' of 8",
+        ),
+        (
+            lambda x: c.torus_all_gather(x, "x", (8, 2)),
+            r"a torus of \(8, 2\) is not axis 'x' of 8",
+        ),
         (lambda x: c.broadcast(x, "x", 8), "root=8: axis 'x' has 8 devices"),
     ],
 )

@@ -61,17 +61,26 @@ def test_equals_the_automatic_lowering(layout):
     assert relative_error(gradients, want) < 1e-5
 
 
-def test_gradients_around_rings_are_the_same(monkeypatch):
+@pytest.mark.parametrize(
+    "gather_rings, kinds",
+    [
+        (fsdp.NO_RINGS, {"all_gather", "permute", "all_reduce"}),
+        ({"fsdp": (4,)}, {"permute", "all_reduce"}),
+    ],
+)
+def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
     """As on TPUs, where a ring's steps hide behind compute."""
+    monkeypatch.setattr(fsdp, "BUCKET_BYTES", 64)
     want = lower("data=2,fsdp=4", TINY)
     _, gradients = want.gradients(want.init(0), batch())
-    monkeypatch.setattr(Explicit, "rings", True)
+    monkeypatch.setattr(Explicit, "scatter_rings", {"fsdp": (2, 2)})
+    monkeypatch.setattr(Explicit, "gather_rings", gather_rings)
     program = lower("data=2,fsdp=4", TINY)
     _, got = program.gradients(program.init(0), batch())
     assert relative_error(host(got), host(gradients)) < 1e-5
     assert program.violations() == []
-    kinds = {one.kind for one in program.collectives if one.payload_bytes > 64}
-    assert kinds == {"all_gather", "permute", "all_reduce"}
+    found = {one.kind for one in program.collectives if one.payload_bytes > 64}
+    assert found == kinds
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
 
 
