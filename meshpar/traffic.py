@@ -1,5 +1,6 @@
 """What each lowering declares: the terms of its contract, with bytes and reasons."""
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -101,10 +102,10 @@ class _Declared:
         placements: Mapping[str, Placement],
         runs: int,
         why: str,
+        rings: fsdp.Rings,
     ) -> Iterator[Term]:
         """Gathers or reduce_scatters of whole tensors over the axes that split them."""
         scatters = kind == "reduce_scatter"
-        rings = self.lowering.scatter_rings if scatters else self.lowering.gather_rings
         found: dict[tuple, list[int]] = {}
         split = {
             path: self.local(x, placements[path])
@@ -227,22 +228,21 @@ _OUTSIDE_THE_STACK = "embedding, head and the like"
 def _gather_terms(lowering: Explicit, declared: _Declared) -> Iterator[Term]:
     layout, whole = lowering.plan.layout, _stage_shapes(lowering)
     placements, why = lowering.placements, f"zero={layout.zero}: weights"
+    gathers = functools.partial(declared.split_terms, "all_gather")
+    rings = lowering.gather_rings
     if not lowering.gathers_layers:
-        why = f"{why} gathered once a step"
-        yield from declared.split_terms("all_gather", whole, placements, 1, why)
+        yield from gathers(whole, placements, 1, f"{why} gathered once a step", rings)
         return
     shared, stack = lowering.model.staged.split(whole)
     times = layout.microbatches if lowering.reduces_shared_early else 1
-    outside = f"{why}: {_OUTSIDE_THE_STACK}"
-    yield from declared.split_terms("all_gather", shared, placements, times, outside)
+    yield from gathers(shared, placements, times, f"{why}: {_OUTSIDE_THE_STACK}", rings)
     layer, layers = _one_layer(stack), lowering.layer_placements
     ahead = {p: layer.pop(p) for p in list(layer) if p in lowering.prefetched}
     for name, runs, depth in lowering.layer_passes:
-        inside = f"{why}: layer by layer, {name}"
-        times = runs * depth
-        yield from declared.split_terms("all_gather", layer, layers, times, inside)
-        early, times = f"{why}: one layer ahead, {name}", runs * (depth + 1)
-        yield from declared.split_terms("all_gather", ahead, layers, times, early)
+        inside, early = f"layer by layer, {name}", f"one layer ahead, {name}"
+        yield from gathers(layer, layers, runs * depth, f"{why}: {inside}", rings)
+        times, around = runs * (depth + 1), lowering.prefetch_rings
+        yield from gathers(ahead, layers, times, f"{why}: {early}", around)
 
 
 def _scatter_terms(
@@ -250,21 +250,21 @@ def _scatter_terms(
 ) -> Iterator[Term]:
     """Reduce_scatters of gradients, which are added up in the dtype `kept`."""
     layout, split = lowering.plan.layout, lowering.model.staged.split
-    kind, why = "reduce_scatter", f"zero={layout.zero}: gradients"
-    early, times = lowering.reduces_shared_early, layout.microbatches
-    shared = split(_stage_shapes(lowering, None if early else kept))[0]
-    outside = f"{why}: {_OUTSIDE_THE_STACK}"
-    yield from declared.split_terms(
-        kind, shared, lowering.placements, times if early else 1, outside
+    scatters = functools.partial(
+        declared.split_terms, "reduce_scatter", rings=lowering.scatter_rings
     )
+    early, why = lowering.reduces_shared_early, f"zero={layout.zero}: gradients"
+    shared = split(_stage_shapes(lowering, None if early else kept))[0]
+    times, outside = layout.microbatches if early else 1, f"{why}: {_OUTSIDE_THE_STACK}"
+    yield from scatters(shared, lowering.placements, times, outside)
     early = lowering.reduces_early
     stack = split(_stage_shapes(lowering, None if early else kept))[1]
     times, inside = next(iter(stack.values())).shape[0], "once a step"
     if early:
         _, runs, depth = lowering.layer_passes[-1]
         times, inside = runs * depth, "going backward"
-    layers, inside = lowering.layer_placements, f"{why}: layer by layer, {inside}"
-    yield from declared.split_terms(kind, _one_layer(stack), layers, times, inside)
+    inside = f"{why}: layer by layer, {inside}"
+    yield from scatters(_one_layer(stack), lowering.layer_placements, times, inside)
 
 
 def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:

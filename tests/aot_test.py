@@ -4,14 +4,24 @@ import dataclasses
 import importlib.util
 import re
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar
 from experiments import building, recipes
 from experiments.config import with_settings
-from meshpar import compiled, local_contract, memory, mesh
+from meshpar import (
+    collectives,
+    compiled,
+    layouts,
+    local_contract,
+    memory,
+    mesh,
+    torus,
+)
 from meshpar.errors import MeshparError
 
 SETTINGS = [
@@ -36,29 +46,56 @@ def small():
 
 @tpu
 @pytest.mark.parametrize(
-    "layout, least, most",
+    "layout, topology, least, most",
     [
-        ("data=8", 2.0, 2.0),
-        ("fsdp=8,zero=1", 2.0, 2.0),
-        ("fsdp=8,zero=2", 2.0, 2.0),
-        ("fsdp=8,zero=3,remat=full", 2.7, 3.0),
-        ("fsdp=4,tensor=2,remat=full", 0, 99),
+        ("data=8", "v5e:2x4", 2.0, 2.0),
+        ("fsdp=8,zero=1", "v5e:2x4", 2.0, 2.0),
+        ("fsdp=8,zero=2", "v5e:2x4", 2.0, 2.0),
+        ("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 2.7, 3.0),
+        ("fsdp=8,remat=full", "v5p:2x2x2", 2.7, 3.0),
+        ("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
     ],
 )
-def test_tpu_programs_keep_the_contract(layout, least, most):
+def test_tpu_programs_keep_the_contract(layout, topology, least, most):
     """Bytes on the wire, in payloads of all parameters times (n-1)/n, bfloat16."""
     program = building.make_program(
-        small(), meshpar.layouts.parse(layout), mesh.topology("v5e:2x4")
+        small(), meshpar.layouts.parse(layout), mesh.topology(topology)
     )
     assert program.violations() == []
     payload = 2 * sum(p.size for p in program.model.params.values()) * 7 / 8
     moved = sum(one.wire_bytes for one in program.collectives) / payload
     assert least - 0.01 <= moved <= most + 0.01
-    if "zero=3" in layout:
+    if "fsdp=8,remat" in layout or "prefetch" in layout:
         hidden = [one for one in program.collectives if one.overlapped]
-        gathered = sum(one.wire_bytes for one in hidden if one.kind == "all_gather")
-        assert gathered > payload
+        assert sum(one.wire_bytes for one in hidden) > 2 * payload
+        # Only chips that gather beside compute do so in one collective.
+        gathered = [one for one in hidden if one.kind == "all_gather"]
+        assert bool(gathered) == ("v5e" in topology)
         assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
+
+
+@tpu
+def test_rings_follow_the_chips_and_send_asynchronously():
+    """On 32 chips of v5e a permute that jumps back along a line would run alone."""
+    chips = mesh.make_mesh(layouts.parse("fsdp=32"), mesh.topology("v5e:4x8"))
+    shape = torus.ring_shape(chips, "fsdp")
+    assert shape == (8, 4)
+
+    def body(w_DF, x_BD, y_DF):
+        w_DF = collectives.torus_all_gather(w_DF, "fsdp", shape)
+        y_DF = collectives.torus_reduce_scatter(y_DF, "fsdp", shape)
+        return w_DF, x_BD @ x_BD, y_DF
+
+    spec = PartitionSpec("fsdp")
+    x = jax.ShapeDtypeStruct(
+        (32 * 1024, 1024), jnp.bfloat16, sharding=NamedSharding(chips, spec)
+    )
+    mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
+    text = jax.jit(mapped).lower(x, x, x).compile().as_text()
+    found = compiled.read(text, dict(chips.shape))
+    assert {one.kind for one in found} == {"permute"}
+    assert len(found) == 2 * (7 + 3)
+    assert all(one.asynchronous for one in found)
 
 
 @tpu

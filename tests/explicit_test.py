@@ -71,11 +71,12 @@ def test_equals_the_automatic_lowering(layout):
 def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
     """As on TPUs, where a ring's steps hide behind compute."""
     monkeypatch.setattr(fsdp, "BUCKET_BYTES", 64)
-    want = lower("data=2,fsdp=4", TINY)
+    layout = "data=2,fsdp=4,prefetch=attention/q"
+    want = lower(layout, TINY)
     _, gradients = want.gradients(want.init(0), batch())
     monkeypatch.setattr(Explicit, "scatter_rings", {"fsdp": (2, 2)})
     monkeypatch.setattr(Explicit, "gather_rings", gather_rings)
-    program = lower("data=2,fsdp=4", TINY)
+    program = lower(layout, TINY)
     _, got = program.gradients(program.init(0), batch())
     assert relative_error(host(got), host(gradients)) < 1e-5
     assert program.violations() == []

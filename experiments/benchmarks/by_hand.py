@@ -1,0 +1,118 @@
+"""Training steps as one would write them without meshpar, to measure it against.
+
+The same loss and optimizer with parameters in the same shardings, as one plain jit, or
+as one plain shard_map for programs that are lowered so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshpar
+from experiments import building
+from experiments.config import Config, ConfigError
+
+
+def step_and_init(
+    config: Config, program: meshpar.TrainProgram
+) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """The step, (state, batch) -> (state, (loss, norm)), and what makes the state.
+
+    Both are jitted; the step takes its state's memory.
+    """
+    model, mesh = program.model, program.mesh
+    explicit = program.lowering.name == "shard_map"
+    value_and_grad = (_by_shard_map if explicit else _by_jit)(program)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(config.optimizer.clip_norm or float("inf")),
+        building.make_optimizer(config.optimizer, config.steps, model),
+    )
+
+    def step(state: Any, batch: Any) -> Any:
+        params, optimizer_state = state
+        loss, grads = value_and_grad(params, batch)
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
+        norm = optax.tree.norm(grads)
+        return (optax.apply_updates(params, updates), optimizer_state), (loss, norm)
+
+    def init() -> Any:
+        params = model.init(jax.random.key(0))
+        return params, optimizer.init(params)
+
+    shardings = {
+        path: NamedSharding(mesh, leaf.partition_spec)
+        for path, leaf in program.plan.parameters.items()
+    }
+    params, optimizer_state = jax.eval_shape(init)
+    optimizer_shardings = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        optimizer_state,
+        shardings,
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+    out = shardings, optimizer_shardings
+    return jax.jit(step, donate_argnums=0), jax.jit(init, out_shardings=out)
+
+
+def _cast(program: meshpar.TrainProgram, params: Any) -> Any:
+    dtype = program.lowering.compute_dtype or jnp.float32
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _by_jit(program: meshpar.TrainProgram) -> Callable[..., Any]:
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        with meshpar.layouts.use(program.layout, program.mesh):
+            params = _cast(program, params)
+            return program.model.loss(params, batch, jax.random.key(0))[0]
+
+    return jax.value_and_grad(loss_fn)
+
+
+def _by_shard_map(program: meshpar.TrainProgram) -> Callable[..., Any]:
+    """ZeRO-3 as a page of code: gather in the layer, the transpose does the rest."""
+    staged, specs = program.model.staged, program.plan.specs
+    used = {axis for axis, size in program.mesh.shape.items() if size > 1}
+    whole = [path for path, spec in specs.items() if "fsdp" not in spec]
+    if used != {"fsdp"} or whole or program.layout.zero < 3:
+        raise ConfigError(
+            f"layout {program.layout}: the shard_map by hand is for fsdp=N,zero=3; add "
+            "--lowering=jit for others"
+        )
+
+    def gather(params: Any, skip: int) -> Any:
+        return {
+            path: jax.lax.all_gather(
+                x, "fsdp", axis=specs[path].index("fsdp") - skip, tiled=True
+            )
+            for path, x in params.items()
+        }
+
+    def scan(layer: Callable, stack: Any, x: Any, key: Any) -> Any:
+        def body(x: Any, params: Any) -> Any:
+            return layer(gather(params, 1), x, key), None
+
+        full = program.layout.remat == "full"
+        return jax.lax.scan(jax.checkpoint(body) if full else body, x, stack)[0]
+
+    def local(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            shared, stack = staged.split(_cast(program, params))
+            loss = staged.loss({**gather(shared, 0), **stack}, batch, None, scan)[0]
+            return loss / program.layout.fsdp
+
+        with meshpar.layouts.use(program.layout, program.mesh, used):
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.lax.psum(loss, "fsdp"), grads
+
+    batch_spec = PartitionSpec("fsdp")
+    return jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(specs, batch_spec),
+        out_specs=(PartitionSpec(), specs),
+    )
