@@ -32,6 +32,8 @@ def best(candidates: list["TrainProgram"]) -> tuple["TrainProgram", str]:
     Args:
       candidates: not compiled yet, or compiled; at least one.
     """
+    for one in candidates:
+        _ = one.compiler_log  # Compiles it, and keeps what `explain` wants to know.
     figures = [(exposed_bytes(one), peak_bytes(one)) for one in candidates]
     least = min(exposed for exposed, _ in figures)
     close = [i for i, (exposed, _) in enumerate(figures) if exposed <= _ABOUT * least]

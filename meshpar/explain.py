@@ -4,19 +4,14 @@ Everything comes from the plan, the contract and the compiled program; no accele
 needed, only its compiler (`mesh.topology`).
 """
 
-import contextlib
 import dataclasses
 import math
-import os
-import re
-import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from meshpar import choose, local_contract, memory, schedules
+from meshpar import choose, compiler_log, local_contract, memory, schedules
 from meshpar.compiled import Collective
 from meshpar.contract import Term
 from meshpar.local_program import LocalProgram
@@ -173,10 +168,8 @@ def explain(program: TrainProgram) -> Explanation:
     Args:
       program: from `meshpar.lower`; its devices may be a topology.
     """
-    log: list[str] = []
-    with _standard_error(log):
-        compiled = program.compiled
-    plan, analysis = program.plan, compiled.memory_analysis()
+    said = program.compiler_log
+    plan, analysis = program.plan, program.compiled.memory_analysis()
     sizes = plan.bytes_per_device()
     used = any(size > 1 for size in program.mesh.shape.values())
     apart = isinstance(program, LocalProgram)
@@ -208,7 +201,7 @@ def explain(program: TrainProgram) -> Explanation:
         compiled_bytes=compiled_bytes,
         traffic=_traffic(contract.terms, found),
         violations=tuple(program.violations()),
-        warnings=(*_moved_oddly(program), *_rematerialized(log)),
+        warnings=(*_moved_oddly(program), *compiler_log.rematerialized(said)),
         pipeline=_pipeline(program),
         mode=str(program) if apart else "",
     )
@@ -281,40 +274,3 @@ def _stacked_sizes(program: TrainProgram) -> dict[int, str]:
             ways = math.prod(plan.layout.sizes[a] for s in one.spec for a in s)
             sizes[one.bytes_per_device * ways // plan.layout.tensor] = path
     return sizes
-
-
-def _rematerialized(log: list[str]) -> Iterator[str]:
-    """Tensors that the compiler moved whole because it could not reshard them."""
-    seen = set()
-    for line in log:
-        if "nvoluntary full rematerialization" not in line:
-            continue
-        name = re.search(r"HLO operation: %?([\w.\-]+)", line)
-        place = re.search(r'op_name="([^"]*)"', line)
-        what = (place or name).group(1) if place or name else line.strip()[:200]
-        if what not in seen:
-            seen.add(what)
-            yield f"involuntary full rematerialization of {what}"
-
-
-@contextlib.contextmanager
-def _standard_error(log: list[str]) -> Iterator[None]:
-    """Collects the lines that a compiler writes to standard error.
-
-    Those about rematerialization become warnings of ours; the others are passed on.
-    """
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
-            file.seek(0)
-            log += file.read().decode(errors="replace").splitlines()
-            for line in log:
-                if "rematerialization" not in line:
-                    print(line, file=sys.stderr)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import compiled, traffic
+from meshpar import compiled, compiler_log, traffic
 from meshpar.compiled import Collective
 from meshpar.contract import Contract
 from meshpar.flax_models import Model, Params
@@ -155,6 +155,13 @@ class TrainProgram:
         made = self.lowered.compile()
         self.lowering.check_compiled(self.collectives_of(made))
         return made
+
+    @functools.cached_property
+    def compiler_log(self) -> list[str]:
+        """What the compiler says of the step; it is compiled now if it is not yet."""
+        with compiler_log.captured() as log:
+            _ = self.compiled
+        return log
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:

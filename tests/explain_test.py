@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import subprocess
 import sys
 
@@ -10,8 +11,8 @@ import pytest
 from tiny_models import lower, model
 
 from experiments import explain_page
-from meshpar import choose, compiled, memory
-from meshpar.explain import _rematerialized, explain
+from meshpar import choose, compiled, compiler_log, memory
+from meshpar.explain import explain
 
 TINY = model()
 
@@ -87,14 +88,17 @@ def test_says_what_is_replicated_and_warns():
     assert any("all_reduce over fsdp" in line for line in said.violations)
 
 
-def test_involuntary_rematerialization_is_named():
+def test_involuntary_rematerialization_is_named(capfd):
     line = (
         "W spmd_partitioner.cc:1 [SPMD] Involuntary full rematerialization. The "
         "compiler cannot go from {a} to {b} for HLO operation: %copy.3 = f32[8]{0} "
         'copy(%x), metadata={op_name="jit(f)/layer/reshape"}'
     )
-    (warning,) = _rematerialized([line, line, "another line"])
+    with compiler_log.captured() as log:
+        os.write(2, f"{line}\n{line}\nanother line\n".encode())
+    (warning,) = compiler_log.rematerialized(log)
     assert warning == "involuntary full rematerialization of jit(f)/layer/reshape"
+    assert capfd.readouterr().err == "another line\n"
 
 
 def test_auto_takes_the_program_that_exposes_less():
@@ -102,6 +106,7 @@ def test_auto_takes_the_program_that_exposes_less():
     assert program.lowering.name == "shard_map"
     assert "jit exposes" in program.why_auto
     assert "took shard_map" in program.why_auto
+    assert "compiler_log" in vars(program)  # Kept for `explain`, which comes too late.
     other = lower("fsdp=8", TINY, lowering="jit")
     assert choose.exposed_bytes(program) < choose.exposed_bytes(other)
     assert choose.best([other, program])[0] is program
