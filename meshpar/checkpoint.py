@@ -6,7 +6,6 @@ restores onto any mesh and any number of processes. The newest that all processe
 read is taken; one that is corrupt is named, moved aside, and the one before it is used.
 """
 
-import errno
 import logging
 import os
 import pathlib
@@ -30,6 +29,7 @@ from meshpar.errors import CheckpointError
 from meshpar.local_disk import LocalDisk
 from meshpar.lowering import TrainState
 from meshpar.pieces import leaves
+from meshpar.read_problems import Kind, Problem, Problems
 
 CHECKSUMS = "checksums"
 
@@ -158,29 +158,32 @@ class Checkpoints:
         broken = []
         for step, tier, name in self._newest_first():
             found, problems = self._attempt(tier, name)
-            if problems and not any(text.startswith(_OTHER) for text in problems):
+            if problems and not problems.any(Kind.OTHER):
                 found, problems = self._attempt(tier, name)  # Perhaps a hiccup.
             if not problems:
                 if self._local is not None:
                     self._local.forget_after(step)
                 return self._finished(step, *found)
-            said = _said(problems)
-            if any(text.startswith(_OTHER) for text in problems):
-                raise CheckpointError(f"checkpoint {step} in {self._folder} {said}")
+            if problems.any(Kind.OTHER):
+                raise CheckpointError(
+                    f"checkpoint {step} in {self._folder} is of another model or "
+                    f"optimizer: {problems}; use another --workdir, or the flags of "
+                    "that run"
+                )
             if tier is self._local:
-                logging.warning("local checkpoint %d: %s", step, said)
+                logging.warning("local checkpoint %d: %s", step, problems)
                 continue
-            if any(text.startswith(_NOT_ITS_FAULT) for text in problems):
+            if problems.any(Kind.PASSING):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._folder} cannot be read now, and lies "
-                    f"untouched: {said}"
+                    f"untouched: {problems}"
                 )
             logging.warning(
                 "checkpoint %d in %s cannot be read and is set aside, the one before "
                 "it is used: %s",
                 step,
                 self._folder,
-                said,
+                problems,
             )
             self._durable.set_aside(step)
             broken.append(step)
@@ -204,18 +207,19 @@ class Checkpoints:
         found.sort(key=lambda one: (one[0], one[1] is self._local))
         return found[::-1]  # Of one step the latest start, as names are in order.
 
-    def _attempt(self, tier: Durable | LocalDisk, name: int | str) -> tuple[Any, dict]:
-        """(state, extra, metadata) as they were saved, or {why not: processes}."""
-        found, why = self._read(tier, name)
-        if problems := _told("checkpoint read", why):
-            return None, problems
-        if why := changed(*found):
-            return None, {why: list(range(jax.process_count()))}
-        return found, {}
+    def _attempt(
+        self, tier: Durable | LocalDisk, name: int | str
+    ) -> tuple[Any, Problems]:
+        """(state, extra, metadata) as they were saved, or why not."""
+        found, problem = self._read(tier, name)
+        problems = Problems.told(problem)
+        if not problems and (why := changed(*found)):
+            problems = Problems.everywhere(Problem(Kind.CORRUPT, why))
+        return found, problems
 
     def _read(
         self, tier: Durable | LocalDisk, name: int | str
-    ) -> tuple[tuple[Any, Any, dict[str, Any]] | None, str]:
+    ) -> tuple[tuple[Any, Any, dict[str, Any]] | None, Problem | None]:
         """The same of this process alone."""
         try:
             metadata = dict(tier.metadata(name))
@@ -224,12 +228,12 @@ class Checkpoints:
             if theirs != self._replicas:
                 abstract = replicas.with_replicas(abstract, self._replicas, theirs)
             if differs := difference(tensors(abstract), metadata[TENSORS]):
-                return None, f"{_OTHER}: {differs}{_REMEDY}"
+                return None, Problem(Kind.OTHER, differs)
             wanted = self._abstract_extra if self._fits(metadata) else None
             state, extra = tier.read(name, abstract, wanted)
         except Exception as error:
-            return None, _why(error)
-        return (state, extra, metadata), ""
+            return None, Problem.of(error)
+        return (state, extra, metadata), None
 
     def _fits(self, metadata: Mapping[str, Any]) -> bool:
         """Whether what is saved for the same layout and mode alone can be used."""
@@ -282,37 +286,3 @@ def changed(state: Any, extra: Any, metadata: Mapping[str, Any]) -> str:
             if now != then:
                 return f"{path} has changed since it was written"
     return ""
-
-
-_OTHER = "is of another model or optimizer"
-_REMEDY = "; use another --workdir, or the flags of that run"
-_NOT_ITS_FAULT = "not for what it holds"
-
-
-def _why(error: BaseException) -> str:
-    """The cause of an error in one line; begins so where the files may be sound."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-    passing = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_")
-    sound = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
-    )
-    if sound or any(word in text for word in passing):
-        return f"{_NOT_ITS_FAULT}, {text}"
-    return text
-
-
-def _told(what: str, problem: str) -> dict[str, list[int]]:
-    """{what went wrong: in which processes}; empty if nothing did anywhere."""
-    found: dict[str, list[int]] = {}
-    for process, text in multihost.exchange(what, problem, multihost.READ_S).items():
-        if text:
-            found.setdefault(text, []).append(process)
-    return found
-
-
-def _said(problems: Mapping[str, list[int]]) -> str:
-    if jax.process_count() == 1 and list(problems.values()) == [[0]]:
-        return next(iter(problems))
-    return "; ".join(f"process(es) {who}: {text}" for text, who in problems.items())

@@ -143,7 +143,7 @@ def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
 
 def test_what_one_process_cannot_read_no_process_takes(saved, monkeypatch, caplog):
     folder, states = saved
-    problems = ["OSError: a torn file"] * 2  # It is read twice.
+    problems = [("corrupt", "OSError: a torn file")] * 2  # It is read twice.
 
     def exchange(what, value, _=0):
         torn = what == "checkpoint read" and problems
