@@ -2,21 +2,19 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar import buffers, cost, fsdp
+from meshpar import buffers, cost
 from meshpar.contract import Contract, Term
 from meshpar.explicit import Explicit
-from meshpar.fsdp import Placement
+from meshpar.fsdp_terms import FsdpTerms, Shapes, num_bytes
 from meshpar.lowering import Lowering
 from meshpar.pipedream import PipeDream
 from meshpar.pipelined import Pipelined
-
-Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _SUBLAYERS = 2
 _FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
@@ -80,118 +78,13 @@ def _scalars(lowering: Lowering) -> Iterator[Term]:
     yield Term("all_reduce", used, _ways(lowering, used), 0, size, why, True)
 
 
-class _Declared:
-    """Counts the collectives that `fsdp` makes of a dict of tensors."""
-
-    def __init__(self, lowering: Explicit):
-        self.lowering = lowering
-
-    def local(
-        self, x: jax.ShapeDtypeStruct, placement: Placement
-    ) -> jax.ShapeDtypeStruct:
-        """What one device moves of a tensor: its shard over the automatic axes."""
-        shape = list(x.shape)
-        for dim, entry in enumerate(placement.automatic):
-            shape[dim] //= _ways(self.lowering, _axes(entry))
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-    def split_terms(
-        self,
-        kind: str,
-        shapes: Shapes,
-        placements: Mapping[str, Placement],
-        runs: int,
-        why: str,
-        rings: fsdp.Rings,
-    ) -> Iterator[Term]:
-        """Gathers or reduce_scatters of whole tensors over the axes that split them."""
-        scatters = kind == "reduce_scatter"
-        found: dict[tuple, list[int]] = {}
-        split = {
-            path: self.local(x, placements[path])
-            for path, x in shapes.items()
-            if placements[path].splits
-        }
-        for axes in dict.fromkeys(placements[path].axes for path in split):
-            group = {p: x for p, x in split.items() if placements[p].axes == axes}
-            for paths in fsdp.buckets(group, placements, 1):
-                large = len(paths) == 1 and fsdp.is_large(_bytes(group[paths[0]]))
-                around = rings if scatters or large else fsdp.NO_RINGS
-                for stage_axes, size in self._stages(kind, paths, group, placements):
-                    ringed = fsdp.has_rings(stage_axes, around)
-                    total = found.setdefault((stage_axes, ringed), [0, 0])
-                    total[0] += 1
-                    total[1] += size
-        for (axes, ringed), (count, size) in found.items():
-            ways, kind_found, why_found = _ways(self.lowering, axes), kind, why
-            if ringed:
-                count *= sum(shape := rings[axes[0]]) - len(shape)
-                size = size // ways * (ways - 1)
-                kind_found, why_found = "permute", f"{why}, around rings"
-            yield Term(
-                kind_found,
-                axes,
-                ways,
-                runs * count,
-                runs * size,
-                why_found,
-                gathers=not scatters,
-            )
-
-    def _stages(
-        self,
-        kind: str,
-        paths: list[str],
-        shapes: Shapes,
-        placements: Mapping[str, Placement],
-    ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """(axes, bytes) of every collective that makes one bucket whole."""
-        if len(paths) > 1:
-            axes, dtype = placements[paths[0]].axes, shapes[paths[0]].dtype
-            ways = _ways(self.lowering, axes)
-            size = sum(math.prod(shapes[path].shape) for path in paths)
-            if kind == "reduce_scatter":
-                size += ways * fsdp.padding(size // ways)
-            yield axes, size * jnp.dtype(dtype).itemsize
-            return
-        (path,) = paths
-        size = _bytes(shapes[path])
-        for _, axes in reversed(placements[path].splits):
-            yield axes, size
-            size //= _ways(self.lowering, axes)
-
-    def reduced_terms(
-        self, shards: Shapes, placements: Mapping[str, Placement], why: str
-    ) -> Iterator[Term]:
-        """All_reduces of shards over the axes that do not split them."""
-        for axes in dict.fromkeys(placements[path].rest for path in shards):
-            group = {
-                path: self.local(x, placements[path])
-                for path, x in shards.items()
-                if placements[path].rest == axes
-            }
-            if not axes:
-                continue
-            count = sum(1 for _ in fsdp.buckets(group, placements, 1))
-            size = sum(map(_bytes, group.values()))
-            yield Term("all_reduce", axes, _ways(self.lowering, axes), count, size, why)
-
-
-def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
-
-
 def _gradient_terms(lowering: Explicit, num_metrics: int) -> Iterator[Term]:
     """What the explicit lowering moves over its manual axes."""
     if not lowering.manual_axes:
         return
     manual, ways = lowering.manual_axes, _ways(lowering, lowering.manual_axes)
     yield Term("all_reduce", manual, ways, 1, 4 * num_metrics, "loss and metrics")
-    layout, declared = lowering.plan.layout, _Declared(lowering)
+    layout, declared = lowering.plan.layout, FsdpTerms(lowering.mesh.shape)
     # Sums over microbatches are float32; of a single one gradients go as they are.
     summed = layout.microbatches > 1 or layout.pipe > 1
     kept = jnp.float32 if summed else None
@@ -225,7 +118,7 @@ def _one_layer(stack: Shapes) -> Shapes:
 _OUTSIDE_THE_STACK = "embedding, head and the like"
 
 
-def _gather_terms(lowering: Explicit, declared: _Declared) -> Iterator[Term]:
+def _gather_terms(lowering: Explicit, declared: FsdpTerms) -> Iterator[Term]:
     layout, whole = lowering.plan.layout, _stage_shapes(lowering)
     placements, why = lowering.placements, f"zero={layout.zero}: weights"
     gathers = functools.partial(declared.split_terms, "all_gather")
@@ -246,7 +139,7 @@ def _gather_terms(lowering: Explicit, declared: _Declared) -> Iterator[Term]:
 
 
 def _scatter_terms(
-    lowering: Explicit, declared: _Declared, kept: Any
+    lowering: Explicit, declared: FsdpTerms, kept: Any
 ) -> Iterator[Term]:
     """Reduce_scatters of gradients, which are added up in the dtype `kept`."""
     layout, split = lowering.plan.layout, lowering.model.staged.split
@@ -271,7 +164,7 @@ def _send_terms(lowering: Pipelined, batch: Any) -> Iterator[Term]:
     """What the stages of a pipeline send each other."""
     layout, executor = lowering.plan.layout, lowering.executor
     num, leaves = layout.sizes[buffers.AXIS], _activations(lowering, batch)
-    size = sum(map(_bytes, leaves))
+    size = sum(map(num_bytes, leaves))
     sends = executor.num_sends, executor.num_gradient_sends
     names = "activations to the next stage", "gradients to the stage before"
     if layout.tensor == 1:
@@ -290,10 +183,13 @@ def _asynchronous_terms(lowering: PipeDream, num_metrics: int) -> Iterator[Term]
     ticks, manual = lowering.arrangement.schedule.num_ticks, lowering.manual_axes
     ways = _ways(lowering, manual)
     yield Term("all_reduce", manual, ways, 1, 4 * num_metrics, "loss and metrics")
-    shapes, declared = _stage_shapes(lowering, jnp.float32), _Declared(lowering)
+    shapes, declared = (
+        _stage_shapes(lowering, jnp.float32),
+        FsdpTerms(lowering.mesh.shape),
+    )
     if lowering.batch_axes:
         local = [declared.local(x, lowering.placements[p]) for p, x in shapes.items()]
-        size, axes = ticks * sum(map(_bytes, local)), lowering.batch_axes
+        size, axes = ticks * sum(map(num_bytes, local)), lowering.batch_axes
         ways, why = _ways(lowering, axes), "gradients of every minibatch"
         yield Term("all_reduce", axes, ways, ticks * (len(local) + 1), size, why)
         why = "its weight, if the model gives one"
@@ -345,7 +241,7 @@ def _activations(lowering: Explicit, batch: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def _activation_bytes(lowering: Explicit, batch: Any) -> int:
-    return sum(map(_bytes, _activations(lowering, batch)))
+    return sum(map(num_bytes, _activations(lowering, batch)))
 
 
 def _tensor_terms(lowering: Explicit, batch: Any) -> Iterator[Term]:
