@@ -147,16 +147,17 @@ class Explicit(Lowering):
 
     @property
     def gather_rings(self) -> fsdp.Rings:
-        """The rings around which weights are gathered.
+        """The rings around which a layer's weights are gathered.
 
-        Only v5e gathers beside compute (libtpu 0.0.51); v5p and v6e gather alone.
+        Only v5e gathers beside compute (libtpu 0.0.51); v5p and v6e gather alone. What
+        has nothing to hide behind, outside the layers, is gathered at once.
         """
         gathers_beside = self.mesh.devices.flat[0].device_kind == "TPU v5 lite"
         return fsdp.NO_RINGS if gathers_beside else self.scatter_rings
 
     @property
     def prefetch_rings(self) -> fsdp.Rings:
-        """The rings around which weights are gathered one layer ahead.
+        """The rings around which a layer's weights are gathered one layer ahead.
 
         They have all the layer's time, but one matmul of it hides only one all_gather.
         """
@@ -231,7 +232,7 @@ class Explicit(Lowering):
         shards = {path: self._vary(x) for path, x in wire.items()}
         if self.gathers_layers:
             return shards, {}
-        whole = self._gather(shards, self.placements)
+        whole = fsdp.gather(shards, self.placements)
         return (shards if self.reduces_early else self.cast(whole)), whole
 
     def _sums(
@@ -313,11 +314,6 @@ class Explicit(Lowering):
             stack = lax.map(lambda layer: self._reduce_scatter(layer, layers), stack)
         return {**shared, **stack}
 
-    def _gather(self, shards: Params, placements: dict[str, Placement]) -> Params:
-        ahead = self.prefetched.issuperset(shards)
-        rings = self.prefetch_rings if ahead else self.gather_rings
-        return fsdp.gather(shards, placements, rings)
-
     def _reduce_scatter(
         self, whole: Params, placements: dict[str, Placement]
     ) -> Params:
@@ -354,17 +350,26 @@ class Explicit(Lowering):
         placements = self.layer_placements
         return LayerScan(
             one,
-            functools.partial(self._whole, placements=placements),
+            self._whole_layer,
             functools.partial(self._reduced, placements=placements),
             self.prefetched,
         )
 
+    def _whole_layer(self, leaves: Params, whole: Params) -> Params:
+        ahead = self.prefetched.issuperset(leaves)
+        rings = self.prefetch_rings if ahead else self.gather_rings
+        return self._whole(leaves, whole, self.layer_placements, rings)
+
     def _whole(
-        self, leaves: Params, whole: Params, placements: dict[str, Placement]
+        self,
+        leaves: Params,
+        whole: Params,
+        placements: dict[str, Placement],
+        rings: fsdp.Rings = fsdp.NO_RINGS,
     ) -> Params:
         """Whole weights on the wire's dtype, from what is differentiated."""
         if self.gathers_layers:
-            return self._gather(leaves, placements)
+            return fsdp.gather(leaves, placements, rings)
         return whole if self.reduces_early else leaves
 
     def _reduced(self, gradient: Params, placements: dict[str, Placement]) -> Params:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import buffers, microbatch, tick_tables
+from meshpar import buffers, fsdp, microbatch, tick_tables
 from meshpar import scope as scopes
 from meshpar.arrangement import Arrangement, arrange
 from meshpar.compiled import Collective
@@ -232,7 +232,7 @@ class Pipelined(Explicit):
         """Whole weights of embedding and head, and the leaves of the stack."""
         shared, stack = self.model.staged.split(leaves)
         if self.gathers_layers:
-            shared = self._gather(shared, self.placements)
+            shared = fsdp.gather(shared, self.placements)
         return self.cast(shared), stack
 
     def _stage(self, shared: Params, stack: Params, batch: Any, key: Key) -> Stage:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar import buffers, cost
+from meshpar import buffers, cost, fsdp
 from meshpar.contract import Contract, Term
 from meshpar.explicit import Explicit
 from meshpar.fsdp_terms import FsdpTerms, Shapes, num_bytes
@@ -122,13 +122,14 @@ def _gather_terms(lowering: Explicit, declared: FsdpTerms) -> Iterator[Term]:
     layout, whole = lowering.plan.layout, _stage_shapes(lowering)
     placements, why = lowering.placements, f"zero={layout.zero}: weights"
     gathers = functools.partial(declared.split_terms, "all_gather")
-    rings = lowering.gather_rings
+    rings, at_once = lowering.gather_rings, fsdp.NO_RINGS
     if not lowering.gathers_layers:
-        yield from gathers(whole, placements, 1, f"{why} gathered once a step", rings)
+        yield from gathers(whole, placements, 1, f"{why} gathered once a step", at_once)
         return
     shared, stack = lowering.model.staged.split(whole)
     times = layout.microbatches if lowering.reduces_shared_early else 1
-    yield from gathers(shared, placements, times, f"{why}: {_OUTSIDE_THE_STACK}", rings)
+    outside = f"{why}: {_OUTSIDE_THE_STACK}"
+    yield from gathers(shared, placements, times, outside, at_once)
     layer, layers = _one_layer(stack), lowering.layer_placements
     ahead = {p: layer.pop(p) for p in list(layer) if p in lowering.prefetched}
     for name, runs, depth in lowering.layer_passes:

@@ -85,7 +85,9 @@ def test_equals_the_recurrence(name):
 
 
 @pytest.mark.parametrize(
-    "inner", [SGD, MOMENTUM, optax.sgd(0.05, 0.9, nesterov=True)], ids=str
+    "inner",
+    [SGD, MOMENTUM, optax.sgd(0.05, 0.9, nesterov=True)],
+    ids=["sgd", "momentum", "nesterov"],
 )
 def test_period_1_is_synchronous_training(inner):
     apart = trained(lowered("replica=2,fsdp=2", inner, mode=meshpar.LocalSGD(1)))[0]
