@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from marks import slow
 
 import meshpar
 from experiments import building, recipes
@@ -48,12 +49,12 @@ def small():
 @pytest.mark.parametrize(
     "layout, topology, least, most",
     [
-        ("data=8", "v5e:2x4", 2.0, 2.0),
-        ("fsdp=8,zero=1", "v5e:2x4", 2.0, 2.0),
+        slow("data=8", "v5e:2x4", 2.0, 2.0),
+        slow("fsdp=8,zero=1", "v5e:2x4", 2.0, 2.0),
         ("fsdp=8,zero=2", "v5e:2x4", 2.0, 2.0),
         ("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 2.7, 3.0),
         ("fsdp=8,remat=full", "v5p:2x2x2", 2.7, 3.0),
-        ("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
+        slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
     ],
 )
 def test_tpu_programs_keep_the_contract(layout, topology, least, most):
@@ -99,7 +100,7 @@ def test_rings_follow_the_chips_and_send_asynchronously():
 
 
 @tpu
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved,virtual_stages=2"])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved,virtual_stages=2"])
 def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):
     """Eight microbatches and 32: the same temporary bytes, within 1%."""
     sizes = []
@@ -118,6 +119,7 @@ def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):
     assert len(steady) == 2 and all(c.overlapped for c in steady)
 
 
+@pytest.mark.slow
 @tpu
 def test_tpu_synchronizations_hide_behind_the_layers():
     """Between two slices; both ways start before the layers and end after them."""

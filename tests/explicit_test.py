@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import slow
 from tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
@@ -50,7 +51,7 @@ def test_the_compiled_step_keeps_its_contract(layout, least, most):
         assert rest == pytest.approx(declared, abs=0.02)
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=2,tensor=2", "fsdp=4,zero=2"])
+@pytest.mark.parametrize("layout", ["data=2,fsdp=2,tensor=2", slow("fsdp=4,zero=2")])
 def test_equals_the_automatic_lowering(layout):
     found = {}
     for kind in ("shard_map", "jit"):
@@ -86,7 +87,7 @@ def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4", "fsdp=2,remat=full,microbatches=2"])
+@pytest.mark.parametrize("layout", [slow("fsdp=4"), "fsdp=2,remat=full,microbatches=2"])
 def test_weights_gathered_one_layer_ahead_change_nothing(layout):
     program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
     assert len(program.lowering.prefetched) > 4
@@ -125,7 +126,7 @@ def test_zero_3_keeps_no_gathered_weight():
     assert growth < layer / 2
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4,zero=1", "fsdp=2,tensor=2,zero=2"])
+@pytest.mark.parametrize("layout", [slow("fsdp=4,zero=1"), "fsdp=2,tensor=2,zero=2"])
 def test_bfloat16_at_every_level_of_zero(layout):
     program = lower(layout, TINY, compute_dtype=jnp.bfloat16)
     _, gradients = program.gradients(program.init(0), batch())

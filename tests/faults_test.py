@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from marks import slow
 
 from experiments import metrics
 
@@ -64,14 +65,10 @@ def pids(logs, process):
     return [int(pid) for pid in re.findall(r"pid (\d+)", said)]
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "moment, process, number, says",
     [
-        ("step", 1, signal.SIGKILL, "process 1 ended with code 137"),
+        slow("step", 1, signal.SIGKILL, "process 1 ended with code 137"),
         slow("step", 0, signal.SIGKILL, "process 0 ended with code 137"),
         slow("step", 1, signal.SIGTERM, "ended with code 75"),
         slow("step", 1, signal.SIGSTOP, "ended with code 76"),

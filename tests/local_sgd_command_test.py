@@ -53,6 +53,7 @@ def test_settings_that_cannot_be_meant(settings, error, words):
         building.make_mode(configured(*settings))
 
 
+@pytest.mark.slow
 def test_a_run_of_replicas_resumes_onto_synchronous_training(tmp_path, capsys):
     path = tmp_path / "text.txt"
     words = ["alpha ", "beta ", "gamma ", "delta "]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 from tiny_models import batch, host, lower, model
 
 import meshpar
@@ -77,9 +78,9 @@ def delayed(optimizer, stages, num, of, seed=0):
 @pytest.mark.parametrize(
     "layout, optimizer, of",
     [
-        ("pipe=2,data=2,microbatches=8", optax.sgd(0.3, momentum=0.9), DEEP),
+        slow("pipe=2,data=2,microbatches=8", optax.sgd(0.3, momentum=0.9), DEEP),
         ("pipe=4,microbatches=8", optax.adam(1e-3), bent_embedding()),
-        ("pipe=2,tensor=2,microbatches=4,remat=full", optax.sgd(0.3), DEEP),
+        slow("pipe=2,tensor=2,microbatches=4,remat=full", optax.sgd(0.3), DEEP),
     ],
 )
 def test_equals_delayed_sgd(layout, optimizer, of):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import slow
 from tiny_models import batch, host, lower, model, relative_error
 
 import meshpar
@@ -58,22 +59,22 @@ def test_evaluation_runs_through_the_stages(layout):
 
 LAYOUTS = [
     "pipe=2,microbatches=4,schedule=gpipe",
-    "pipe=8,microbatches=8",
-    "pipe=4,data=2,microbatches=8,stash=residuals",
+    slow("pipe=8,microbatches=8"),
+    slow("pipe=4,data=2,microbatches=8,stash=residuals"),
     "pipe=2,fsdp=4,zero=1,microbatches=4",
     "pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,stash=residuals",
     "pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full",
     "pipe=4,tensor=2,microbatches=4,virtual_stages=2",
-    "pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,stash=residuals",
-    "pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots",
+    slow("pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,stash=residuals"),
+    slow("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots"),
     "pipe=3,fsdp=2,microbatches=2",
     "pipe=2,data=2,microbatches=4,partition=3/5,stash=residuals",
-    "pipe=4,fsdp=2,microbatches=8,schedule=zb_h1",
-    "pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe",
+    slow("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1"),
+    slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe"),
     "pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe",
     "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,stash=residuals,control=uniform",
     "pipe=2,data=2,microbatches=4,schedule=zb_h1,stash=residuals",
-    "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,control=uniform",
+    slow("pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,control=uniform"),
 ]
 
 
@@ -173,14 +174,14 @@ def test_auxiliary_losses_travel_with_the_activations():
     assert relative_error(gradients, want) < 1e-5
 
 
-@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+@pytest.mark.parametrize("stash", ["inputs", slow("residuals")])
 def test_dropout_does_not_depend_on_the_schedule(stash):
     kind = "schedule=gpipe" if stash == "inputs" else "virtual_stages=2,remat=full"
     layout = f"pipe=2,data=2,microbatches=4,stash={stash},{kind}"
     assert_equals_one_device(layout, "noisy", microbatches=4)
 
 
-@pytest.mark.parametrize("vocab", ["edge", "pipe"])
+@pytest.mark.parametrize("vocab", [slow("edge"), "pipe"])
 def test_bfloat16_adds_gradients_up_in_float32(vocab):
     layout = f"pipe=2,fsdp=2,microbatches=8,vocab={vocab}"
     program = lower(layout, DEEP, compute_dtype=jnp.bfloat16)
@@ -210,7 +211,7 @@ def test_training_is_the_same_and_checkpoints_know_no_schedule():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
 def test_memory_does_not_grow_with_the_microbatches(schedule):
     sizes = []
     for num in (8, 32):

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from marks import slow
 from tiny_models import batch, config, host, lower, model, relative_error
 
 import meshpar
@@ -25,6 +26,8 @@ LAYOUTS = [
     "data=2,fsdp=2,tensor=2",
     "fsdp=4,tensor=2,microbatches=2",
 ]
+LINEN = "fsdp=8,zero=3", "data=2,fsdp=2,tensor=2"
+"""Those under which the Linen model is tried, too, by default."""
 
 
 @functools.cache
@@ -49,7 +52,16 @@ def one_device(framework):
     return trained(lower("data=1", cached_model(framework), clip_norm=1.0))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "framework, layout",
+    [
+        *(("nnx", layout) for layout in LAYOUTS),
+        *(
+            (pytest.param if layout in LINEN else slow)("linen", layout)
+            for layout in LAYOUTS
+        ),
+    ],
+)
 def test_equals_one_device(framework, layout):
     program = lower(layout, cached_model(framework), clip_norm=1.0)
     initial, gradients, losses, state = trained(program)

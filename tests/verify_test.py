@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
+from marks import slow
 from tiny_models import batch, lower, model
 
 from meshpar.contract import Contract
@@ -29,7 +30,7 @@ def test_equal_layouts_are_equal():
     assert tensors == set(TINY.params)
 
 
-@pytest.mark.parametrize("path", ["blocks/mlp_norm/scale", "head"])
+@pytest.mark.parametrize("path", [slow("blocks/mlp_norm/scale"), "head"])
 def test_a_wrong_gradient_is_named(path):
     """Off by a ten-thousandth in the gradient of one tensor, exact in the loss."""
 

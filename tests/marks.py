@@ -1,0 +1,10 @@
+"""What is left out by default."""
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """Parameters of a test that only `-m slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
