@@ -153,7 +153,7 @@ def buckets(
 
 
 def is_large(whole_bytes: int) -> bool:
-    """Whether a tensor travels alone for its size, and around rings."""
+    """Whether a tensor travels alone for its size."""
     return 4 * whole_bytes >= BUCKET_BYTES
 
 
@@ -234,7 +234,7 @@ def reduce_scatter(
     Args:
       whole: {path: this device's addend}; call inside shard_map.
       placements: of the same paths.
-      rings: for large tensors and buckets.
+      rings: for all of them.
     """
     scatter = functools.partial(_reduce_scatter, placements=placements, rings=rings)
     return locally(scatter, whole, placements)
@@ -255,16 +255,14 @@ def _reduce_scatter(
         group = {path: x for path, x in split.items() if placements[path].axes == axes}
         n = lax.axis_size(axes)
         for paths in buckets(group, placements, 1):
-            moved = sum(group[path].nbytes for path in paths)
-            around = rings if is_large(moved) else NO_RINGS
             if len(paths) > 1:
                 shards |= _scatter_bucket(
-                    {p: group[p] for p in paths}, placements, n, around
+                    {p: group[p] for p in paths}, placements, n, rings
                 )
                 continue
             x = group[paths[0]]
             for dim, dim_axes in placements[paths[0]].splits:
-                x = _scatter_dim(x, dim, dim_axes, around)
+                x = _scatter_dim(x, dim, dim_axes, rings)
             shards[paths[0]] = x
     return shards
 

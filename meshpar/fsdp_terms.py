@@ -66,10 +66,8 @@ class FsdpTerms:
         for axes in dict.fromkeys(placements[path].axes for path in split):
             group = {p: x for p, x in split.items() if placements[p].axes == axes}
             for paths in fsdp.buckets(group, placements, 1):
-                moved = sum(num_bytes(group[path]) for path in paths)
-                # Buckets are gathered at once, whatever they hold.
-                large = fsdp.is_large(moved) and (scatters or len(paths) == 1)
-                around = rings if large else fsdp.NO_RINGS
+                large = len(paths) == 1 and fsdp.is_large(num_bytes(group[paths[0]]))
+                around = rings if scatters or large else fsdp.NO_RINGS
                 for stage_axes, size in self._stages(kind, paths, group, placements):
                     ringed = fsdp.has_rings(stage_axes, around)
                     total = found.setdefault((stage_axes, ringed), [0, 0])
