@@ -10,10 +10,7 @@ from collections.abc import Iterable, Iterator
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
-    """Collects the lines that are written to standard error, all of them at the end.
-
-    Those that `rematerialized` makes something of are kept; the others are passed on.
-    """
+    """Collects what is written to standard error, and passes it on at the end."""
     log: list[str] = []
     sys.stderr.flush()
     saved = os.dup(2)
@@ -28,8 +25,7 @@ def captured() -> Iterator[list[str]]:
             file.seek(0)
             log += file.read().decode(errors="replace").splitlines()
             for line in log:
-                if "rematerialization" not in line:
-                    print(line, file=sys.stderr)
+                print(line, file=sys.stderr)
 
 
 def rematerialized(log: Iterable[str]) -> Iterator[str]:

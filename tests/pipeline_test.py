@@ -232,7 +232,7 @@ def test_a_schedule_of_ones_own_trains(monkeypatch):
     monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
 
     @schedules.register("slow")
-    def slow(num_stages, num_microbatches, num_chunks):
+    def sluggish(num_stages, num_microbatches, num_chunks):
         """1F1B with an idle tick after every one."""
         made = schedules.make("1f1b", num_stages, num_microbatches)
         twice = [
