@@ -135,11 +135,12 @@ class Explicit(Lowering):
         return self.mesh.devices.flat[0].platform == "cpu"
 
     @functools.cached_property
-    def scatter_rings(self) -> fsdp.Rings:
-        """The rings around which gradients are reduce-scattered.
+    def rings(self) -> fsdp.Rings:
+        """The rings that hide: around them go gradients, and weights one layer ahead.
 
         TPUs run a reduce_scatter alone, or as an all_reduce (16 chips and more, seen
-        with libtpu 0.0.51); steps of a ring hide behind the backward pass.
+        with libtpu 0.0.51); steps of a ring hide behind the backward pass. A prefetched
+        weight has all of a layer's time, but one matmul hides only one all_gather.
         """
         if self.mesh.devices.flat[0].platform != "tpu":
             return fsdp.NO_RINGS
@@ -153,15 +154,7 @@ class Explicit(Lowering):
         has nothing to hide behind, outside the layers, is gathered at once.
         """
         gathers_beside = self.mesh.devices.flat[0].device_kind == "TPU v5 lite"
-        return fsdp.NO_RINGS if gathers_beside else self.scatter_rings
-
-    @property
-    def prefetch_rings(self) -> fsdp.Rings:
-        """The rings around which a layer's weights are gathered one layer ahead.
-
-        They have all the layer's time, but one matmul of it hides only one all_gather.
-        """
-        return self.scatter_rings
+        return fsdp.NO_RINGS if gathers_beside else self.rings
 
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which weights of a compute dtype travel."""
@@ -317,7 +310,7 @@ class Explicit(Lowering):
     def _reduce_scatter(
         self, whole: Params, placements: dict[str, Placement]
     ) -> Params:
-        return fsdp.reduce_scatter(whole, placements, self.scatter_rings)
+        return fsdp.reduce_scatter(whole, placements, self.rings)
 
     def _loss(
         self, leaves: Params, whole: Params, batch: Any, key: Key
@@ -357,7 +350,7 @@ class Explicit(Lowering):
 
     def _whole_layer(self, leaves: Params, whole: Params) -> Params:
         ahead = self.prefetched.issuperset(leaves)
-        rings = self.prefetch_rings if ahead else self.gather_rings
+        rings = self.rings if ahead else self.gather_rings
         return self._whole(leaves, whole, self.layer_placements, rings)
 
     def _whole(

@@ -135,7 +135,7 @@ def _gather_terms(lowering: Explicit, declared: FsdpTerms) -> Iterator[Term]:
     for name, runs, depth in lowering.layer_passes:
         inside, early = f"layer by layer, {name}", f"one layer ahead, {name}"
         yield from gathers(layer, layers, runs * depth, f"{why}: {inside}", rings)
-        times, around = runs * (depth + 1), lowering.prefetch_rings
+        times, around = runs * (depth + 1), lowering.rings
         yield from gathers(ahead, layers, times, f"{why}: {early}", around)
 
 
@@ -145,7 +145,7 @@ def _scatter_terms(
     """Reduce_scatters of gradients, which are added up in the dtype `kept`."""
     layout, split = lowering.plan.layout, lowering.model.staged.split
     scatters = functools.partial(
-        declared.split_terms, "reduce_scatter", rings=lowering.scatter_rings
+        declared.split_terms, "reduce_scatter", rings=lowering.rings
     )
     early, why = lowering.reduces_shared_early, f"zero={layout.zero}: gradients"
     shared = split(_stage_shapes(lowering, None if early else kept))[0]

@@ -44,8 +44,9 @@ def main(_: Sequence[str]) -> int:
     """Prints the figures of both and the ratio of their times."""
     config = command_line.config_from_flags()
     meshpar.simulate(1)
-    layout = meshpar.layouts.parse(config.layout)
-    program = building.make_program(config, layout, mesh.topology(TOPOLOGY.value))
+    devices = mesh.topology(TOPOLOGY.value)
+    layout = meshpar.layouts.parse(config.layout or f"fsdp={len(devices)}")
+    program = building.make_program(config, layout, devices)
     sizes = dict(program.mesh.shape)
     step, init = by_hand.step_and_init(config, program)
     own = step.lower(init.eval_shape(), program.abstract_batch)
