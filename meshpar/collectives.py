@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar import ring_steps
-
 Axis = str | tuple[str, ...]
 
 
@@ -116,6 +114,23 @@ def _check_torus(axis: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"a torus of {shape} is not axis {axis!r} of {n} devices")
 
 
+def _rings(axis: str, shape: tuple[int, ...]) -> list[tuple[jax.Array, int, list]]:
+    """The rings through a device, one per dim of a torus in row order.
+
+    Returns:
+      (the device's place on the ring, size of the ring, who sends to whom) of each.
+    """
+    i, found, stride = lax.axis_index(axis), [], math.prod(shape)
+    for size in shape:
+        whole, stride = stride, stride // size
+        pairs = [
+            (j, j // whole * whole + (j + stride) % whole)
+            for j in range(math.prod(shape))
+        ]
+        found.append((i // stride % size, size, pairs))
+    return found
+
+
 def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
     """`all_gather` as n-1 steps around a ring; each step can overlap with compute.
 
@@ -132,8 +147,8 @@ def torus_all_gather(
 ) -> jax.Array:
     """`all_gather` around the rings of a torus, the last dim first.
 
-    It takes sum(shape) - len(shape) steps (`ring_steps`: of many devices len(shape)
-    more), and moves the same bytes as one ring; each step can overlap with compute.
+    It takes sum(shape) - len(shape) steps, and moves the same bytes as one ring; each
+    step can overlap with compute.
 
     Args:
       x: this device's part.
@@ -145,16 +160,14 @@ def torus_all_gather(
       ValueError: the axis is no torus of that shape.
     """
     _check_torus(axis, shape)
-    i = lax.axis_index(axis)
-    for ring in reversed(ring_steps.rings(shape)):
-        length, place = x.shape[dim], ring.place(i)
-        whole = (*x.shape[:dim], ring.size * length, *x.shape[dim + 1 :])
+    for place, size, pairs in reversed(_rings(axis, shape)):
+        length = x.shape[dim]
+        whole = (*x.shape[:dim], size * length, *x.shape[dim + 1 :])
         out = lax.pcast(jnp.zeros(whole, x.dtype), _missing(x, axis), to="varying")
-        out = lax.dynamic_update_slice_in_dim(out, x, place * length, dim)
-        for step in range(ring.num_steps):
-            came = lax.ppermute(x, axis, ring.pairs(step))
-            x = jnp.where(ring.rests(i, step), x, came)
-            start = (place - ring.moved(i, step)) % ring.size * length
+        for step in range(size):
+            if step:
+                x = lax.ppermute(x, axis, pairs)
+            start = (place - step) % size * length
             out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
         x = out
     return x
@@ -179,8 +192,8 @@ def torus_reduce_scatter(
 ) -> jax.Array:
     """`reduce_scatter` around the rings of a torus, the first dim first.
 
-    It takes sum(shape) - len(shape) steps (`ring_steps`: of many devices len(shape)
-    more), and moves the same bytes as one ring; each step can overlap with compute.
+    It takes sum(shape) - len(shape) steps, and moves the same bytes as one ring; each
+    step can overlap with compute.
 
     Args:
       x: this device's addend.
@@ -194,14 +207,11 @@ def torus_reduce_scatter(
     """
     _check_divides("reduce_scatter by rings", x, axis, dim)
     _check_torus(axis, shape)
-    i = lax.axis_index(axis)
-    for ring in ring_steps.rings(shape):
-        last = ring.place(i) - 1
-        total = _part(x, last, ring.size, dim)
-        for step in range(ring.num_steps):
-            came = lax.ppermute(total, axis, ring.pairs(step))
-            came += _part(x, last - ring.moved(i, step), ring.size, dim)
-            total = jnp.where(ring.rests(i, step), total, came)
+    for place, size, pairs in _rings(axis, shape):
+        total = _part(x, place - 1, size, dim)
+        for step in range(1, size):
+            total = lax.ppermute(total, axis, pairs)
+            total += _part(x, place - 1 - step, size, dim)
         x = total
     return x
 

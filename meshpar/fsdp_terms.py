@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar import fsdp, ring_steps
+from meshpar import fsdp
 from meshpar.contract import Term
 from meshpar.fsdp import Placement
 
@@ -76,9 +76,8 @@ class FsdpTerms:
         for (axes, ringed), (count, size) in found.items():
             ways, kind_found, why_found = self.ways(axes), kind, why
             if ringed:
-                dims = ring_steps.rings(rings[axes[0]])
-                count *= sum(dim.num_steps for dim in dims)
-                size = sum(dim.num_steps * size * dim.stride // ways for dim in dims)
+                count *= sum(shape := rings[axes[0]]) - len(shape)
+                size = size // ways * (ways - 1)
                 kind_found, why_found = "permute", f"{why}, around rings"
             yield Term(
                 kind_found,

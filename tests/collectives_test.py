@@ -1,7 +1,6 @@
 """Every pattern equals its definition, and moves what its formula says."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import collectives as c
-from meshpar import compiled, cost, ring_steps
+from meshpar import compiled, cost
 
 N, ROOT = 8, 3
 X = np.random.default_rng(0).integers(-9, 9, (N, 16, 3)).astype(np.float32)
@@ -28,16 +27,6 @@ def only_root(value):
 
 def parts(value, dim=0):
     return np.stack(np.split(value, N, axis=dim))
-
-
-def in_turns(pattern):
-    """As rings move on a torus of many devices."""
-
-    def call(x, axis):
-        with mock.patch.object(ring_steps, "MOST_TOGETHER", 1):
-            return pattern(x, axis)
-
-    return call
 
 
 JOINED = np.concatenate(list(X))
@@ -92,16 +81,6 @@ PATTERNS = {
         functools.partial(c.torus_reduce_scatter, shape=(2, 2, 2)),
         parts(SUM),
         {"permute": [WHOLE // 2, WHOLE // 4, WHOLE // 8]},
-    ),
-    "torus_reduce_scatter, in turns": (
-        in_turns(functools.partial(c.torus_reduce_scatter, shape=(4, 2))),
-        parts(SUM),
-        {"permute": [WHOLE // 4] * 4 + [WHOLE // 8] * 2},
-    ),
-    "torus_all_gather, in turns": (
-        in_turns(functools.partial(c.torus_all_gather, shape=(2, 4))),
-        everywhere(JOINED),
-        {"permute": [WHOLE] * 4 + [4 * WHOLE] * 2},
     ),
     "torus_all_gather": (
         functools.partial(c.torus_all_gather, shape=(2, 4)),
