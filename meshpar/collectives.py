@@ -9,7 +9,9 @@ Source: Chan et al., Collective Communication: Theory, Practice, and Experience,
   Learning with the Parameter Server, OSDI 2014, section 3 (push and pull).
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +190,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
 
 
 def torus_reduce_scatter(
-    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0
+    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0, loop: bool = False
 ) -> jax.Array:
     """`reduce_scatter` around the rings of a torus, the first dim first.
 
@@ -200,6 +202,7 @@ def torus_reduce_scatter(
       axis: one mesh axis.
       shape: of the torus that the axis is, in row order.
       dim: dim that is scattered.
+      loop: whether the steps of a ring are a loop: soon compiled, and run alone.
 
     Raises:
       ValueError: the dim does not divide over the axis, or the axis is no torus of that
@@ -207,13 +210,30 @@ def torus_reduce_scatter(
     """
     _check_divides("reduce_scatter by rings", x, axis, dim)
     _check_torus(axis, shape)
-    for place, size, pairs in _rings(axis, shape):
-        total = _part(x, place - 1, size, dim)
-        for step in range(1, size):
-            total = lax.ppermute(total, axis, pairs)
-            total += _part(x, place - 1 - step, size, dim)
-        x = total
+    for ring in _rings(axis, shape):
+        place, size, _ = ring
+        pass_on = functools.partial(_pass_on, x=x, axis=axis, ring=ring, dim=dim)
+        x = _part(x, place - 1, size, dim)
+        if loop:
+            x = lax.fori_loop(1, size, pass_on, x)
+        else:
+            for step in range(1, size):
+                x = pass_on(step, x)
     return x
+
+
+def _pass_on(
+    step: int | jax.Array,
+    total: jax.Array,
+    x: jax.Array,
+    axis: str,
+    ring: Any,
+    dim: int,
+) -> jax.Array:
+    """The sum that a device hands on after a step: what came, and its own part."""
+    place, size, pairs = ring
+    came = lax.ppermute(total, axis, pairs)
+    return came + _part(x, place - 1 - step, size, dim)
 
 
 def _part(x: jax.Array, number: jax.Array, size: int, dim: int) -> jax.Array:

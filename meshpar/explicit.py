@@ -144,7 +144,14 @@ class Explicit(Lowering):
         """
         if self.mesh.devices.flat[0].platform != "tpu":
             return fsdp.NO_RINGS
-        return {axis: torus.ring_shape(self.mesh, axis) for axis in self.batch_axes}
+        return fsdp.Rings(
+            {axis: torus.ring_shape(self.mesh, axis) for axis in self.batch_axes}
+        )
+
+    @property
+    def loop_rings(self) -> fsdp.Rings:
+        """The rings of gradients that exist after all compute: outside the layers."""
+        return dataclasses.replace(self.rings, loop=True)
 
     @property
     def gather_rings(self) -> fsdp.Rings:
@@ -301,16 +308,13 @@ class Explicit(Lowering):
         """What is whole yet reduce-scattered, layer by layer to save memory."""
         shared, stack = self.model.staged.split(gradients)
         if self._splits_any and not self.reduces_shared_early:
-            shared = self._reduce_scatter(shared, self.placements)
+            shared = fsdp.reduce_scatter(shared, self.placements, self.loop_rings)
         if self._splits_any and not self.reduces_early:
-            layers = self.layer_placements
-            stack = lax.map(lambda layer: self._reduce_scatter(layer, layers), stack)
+            layers, rings = self.layer_placements, self.loop_rings
+            stack = lax.map(
+                lambda layer: fsdp.reduce_scatter(layer, layers, rings), stack
+            )
         return {**shared, **stack}
-
-    def _reduce_scatter(
-        self, whole: Params, placements: dict[str, Placement]
-    ) -> Params:
-        return fsdp.reduce_scatter(whole, placements, self.rings)
 
     def _loss(
         self, leaves: Params, whole: Params, batch: Any, key: Key
@@ -328,7 +332,7 @@ class Explicit(Lowering):
             placements = staged.split(self.placements)[0]
             shared = fsdp.gather_with(
                 lambda leaves: self._whole(leaves, whole_shared, placements),
-                lambda gradient: self._reduced(gradient, placements),
+                lambda gradient: self._reduced(gradient, placements, self.loop_rings),
             )(shared)
         return staged.loss({**self.cast(shared), **stack}, batch, key, scan)
 
@@ -344,7 +348,7 @@ class Explicit(Lowering):
         return LayerScan(
             one,
             self._whole_layer,
-            functools.partial(self._reduced, placements=placements),
+            lambda gradient: self._reduced(gradient, placements, self.rings),
             self.prefetched,
         )
 
@@ -365,10 +369,12 @@ class Explicit(Lowering):
             return fsdp.gather(leaves, placements, rings)
         return whole if self.reduces_early else leaves
 
-    def _reduced(self, gradient: Params, placements: dict[str, Placement]) -> Params:
+    def _reduced(
+        self, gradient: Params, placements: dict[str, Placement], rings: fsdp.Rings
+    ) -> Params:
         """Gradient of what is differentiated, from that of the whole weights."""
         if self.reduces_early:
-            return self._reduce_scatter(gradient, placements)
+            return fsdp.reduce_scatter(gradient, placements, rings)
         return gradient
 
     def _remat(self, one: Any) -> Any:

@@ -27,12 +27,27 @@ from meshpar.plan import Spec, partition_spec
 
 Array = jax.Array
 Params = dict[str, Array]
-Rings = Mapping[str, tuple[int, ...]]
-"""{axis: torus whose rings tensors are passed around, step by step beside compute}.
 
-Over other axes one collective moves them.
-"""
-NO_RINGS: Rings = types.MappingProxyType({})
+
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """What is passed around rings, step by step; over other axes at once.
+
+    Attributes:
+      shapes: {axis: the torus that it is}.
+      loop: whether the steps of a reduce_scatter are a loop, which is soon compiled,
+        for what no compute could hide.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    loop: bool = False
+
+    def has(self, axes: tuple[str, ...]) -> bool:
+        """Whether what is split over these axes goes around rings."""
+        return len(axes) == 1 and axes[0] in self.shapes
+
+
+NO_RINGS = Rings(types.MappingProxyType({}))
 
 BUCKET_BYTES = 4 * 2**20
 """Whole size of one bucket; tensors of a quarter of it or more travel alone."""
@@ -157,11 +172,6 @@ def is_large(whole_bytes: int) -> bool:
     return 4 * whole_bytes >= BUCKET_BYTES
 
 
-def has_rings(axes: tuple[str, ...], rings: Rings) -> bool:
-    """Whether what is split over these axes goes around rings."""
-    return len(axes) == 1 and axes[0] in rings
-
-
 def gather(
     shards: Params, placements: Mapping[str, Placement], rings: Rings = NO_RINGS
 ) -> Params:
@@ -203,8 +213,8 @@ def _gather(
 
 
 def _gather_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Array:
-    if has_rings(axes, rings):
-        return collectives.torus_all_gather(x, axes[0], rings[axes[0]], dim)
+    if rings.has(axes):
+        return collectives.torus_all_gather(x, axes[0], rings.shapes[axes[0]], dim)
     return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -241,8 +251,9 @@ def reduce_scatter(
 
 
 def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: Rings) -> Array:
-    if has_rings(axes, rings):
-        return collectives.torus_reduce_scatter(rows, axes[0], rings[axes[0]])
+    if rings.has(axes):
+        shape = rings.shapes[axes[0]]
+        return collectives.torus_reduce_scatter(rows, axes[0], shape, loop=rings.loop)
     return lax.psum_scatter(rows, axes, tiled=True)
 
 
@@ -279,7 +290,7 @@ def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Arr
     """Reduce-scatters along one dim, as rows of a matrix."""
     n = lax.axis_size(axes)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    if has_rings(axes, rings) and math.prod(shard[dim:]) < _TILE[1]:
+    if rings.has(axes) and math.prod(shard[dim:]) < _TILE[1]:
         # Columns fewer than a tile's would be padded, those of all devices at once.
         front = jnp.moveaxis(x, dim, 0)
         part = _scatter_rows(front.reshape(len(front), -1), axes, rings)

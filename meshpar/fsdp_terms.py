@@ -69,14 +69,14 @@ class FsdpTerms:
                 large = len(paths) == 1 and fsdp.is_large(num_bytes(group[paths[0]]))
                 around = rings if scatters or large else fsdp.NO_RINGS
                 for stage_axes, size in self._stages(kind, paths, group, placements):
-                    ringed = fsdp.has_rings(stage_axes, around)
+                    ringed = around.has(stage_axes)
                     total = found.setdefault((stage_axes, ringed), [0, 0])
                     total[0] += 1
                     total[1] += size
         for (axes, ringed), (count, size) in found.items():
             ways, kind_found, why_found = self.ways(axes), kind, why
             if ringed:
-                count *= sum(shape := rings[axes[0]]) - len(shape)
+                count *= sum(shape := rings.shapes[axes[0]]) - len(shape)
                 size = size // ways * (ways - 1)
                 kind_found, why_found = "permute", f"{why}, around rings"
             yield Term(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import local_contract, replicas
+from meshpar import local_contract, replicas, torus
 from meshpar.flax_models import Params
 from meshpar.local_sgd import LocalSGD, Schedule, Transfer, check_arrival
 from meshpar.local_steps import ON_DEVICES, STACKED, WHOLE, LocalState, LocalSteps
@@ -101,6 +101,7 @@ class LocalProgram(TrainProgram):
                 stepped,
                 donate_argnums=0,
                 out_shardings=(self.state_shardings, replicated),
+                compiler_options=torus.compiler_options(self.mesh),
             ).lower(self.abstract_state, self.abstract_batch, *index)
 
     def step_program(self, what: Transfer | None) -> jax.stages.Compiled:

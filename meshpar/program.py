@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar import compiled, compiler_log, traffic
+from meshpar import compiled, compiler_log, torus, traffic
 from meshpar.compiled import Collective
 from meshpar.contract import Contract
 from meshpar.flax_models import Model, Params
@@ -143,6 +143,7 @@ class TrainProgram:
                 self._traced(self.lowering.train_step),
                 donate_argnums=0,
                 out_shardings=(self.state_shardings, self._whole),
+                compiler_options=torus.compiler_options(self.mesh),
             ).lower(self.abstract_state, self.abstract_batch)
 
     @functools.cached_property

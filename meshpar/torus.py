@@ -50,6 +50,23 @@ def ring_shape(mesh: Mesh, axis: str) -> tuple[int, ...]:
     return tuple(n for n in (rows, size // rows) if n > 1)
 
 
+def compiler_options(mesh: Mesh) -> dict[str, str] | None:
+    """What a TPU's compiler is told of a step's rings.
+
+    For a permute that all devices take part in, libtpu writes code for every pair of
+    them: 0.2 s of CPU for 256 chips of v5e, 0.3 s for v5p. Of many devices it shall
+    look the way up, as it does where a pair is missing: 0.03 s, and 0.06 s per MB.
+    """
+    if mesh.devices.flat[0].platform != "tpu" or mesh.size <= _MOST_WRITTEN_OUT:
+        return None
+    most = "xla_tpu_max_collective_permute_tree_core_location_devices"
+    return {most: str(_MOST_WRITTEN_OUT)}
+
+
+_MOST_WRITTEN_OUT = 64
+"""Devices; with more, the lookup is the sooner compiled (libtpu 0.0.51)."""
+
+
 def _ring(line: list[int]) -> list[int]:
     """The order along a line of chips: folded, 0 2 4 ... 5 3 1, if they are neighbours.
 

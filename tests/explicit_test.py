@@ -66,7 +66,7 @@ def test_equals_the_automatic_lowering(layout):
     "gather_rings, kinds",
     [
         (fsdp.NO_RINGS, {"all_gather", "permute"}),
-        ({"fsdp": (4,)}, {"permute"}),
+        (fsdp.Rings({"fsdp": (4,)}), {"permute"}),
     ],
 )
 def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
@@ -75,7 +75,7 @@ def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
     layout = "data=2,fsdp=4,prefetch=attention/q"
     want = lower(layout, TINY)
     _, gradients = want.gradients(want.init(0), batch())
-    monkeypatch.setattr(Explicit, "rings", {"fsdp": (2, 2)})
+    monkeypatch.setattr(Explicit, "rings", fsdp.Rings({"fsdp": (2, 2)}))
     monkeypatch.setattr(Explicit, "gather_rings", gather_rings)
     program = lower(layout, TINY)
     _, got = program.gradients(program.init(0), batch())
