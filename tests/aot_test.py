@@ -100,6 +100,28 @@ def test_rings_follow_the_chips_and_send_asynchronously():
 
 
 @tpu
+def test_permutes_of_many_chips_are_not_written_out_pair_by_pair():
+    def body(x_BD):
+        return collectives.torus_reduce_scatter(x_BD, "fsdp", shape, loop=True)
+
+    chips = mesh.make_mesh(layouts.parse("fsdp=256"), mesh.topology("v5e:16x16"))
+    shape, spec = torus.ring_shape(chips, "fsdp"), PartitionSpec("fsdp")
+    x = jax.ShapeDtypeStruct(
+        (256 * 256, 128), jnp.bfloat16, sharding=NamedSharding(chips, spec)
+    )
+    mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
+    options = torus.compiler_options(chips)
+    code = [
+        jax.jit(mapped, compiler_options=told).lower(x).compile().memory_analysis()
+        for told in (None, options)
+    ]
+    written_out, looked_up = (one.generated_code_size_in_bytes for one in code)
+    assert looked_up < 0.7 * written_out
+    few = mesh.make_mesh(layouts.parse("fsdp=8"), mesh.topology("v5e:2x4"))
+    assert torus.compiler_options(few) is None
+
+
+@tpu
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved,virtual_stages=2"])
 def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):
     """Eight microbatches and 32: the same temporary bytes, within 1%."""
