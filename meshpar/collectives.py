@@ -11,7 +11,6 @@ Source: Chan et al., Collective Communication: Theory, Practice, and Experience,
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +226,7 @@ def _pass_on(
     total: jax.Array,
     x: jax.Array,
     axis: str,
-    ring: Any,
+    ring: tuple[jax.Array, int, list],
     dim: int,
 ) -> jax.Array:
     """The sum that a device hands on after a step: what came, and its own part."""

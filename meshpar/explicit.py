@@ -150,7 +150,7 @@ class Explicit(Lowering):
 
     @property
     def loop_rings(self) -> fsdp.Rings:
-        """The rings of gradients that exist after all compute: outside the layers."""
+        """The rings that nothing hides: outside the layers, and once a step."""
         return dataclasses.replace(self.rings, loop=True)
 
     @property

@@ -1,4 +1,4 @@
-"""Where rings lie on the torus of TPU chips: the order of devices along a mesh axis.
+"""Rings on the torus of TPU chips: the order of devices along a mesh axis.
 
 A chip has links to its neighbours alone. TPUs send beside compute over at most two of
 them (v5e from 32 chips on, seen with libtpu 0.0.51), and a ring that runs along a line
@@ -50,8 +50,12 @@ def ring_shape(mesh: Mesh, axis: str) -> tuple[int, ...]:
     return tuple(n for n in (rows, size // rows) if n > 1)
 
 
+_MOST_WRITTEN_OUT = 64
+"""Devices of a permute; with more, a lookup is the sooner compiled (libtpu 0.0.51)."""
+
+
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-    """What a TPU's compiler is told of a step's rings.
+    """What a TPU's compiler is told of the permutes that rings are made of.
 
     For a permute that all devices take part in, libtpu writes code for every pair of
     them: 0.2 s of CPU for 256 chips of v5e, 0.3 s for v5p. Of many devices it shall
@@ -61,10 +65,6 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
         return None
     most = "xla_tpu_max_collective_permute_tree_core_location_devices"
     return {most: str(_MOST_WRITTEN_OUT)}
-
-
-_MOST_WRITTEN_OUT = 64
-"""Devices; with more, the lookup is the sooner compiled (libtpu 0.0.51)."""
 
 
 def _ring(line: list[int]) -> list[int]:

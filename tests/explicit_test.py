@@ -63,19 +63,19 @@ def test_equals_the_automatic_lowering(layout):
 
 
 @pytest.mark.parametrize(
-    "gather_rings, kinds",
+    "shape, gather_rings, kinds",
     [
-        (fsdp.NO_RINGS, {"all_gather", "permute"}),
-        (fsdp.Rings({"fsdp": (4,)}), {"permute"}),
+        ((2, 2), fsdp.NO_RINGS, {"all_gather", "permute"}),
+        ((4,), fsdp.Rings({"fsdp": (4,)}), {"permute"}),
     ],
 )
-def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
+def test_around_rings_gradients_are_the_same(monkeypatch, shape, gather_rings, kinds):
     """As on TPUs, where a ring's steps hide behind compute."""
     monkeypatch.setattr(fsdp, "BUCKET_BYTES", 64)
     layout = "data=2,fsdp=4,prefetch=attention/q"
     want = lower(layout, TINY)
     _, gradients = want.gradients(want.init(0), batch())
-    monkeypatch.setattr(Explicit, "rings", fsdp.Rings({"fsdp": (2, 2)}))
+    monkeypatch.setattr(Explicit, "rings", fsdp.Rings({"fsdp": shape}))
     monkeypatch.setattr(Explicit, "gather_rings", gather_rings)
     program = lower(layout, TINY)
     _, got = program.gradients(program.init(0), batch())
@@ -84,6 +84,10 @@ def test_around_rings_gradients_are_the_same(monkeypatch, gather_rings, kinds):
     depth = TINY.staged.depth
     layered = {one.kind for one in program.collectives if one.executions % depth == 0}
     assert layered == kinds
+    if shape == (4,):  # Outside the layers the three steps of a ring are a loop.
+        once = [one for one in program.collectives if one.executions == 1]
+        prefetches = 2 * 3  # Of the first layer of both passes, step by step.
+        assert [one.kind for one in once].count("permute") == prefetches
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
 
 
