@@ -22,10 +22,11 @@ from absl import flags
 import meshpar
 from experiments import building, command_line, data, hugging_face
 from experiments.config import Config, ConfigError, from_dict
-from meshpar import durable, replicas
-from meshpar.checkpoint import Checkpoints, changed
-from meshpar.durable import Found
+from meshpar.checkpoint import persistent
+from meshpar.checkpoint.checkpoints import Checkpoints, changed_tensor
+from meshpar.checkpoint.persistent import Found
 from meshpar.errors import CheckpointError
+from meshpar.lowering import replicas
 
 flags.adopt_module_key_flags(command_line)
 CAN_RESUME = flags.DEFINE_string(
@@ -48,7 +49,7 @@ def folder_of(path: str) -> pathlib.Path:
     """
     run = pathlib.Path(path)
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if not durable.find(folder):
+    if not persistent.find_checkpoints(folder):
         raise CheckpointError(f"{path} holds no checkpoint; give the folder of a run")
     return folder
 
@@ -93,7 +94,9 @@ def why_not(found: Found, text: str) -> str:
         )
     except meshpar.MeshparError as error:
         return str(error)
-    return durable.why_not(found, program.portable_state, layout.replica)
+    return persistent.reason_not_restorable(
+        found, program.portable_state, layout.replica
+    )
 
 
 def _one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
@@ -117,13 +120,13 @@ def export(newest: Found, to: pathlib.Path) -> None:
     config, program = _one_device(from_dict(newest.metadata["config"]))
     if config.framework != "nnx":
         raise ConfigError(f"framework={config.framework}: only nnx models have names")
-    theirs, wanted = newest.metadata.get(durable.REPLICAS, 1), program.portable_state
+    theirs, wanted = newest.metadata.get(persistent.REPLICAS, 1), program.portable_state
     abstract = replicas.with_replicas(wanted, 1, theirs)
     try:
-        state, _ = durable.read(newest.path.absolute(), abstract, None)
+        state, _ = persistent.read_checkpoint(newest.path.absolute(), abstract, None)
     except Exception as error:
         raise CheckpointError(f"{newest.path} cannot be read: {error}") from error
-    if why := changed(state, None, newest.metadata):
+    if why := changed_tensor(state, None, newest.metadata):
         raise CheckpointError(f"{newest.path} is corrupt: {why}")
     state = replicas.converted(state, theirs, wanted, 1)
     names = hugging_face.write(to, config.model, jax.device_get(state.params))
@@ -137,7 +140,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path) -> None:
       MeshparError: the folder holds a run already, or a model that ours cannot be.
     """
     folder = run / "checkpoints"
-    if durable.find(folder):
+    if persistent.find_checkpoints(folder):
         raise CheckpointError(f"{run} holds a run already: import into a new folder")
     theirs, tensors = hugging_face.read(source)
     config = command_line.config_from_flags()
@@ -168,12 +171,12 @@ def import_weights(run: pathlib.Path, source: pathlib.Path) -> None:
     checkpoints = Checkpoints(folder, program.portable_state)
     with contextlib.closing(checkpoints):
         checkpoints.save(0, state._replace(params=on_device), about)
-    changed = [
+    changed_tensor = [
         f"--set model.{field.name}={getattr(model, field.name)}"
         for field in dataclasses.fields(model)
         if getattr(model, field.name) != getattr(recipe, field.name)
     ]
-    given = [f"--recipe={config.recipe}", f"--workdir={run}", *changed]
+    given = [f"--recipe={config.recipe}", f"--workdir={run}", *changed_tensor]
     print(f"{len(tensors)} tensors are step 0 of a run; go on with the same flags and")
     print("python -m experiments.run", " ".join(given))
 
@@ -190,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
         import_weights(run, pathlib.Path(IMPORT.value))
         return 0
     folder = folder_of(arguments[1])
-    found = durable.find(folder)
+    found = persistent.find_checkpoints(folder)
     if not any(wishes):
         print_list(found, folder.parent / "corrupt")
         return 0

@@ -16,7 +16,7 @@ from absl import app, flags, logging
 import meshpar
 from experiments import recipes
 from experiments.config import Config, ConfigError, with_settings
-from meshpar import clusters, multihost
+from meshpar.multihost import agree, process
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
@@ -93,7 +93,7 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     Raises:
       MeshparError: more devices wished for than exist, or processes that do not fit.
     """
-    who = clusters.place(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    who = process.process_info(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     if PLATFORM.value:
         jax.config.update("jax_platforms", PLATFORM.value.replace("gpu", "cuda"))
     layout = meshpar.layouts.parse(config.layout) if config.layout else None
@@ -106,7 +106,7 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
             f"{processes}"
         )
     meshpar.simulate(wanted // processes)
-    multihost.initialize(who, START_TIMEOUT.value)
+    agree.initialize(who, START_TIMEOUT.value)
     devices = jax.devices()
     if DEVICES.value > len(devices):
         raise meshpar.LayoutError(

@@ -22,7 +22,7 @@ from experiments import building, command_line, data, explain_page
 from experiments.config import Config
 from meshpar import mesh
 from meshpar.errors import MeshparError
-from meshpar.explain import Explanation, Pipeline, explain
+from meshpar.explain.report import Explanation, Pipeline, explain
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(

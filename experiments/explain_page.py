@@ -15,7 +15,7 @@ import matplotlib.figure
 import matplotlib.patches
 import numpy as np
 
-from meshpar.explain import Explanation, Pipeline
+from meshpar.explain.report import Explanation, Pipeline
 
 matplotlib.use("Agg")
 _STYLE = """

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.flax_models import Params
-from meshpar.program import TrainProgram
+from meshpar.arrays import Params
+from meshpar.lowering.program import TrainProgram
 
 
 def sample(

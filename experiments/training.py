@@ -18,10 +18,11 @@ from experiments import building, data, metrics, sampling
 from experiments.config import Config, ConfigError
 from experiments.guards import StopFlag, own_folder
 from experiments.progress import Progress
-from meshpar import cost, multihost
-from meshpar.checkpoint import Checkpoints
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.contracts import cost
 from meshpar.errors import MeshparError
-from meshpar.watchdog import Watchdog
+from meshpar.multihost import agree
+from meshpar.multihost.watchdog import Watchdog
 
 RESTART = 75
 """Exit code of a run stopped by a signal: run the same command again to go on."""
@@ -132,7 +133,7 @@ class Trainer:
     def _check_others(self) -> None:
         """All processes must be about to run the same."""
         local = "set" if self.config.checkpoint_local_dir else ""
-        multihost.check_fingerprint(
+        agree.check_fingerprint(
             {
                 "config": dataclasses.replace(
                     self.config, workdir="", checkpoint_local_dir=local
@@ -162,7 +163,7 @@ class Trainer:
                 int(restored.state.step),
                 metadata["position"],
             )
-            multihost.check_fingerprint({"data position": self._position})
+            agree.check_fingerprint({"data position": self._position})
             self._note = restored.note
             return self.program.as_stored(restored.state, restored.extra)
         return self.program.init(self.config.seed)
@@ -183,7 +184,7 @@ class Trainer:
             position=self._position,
             **self._batch_shape,
         )
-        any_process = multihost.make_any(self.program.mesh)
+        any_process = agree.make_any_process(self.program.mesh)
         pending: collections.deque = collections.deque()
         self._clock, stopping, saved = time.perf_counter(), False, step
         with contextlib.ExitStack() as tracing, self._watchdog:

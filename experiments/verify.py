@@ -19,7 +19,7 @@ from absl import flags
 import meshpar
 from experiments import building, command_line, data
 from experiments.config import ConfigError
-from meshpar import verify
+from meshpar.explain import verify
 
 flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
@@ -32,7 +32,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 """Largest relative error that rounding explains, by compute dtype."""
 
 
-def _table(report: verify.Report) -> rich.table.Table:
+def _table(report: verify.VerifyReport) -> rich.table.Table:
     """The worst error of every tensor over all steps."""
     worst: dict[tuple[str, str], verify.Comparison] = {}
     for c in report.comparisons:

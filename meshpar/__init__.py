@@ -1,25 +1,33 @@
 """meshpar: train any Flax model under any parallel layout with JAX SPMD."""
 
+from meshpar import collectives as collectives
 from meshpar import layouts as layouts
+from meshpar import local_sgd as local_sgd
+from meshpar import mesh as mesh
+from meshpar import schedules as schedules
+from meshpar.compose import lower as lower
 from meshpar.errors import LayoutError as LayoutError
 from meshpar.errors import MeshparError as MeshparError
 from meshpar.errors import StalenessError as StalenessError
-from meshpar.flax_models import Model as Model
-from meshpar.flax_models import Param as Param
-from meshpar.flax_models import from_linen as from_linen
-from meshpar.flax_models import from_nnx as from_nnx
-from meshpar.gossip import Gossip as Gossip
 from meshpar.layouts import Layout as Layout
+from meshpar.layouts import Param as Param
+from meshpar.layouts import Plan as Plan
+from meshpar.local_sgd import Elastic as Elastic
+from meshpar.local_sgd import Gossip as Gossip
+from meshpar.local_sgd import Lerp as Lerp
 from meshpar.local_sgd import LocalSGD as LocalSGD
+from meshpar.local_sgd import Overwrite as Overwrite
+from meshpar.local_sgd import Shift as Shift
 from meshpar.local_sgd import warm_up as warm_up
-from meshpar.lowering import TrainState as TrainState
-from meshpar.merges import Elastic as Elastic
-from meshpar.merges import Lerp as Lerp
-from meshpar.merges import Overwrite as Overwrite
-from meshpar.merges import Shift as Shift
+from meshpar.lowering.program import TrainProgram as TrainProgram
+from meshpar.lowering.state import TrainState as TrainState
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
-from meshpar.plan import Plan as Plan
-from meshpar.program import TrainProgram as TrainProgram
-from meshpar.staged import Stages as Stages
-from meshpar.train_step import lower as lower
+from meshpar.models import LayerStack as LayerStack
+from meshpar.models import Model as Model
+from meshpar.models import from_linen as from_linen
+from meshpar.models import from_nnx as from_nnx
+from meshpar.ops import vocabulary as vocabulary
+
+Stages = LayerStack
+"""The former name of `LayerStack`."""

@@ -17,7 +17,8 @@ from absl import flags
 import meshpar
 from experiments import building, command_line
 from experiments.benchmarks import by_hand
-from meshpar import compiled, mesh
+from meshpar import mesh
+from meshpar.contracts import hlo
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "As in experiments.explain.")
@@ -28,7 +29,7 @@ def compile_timed(name: str, lowered: jax.stages.Lowered, sizes: dict) -> float:
     start = time.process_time()
     made = lowered.compile()
     seconds = time.process_time() - start
-    found = compiled.read(made.as_text(), sizes)
+    found = hlo.parse_hlo(made.as_text(), sizes)
     exposed = sum(one.wire_bytes for one in found if not one.overlapped) / 1e9
     wire = sum(one.wire_bytes for one in found) / 1e9
     peak = made.memory_analysis().peak_memory_in_bytes / 1e9

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 
 import meshpar
 from experiments import building, command_line
-from meshpar import microbatch
-from meshpar.pipelined import Pipelined
+from meshpar.collectives import microbatch
+from meshpar.pipeline.lowering import PipelineLowering
 
 flags.adopt_module_key_flags(command_line)
 STAGES = flags.DEFINE_integer("stages", 4, "P, stages and devices.")
@@ -40,7 +40,10 @@ def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
     stages, specs = program.layout.pipe, program.plan.specs
 
     def local(params: Any, batch: Any) -> Any:
-        batches, stage = microbatch.split(batch, num), lax.axis_index("pipe")
+        batches, stage = (
+            microbatch.split_microbatches(batch, num),
+            lax.axis_index("pipe"),
+        )
 
         def part(m: jax.Array) -> Any:
             return jax.tree.map(lambda x: x[jnp.clip(m, 0, num - 1)], batches)
@@ -120,7 +123,7 @@ def main(_: Sequence[str]) -> int:
     plain = statistics.median(seconds["plain"])
     for name, times in seconds.items():
         median, predicted = statistics.median(times), ""
-        if name in programs and isinstance(programs[name].lowering, Pipelined):
+        if name in programs and isinstance(programs[name].lowering, PipelineLowering):
             schedule = programs[name].lowering.arrangement.schedule
             predicted = f", tick model {1 / (1 - schedule.bubble()):.2f}"
         print(

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import meshpar
-from experiments.models.attention import causal_attention
 from experiments.models.loss import chunked_cross_entropy, cross_entropy, logits
 from meshpar import layouts, vocabulary
+from meshpar.ops.attention import causal_attention
 
 Array = jax.Array
 

@@ -1,0 +1,45 @@
+"""Arrays and trees of arrays: the types and small functions that every room uses.
+
+Shape letters, for the whole repository: B batch, L length, D embed, F mlp, N heads,
+K kv_heads, H head_dim, V vocab, M microbatches. A suffix such as ``x_BLD`` gives the
+logical dims of an array, also where the value is one shard of it.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Params = dict[str, Array]
+"""Parameters by path, such as {"blocks/attention/q": array}."""
+
+
+def num_bytes(x: Any) -> int:
+    """Bytes of one array or ShapeDtypeStruct."""
+    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+
+
+def abstract(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """{path: ShapeDtypeStruct} of {path: anything with a shape and a dtype}."""
+    return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in params.items()}
+
+
+def abstract_layer(stack: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """One layer of a stack {path: [depth, ...]}, as ShapeDtypeStructs."""
+    return {
+        path: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for path, x in stack.items()
+    }
+
+
+def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
+    """The parameter to which a leaf of the optimizer state belongs, if to any.
+
+    Args:
+      keys: key path of the leaf (`jax.tree_util.tree_flatten_with_path`).
+      params: the parameters' paths.
+    """
+    found = (key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
+    return next((path for path in found if path in params), None)

@@ -1,0 +1,1 @@
+"""Checkpoints that restore onto any layout and any number of processes."""

@@ -1,0 +1,173 @@
+"""Collectives as steps around the rings of a torus, or along binomial trees."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives.patterns import check_divides, only_from
+
+
+def _check_torus(axis: str, shape: tuple[int, ...]) -> None:
+    if math.prod(shape) != (n := lax.axis_size(axis)):
+        raise ValueError(f"a torus of {shape} is not axis {axis!r} of {n} devices")
+
+
+def _rings(axis: str, shape: tuple[int, ...]) -> list[tuple[jax.Array, int, list]]:
+    """The rings through a device, one per dim of a torus in row order.
+
+    Returns:
+      (the device's place on the ring, size of the ring, who sends to whom) of each.
+    """
+    i, found, stride = lax.axis_index(axis), [], math.prod(shape)
+    for size in shape:
+        whole, stride = stride, stride // size
+        pairs = [
+            (j, j // whole * whole + (j + stride) % whole)
+            for j in range(math.prod(shape))
+        ]
+        found.append((i // stride % size, size, pairs))
+    return found
+
+
+def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+    """`all_gather` as n-1 steps around a ring; each step can overlap with compute.
+
+    Args:
+      x: this device's part.
+      axis: one mesh axis.
+      dim: dim along which the parts are joined.
+    """
+    return torus_all_gather(x, axis, (lax.axis_size(axis),), dim)
+
+
+def torus_all_gather(
+    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0
+) -> jax.Array:
+    """`all_gather` around the rings of a torus, the last dim first.
+
+    It takes sum(shape) - len(shape) steps, and moves the same bytes as one ring; each
+    step can overlap with compute.
+
+    Args:
+      x: this device's part.
+      axis: one mesh axis.
+      shape: of the torus that the axis is, in row order.
+      dim: dim along which the parts are joined.
+
+    Raises:
+      ValueError: the axis is no torus of that shape.
+    """
+    _check_torus(axis, shape)
+    for place, size, pairs in reversed(_rings(axis, shape)):
+        length = x.shape[dim]
+        whole = (*x.shape[:dim], size * length, *x.shape[dim + 1 :])
+        out = lax.pcast(jnp.zeros(whole, x.dtype), _missing(x, axis), to="varying")
+        for step in range(size):
+            if step:
+                x = lax.ppermute(x, axis, pairs)
+            start = (place - step) % size * length
+            out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
+        x = out
+    return x
+
+
+def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+    """`reduce_scatter` as n-1 steps around a ring; sums in ring order.
+
+    Args:
+      x: this device's addend.
+      axis: one mesh axis.
+      dim: dim that is scattered.
+
+    Raises:
+      ValueError: the dim does not divide over the axis.
+    """
+    return torus_reduce_scatter(x, axis, (lax.axis_size(axis),), dim)
+
+
+def torus_reduce_scatter(
+    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0, loop: bool = False
+) -> jax.Array:
+    """`reduce_scatter` around the rings of a torus, the first dim first.
+
+    It takes sum(shape) - len(shape) steps, and moves the same bytes as one ring; each
+    step can overlap with compute.
+
+    Args:
+      x: this device's addend.
+      axis: one mesh axis.
+      shape: of the torus that the axis is, in row order.
+      dim: dim that is scattered.
+      loop: whether the steps of a ring are a loop: soon compiled, and run alone.
+
+    Raises:
+      ValueError: the dim does not divide over the axis, or the axis is no torus of that
+        shape.
+    """
+    check_divides("reduce_scatter by rings", x, axis, dim)
+    _check_torus(axis, shape)
+    for ring in _rings(axis, shape):
+        place, size, _ = ring
+        pass_on = functools.partial(_pass_on, x=x, axis=axis, ring=ring, dim=dim)
+        x = _part(x, place - 1, size, dim)
+        if loop:
+            x = lax.fori_loop(1, size, pass_on, x)
+        else:
+            for step in range(1, size):
+                x = pass_on(step, x)
+    return x
+
+
+def _pass_on(
+    step: int | jax.Array,
+    total: jax.Array,
+    x: jax.Array,
+    axis: str,
+    ring: tuple[jax.Array, int, list],
+    dim: int,
+) -> jax.Array:
+    """The sum that a device hands on after a step: what came, and its own part."""
+    place, size, pairs = ring
+    came = lax.ppermute(total, axis, pairs)
+    return came + _part(x, place - 1 - step, size, dim)
+
+
+def _part(x: jax.Array, number: jax.Array, size: int, dim: int) -> jax.Array:
+    """One of `size` equal parts of x, counted around."""
+    length = x.shape[dim] // size
+    return lax.dynamic_slice_in_dim(x, number % size * length, length, dim)
+
+
+def ring_all_reduce(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+    """`all_reduce` as a ring reduce-scatter and a ring all-gather: 2(n-1) steps."""
+    return ring_all_gather(ring_reduce_scatter(x, axis, dim), axis, dim)
+
+
+def tree_broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
+    """`broadcast` along a binomial tree: ceil(log2 n) steps of the whole payload."""
+    n, reached = lax.axis_size(axis), 1
+    x = only_from(x, axis, root)
+    while reached < n:
+        senders = range(min(reached, n - reached))
+        pairs = [((root + s) % n, (root + s + reached) % n) for s in senders]
+        x = x + lax.ppermute(x, axis, pairs)
+        reached *= 2
+    return x
+
+
+def tree_all_reduce(x: jax.Array, axis: str) -> jax.Array:
+    """`all_reduce` up and down a binomial tree: 2 ceil(log2 n) steps."""
+    n, stride = lax.axis_size(axis), 1
+    while stride < n:
+        pairs = [(s + stride, s) for s in range(0, n - stride, 2 * stride)]
+        x = x + lax.ppermute(x, axis, pairs)
+        stride *= 2
+    return tree_broadcast(x, axis)
+
+
+def _missing(x: jax.Array, axis: str) -> tuple[str, ...]:
+    """Manual axes over which a fresh constant must vary to stand beside x."""
+    return tuple(sorted({axis, *jax.typeof(x).manual_axis_type.varying}))

@@ -1,0 +1,26 @@
+"""Marks arrays as varying over manual mesh axes."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.arrays import Array
+from meshpar.layouts.scope import current_scope
+
+
+def vary(x: Array, axes: tuple[str, ...]) -> Array:
+    """Marks an array as differing over manual axes: no hidden psum in a vjp."""
+    missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def sum_varying(x: Array, axis: str) -> Array:
+    """The sum over a manual axis, in float32 on CPUs, and so is its gradient's.
+
+    XLA:CPU aborts on sums of smaller floats beside automatic axes.
+    """
+    on_cpu = current_scope().mesh.devices.flat[0].platform == "cpu"
+    if not on_cpu or x.dtype.itemsize >= 4:
+        return lax.psum(x, axis)
+    wide = lax.psum(x.astype(jnp.float32), axis)
+    return lax.pcast(wide, (axis,), to="varying").astype(x.dtype)

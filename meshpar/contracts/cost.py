@@ -1,0 +1,55 @@
+"""Cost formulas of collectives, and chip constants (no jax).
+
+`n` devices take part; a payload is the whole tensor on one device: the operand of a
+reduction, the result of an all_gather. The wire bytes are those that one device sends
+(the one that sends most), the steps are messages that must wait for each other.
+
+Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication
+  Operations in MPICH, IJHPCA 19(1), 2005.
+"""
+
+import math
+
+_WIRE = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "permute": lambda n: 1.0,
+    "broadcast": lambda n: 1.0,
+}
+_RING_STEPS = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "all_to_all": lambda n: n - 1,
+    "permute": lambda n: 1,
+    "broadcast": lambda n: n - 1,
+}
+
+
+def wire_bytes(kind: str, payload_bytes: float, n: int) -> float:
+    """Bytes that one device sends for one collective in its bandwidth-optimal form.
+
+    Args:
+      kind: all_reduce, all_gather, reduce_scatter, all_to_all, permute or broadcast.
+      payload_bytes: the whole tensor on one device.
+      n: devices that take part.
+    """
+    return _WIRE[kind](n) * payload_bytes if n > 1 else 0.0
+
+
+def steps(kind: str, n: int, form: str = "ring") -> int:
+    """Messages that must wait for each other, in the ring or the tree form.
+
+    Raises:
+      ValueError: a kind that has no tree form.
+    """
+    if n == 1:
+        return 0
+    if form == "ring":
+        return _RING_STEPS[kind](n)
+    if form != "tree" or kind not in ("broadcast", "all_reduce"):
+        raise ValueError(f"{kind} has no {form!r} form; use 'ring'")
+    rounds = math.ceil(math.log2(n))
+    return 2 * rounds if kind == "all_reduce" else rounds

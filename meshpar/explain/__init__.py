@@ -1,0 +1,1 @@
+"""Explains and verifies programs: collectives, memory, warnings, equivalence."""

@@ -1,0 +1,152 @@
+"""Equivalence: a layout trains the same model as one device, tensor by tensor.
+
+And its compiled program moves what its contract says, and nothing else.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.errors import MeshparError
+from meshpar.lowering.program import TrainProgram
+from meshpar.pipeline.pipedream import PipeDreamLowering
+
+_FLOOR = 1e-2
+"""Tensors smaller than this part of their whole group's norm are measured against it.
+
+Some gradients are zero but for rounding (a key bias under softmax); only their size
+beside the others means anything.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One tensor at one step, under the layout and on one device.
+
+    Attributes:
+      step: training step, from 1.
+      kind: "loss", "gradient", "grad_norm" or "optimizer".
+      tensor: its path; "" for scalars.
+      error: norm of the difference over the norm of the reference.
+      tolerance: largest error that counts as rounding.
+    """
+
+    step: int
+    kind: str
+    tensor: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the tensors are equal within rounding; NaN is not."""
+        return bool(self.error <= self.tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """All comparisons of one verification, in order, and what breaks the contract."""
+
+    comparisons: tuple[Comparison, ...]
+    violations: tuple[str, ...] = ()
+
+    @property
+    def first_difference(self) -> Comparison | None:
+        """The first tensor that differs."""
+        return next((c for c in self.comparisons if not c.ok), None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all tensors are equal and the contract is kept."""
+        return self.first_difference is None and not self.violations
+
+
+def _compare(
+    step: int, kind: str, got: dict[str, Any], want: dict[str, Any], tolerance: float
+) -> list[Comparison]:
+    got = {path: np.asarray(x, np.float64) for path, x in got.items()}
+    want = {path: np.asarray(x, np.float64) for path, x in want.items()}
+    norms = {path: float(np.linalg.norm(x)) for path, x in want.items()}
+    floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
+    comparisons = []
+    for path in want:
+        difference = float(np.linalg.norm(got[path] - want[path]))
+        scale = max(norms[path], floor) or 1.0
+        comparisons.append(Comparison(step, kind, path, difference / scale, tolerance))
+    return comparisons
+
+
+def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
+    """Optimizer leaves by what they are (mu, nu, ...), each {path: array}."""
+    groups: dict[str, dict[str, Any]] = {}
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    for keys, leaf in leaves:
+        what = "/".join(
+            str(getattr(k, "name", getattr(k, "idx", "")))
+            for k in keys
+            if not isinstance(k, jax.tree_util.DictKey)
+        )
+        groups.setdefault(what, {})[jax.tree_util.keystr(keys)] = leaf
+    return groups
+
+
+def verify(
+    program: TrainProgram,
+    reference: TrainProgram,
+    batches: Iterable[Any],
+    seed: int = 0,
+    tolerance: float = 1e-5,
+) -> VerifyReport:
+    """Trains both programs side by side and compares every tensor after every step.
+
+    Parameters are not compared themselves: Adam turns gradients that are rounding
+    noise into whole steps, and the losses, gradients and moments of the steps that
+    follow show every difference that matters.
+
+    Args:
+      program: the program under test.
+      reference: the same model and optimizer on one device.
+      batches: host batches, one per step.
+      seed: seed of both runs.
+      tolerance: largest relative error that counts as rounding.
+
+    Raises:
+      MeshparError: called in a multi-process run, where one device cannot hold both,
+        or for a staleness mode, which is another algorithm.
+    """
+    if isinstance(program.lowering, PipeDreamLowering):
+        raise MeshparError(
+            f"schedule={program.layout.schedule} trains with stale weights on purpose, "
+            "so it does not equal one device: verify schedule=1f1b, which has the same "
+            "stages"
+        )
+    if program.layout.replica > 1:
+        raise MeshparError(
+            "replicas that train apart do not equal one device: verify the layout with "
+            "data in place of replica"
+        )
+    if jax.process_count() > 1:
+        raise MeshparError("verify compares with one device: run it in one process")
+    states = [p.init(seed) for p in (program, reference)]
+    comparisons: list[Comparison] = []
+    for step, batch in enumerate(batches, start=1):
+        gradients, metrics = [], []
+        for i, p in enumerate((program, reference)):
+            gradients.append(p.gradients(states[i], batch)[1])
+            states[i], step_metrics = p.step(states[i], batch)
+            metrics.append(jax.device_get(step_metrics))
+        for kind in ("loss", "grad_norm"):
+            got, want = ({"": m[kind]} for m in metrics)
+            comparisons += _compare(step, kind, got, want, tolerance)
+            if kind == "loss":
+                comparisons += _compare(step, "gradient", *gradients, tolerance)
+        got, want = (
+            _optimizer_groups(p.in_model_order(state).optimizer_state)
+            for p, state in zip((program, reference), states, strict=True)
+        )
+        for what in want:
+            comparisons += _compare(step, "optimizer", got[what], want[what], tolerance)
+    return VerifyReport(tuple(comparisons), tuple(program.violations()))

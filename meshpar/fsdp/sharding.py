@@ -1,0 +1,97 @@
+"""How manual mesh axes split one tensor, inside shard_map."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Params
+from meshpar.errors import LayoutError
+from meshpar.layouts.plan import Spec, partition_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class ManualSharding:
+    """Where the manual axes split one tensor, and what the automatic ones do.
+
+    Attributes:
+      splits: (dim, axes) of every dim that manual axes split.
+      rest: the manual axes over which the tensor is whole.
+      automatic: spec over the automatic axes alone.
+    """
+
+    splits: tuple[tuple[int, tuple[str, ...]], ...]
+    rest: tuple[str, ...]
+    automatic: PartitionSpec
+
+    @classmethod
+    def of(
+        cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
+    ) -> "ManualSharding":
+        """The placement of a leaf with mesh axes `spec` per dim.
+
+        Raises:
+          LayoutError: a dim splits over an automatic axis first.
+        """
+        splits, automatic = [], []
+        for dim, axes in enumerate(spec):
+            manual = tuple(axis for axis in axes if axis in manual_axes)
+            if manual != axes[: len(manual)]:
+                raise LayoutError(
+                    f"{path}: dim {dim} splits over {'*'.join(axes)}; write data and "
+                    "fsdp before tensor in its rule"
+                )
+            if manual:
+                splits.append((dim, manual))
+            automatic.append(axes[len(manual) :])
+        split = {axis for _, axes in splits for axis in axes}
+        rest = tuple(axis for axis in manual_axes if axis not in split)
+        return cls(tuple(splits), rest, partition_spec(tuple(automatic)))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All manual axes that split the tensor."""
+        return tuple(axis for _, axes in self.splits for axis in axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The manual part as a spec for shard_map."""
+        dims = dict(self.splits)
+        return PartitionSpec(*(dims.get(d) for d in range(max(dims, default=-1) + 1)))
+
+    @property
+    def automatic_axes(self) -> frozenset[str]:
+        """The automatic axes that split the tensor."""
+        dims = (dim if isinstance(dim, tuple) else (dim,) for dim in self.automatic)
+        return frozenset(axis for dim in dims for axis in dim if axis is not None)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it cannot share a bucket: more than one dim is split."""
+        return len(self.splits) > 1
+
+    def layer(self) -> "ManualSharding":
+        """The placement of one layer of a stack."""
+        splits = tuple((dim - 1, axes) for dim, axes in self.splits)
+        return ManualSharding(splits, self.rest, PartitionSpec(*self.automatic[1:]))
+
+
+def on_local_shards(
+    move: Callable[[Params], Params],
+    tree: Params,
+    placements: Mapping[str, ManualSharding],
+) -> Params:
+    """Moves tensors with the automatic axes manual too, each device its own shard.
+
+    A collective between automatic axes would be run on tensors made whole over them,
+    and TPUs would turn a reduce_scatter into an all_reduce, even for axes of size 1.
+    """
+    kinds = jax.sharding.get_abstract_mesh()
+    axes = set(kinds.axis_names) - set(kinds.manual_axes)
+    specs = {path: placements[path].automatic for path in tree}
+    if not axes or not tree:
+        return move(tree)
+    return jax.shard_map(move, in_specs=(specs,), out_specs=specs, axis_names=axes)(
+        tree
+    )

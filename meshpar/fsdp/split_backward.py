@@ -1,0 +1,200 @@
+"""A backward pass cut in two: the gradient of the input first, of the weights later.
+
+Zero-bubble schedules run the second part (W) when a stage would be idle. The cut is
+made in the jaxpr: whatever the gradient of the input needs belongs to the first part
+(B), the rest to the second, and the values that W reads from B are handed over. Nothing
+is computed twice; a loop inside a layer is not cut.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from meshpar import compat
+from meshpar.arrays import Array
+
+_CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+    + ("custom_jvp_call", "custom_vjp_call")
+)
+
+
+def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that a call runs, and its constants."""
+    for value in eqn.params.values():
+        if isinstance(value, core.ClosedJaxpr):
+            return value.jaxpr, value.consts
+        if isinstance(value, core.Jaxpr):
+            return value, ()
+    raise AssertionError(f"{eqn.primitive} holds no jaxpr")
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    functions, params = compat.bind_params(eqn)
+    found = eqn.primitive.bind(*functions, *values, **params)
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _read(env: dict, atom: Any) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+
+def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr with every call in it written out."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        values = [_read(env, atom) for atom in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            found = _inlined(*_body(eqn), values)
+        else:
+            found = _bind(eqn, values)
+        env.update(zip(eqn.outvars, found, strict=True))
+    return [_read(env, atom) for atom in jaxpr.outvars]
+
+
+def _without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """The closed jaxpr of fn(*inputs) with every call in it written out."""
+    whole = jax.make_jaxpr(fn)(*inputs)
+    return jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*inputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitBackward:
+    """The two parts of fn(weights, args) -> (gradient of the weights, rest).
+
+    Attributes:
+      jaxpr: all of it, without calls.
+      consts: its constants.
+      num_weights: inputs that are weights, which W may read again.
+      first: equations of B, by number; the others that are needed belong to W.
+      second: equations of W.
+      handed_over: variables that B computes, or gets, and W reads.
+      gradients: output variables of W.
+      rest: output variables of B.
+      gradient_tree: structure of the gradient.
+      rest_tree: structure of the rest.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    num_weights: int
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    handed_over: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    rest: tuple[Any, ...]
+    gradient_tree: Any
+    rest_tree: Any
+
+    @classmethod
+    def of(cls, fn: Callable[[Any, Any], tuple[Any, Any]], weights: Any, args: Any):
+        """Traces fn(weights, args) and cuts it; only shapes matter."""
+        flat_weights, weights_tree = jax.tree.flatten(weights)
+        flat_args, args_tree = jax.tree.flatten(args)
+        trees = []
+
+        def flat(*flat_inputs: Array) -> list[Array]:
+            count = len(flat_weights)
+            gradient, rest = fn(
+                jax.tree.unflatten(weights_tree, flat_inputs[:count]),
+                jax.tree.unflatten(args_tree, flat_inputs[count:]),
+            )
+            flat_gradient, gradient_tree = jax.tree.flatten(gradient)
+            flat_rest, rest_tree = jax.tree.flatten(rest)
+            trees.append((len(flat_gradient), gradient_tree, rest_tree))
+            return [*flat_gradient, *flat_rest]
+
+        closed = _without_calls(flat, (*flat_weights, *flat_args))
+        jaxpr = closed.jaxpr
+        count, gradient_tree, rest_tree = trees[0]
+        gradients, rest = jaxpr.outvars[:count], jaxpr.outvars[count:]
+        first = _needed(jaxpr, rest, frozenset())
+        second = _needed(jaxpr, gradients, frozenset(first))
+        made = {v for i in second for v in jaxpr.eqns[i].outvars}
+        outside = {*jaxpr.invars[: len(flat_weights)], *jaxpr.constvars}
+        reads = [v for i in second for v in jaxpr.eqns[i].invars] + gradients
+        handed = [v for v in _variables(reads) if v not in made and v not in outside]
+        return cls(
+            jaxpr,
+            closed.consts,
+            len(flat_weights),
+            tuple(first),
+            tuple(second),
+            tuple(dict.fromkeys(handed)),
+            tuple(gradients),
+            tuple(rest),
+            gradient_tree,
+            rest_tree,
+        )
+
+    def _start(self, weights: Any) -> dict:
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        weights = jax.tree.leaves(weights)
+        inputs = self.jaxpr.invars[: self.num_weights]
+        return env | dict(zip(inputs, weights, strict=True))
+
+    def _run(self, env: dict, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            eqn = self.jaxpr.eqns[number]
+            found = _bind(eqn, [_read(env, atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, found, strict=True))
+
+    def run_first(self, weights: Any, args: Any) -> tuple[Any, list[Array]]:
+        """B: the rest of fn's results, and the arrays that W needs."""
+        env = self._start(weights)
+        inputs = self.jaxpr.invars[self.num_weights :]
+        env.update(zip(inputs, jax.tree.leaves(args), strict=True))
+        self._run(env, self.first)
+        rest = jax.tree.unflatten(self.rest_tree, [_read(env, v) for v in self.rest])
+        return rest, [env[v] for v in self.handed_over]
+
+    def run_second(self, weights: Any, state: Sequence[Array]) -> Any:
+        """W: the gradient of the weights."""
+        env = self._start(weights) | dict(zip(self.handed_over, state, strict=True))
+        self._run(env, self.second)
+        found = [_read(env, v) for v in self.gradients]
+        return jax.tree.unflatten(self.gradient_tree, found)
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def _needed(jaxpr: Any, outputs: Sequence[Any], done: frozenset[int]) -> list[int]:
+    """Equations that outputs need, in order, but for those that are done."""
+    live, numbers = set(_variables(outputs)), []
+    for number in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[number]
+        if number in done or not live.intersection(eqn.outvars):
+            continue
+        numbers.append(number)
+        live.update(_variables(eqn.invars))
+    return numbers[::-1]
+
+
+def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> set[str]:
+    """Keys of `params` that fn(params, *args) reads for its result.
+
+    Args:
+      fn: any function of pytrees.
+      params: {key: array or ShapeDtypeStruct}.
+      *args: pytrees of the same; only shapes matter.
+    """
+    paths, (leaves, tree) = list(params), jax.tree.flatten(args)
+
+    def flat(*inputs: Array) -> list[Array]:
+        given = dict(zip(paths, inputs, strict=False))
+        return jax.tree.leaves(
+            fn(given, *jax.tree.unflatten(tree, inputs[len(given) :]))
+        )
+
+    jaxpr = _without_calls(flat, (*params.values(), *leaves)).jaxpr
+    live = set(_variables(jaxpr.outvars))
+    for number in _needed(jaxpr, jaxpr.outvars, frozenset()):
+        live.update(_variables(jaxpr.eqns[number].invars))
+    return {path for path, v in zip(paths, jaxpr.invars, strict=False) if v in live}

@@ -1,0 +1,78 @@
+"""The grammar of layout strings: "data=2,fsdp=4,params.mlp=none,waive=bias$"."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshpar.errors import LayoutError, nearest
+
+_ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"])*)')
+
+RULES = {"params": "+", "activations": "+", "paths": "/"}
+"""Items of the form KIND.NAME=ENTRY, and what stands between the parts of ENTRY."""
+
+REGEXES = ("prefetch", "waive")
+"""Items that hold a regex and may stand several times."""
+
+
+def quote(text: str) -> str:
+    """A regex or name as it stands in a layout string."""
+    return text if re.fullmatch(r"[\w/*.^$-]+", text) else json.dumps(text)
+
+
+def rule_item(kind: str, name: str, entry: Iterable[Any]) -> str:
+    """The item that says one rule."""
+    parts = ["none" if part is None else str(part) for part in entry]
+    text = RULES[kind].join(parts) or "none"
+    return f"{kind}.{quote(name)}={quote(text) if kind == 'paths' else text}"
+
+
+def _unquote(text: str) -> str:
+    return json.loads(text) if text.startswith('"') else text
+
+
+def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads a layout string.
+
+    Args:
+      text: the string.
+      defaults: {name: default} of everything that a layout has.
+
+    Returns:
+      {name: value} of what the string says.
+
+    Raises:
+      LayoutError: an item that is malformed, unknown or given twice.
+    """
+    values: dict[str, Any] = {}
+    position, text = 0, re.sub(r"\s*,\s*", ",", text.strip())
+    while position < len(text):
+        item = _ITEM.match(text, position)
+        if not item or (item.end() < len(text) and text[item.end()] != ","):
+            rest = text[position:].split(",")[0]
+            raise LayoutError(f'{rest!r} in layout "{text}": write name=value')
+        position = item.end() + 1
+        key, value = item.group(1).strip(), item.group(2).strip()
+        kind, _, name = key.partition(".")
+        if kind in RULES and name:
+            rules, name = values.setdefault(kind, {}), _unquote(name)
+            if name in rules:
+                raise LayoutError(f'{key} stands twice in layout "{text}"')
+            parts = _unquote(value).split(RULES[kind])
+            entry = tuple(None if part == "none" else part for part in parts)
+            rules[name] = () if kind != "paths" and entry == (None,) else entry
+        elif key in REGEXES:
+            values[key] = (*values.get(key, ()), _unquote(value))
+        elif key not in defaults or key in RULES:
+            known = nearest(key, [*defaults, "params.DIM", "activations.DIM"])
+            raise LayoutError(f'{key!r} in layout "{text}" ({known})')
+        elif key in values:
+            raise LayoutError(f'{key} stands twice in layout "{text}"')
+        elif isinstance(defaults[key], str):
+            values[key] = value
+        elif not re.fullmatch(r"\d+", value):
+            raise LayoutError(f'{key}={value!r} in layout "{text}": use a whole number')
+        else:
+            values[key] = int(value)
+    return values

@@ -1,0 +1,236 @@
+"""Layouts: axis sizes and named-dim rules that say how a model is parallelized.
+
+A mesh has *axes* (``data``, ``fsdp``, ``tensor``), a tensor has *dims* with names
+(``embed``, ``mlp``, ``heads``, ...). A `Layout` gives the size of every axis and maps
+dim names to axes, once for parameters and once for activations. It round-trips through
+one string::
+
+    layouts.parse("data=2,fsdp=2,tensor=2,zero=3,microbatches=4,remat=full")
+
+What a model calls, `layouts.constrain` and `layouts.remat`, stands in `scope`.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping
+
+from meshpar.errors import LayoutError, nearest
+from meshpar.layouts.axes import AXES, BATCH_AXES
+from meshpar.layouts.grammar import REGEXES, RULES, quote, read_items, rule_item
+from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
+from meshpar.schedules.published import SCHEDULES
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Axis sizes, rules and options of one parallel layout.
+
+    Attributes:
+      replica: number of replicas that train apart and are synchronized now and then;
+        needs `lower(mode=LocalSGD(...))`.
+      pipe: size of the axis over which the layers are split (pipeline stages).
+      data: size of the axis over which parameters are replicated (data parallelism).
+      fsdp: size of the axis over which training state is sharded (ZeRO).
+      tensor: size of the axis that splits heads, mlp and vocab (Megatron).
+      zero: what `fsdp` shards: 1 optimizer state, 2 + gradients, 3 + parameters. By
+        default 3, and 2 in a pipeline, where 3 gathers in every tick.
+      microbatches: gradient-accumulation steps per training step; a pipeline has them
+        in flight together.
+      schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zb_h1", "pipedream"
+        (asynchronous), one of your own (`schedules.register`), or "auto": interleaved
+        where `virtual_stages` allow it, and 1f1b.
+      virtual_stages: chunks of layers per stage (interleaved schedules).
+      partition: layers of every chunk in the order of the model, as in "3/3/2"; even
+        by default.
+      vocab: where a pipeline runs embedding and head: on the stages at its "edge", or
+        split by vocabulary over all of "pipe".
+      stash: what a stage keeps from its forward pass: "inputs", to run it again, or
+        "residuals", whatever `remat` keeps of its layers.
+      control: how a pipeline's ticks become a program: "phases", a straight loop for
+        every run of equal ticks, or "uniform", one loop with conditionals that all
+        stages take together, which compiles faster.
+      remat: rematerialization of each layer: "none", "dots" or "full".
+      min_shard_size: parameters with fewer elements stay whole over `fsdp`.
+      params: rules {dim name: axis, axes or None} laid over `PARAM_RULES`.
+      activations: rules laid over `ACTIVATION_RULES`.
+      paths: (regex, dim names) pairs that name parameters the model left unnamed.
+      prefetch: regexes of parameters in the stack of layers that zero=3 gathers one
+        layer ahead, beside the layer before.
+      waive: regexes of parameter paths whose rule may be dropped, or "idle_devices",
+        or "slow_links", over which any axis may lie then.
+
+    Raises:
+      LayoutError: a size, option or rule that cannot be meant.
+    """
+
+    replica: int = 1
+    pipe: int = 1
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero: int | None = None
+    microbatches: int = 1
+    schedule: str = "auto"
+    virtual_stages: int = 1
+    partition: str = ""
+    vocab: str = "edge"
+    stash: str = "inputs"
+    control: str = "phases"
+    remat: str = "none"
+    min_shard_size: int = 0
+    params: Mapping[str, Rule] | tuple = ()
+    activations: Mapping[str, Rule] | tuple = ()
+    paths: Mapping[str, Names] | tuple = ()
+    prefetch: tuple[str, ...] = ()
+    waive: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in (*AXES, "microbatches", "virtual_stages"):
+            if not isinstance(size := getattr(self, name), int) or size < 1:
+                raise LayoutError(f"{name}={size!r}: use a whole number of at least 1")
+        if self.zero is None:
+            whole = self.pipe == 1 or self.fsdp == 1
+            object.__setattr__(self, "zero", 3 if whole else 2)
+        elif self.fsdp == 1 and self.zero != 3:
+            raise LayoutError(
+                f"zero={self.zero} shards over the fsdp axis, which has size 1; "
+                f"use fsdp=N,zero={self.zero} in place of data=N"
+            )
+        if self.zero not in (1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
+        self._check_pipeline()
+        if self.remat != "none" and self.remat not in REMAT_POLICIES:
+            known = nearest(self.remat, ["none", *REMAT_POLICIES])
+            raise LayoutError(f"remat={self.remat!r} ({known})")
+        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
+            raise LayoutError(f"min_shard_size={self.min_shard_size!r}: use 0 or more")
+        paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
+        paths = tuple((regex, tuple(names)) for regex, names in paths)
+        regexes = {
+            kind: (given,) if isinstance(given := getattr(self, kind), str) else given
+            for kind in REGEXES
+        }
+        for regex in (*dict(paths), *itertools.chain(*regexes.values())):
+            try:
+                re.compile(regex)
+            except re.error as error:
+                raise LayoutError(f"{regex!r} is not a regex: {error}") from error
+        object.__setattr__(self, "params", as_rules(self.params))
+        object.__setattr__(self, "activations", as_rules(self.activations))
+        object.__setattr__(self, "paths", paths)
+        for kind, given in regexes.items():
+            object.__setattr__(self, kind, tuple(given))
+        if self.prefetch and (self.zero != 3 or self.fsdp == 1):
+            raise LayoutError(
+                f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
+                f"fsdp={self.fsdp},zero={self.zero} gathers none layer by layer; use "
+                "fsdp=N,zero=3, or leave it out"
+            )
+
+    def _check_pipeline(self) -> None:
+        for name in _PIPELINE_OPTIONS:
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if self.pipe == 1 and value != default:
+                raise LayoutError(
+                    f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or "
+                    f"leave {name} out"
+                )
+        known = ("auto", *SCHEDULES)
+        if self.schedule not in known:
+            hint = nearest(self.schedule, known)
+            raise LayoutError(f"schedule={self.schedule!r} ({hint})")
+        for name, known in (
+            ("vocab", ("edge", "pipe")),
+            ("stash", ("inputs", "residuals")),
+            ("control", ("phases", "uniform")),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise LayoutError(f"{name}={value!r}: use {' or '.join(known)}")
+        if not re.fullmatch(r"(\d+(/\d+)*)?", self.partition):
+            raise LayoutError(
+                f"partition={self.partition!r}: write numbers of layers, as in 3/3/2"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every mesh axis, outer to inner."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that this layout fills."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Pieces into which a batch is split over the mesh of one replica."""
+        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    @property
+    def param_rules(self) -> dict[str, tuple[str, ...]]:
+        """{dim name: mesh axes} for parameters, defaults included."""
+        rules = PARAM_RULES | dict(self.params)
+        if self.vocab == "pipe":
+            rules["vocab"] = ("pipe", *rules["vocab"])
+        return rules
+
+    @property
+    def activation_rules(self) -> dict[str, tuple[str, ...]]:
+        """{dim name: mesh axes} for activations, defaults included."""
+        return ACTIVATION_RULES | dict(self.activations)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises LayoutError unless the batch splits over devices and microbatches."""
+        unit = self.replica * self.num_batch_shards * self.microbatches
+        apart = self.replica > 1
+        if batch_size < 1 or batch_size % unit:
+            near = max(unit, round(batch_size / unit) * unit)
+            raise LayoutError(
+                f"batch={batch_size} does not divide over {'replica*' * apart}data*fsdp"
+                f"*microbatches={f'{self.replica}*' * apart}{self.data}*{self.fsdp}*"
+                f"{self.microbatches}={unit}; use a multiple of {unit} (the nearest is "
+                f"{near}), or a smaller layout"
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={n}" for axis, n in self.sizes.items() if n > 1] or ["data=1"]
+        if self.fsdp > 1:
+            parts.append(f"zero={self.zero}")
+        for name in _OPTIONS:
+            if (value := getattr(self, name)) != _DEFAULTS[name]:
+                parts.append(f"{name}={value}")
+        for kind in RULES:
+            entries = getattr(self, kind)
+            parts += [rule_item(kind, *entry) for entry in entries]
+        for kind in REGEXES:
+            regexes = getattr(self, kind)
+            parts += [f"{kind}={quote(regex)}" for regex in regexes]
+        return ",".join(parts)
+
+
+def parse(text: str) -> Layout:
+    """Reads a layout string such as ``"data=2,fsdp=4,zero=2"``.
+
+    Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
+    ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``, ``prefetch=REGEX`` and
+    ``waive=REGEX``; a regex with other characters than letters, digits and
+    ``_/*.^$-`` stands in JSON quotes. ``parse(str(layout)) == layout``.
+
+    Raises:
+      LayoutError: an item that is malformed, unknown or given twice.
+    """
+    return Layout(**read_items(text, _DEFAULTS))
+
+
+_PIPELINE_OPTIONS = (
+    *("schedule", "virtual_stages", "partition", "vocab", "stash", "control"),
+)
+_OPTIONS = (
+    "microbatches",
+    *_PIPELINE_OPTIONS,
+    *("remat", "min_shard_size"),
+)
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}

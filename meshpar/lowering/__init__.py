@@ -1,0 +1,1 @@
+"""Lowerings: from a model under a layout to one SPMD program."""

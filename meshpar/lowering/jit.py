@@ -1,0 +1,82 @@
+"""The automatic lowering: jit, with every mesh axis automatic.
+
+Training state carries the shardings of the plan, activations carry the model's
+constraints, and the compiler inserts the collectives. ZeRO is a matter of what is
+sharded over `fsdp`, and when.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Params
+from meshpar.collectives.microbatch import split_microbatches
+from meshpar.layouts.axes import BATCH_AXES
+from meshpar.lowering.base import Lowering
+from meshpar.lowering.state import Metrics, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class JitLowering(Lowering):
+    """`Lowering` by the compiler; works for every model."""
+
+    name = "jit"
+
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
+        """Loss, aux and gradients, sharded as the plan says, before clipping."""
+        key, weights = state.key(), self.weights(state)
+        specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
+
+        def loss_fn(params: Params, batch: Any, key: jax.Array):
+            loss, aux = self.model.loss(params, batch, key)
+            return loss.astype(jnp.float32), aux
+
+        def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
+            with_aux = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, aux), grads = with_aux(weights, batch, key)
+            grads = {k: g.astype(state.params[k].dtype) for k, g in grads.items()}
+            return {"loss": loss, **aux}, self.shard(grads, specs)
+
+        if self.plan.layout.microbatches == 1:
+            return one(batch, key)
+        return self._accumulate(one, batch, key, state.params, specs)
+
+    def _accumulate(
+        self,
+        one: Callable[[Any, jax.Array], tuple[Metrics, Params]],
+        batch: Any,
+        key: jax.Array,
+        params: Params,
+        specs: dict[str, PartitionSpec],
+    ) -> tuple[Metrics, Params]:
+        """Means over microbatches, each weighted by its aux["weight"] (1 without)."""
+        num = self.plan.layout.microbatches
+        split = self.sharding(PartitionSpec(None, BATCH_AXES))
+        batches = jax.lax.with_sharding_constraint(
+            split_microbatches(batch, num), split
+        )
+        first = jax.tree.map(lambda x: x[0], batches)
+        metrics, _ = jax.eval_shape(one, first, key)
+        weighted = "weight" in metrics
+
+        def body(sums: Any, m_batch: tuple[jax.Array, Any]) -> tuple[Any, None]:
+            m, batch = m_batch
+            metrics, grads = one(batch, jax.random.fold_in(key, m))
+            weight = jnp.float32(metrics.pop("weight", 1.0))
+            new = weight, *jax.tree.map(lambda x: weight * x, (metrics, grads))
+            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
+            return (*total[:2], self.shard(total[2], specs)), None
+
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32),
+            ({k: v for k, v in metrics.items() if k != "weight"}, params),
+        )
+        sums = jnp.zeros((), jnp.float32), zeros[0], self.shard(zeros[1], specs)
+        sums, _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
+        weight, metrics, grads = sums[0], *jax.tree.map(lambda x: x / sums[0], sums[1:])
+        grads = {path: g.astype(params[path].dtype) for path, g in grads.items()}
+        return metrics | ({"weight": weight} if weighted else {}), grads

@@ -1,0 +1,101 @@
+"""Device meshes: named axes over accelerators, simulated CPU devices or topologies."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from meshpar import compat
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import AXES, SLOW_AXES
+from meshpar.layouts.layout import Layout
+from meshpar.mesh.torus import arrange_devices
+
+
+def simulate(num_devices: int) -> None:
+    """Gives this process `num_devices` CPU devices; accelerators are left as they are.
+
+    Call it before jax looks for devices. Where a GPU or TPU exists it stays the
+    default platform, so nothing is simulated unless the platform is set to cpu.
+
+    Raises:
+      RuntimeError: jax has already started its backends.
+    """
+    if compat.backends_started():
+        raise RuntimeError(
+            f"simulate({num_devices}) came after jax looked for devices; call it first"
+        )
+    if num_devices < 1:
+        raise ValueError(f"num_devices={num_devices}: use at least 1")
+    compat.prepare_cpu_threads()
+    compat.set_simulated_devices(num_devices)
+
+
+def make_mesh(
+    layout: Layout,
+    devices: Sequence[jax.Device] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+) -> Mesh:
+    """Builds the mesh of a layout, every axis present, outer axes over slower links.
+
+    Args:
+      layout: gives the axis sizes.
+      devices: the devices to fill; all of `jax.devices()` by default.
+      axis_type: automatic (the default) or explicit axes.
+
+    Raises:
+      LayoutError: the layout has more places than there are devices, or leaves devices
+        idle without the waiver "idle_devices".
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    need = layout.num_devices
+    if need > len(devices):
+        raise LayoutError(
+            f'layout "{layout}" needs {need} devices (the product of its axes), but '
+            f"{len(devices)} {devices[0].platform} device(s) exist; use a smaller "
+            f"layout, or simulate {need} CPU devices (--platform=cpu --devices={need})"
+        )
+    if need < len(devices) and "idle_devices" not in layout.waive:
+        raise LayoutError(
+            f'layout "{layout}" fills {need} of {len(devices)} devices and would leave '
+            f"{len(devices) - need} idle; raise an axis, pass fewer devices "
+            f"(--devices={need}), or waive it with waive=idle_devices"
+        )
+    sizes, kinds = tuple(layout.sizes.values()), (axis_type,) * len(AXES)
+    devices = devices[:need]
+    slices: dict[int | None, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+    outer = _over_slices(layout, devices, len(slices))
+    inner = [size // across for size, across in zip(sizes, outer, strict=True)]
+    blocks = np.empty(len(slices), object)
+    blocks[:] = [arrange_devices(inner, slices[index]) for index in sorted(slices)]
+    arranged = np.block(blocks.reshape(outer).tolist())
+    return Mesh(arranged, AXES, axis_types=kinds)
+
+
+def _over_slices(
+    layout: Layout, devices: Sequence[jax.Device], slices: int
+) -> list[int]:
+    """How many ways each axis crosses the slow links between slices, outer first.
+
+    Raises:
+      LayoutError: axes that need fast links would have to cross them.
+    """
+    left, across = slices, []
+    for axis, size in layout.sizes.items():
+        may = axis in SLOW_AXES or "slow_links" in layout.waive
+        ways = math.gcd(size, left) if may else 1
+        across.append(ways)
+        left //= ways
+    if left > 1:
+        raise LayoutError(
+            f'layout "{layout}" on {slices} slices of {len(devices) // slices} '
+            f"{devices[0].device_kind} devices: only {', '.join(SLOW_AXES)} may cross "
+            f"the slow links between slices, and their sizes do not fill {slices}; "
+            f"raise one of them to a multiple of {slices}, or let the others cross "
+            "with waive=slow_links"
+        )
+    return across

@@ -1,0 +1,78 @@
+"""One model contract for Flax NNX and Flax Linen.
+
+A `Model` is what every lowering and strategy sees: named parameter shapes, a pure
+`init` and a pure `loss`. Parameters are a flat dict {path: array}, the same whatever
+the mesh, so checkpoints and reports do not depend on the layout.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshpar.arrays import Array, Params
+from meshpar.layouts.param import Param
+from meshpar.models.layer_stack import LayeredModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A Flax model as pure functions over {path: array}.
+
+    Attributes:
+      params: {path: Param}, in the order of the model.
+      init: key -> parameters.
+      loss: (params, batch, key) -> (loss, aux); `aux` holds scalars.
+      evaluation_loss: the same with dropout and the like off, (params, batch).
+      bind: params -> the callable model (an NNX module, or Linen's `apply`).
+      staged: the model layer by layer, for the explicit lowering; None without.
+    """
+
+    params: Mapping[str, Param]
+    init: Callable[[Array], Params]
+    loss: Callable[[Params, Any, Array], tuple[Array, dict]]
+    evaluation_loss: Callable[[Params, Any], tuple[Array, dict]]
+    bind: Callable[[Params], Any]
+    staged: LayeredModel | None = None
+
+
+def loss_and_aux(result: Any) -> tuple[Array, dict]:
+    """(loss, aux) from what a loss function returned, checked."""
+    loss, aux = result if isinstance(result, tuple) else (result, {})
+    if jnp.ndim(loss):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar "
+            "(the mean over the batch)"
+        )
+    for name, value in aux.items():
+        if name in ("loss", "grad_norm"):
+            raise ValueError(f"aux[{name!r}] is a metric of its own; rename it")
+        if jnp.ndim(value):
+            raise ValueError(
+                f"aux[{name!r}] has shape {jnp.shape(value)}; aux holds scalars"
+            )
+    return loss, dict(aux)
+
+
+def checked_params(params: dict[str, Param]) -> dict[str, Param]:
+    """Pads names to all dims, as a PartitionSpec is, and refuses too many."""
+    if not params:
+        raise ValueError("the model has no parameters")
+    for path, param in params.items():
+        if param.names is None:
+            continue
+        missing = len(param.shape) - len(param.names)
+        if missing < 0:
+            raise ValueError(
+                f"parameter {path} has shape {param.shape} and dim names {param.names}"
+                ": more names than dims"
+            )
+        names = param.names + (None,) * missing
+        params[path] = dataclasses.replace(param, names=names)
+    return params
+
+
+def join_path(keys: Iterable[Any]) -> str:
+    """The path of a parameter from its keys."""
+    return "/".join(map(str, keys))

@@ -1,0 +1,1 @@
+"""Runs of several processes: rank, start, agreement and watchdog."""

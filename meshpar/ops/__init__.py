@@ -1,0 +1,1 @@
+"""Layout-aware functions that models call."""

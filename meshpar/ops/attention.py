@@ -1,0 +1,95 @@
+"""Causal attention by platform: cuDNN on GPUs, splash attention on TPUs, or plain jnp.
+
+All are equal within the rounding of the dtype. The kernels never hold the matrix of
+scores [B, N, L, L]; the plain form does, and runs everywhere.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from meshpar.arrays import Array
+from meshpar.mesh.platform import traced_platform
+from meshpar.ops.kernels import on_shards
+
+_TILE = 128
+_NAMES = ("batch", "length", "heads", "head_dim")
+
+
+def causal_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
+    """Softmax attention of every position to itself and those before it.
+
+    Args:
+      q_BLNH: queries.
+      k_BLKH: keys; K divides N (grouped-query attention).
+      v_BLKH: values.
+
+    Returns:
+      y_BLNH, in the dtype of the queries.
+
+    Source: Vaswani et al., arXiv:1706.03762, section 3.2.1; Dao et al.,
+      FlashAttention, arXiv:2205.14135; Ainslie et al., GQA, arXiv:2305.13245.
+    """
+    platform = traced_platform()
+    if platform == "tpu" and splash_fits(q_BLNH):
+        return on_shards(splash, _NAMES, q_BLNH, k_BLKH, v_BLKH)
+    half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
+    if platform == "gpu" and half and jax.default_backend() == "gpu":
+        return on_shards(cudnn, _NAMES, q_BLNH, k_BLKH, v_BLKH)
+    return reference(q_BLNH, k_BLKH, v_BLKH)
+
+
+def reference(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
+    """Plain jnp; holds all scores."""
+    return jax.nn.dot_product_attention(
+        q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation="xla"
+    )
+
+
+def cudnn(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
+    """CuDNN's flash attention; half precision only."""
+    return jax.nn.dot_product_attention(
+        q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation="cudnn"
+    )
+
+
+def splash_fits(q_BLNH: Array) -> bool:
+    """Whether the length comes in the kernel's tiles; heads are padded to theirs."""
+    return q_BLNH.shape[1] % _TILE == 0
+
+
+def splash(
+    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, interpret: bool = False
+) -> Array:
+    """Pallas splash attention; `interpret` runs it anywhere, slowly.
+
+    Heads are filled up with zeros to whole tiles: more FLOPs, but never all scores.
+    """
+    length, heads, head_dim = q_BLNH.shape[1:]
+    block = next(size for size in (512, 256, 128) if length % size == 0)
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        use_fused_bwd_kernel=True,
+    )
+    causal = splash_attention_mask.CausalMask((length, length))
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([causal] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        interpret=interpret,
+    )
+    q_BLNH *= jnp.asarray(head_dim**-0.5, q_BLNH.dtype)
+    fill = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
+    y_BNLH = jax.vmap(kernel)(
+        *(jnp.pad(x, fill).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+    )
+    return y_BNLH.swapaxes(1, 2)[..., :head_dim]

@@ -1,0 +1,89 @@
+"""Kernels that no compiler can partition (Pallas, cuDNN), run on each device's shard.
+
+Under `jit` such a kernel sees a global array, under the explicit lowering one that is
+still split over `tensor`; `on_shards` makes the remaining axes manual around it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from meshpar.arrays import Array
+from meshpar.layouts.scope import activation_spec, constrain, current_scope
+
+
+def on_shards(
+    kernel: Callable[..., Array], names: Sequence[str | None], *arrays: Array
+) -> Array:
+    """Runs a kernel on the shards of arrays, as the layout in use splits them.
+
+    The kernel is differentiated as a whole: its backward pass runs it again and keeps
+    nothing but its arguments.
+
+    Args:
+      kernel: differentiable function of arrays to one array, all with the same dims;
+        it gets shards and returns a shard.
+      names: dim names of every array and of the result.
+      *arrays: the arguments.
+
+    Raises:
+      LayoutError: as `scope.constrain`.
+    """
+    scope = current_scope()
+    if scope is None:
+        return kernel(*arrays)
+    arrays = tuple(constrain(x, *names) for x in arrays)
+    axes = set(scope.mesh.axis_names) - scope.manual_axes
+    if not axes:
+        return kernel(*arrays)
+    spec = activation_spec(scope, arrays[0].shape, names)
+    manual_axes = scope.manual_axes
+
+    def mapped(fn: Callable) -> Callable:
+        # Kernels do not say over which axes their results vary, so it is said here.
+        return jax.shard_map(
+            _untyped(fn),
+            mesh=None if manual_axes else scope.mesh,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=axes,
+            check_vma=False,
+        )
+
+    def vary(x: Array) -> Array:
+        missing = manual_axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    @jax.custom_vjp
+    def run(*arrays: Array) -> Array:
+        return vary(mapped(kernel)(*arrays))
+
+    def forward(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+        return run(*arrays), arrays
+
+    def backward(arrays: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+        def transposed(gradient: Array, *arrays: Array) -> tuple[Array, ...]:
+            return jax.vjp(kernel, *arrays)[1](gradient)
+
+        return jax.tree.map(vary, mapped(transposed)(gradient, *arrays))
+
+    run.defvjp(forward, backward)
+    return run(*arrays)
+
+
+def _untyped(fn: Callable) -> Callable:
+    """The function traced on arrays that do not say over which axes they vary.
+
+    Inside, derivatives are already taken: their own checks of such types would fail.
+    """
+
+    def call(*arrays: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+        return jax.tree.unflatten(
+            jax.tree.structure(out), jaxpr_as_fun(closed)(*arrays)
+        )
+
+    return call

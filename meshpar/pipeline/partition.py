@@ -1,0 +1,186 @@
+"""Which layers each stage of a pipeline holds: even, by hand, or balanced by cost.
+
+Chunk v of stage p is position v * num_stages + p of the model. Every position has
+`rows` rows in the stacked parameters, of which the last may be padding: an array
+[depth, ...] in the model's order becomes [num_stages * num_chunks * rows, ...], stage
+by stage, so that splitting its first dim over `pipe` gives every stage its chunks.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.errors import LayoutError
+from meshpar.models.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How many layers every position of a pipeline holds.
+
+    Attributes:
+      num_stages: P, the size of the mesh axis `pipe`.
+      num_chunks: V, chunks of layers per stage.
+      sizes: layers of every position, in the order of the model.
+    """
+
+    num_stages: int
+    num_chunks: int
+    sizes: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return sum(self.sizes)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a chunk: the layers of the largest one."""
+        return max(self.sizes)
+
+    @property
+    def order(self) -> np.ndarray:
+        """[P * V * rows] the layer in every row as stored; -1 for padding."""
+        starts = [0, *itertools.accumulate(self.sizes)]
+        stored = np.full((self.num_stages, self.num_chunks, self.rows), -1, np.int32)
+        for position, size in enumerate(self.sizes):
+            chunk, stage = divmod(position, self.num_stages)
+            start = starts[position]
+            stored[stage, chunk, :size] = np.arange(start, start + size)
+        return stored.reshape(-1)
+
+    @property
+    def moves(self) -> bool:
+        """Whether layers are stored in another order than the model's."""
+        return not np.array_equal(self.order, np.arange(self.depth))
+
+    def store(self, x: jax.Array) -> jax.Array:
+        """From [depth, ...] in the model's order to rows as stored; padding is 0."""
+        order = self.order
+        rows = jnp.take(x, np.maximum(order, 0), axis=0)
+        real = (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(real, rows, jnp.zeros_like(rows))
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        """From rows as stored to [depth, ...] in the model's order."""
+        order = self.order
+        rows = np.argsort(np.where(order < 0, len(order), order), kind="stable")
+        return jnp.take(x, rows[: self.depth], axis=0)
+
+
+def make_partition(
+    depth: int, num_stages: int, num_chunks: int = 1, sizes: Sequence[int] = ()
+) -> Partition:
+    """A partition with the sizes that are given, or as even as can be.
+
+    Raises:
+      LayoutError: sizes that are not one per position, or do not add up; fewer layers
+        than positions.
+    """
+    positions = num_stages * num_chunks
+    if depth < positions:
+        raise LayoutError(
+            f"pipe={num_stages},virtual_stages={num_chunks} makes {positions} chunks "
+            f"of {depth} layers: use fewer stages, or a deeper model"
+        )
+    if not sizes:
+        sizes = balanced_sizes([1.0] * depth, positions)
+    if len(sizes) != positions or sum(sizes) != depth or min(sizes) < 1:
+        raise LayoutError(
+            f"partition={'/'.join(map(str, sizes))}: give {positions} numbers of "
+            f"layers, one for each of pipe={num_stages} * virtual_stages={num_chunks} "
+            f"chunks, at least 1 each and {depth} in all"
+        )
+    return Partition(num_stages, num_chunks, tuple(sizes))
+
+
+class Costs(NamedTuple):
+    """FLOPs of a forward pass: embedding, one layer, head with loss."""
+
+    embed: float
+    layer: float
+    head: float
+
+
+def measured_costs(model: Model, batch: Any) -> Costs:
+    """Costs of a staged model's parts, as its compiled forward passes count them.
+
+    For `balanced([costs.layer] * depth, P, costs.embed, costs.head)`.
+
+    Args:
+      model: from `from_nnx` with `Stages`.
+      batch: pytree of arrays or ShapeDtypeStructs; only shapes matter.
+
+    Raises:
+      LayoutError: the model has no stages.
+    """
+    if (staged := model.staged) is None:
+        raise LayoutError("the model has no staged form (give from_nnx a Stages)")
+    shared, stack = staged.split(
+        {
+            path: jax.ShapeDtypeStruct(param.shape, param.dtype)
+            for path, param in model.params.items()
+        }
+    )
+    one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
+    x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), shared, batch)
+
+    def flops(fn: Callable[..., Any], *args: Any) -> float:
+        analysis = jax.jit(fn).lower(*args).compile().cost_analysis()
+        return float(analysis.get("flops", 0.0))
+
+    return Costs(
+        flops(lambda p, b: staged.embed(p, b, None), shared, batch),
+        flops(lambda p, x: staged.layer(p, x, None), one, x),
+        flops(lambda p, x, b: staged.head_loss(p, x, b, None)[0], shared, x, batch),
+    )
+
+
+def balanced_sizes(
+    costs: Sequence[float], positions: int, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Cuts layers into runs whose dearest one is as cheap as possible.
+
+    Args:
+      costs: cost c_i of every layer, in any unit.
+      positions: number of runs; at most the number of layers.
+      first: what the first run carries beside its layers (the embedding).
+      last: what the last one carries (the head).
+
+    Returns:
+      Layers of every run. Of equally good cuts the one whose runs are most even.
+
+    Raises:
+      LayoutError: more runs than layers.
+
+    Source: Huang et al., GPipe, arXiv:1811.06965, section 2.1 (estimates c_i, and a
+      partition that minimizes the variance of the runs' costs).
+    """
+    depth, sums = len(costs), [0.0, *itertools.accumulate(costs)]
+    if not 1 <= positions <= depth:
+        raise LayoutError(f"{depth} layers cannot be cut into {positions} runs")
+    # best[n][i]: (dearest run, sum of squares) of the first i layers in n runs.
+    worst = float("inf"), float("inf")
+    best = [[worst] * (depth + 1) for _ in range(positions + 1)]
+    cut = [[0] * (depth + 1) for _ in range(positions + 1)]
+    best[0][0] = 0.0, 0.0
+    for n in range(1, positions + 1):
+        extra = first * (n == 1) + last * (n == positions)
+        for i in range(n, depth + 1):
+            for j in range(n - 1, i):
+                cost = sums[i] - sums[j] + extra
+                dearest, squares = best[n - 1][j]
+                found = max(dearest, cost), squares + cost * cost
+                if found < best[n][i]:
+                    best[n][i], cut[n][i] = found, j
+    sizes, end = [], depth
+    for n in range(positions, 0, -1):
+        start = cut[n][end]
+        sizes.append(end - start)
+        end = start
+    return tuple(reversed(sizes))

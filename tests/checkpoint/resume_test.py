@@ -1,0 +1,144 @@
+"""Resume anywhere: every layout goes on from every other, bit for bit."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_models import batch, host, lower, model
+
+import meshpar
+from experiments import building, metrics
+from experiments.config import from_dict
+from meshpar.checkpoint import persistent
+from meshpar.checkpoint.checkpoints import Checkpoints
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAYOUTS = [
+    "data=8",
+    "fsdp=8,zero=1",
+    "fsdp=8,zero=2",
+    "fsdp=8,zero=3",
+    "tensor=4",
+    "fsdp=2,tensor=4",
+    "pipe=4,data=2,microbatches=4",
+    "pipe=2,fsdp=2,schedule=interleaved,virtual_stages=2,microbatches=2,tensor=2",
+]
+SAVED, STEPS = 2, 4
+TINY = model(depth=4)
+
+
+@functools.cache
+def program(layout):
+    return lower(layout, TINY)
+
+
+def trained(layout, state, first):
+    """The state after the last step, and the losses on the way."""
+    losses = []
+    for step in range(first, STEPS + 1):
+        state, found = program(layout).step(state, batch(step))
+        losses.append(float(found["loss"]))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """`saved(layout)`: folder, state at the checkpoint, and losses without a break."""
+
+    @functools.cache
+    def made(layout):
+        one, folder = program(layout), tmp_path_factory.mktemp("run") / "c"
+        state = one.init(0)
+        for step in range(1, SAVED + 1):
+            state, _ = one.step(state, batch(step))
+        portable = one.in_model_order(state)
+        with contextlib.closing(Checkpoints(folder, one.portable_state)) as checkpoints:
+            checkpoints.save(SAVED, portable, {"position": 16 * SAVED})
+        before = host(portable)
+        return folder, before, trained(layout, state, SAVED + 1)[1]
+
+    return made
+
+
+def pairs():
+    """All ordered pairs; of each layout the one to the next is always tried."""
+    for before, after in itertools.permutations(LAYOUTS, 2):
+        near = (LAYOUTS.index(after) - LAYOUTS.index(before)) % len(LAYOUTS) == 1
+        marks = () if near else pytest.mark.slow
+        yield pytest.param(before, after, marks=marks)
+
+
+@pytest.mark.parametrize("before, after", list(pairs()))
+def test_any_layout_goes_on_from_any_other(before, after, saved):
+    folder, want, unbroken = saved(before)
+    one = program(after)
+    with contextlib.closing(Checkpoints(folder, one.portable_state)) as checkpoints:
+        found = checkpoints.restore()
+    assert found.metadata["position"] == 16 * SAVED
+    for got, wanted in zip(*map(jax.tree.leaves, (found.state, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+    _, losses = trained(after, one.as_stored(found.state), SAVED + 1)
+    np.testing.assert_allclose(losses, unbroken, rtol=1e-5)
+
+
+def launched(processes, logs, *command):
+    launch = ["launch/local.sh", f"--log_dir={logs}", str(processes), "--"]
+    done = subprocess.run(
+        [*launch, sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_goes_on_from_any_other(tmp_path):
+    """1, 2 and 4 real processes in every order: one program, one run."""
+    layout, constant = "data=2,fsdp=2,tensor=2", "--set=optimizer.final_fraction=1"
+    flags = ["--recipe=tiny", f"--layout={layout}", constant, "--set=sample_tokens=0"]
+    flags += ["--set=optimizer.warmup_steps=0"]  # No rate depends on the last step.
+    run = ["-m", "experiments.run", *flags]
+    launched(1, tmp_path / "logs", *run, f"--workdir={tmp_path}/unbroken", "--steps=14")
+    folder, found = tmp_path / "run" / "checkpoints", {}
+    for number, processes in enumerate((1, 2, 4, 1, 4, 2, 1), 1):
+        logs = tmp_path / f"logs{number}"
+        if number > 1:
+            reference, out = tmp_path / "reference.npz", tmp_path / f"{number}.json"
+            np.savez(reference, **stored_leaves(folder))
+            check = ["tests/support/restored_shards.py", layout, folder, reference, out]
+            launched(processes, logs, *check)
+            step, collectives = json.loads(out.read_text())
+            assert step == 2 * number - 2
+            found.setdefault(processes, collectives)
+        launched(
+            processes, logs, *run, f"--workdir={tmp_path}/run", f"--steps={2 * number}"
+        )
+    assert found[1] and found[1] == found[2] == found[4]
+    losses = [
+        [row["loss"] for row in metrics.read(path / "metrics.jsonl") if "loss" in row]
+        for path in (tmp_path / "run", tmp_path / "unbroken")
+    ]
+    assert len(losses[0]) == 14
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def stored_leaves(folder):
+    """{number: array} of the newest checkpoint, read by this process alone."""
+    newest = persistent.find_checkpoints(folder)[-1]
+    config = from_dict(newest.metadata["config"])
+    one = building.make_program(
+        config, meshpar.layouts.parse("data=1"), jax.devices()[:1]
+    )
+    state, _ = persistent.read_checkpoint(newest.path, one.portable_state, None)
+    return {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves(state))}

@@ -1,0 +1,174 @@
+"""Weights of transformers' GPT-2 and Llama: same logits, and back bit for bit.
+
+The models in tests/data are transformers' own, random (make_hugging_face.py).
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from experiments import hugging_face
+from experiments.config import ConfigError
+from experiments.hugging_face_config import config_json, decoder_config
+from experiments.models.decoder import DecoderConfig, language_model
+
+ROOT = pathlib.Path(__file__).parents[2]
+KINDS = ("gpt2", "llama")
+
+
+def folder_of(kind):
+    return ROOT / "tests/data" / f"hugging_face_{kind}"
+
+
+def ours(folder):
+    """Decoder, model and parameters of a folder of theirs."""
+    config, tensors = hugging_face.read(folder)
+    model = language_model(config)
+    shapes = {path: param.shape for path, param in model.params.items()}
+    return config, model, hugging_face.imported(config, shapes, tensors)
+
+
+def stored(folder):
+    return safetensors.numpy.load_file(folder / hugging_face.WEIGHTS)
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(got[name], tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_logits_and_back_bit_for_bit(kind, tmp_path):
+    config, model, params = ours(folder_of(kind))
+    with np.load(folder_of(kind) / "logits.npz") as known:
+        tokens, want = known["tokens"], known["logits"]
+    got = np.asarray(jax.jit(lambda p, t: model.bind(p)(t))(params, tokens))
+    assert np.abs(want).max() > 1
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    hugging_face.write(tmp_path, config, params)
+    assert_same(stored(tmp_path), stored(folder_of(kind)))
+    theirs = json.loads((folder_of(kind) / "config.json").read_text())
+    written = json.loads((tmp_path / "config.json").read_text())
+    shared = written.keys() & theirs.keys() - {"bos_token_id", "eos_token_id"}
+    assert len(shared) > 8 and all(written[key] == theirs[key] for key in shared)
+    assert decoder_config(written) == config
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_what_we_write(kind, tmp_path):
+    """The same, live, where transformers and torch are installed."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = dataclasses.replace(ours(folder_of(kind))[0], depth=3, vocab=50)
+    model = language_model(config)
+    params = jax.device_get(model.init(jax.random.key(1)))
+    tokens = np.random.default_rng(1).integers(0, 50, (2, 9))
+    hugging_face.write(tmp_path, config, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+    got = np.asarray(model.bind(params)(tokens))
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
+def test_bfloat16_files(tmp_path):
+    shutil.copy(folder_of("llama") / "config.json", tmp_path)
+    short = {n: x.astype(jnp.bfloat16) for n, x in stored(folder_of("llama")).items()}
+    safetensors.numpy.save_file(short, tmp_path / hugging_face.WEIGHTS)
+    got, want = ours(tmp_path)[2], ours(folder_of("llama"))[2]
+    for path, x in want.items():
+        np.testing.assert_array_equal(got[path], x.astype(jnp.bfloat16))
+
+
+def test_old_files_without_prefix_and_with_buffers_and_shards(tmp_path):
+    """As the first GPT-2 files on the hub are, and as large models are split."""
+    want = stored(folder_of("gpt2"))
+    bare = {name.removeprefix("transformer."): x for name, x in want.items()}
+    bare["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.float32)
+    bare["lm_head.weight"] = bare["wte.weight"]
+    half, parts = len(bare) // 2, {}
+    for number, names in enumerate((list(bare)[:half], list(bare)[half:])):
+        file = f"model-{number}.safetensors"
+        parts |= dict.fromkeys(names, file)
+        tensors = {name: bare[name] for name in names}
+        safetensors.numpy.save_file(tensors, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": parts}))
+    shutil.copy(folder_of("gpt2") / "config.json", tmp_path)
+    assert_same(ours(tmp_path)[2], ours(folder_of("gpt2"))[2])
+
+
+@pytest.mark.parametrize(
+    "kind, changes, words",
+    [
+        ("gpt2", {"model_type": "bert"}, "model_type='bert'.*known: gpt2, llama"),
+        ("gpt2", {"activation_function": "relu"}, "'relu': ours has 'gelu_new'"),
+        ("llama", {"attention_bias": True}, "attention_bias=True: ours has False"),
+        ("llama", {"head_dim": 8}, "head_dim=8: ours has 4"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "of another kind"),
+        ("llama", {"intermediate_size": 44}, r"gate_proj.weight is \(40, 16\), not"),
+        ("llama", {"num_hidden_layers": 3}, "lacks model.layers.2"),
+        ("llama", {"num_hidden_layers": 1}, "also has model.layers.1"),
+    ],
+)
+def test_what_ours_cannot_be_is_an_error(kind, changes, words, tmp_path):
+    shutil.copytree(folder_of(kind), tmp_path, dirs_exist_ok=True)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | changes))
+    with pytest.raises(ConfigError, match=words):
+        ours(tmp_path)
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(ConfigError, match="give a folder with config.json and"):
+        hugging_face.read(tmp_path)
+
+
+def test_a_decoder_that_they_do_not_have():
+    with pytest.raises(ConfigError, match="gpt2 has no position='rope'.*llama has no"):
+        config_json(DecoderConfig(bias=True))
+
+
+def command(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_starts_from_theirs_and_becomes_theirs(tmp_path):
+    run, text = tmp_path / "run", tmp_path / "text.bin"
+    np.random.default_rng(0).integers(0, 48, 4000).astype(np.uint16).tofile(text)
+    flags = ["--recipe=tiny", f"--data={text}", "--batch_size=8"]
+    checkpoint = ["experiments.checkpoint", str(run)]
+    source = f"--import={folder_of('llama')}"
+    said = command(*checkpoint, source, *flags, "--set=model.length=12")
+    assert "21 tensors are step 0" in said
+    command(*checkpoint, "--export=safetensors", f"--to={tmp_path / 'same'}")
+    assert_same(stored(tmp_path / "same"), stored(folder_of("llama")))
+    more = re.findall(r"--(?:recipe|workdir|set)[= ]\S+", said.splitlines()[-1])
+    more = [word.replace("--set ", "--set=") for word in more]
+    rest = ["--layout=fsdp=2", "--steps=3", "--set=sample_tokens=0", "--set=steps=3"]
+    said = command("experiments.run", *flags, *more, "--set=model.length=12", *rest)
+    assert "step 3/3" in said
+    assert "step 3 " in command(*checkpoint, "--export=safetensors")
+    changed = stored(run / "huggingface")["model.norm.weight"]
+    before = stored(folder_of("llama"))["model.norm.weight"]
+    assert 0 < np.abs(changed - before).max() < 0.05

@@ -1,0 +1,132 @@
+"""Launchers: what they would do, restarts, and that they are well formed."""
+
+import pathlib
+import subprocess
+import sysconfig
+
+import pytest
+import yaml
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+COMMAND = ["--", "python", "-m", "experiments.run", "--layout=data=2,fsdp=2"]
+
+
+def run(*words, timeout=60):
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["local.sh", "--dry_run", "2"], ["2 processes", "MESHPAR_PROCESS_ID=0..1"]),
+        (["slurm.sh", "--dry_run"], ["srun --wait=60", "--output=logs/%t"]),
+        (
+            ["mpirun.sh", "--dry_run", "4", "--hostfile", "h"],
+            ["mpirun -n 4 --hostfile"],
+        ),
+        (
+            ["tpu_pod.sh", "--dry_run", "pod", "zone", "v5litepod-64"],
+            ["queued-resources create pod", "--worker=all", "jax\\[tpu\\]"],
+        ),
+        (["tpu_pod.sh", "--dry_run", "pod", "zone"], ["tpu-vm ssh pod --worker=all"]),
+    ],
+)
+def test_dry_runs_say_what_they_would_do(words, says, tmp_path):
+    done = run(f"launch/{words[0]}", *words[1:], *COMMAND)
+    assert done.returncode == 0, done.stderr
+    assert all(one in done.stdout for one in says), done.stdout
+    assert "experiments.run" in done.stdout and "fsdp=2" in done.stdout
+    assert not (ROOT / "logs" / "progress").exists()
+
+
+@pytest.mark.parametrize("name", ["local.sh", "slurm.sh", "mpirun.sh", "tpu_pod.sh"])
+def test_a_launcher_without_a_command_says_how_to_use_it(name):
+    done = run(f"launch/{name}")
+    assert done.returncode == 2 and f"launch/{name}" in done.stderr
+    assert run(f"launch/{name}", "--max_restarts=x", *COMMAND).returncode == 2
+
+
+def launch(tmp_path, script, *options, num="2"):
+    log_dir = f"--log_dir={tmp_path}/logs"
+    command = ["bash", "-c", script.replace("HERE", str(tmp_path))]
+    return run("launch/local.sh", log_dir, *options, num, "--", *command)
+
+
+COUNT = "echo x >>HERE/$MESHPAR_PROCESS_ID; n=$(wc -l <HERE/$MESHPAR_PROCESS_ID); "
+
+
+def starts(tmp_path, process=0):
+    return len((tmp_path / str(process)).read_text().splitlines())
+
+
+def test_a_process_that_dies_starts_all_again(tmp_path):
+    script = COUNT + (
+        "echo $((n * 10)) >$MESHPAR_PROGRESS; ((n == 3)) && exit 0; "
+        "((MESHPAR_PROCESS_ID == 1)) && kill -9 $$; sleep 30"
+    )
+    done = launch(tmp_path, script, "--max_restarts=5")
+    assert done.returncode == 0, done.stderr
+    assert "process 1 ended with code 137" in done.stderr
+    assert "after step 20: restart 2 of 5" in done.stderr
+    assert starts(tmp_path) == starts(tmp_path, 1) == 3
+
+
+def test_the_same_step_failing_twice_ends_it_for_good(tmp_path):
+    script = COUNT + (
+        "((MESHPAR_PROCESS_ID)) && sleep 30; echo 7 >$MESHPAR_PROGRESS; exit 3"
+    )
+    done = launch(tmp_path, script, "--max_restarts=5")
+    assert done.returncode == 3 and starts(tmp_path) == 2
+    assert "ended with code 3 twice after step 7: not started again" in done.stderr
+
+
+def test_restarts_run_out(tmp_path):
+    script = COUNT + (
+        "((MESHPAR_PROCESS_ID)) && sleep 30; echo $n >$MESHPAR_PROGRESS; exit 76"
+    )
+    done = launch(tmp_path, script, "--max_restarts=2")
+    assert done.returncode == 76 and starts(tmp_path) == 3
+    assert "ended with code 76 after 2 restarts" in done.stderr
+
+
+def test_what_the_user_did_wrong_is_not_tried_again(tmp_path):
+    done = launch(tmp_path, COUNT + "exit 2", "--max_restarts=5")
+    assert done.returncode == 2 and starts(tmp_path) == 1
+
+
+def test_a_preempted_run_starts_again_even_at_the_same_step(tmp_path):
+    script = COUNT + "echo 7 >$MESHPAR_PROGRESS; ((n == 4)) && exit 0; exit 75"
+    done = launch(tmp_path, script, "--max_restarts=5")
+    assert done.returncode == 0 and starts(tmp_path) == 4
+
+
+def test_scripts_pass_shellcheck():
+    shellcheck = f"{sysconfig.get_path('scripts')}/shellcheck"
+    done = run(shellcheck, "-x", *map(str, sorted(LAUNCH.glob("*.sh"))))
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_job_set_has_the_shape_of_one():
+    made = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    assert made["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and made["kind"] == "JobSet"
+    (job,) = made["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    assert environment["MESHPAR_NUM_PROCESSES"] == str(spec["completions"])
+    host, _, port = environment["MESHPAR_COORDINATOR"].partition(":")
+    assert host == f"{made['metadata']['name']}-{job['name']}-0-0.meshpar"
+    assert int(port) == container["ports"][0]["containerPort"]
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+
+
+def test_the_image_installs_as_the_readme_does():
+    image = (LAUNCH / "Dockerfile").read_text()
+    readme = (ROOT / "README.md").read_text()
+    install = 'python3 -m venv .venv && .venv/bin/pip install -q -e ".[experiments]"'
+    assert install in image and install in readme

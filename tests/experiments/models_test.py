@@ -1,0 +1,118 @@
+"""The decoders: causal, of the published sizes, and what they are made of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiny_models import LENGTH, batch, host, lower, model, relative_error
+
+from experiments import building, recipes, sampling
+from experiments.models.decoder import GPT2_KIND, rotate
+from experiments.models.loss import cross_entropy
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("gpt3-175b", 174_604_259_328),
+        ("llama-1b", 1_100_048_384),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+    ],
+)
+def test_published_sizes(name, size):
+    made = building.make_model(recipes.get(name))
+    assert sum(p.size for p in made.params.values()) == size
+
+
+def test_flops_are_six_per_weight_and_the_attention_matrix():
+    decoder = recipes.get("llama2-7b").model
+    weights = 6_738_415_616 - 32000 * 4096  # The embedding is a lookup.
+    attention = 12 * 32 * 4096 * 4096
+    want = pytest.approx(6 * weights + attention, rel=1e-3)
+    assert decoder.flops_per_token() == want
+
+
+@pytest.mark.parametrize("sizes", [{}, GPT2_KIND])
+def test_causal(framework, sizes):
+    made = model(framework, **(sizes if framework == "nnx" else {}))
+    params = jax.jit(made.init)(jax.random.key(0))
+    logits = jax.jit(lambda params, tokens: made.bind(params)(tokens))
+    tokens = batch()["tokens"][:1]
+    changed = tokens.copy()
+    changed[0, 9] = (tokens[0, 9] + 1) % 64
+    difference = np.abs(logits(params, tokens) - logits(params, changed)).max(-1)[0]
+    assert (difference[:9] == 0).all()
+    assert (difference[9:] > 1e-6).all()
+
+
+def test_rope_sees_only_distances():
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 8)).astype(np.float32)
+    q_BLNH, k_BLNH = (
+        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), 100.0)[0, :, 0] for x in (q, k)
+    )
+    scores = q_BLNH @ k_BLNH.T
+    np.testing.assert_allclose(scores[5, 3], scores[9, 7], rtol=1e-5)
+    assert abs(scores[5, 3] - scores[5, 4]) > 1e-3
+    np.testing.assert_allclose(q_BLNH[0], q, rtol=1e-6)
+
+
+def test_grouped_heads_share_keys_and_values():
+    """Grouped-query attention is attention with repeated keys and values."""
+    grouped, full = model(kv_heads=2), model(kv_heads=8)
+    params = jax.jit(grouped.init)(jax.random.key(0))
+    repeated = {
+        path: jnp.repeat(x, 4, axis=2) if path[-2:] in ("/k", "/v") else x
+        for path, x in params.items()
+    }
+    tokens = batch()["tokens"]
+    got, want = full.bind(repeated)(tokens), grouped.bind(params)(tokens)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_entropy_is_optax_s():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 3, 7)).astype(np.float32)
+    targets = rng.integers(0, 7, (2, 3))
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    np.testing.assert_allclose(cross_entropy(logits, targets), want, rtol=1e-6)
+
+
+def test_a_chunked_loss_is_the_loss_in_less_memory():
+    found, memory = {}, {}
+    for chunk in (0, 2):
+        made = model(vocab=4096, loss_chunk=chunk)
+        program = lower("data=2,fsdp=2,tensor=2", made)
+        found[chunk] = host(program.gradients(program.init(0), batch()))
+        compiled = program.lowered.compile()
+        memory[chunk] = compiled.memory_analysis().temp_size_in_bytes
+    (loss, gradients), (want_loss, want) = found[2], found[0]
+    assert loss["loss"] == pytest.approx(want_loss["loss"], rel=1e-6)
+    assert relative_error(gradients, want) < 1e-5
+    # 4 sequences of 16 tokens, half of 4096 logits in float32 on each device.
+    assert memory[0] - memory[2] > 4 * 16 * 2048 * 4
+
+
+def test_sampling_equals_a_plain_loop_beyond_the_window():
+    program = lower("data=1")
+    params = program.init(0).params
+    prompt, num = [1, 2, 3], 2 * LENGTH
+    ids = sampling.sample(program, params, prompt, num, length=LENGTH, temperature=1e-6)
+    logits = jax.jit(lambda tokens: program.model.bind(params)(tokens))
+    text = list(prompt)
+    for _ in range(num):
+        window = np.zeros((1, LENGTH), np.int32)
+        recent = text[-LENGTH:]
+        window[0, : len(recent)] = recent
+        text.append(int(logits(window)[0, len(recent) - 1].argmax()))
+    assert ids == text[len(prompt) :]
+
+
+def test_vocabulary_must_be_known():
+    with pytest.raises(ValueError, match="vocab=0"):
+        model(vocab=0)

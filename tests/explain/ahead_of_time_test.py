@@ -1,0 +1,233 @@
+"""Ahead of time for machines that are not here, with their real compilers."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.marks import slow
+
+import meshpar
+from experiments import building, recipes
+from experiments.config import with_settings
+from meshpar import collectives, layouts, mesh
+from meshpar.contracts import hlo
+from meshpar.errors import MeshparError
+from meshpar.explain import memory
+from meshpar.local_sgd import contract
+from meshpar.mesh import torus
+
+SETTINGS = [
+    "model.vocab=1024",
+    "model.length=256",
+    "model.depth=3",
+    "model.embed=512",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.mlp=2048",
+]
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='the TPU compiler comes with pip install "meshpar[aot-tpu]"',
+)
+
+
+def small():
+    config = with_settings(recipes.get("bytes-llama"), SETTINGS)
+    return dataclasses.replace(config, compute_dtype="bfloat16", batch_size=32)
+
+
+@tpu
+@pytest.mark.parametrize(
+    "layout, topology, least, most",
+    [
+        slow("data=8", "v5e:2x4", 2.0, 2.0),
+        slow("fsdp=8,zero=1", "v5e:2x4", 2.0, 2.0),
+        ("fsdp=8,zero=2", "v5e:2x4", 2.0, 2.0),
+        ("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 2.7, 3.0),
+        ("fsdp=8,remat=full", "v5p:2x2x2", 2.7, 3.0),
+        slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
+    ],
+)
+def test_tpu_programs_keep_the_contract(layout, topology, least, most):
+    """Bytes on the wire, in payloads of all parameters times (n-1)/n, bfloat16."""
+    program = building.make_program(
+        small(), meshpar.layouts.parse(layout), mesh.topology(topology)
+    )
+    assert program.violations() == []
+    payload = 2 * sum(p.size for p in program.model.params.values()) * 7 / 8
+    moved = sum(one.wire_bytes for one in program.collectives) / payload
+    assert least - 0.01 <= moved <= most + 0.01
+    if "fsdp=8,remat" in layout or "prefetch" in layout:
+        hidden = [one for one in program.collectives if one.overlapped]
+        assert sum(one.wire_bytes for one in hidden) > 2 * payload
+        # Only chips that gather beside compute do so in one collective.
+        gathered = [one for one in hidden if one.kind == "all_gather"]
+        assert bool(gathered) == ("v5e" in topology)
+        assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
+
+
+@tpu
+def test_rings_follow_the_chips_and_send_asynchronously():
+    """On 32 chips of v5e a permute that jumps back along a line would run alone."""
+    chips = mesh.make_mesh(layouts.parse("fsdp=32"), mesh.topology("v5e:4x8"))
+    shape = torus.ring_shape(chips, "fsdp")
+    assert shape == (8, 4)
+
+    def body(w_DF, x_BD, y_DF):
+        w_DF = collectives.torus_all_gather(w_DF, "fsdp", shape)
+        y_DF = collectives.torus_reduce_scatter(y_DF, "fsdp", shape)
+        return w_DF, x_BD @ x_BD, y_DF
+
+    spec = PartitionSpec("fsdp")
+    x = jax.ShapeDtypeStruct(
+        (32 * 1024, 1024), jnp.bfloat16, sharding=NamedSharding(chips, spec)
+    )
+    mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
+    text = jax.jit(mapped).lower(x, x, x).compile().as_text()
+    found = hlo.parse_hlo(text, dict(chips.shape))
+    assert {one.kind for one in found} == {"permute"}
+    assert len(found) == 2 * (7 + 3)
+    assert all(one.asynchronous for one in found)
+
+
+@tpu
+def test_permutes_of_many_chips_are_not_written_out_pair_by_pair():
+    def body(x_BD):
+        return collectives.torus_reduce_scatter(x_BD, "fsdp", shape, loop=True)
+
+    chips = mesh.make_mesh(layouts.parse("fsdp=256"), mesh.topology("v5e:16x16"))
+    shape, spec = torus.ring_shape(chips, "fsdp"), PartitionSpec("fsdp")
+    x = jax.ShapeDtypeStruct(
+        (256 * 256, 128), jnp.bfloat16, sharding=NamedSharding(chips, spec)
+    )
+    mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
+    options = torus.compiler_options(chips)
+    code = [
+        jax.jit(mapped, compiler_options=told).lower(x).compile().memory_analysis()
+        for told in (None, options)
+    ]
+    written_out, looked_up = (one.generated_code_size_in_bytes for one in code)
+    assert looked_up < 0.7 * written_out
+    few = mesh.make_mesh(layouts.parse("fsdp=8"), mesh.topology("v5e:2x4"))
+    assert torus.compiler_options(few) is None
+
+
+@tpu
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved,virtual_stages=2"])
+def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):
+    """Eight microbatches and 32: the same temporary bytes, within 1%."""
+    sizes = []
+    for num in (8, 32):
+        config = with_settings(small(), [f"batch_size={2 * num}", "model.depth=8"])
+        layout = f"pipe=4,data=2,microbatches={num},remat=full,schedule={schedule}"
+        program = building.make_program(
+            config, meshpar.layouts.parse(layout), mesh.topology("v5e:2x4")
+        )
+        sizes.append(program.compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    assert program.violations() == []
+    sends = [c for c in program.collectives if c.kind == "permute"]
+    assert {c.axes for c in sends} == {("pipe",)}
+    steady = [c for c in sends if c.executions > 16]
+    assert len(steady) == 2 and all(c.overlapped for c in steady)
+
+
+@pytest.mark.slow
+@tpu
+def test_tpu_synchronizations_hide_behind_the_layers():
+    """Between two slices; both ways start before the layers and end after them."""
+    mode = meshpar.LocalSGD(
+        32, staleness=4, outer=optax.sgd(0.4, 0.9, nesterov=True), wire="int8"
+    )
+    config = small()
+    program = meshpar.lower(
+        building.make_model(config),
+        optax.adamw(1e-3),
+        "replica=2,fsdp=4",
+        {k: jnp.zeros((32, 256), jnp.int32) for k in ("tokens", "targets")},
+        devices=mesh.topology("2*v5e:2x2"),
+        compute_dtype=jnp.bfloat16,
+        mode=mode,
+    )
+    middle = next(
+        t for t in contract.transfers(program) if None not in (t.scatter, t.gather)
+    )
+    text = program.step_program(middle).as_text()
+    found = hlo.parse_hlo(text, dict(program.mesh.shape))
+    assert contract.contract_beside(program, middle).violations(found) == []
+    across = [one for one in found if "replica" in one.axes]
+    assert {one.kind for one in across} == {"all_to_all", "all_gather"}
+    assert all(one.overlapped for one in across)
+    entry = text[text.index("ENTRY") :].splitlines()
+
+    def places(pattern):
+        return [n for n, line in enumerate(entry) if re.search(pattern, line)]
+
+    forward = places(r" while\(.*jvp\(\)/while")[0]
+    backward = places(r" while\(.*transpose\(jvp\(\)\)/while")[0]
+    sends, ends = places(r" send\("), places(r" recv-done\(")
+    assert len(sends) == len(ends) == 2
+    assert max(sends) < min(forward, backward)
+    assert min(ends) > max(forward, backward)
+
+
+@pytest.mark.slow
+@tpu
+@pytest.mark.parametrize(
+    "recipe, topology, layout, batch",
+    [
+        ("gpt2-124m", "v5e:2x4", "fsdp=8,remat=full", 16),
+        ("llama-1b", "v5e:2x4", "fsdp=8,remat=full", 8),
+        ("llama2-7b", "v5e:4x4", "fsdp=16,remat=full", 16),
+    ],
+)
+def test_predicted_memory_is_the_tpu_compiler_s(recipe, topology, layout, batch):
+    config = dataclasses.replace(recipes.get(recipe), batch_size=batch)
+    program = building.make_program(
+        config, meshpar.layouts.parse(layout), mesh.topology(topology)
+    )
+    predicted = memory.predict_memory(program.lowering, program.abstract_batch)
+    peak = program.compiled.memory_analysis().peak_memory_in_bytes
+    assert predicted.total == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("v5e", "write one such as v4:4x4"),
+        ("v9:4x4", "write one such as"),
+        ("h100:0", "write one such as.*h100:8"),
+        ("v5e:4xx4", "topology='v5e:4xx4'"),
+    ],
+)
+def test_unknown_topologies_are_an_error(text, words):
+    with pytest.raises(MeshparError, match=words):
+        mesh.topology(text)
+
+
+@tpu
+def test_shapes_that_do_not_exist_are_an_error():
+    with pytest.raises(MeshparError, match="shape must be one that exists"):
+        mesh.topology("v5e:3x5")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason='the GPU compiler comes with pip install "meshpar[aot-gpu]"',
+)
+def test_gpu_programs_keep_the_contract():
+    program = meshpar.lower(
+        building.make_model(small()),
+        optax.adamw(1e-3),
+        "fsdp=4,tensor=2",
+        {k: jnp.zeros((32, 256), jnp.int32) for k in ("tokens", "targets")},
+        devices=mesh.topology("h100:8"),
+        compute_dtype=jnp.bfloat16,
+    )
+    assert program.violations() == []
+    assert all(one.axes for one in program.collectives)

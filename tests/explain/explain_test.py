@@ -1,0 +1,152 @@
+"""explain: what is said is what was compiled; lowering="auto" takes the better."""
+
+import html.parser
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from support.tiny_models import lower, model
+
+from experiments import explain_page
+from meshpar.contracts import collective, compiler_log
+from meshpar.explain import memory
+from meshpar.explain.report import explain
+from meshpar.lowering import auto
+
+TINY = model()
+
+
+def test_says_what_was_declared_and_found():
+    program = lower("fsdp=8", TINY, clip_norm=1.0)
+    said = explain(program)
+    assert said.violations == () and said.lowering == "shard_map"
+    assert said.replicated == {}
+    rows = {(row.kind, row.axes): row for row in said.traffic}
+    gather = rows["all_gather", ("fsdp",)]
+    assert gather.declared_bytes == gather.found_bytes > 0
+    assert "zero=3: weights: layer by layer, forward" in gather.why
+    found = sum(one.wire_bytes for one in program.collectives)
+    assert sum(row.found_bytes for row in said.traffic) == pytest.approx(found)
+    assert said.state_bytes == sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in (*program.init(0).params.values(), *_optimizer(program))
+    )
+    json.dumps(said.as_dict())
+
+
+def test_says_what_a_pipeline_does(tmp_path):
+    program = lower("pipe=2,fsdp=2,microbatches=4", model(depth=4))
+    said = explain(program).pipeline
+    assert (said.schedule, said.layers, said.ticks) == ("1f1b", (2, 2), 6)
+    assert "schedule=auto took 1f1b" in explain(program).why_auto
+    assert said.bubble == pytest.approx(said.formula[0]) == pytest.approx(0.2)
+    assert said.formula[1] == "(P-1)/(M+P-1)" and said.in_flight == (3, 1)
+    assert said.sends == sum(
+        c.executions
+        for c in program.collectives
+        if c.axes == ("pipe",)
+        if c.kind == "permute"
+    )
+    x = 16 // 2 // 4 * 16 * 32 * 4  # Rows of a microbatch, length, embed, float32.
+    assert 4 * x <= said.stash_bytes <= 10 * x
+    json.dumps(explain(program).as_dict())
+    figure = explain_page.schedule_figure(said)
+    boxes = figure.axes[0].patches
+    assert len(boxes) == len(said.ops) == 2 * 2 * 4
+    figure.savefig(tmp_path / "schedule.png")
+    explain_page.write(tmp_path / "page.html", "tiny", [explain(program)])
+    assert "Stage inputs in flight: 3, 1" in (tmp_path / "page.html").read_text()
+    assert explain(lower("fsdp=2", TINY)).pipeline is None
+
+
+def _optimizer(program):
+    return jax.tree.leaves(program.init(0).optimizer_state)
+
+
+def test_says_what_is_replicated_and_warns():
+    program = lower("fsdp=2,min_shard_size=100", TINY)
+    said = explain(program)
+    assert "32 < min_shard_size=100" in said.replicated["norm/scale"]
+    one = collective.Collective(
+        "all_reduce", ("fsdp",), 2, 64, 1000, False, False, "main", "a.py:7"
+    )
+    stack = model().params["blocks/mlp/up"].size * 4
+    whole = collective.Collective(
+        "all_gather", ("fsdp",), 2, stack, 1, False, False, "main", "a.py:9"
+    )
+    program.__dict__["collectives"] = [one, whole]
+    said = explain(program)
+    small, gather = sorted(said.warnings, reverse=True)
+    assert (
+        small.startswith("uncombined: 1000 x all_reduce over fsdp")
+        and "a.py:7" in small
+    )
+    assert (
+        gather.startswith("gather of a whole stack of weights") and "a.py:9" in gather
+    )
+    assert any("all_reduce over fsdp" in line for line in said.violations)
+
+
+def test_involuntary_rematerialization_is_named(capfd):
+    line = (
+        "W spmd_partitioner.cc:1 [SPMD] Involuntary full rematerialization. The "
+        "compiler cannot go from {a} to {b} for HLO operation: %copy.3 = f32[8]{0} "
+        'copy(%x), metadata={op_name="jit(f)/layer/reshape"}'
+    )
+    with compiler_log.captured_log() as log:
+        os.write(2, f"{line}\n{line}\nanother line\n".encode())
+    (warning,) = compiler_log.rematerialized(log)
+    assert warning == "involuntary full rematerialization of jit(f)/layer/reshape"
+    assert capfd.readouterr().err.splitlines() == log == [line, line, "another line"]
+
+
+def test_auto_takes_the_program_that_exposes_less():
+    program = lower("fsdp=8", TINY, lowering="auto")
+    assert program.lowering.name == "shard_map"
+    assert "jit exposes" in program.why_auto
+    assert "took shard_map" in program.why_auto
+    assert "compiler_log" in vars(program)  # Kept for `explain`, which comes too late.
+    other = lower("fsdp=8", TINY, lowering="jit")
+    assert auto.exposed_bytes(program) < auto.exposed_bytes(other)
+    assert auto.pick_lowering([other, program])[0] is program
+
+
+@pytest.mark.parametrize("remat, kept", [("none", 10), ("full", 1)])
+def test_predicted_activations_follow_rematerialization(remat, kept):
+    program = lower(f"fsdp=2,remat={remat}", TINY)
+    predicted = memory.predict_memory(program.lowering, program.abstract_batch)
+    x = 8 * 16 * 32 * 4  # Rows of one device, length, embed, float32.
+    assert predicted.activations >= 2 * kept * x
+    assert (predicted.activations < 3 * x) == (remat == "full")
+    sizes = program.plan.bytes_per_device()
+    assert predicted.parameters == sizes["parameters"]
+    assert predicted.optimizer == sizes["optimizer"]
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href") and v[:1] != "#"]
+
+
+def test_the_program_prints_json_and_writes_a_page_of_its_own(tmp_path):
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "experiments.explain", "--recipe=tiny"]
+    flags = ["--layout=fsdp=4", "--diff=data=4", "--json", f"--html={page}"]
+    flags += ["--set=model.vocab=64"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, other = json.loads(done.stdout)
+    assert (one["layout"], other["layout"]) == ("fsdp=4,zero=3", "data=4")
+    assert one["state_bytes"] < other["state_bytes"] / 3
+    tags = Tags()
+    tags.feed(page.read_text())
+    assert tags.links == [] and tags.seen.count("svg") == 4
+    assert "zero=3: weights: layer by layer, forward" in page.read_text()

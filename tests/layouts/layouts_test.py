@@ -1,0 +1,138 @@
+"""Layout strings, rules and activation names."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from meshpar import layouts
+from meshpar.errors import LayoutError
+from meshpar.layouts.layout import Layout
+from meshpar.mesh.mesh import make_mesh
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data=1",
+        "data=2,fsdp=2,tensor=2,zero=3",
+        "fsdp=8,zero=1,microbatches=4,remat=full,min_shard_size=1024",
+        'fsdp=2,zero=3,prefetch="attention/[qkv]",prefetch=mlp',
+        "tensor=2,params.embed=data+tensor,params.mlp=none,activations.length=tensor",
+        r'data=1,paths."blocks/\\d+,x=[\"a\"]"=embed/none/heads,waive=bias$,waive=idle_devices',
+    ],
+)
+def test_string_round_trip(text):
+    layout = layouts.parse(text)
+    assert str(layout) == text
+    assert layouts.parse(str(layout)) == layout
+    assert hash(layout) == hash(layouts.parse(text))
+
+
+def test_mapping_and_string_are_the_same():
+    made = Layout(
+        fsdp=2,
+        params={"mlp": ("fsdp", "tensor"), "embed": None},
+        paths={"w.*": ("embed", None)},
+        waive="b",
+    )
+    text = (
+        "fsdp=2,params.mlp=fsdp+tensor,params.embed=none,paths.w.*=embed/none,waive=b"
+    )
+    assert layouts.parse(text) == made
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("date=2", ["'date'", "did you mean 'data'"]),
+        ("data", ["'data'", "name=value"]),
+        ("data=two", ["data='two'", "whole number"]),
+        ("data=0", ["data=0", "at least 1"]),
+        ("data=-2", ["data='-2'"]),
+        ("data=2,data=2", ["data stands twice"]),
+        ("data=2 fsdp=2", ["whole number"]),
+        ("data=2,,fsdp=2", ["name=value"]),
+        ("fsdp=2,zero=4", ["zero=4", "1, 2 or 3"]),
+        ("fsdp=2,zero=0", ["zero=0", "1, 2 or 3"]),
+        ("data=2,zero=1", ["fsdp axis, which has size 1", "fsdp=N,zero=1"]),
+        ("remat=ful", ["remat='ful'", "did you mean 'full'"]),
+        ("params.embed=tensr", ["'embed' -> 'tensr'", "did you mean 'tensor'"]),
+        ("params=3", ["'params'"]),
+        ('paths."["=embed', ["not a regex"]),
+        ("params.mlp=fsdp+fsdp", ["once"]),
+    ],
+)
+def test_wrong_strings_say_what_to_do(text, words):
+    with pytest.raises(LayoutError) as error:
+        layouts.parse(text)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_batch_must_divide():
+    layout = layouts.parse("data=2,fsdp=2,microbatches=2")
+    layout.check_batch_size(16)
+    with pytest.raises(LayoutError, match="multiple of 8 .the nearest is 8"):
+        layout.check_batch_size(10)
+
+
+def test_constrain_outside_a_layout_does_nothing():
+    x = jnp.ones((2, 3))
+    assert layouts.constrain(x, "anything", "at all") is x
+    assert layouts.remat(abs) is abs
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_constrain_shards_on_automatic_and_explicit_axes(kind):
+    layout = layouts.parse("data=2,fsdp=2,tensor=2")
+    mesh = make_mesh(layout, axis_type=kind)
+
+    @jax.jit
+    def f(x_BLF):
+        with layouts.use(layout, mesh):
+            return layouts.constrain(2 * x_BLF, "batch", "length", "mlp")
+
+    with jax.set_mesh(mesh):
+        y_BLF = f(jnp.ones((8, 4, 6)))
+    assert y_BLF.sharding.spec == PartitionSpec(("data", "fsdp"), None, "tensor")
+    assert (y_BLF == 2).all()
+
+
+@pytest.mark.parametrize(
+    "shape, names, words",
+    [
+        ((8, 4), ("batch",), ["1 names for 2 dims"]),
+        ((8, 4), ("batch", "lenght"), ["did you mean 'length'"]),
+        ((6, 4), ("batch", "length"), ["batch=6 does not divide over data*fsdp=4"]),
+        (
+            (8, 4),
+            ("mlp", "heads"),
+            ["two dims on axis 'tensor'", "activations.mlp=none"],
+        ),
+    ],
+)
+def test_constrain_errors(shape, names, words):
+    layout = layouts.parse("data=2,fsdp=2,tensor=2")
+    with layouts.use(layout, make_mesh(layout)):
+        with pytest.raises(LayoutError) as error:
+            layouts.constrain(jnp.ones(shape), *names)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_jitted_functions_inside_a_model_follow_each_layout():
+    inner = jax.jit(lambda x_BLF: layouts.constrain(x_BLF, "batch", "length", "mlp"))
+    found = []
+    for text in ("data=4,tensor=2", "data=4,tensor=2,activations.mlp=none"):
+        layout = layouts.parse(text)
+        mesh = make_mesh(layout)
+
+        def f(x_BLF, layout=layout, mesh=mesh):
+            with layouts.use(layout, mesh) as scope:
+                y_BLF = inner(x_BLF)
+            assert scope.names_used == {"batch", "length", "mlp"}
+            return y_BLF
+
+        found.append(jax.jit(f)(jnp.ones((8, 4, 6))).sharding.spec)
+    assert found == [PartitionSpec("data", None, "tensor"), PartitionSpec("data")]

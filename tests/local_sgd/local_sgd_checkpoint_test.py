@@ -1,0 +1,116 @@
+"""Checkpoints of replicas that train apart, also while something is on its way."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from support.regression import ADAM, NESTEROV, STEPS, lowered, rows, trained
+from support.tiny_models import host, relative_error
+
+import meshpar
+from meshpar.checkpoint.checkpoints import Checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of 11 steps with a synchronization on its way, and its program."""
+    mode = meshpar.LocalSGD(6, staleness=4, outer=NESTEROV, wire="int8")
+    program = lowered("replica=2,fsdp=2", ADAM, mode=mode)
+    state, _ = trained(program, 8)
+    folder = tmp_path_factory.mktemp("run") / "c"
+    with contextlib.closing(opened(folder, program)) as checkpoints:
+        extra = program.extra_state(state)
+        checkpoints.save(8, program.in_model_order(state), {}, extra)
+    return folder, program, host(state)
+
+
+def opened(folder, program):
+    return Checkpoints(
+        folder,
+        program.portable_state,
+        num_replicas=program.layout.replica,
+        abstract_extra=program.abstract_extra,
+        extra_identity=program.extra_identity,
+    )
+
+
+def restored(folder, program):
+    with contextlib.closing(opened(folder, program)) as checkpoints:
+        return checkpoints.restore()
+
+
+def test_resumes_bit_for_bit_while_a_synchronization_is_on_its_way(saved):
+    folder, program, _ = saved
+    found = restored(folder, program)
+    assert found.note == ""
+    state = program.as_stored(found.state, found.extra)
+    for step in range(9, STEPS + 1):
+        state, _ = program.step(state, rows(step))
+    want = trained(program)[0]
+    for got, unbroken in zip(*map(jax.tree.leaves, (state, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(unbroken))
+
+
+@pytest.mark.parametrize(
+    "layout, kept",
+    [
+        ("replica=2,tensor=2", "kept apart"),
+        ("replica=4", "replaced by their average"),
+        ("data=2", "replaced by their average"),
+    ],
+)
+def test_restores_onto_other_replicas_through_the_average(saved, layout, kept):
+    folder, program, before = saved
+    mode = program.mode if "replica" in layout else None
+    other = lowered(layout, ADAM, mode=mode)
+    found = restored(folder, other)
+    assert "2 replicas" in found.note and kept in found.note
+    state = other.as_stored(found.state, found.extra)
+    average = {path: x.mean(0) for path, x in before.params.items()}
+    assert relative_error(host(other.weights(state)), average) < 1e-6
+    if kept == "kept apart":
+        for path, x in host(state.params).items():
+            np.testing.assert_array_equal(x, before.params[path])
+    for step in range(9, STEPS + 1):  # Nothing waits for what was on its way.
+        state, metrics = other.step(state, rows(step))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_another_mode_does_not_take_up_what_was_on_its_way(saved):
+    """Its shapes are the same, but its schedule is not."""
+    folder, program, before = saved
+    mode = dataclasses.replace(program.mode, period=7)
+    other = lowered("replica=2,fsdp=2", ADAM, mode=mode)
+    found = restored(folder, other)
+    assert "kept apart" in found.note and found.extra is None
+    state = other.as_stored(found.state, found.extra)
+    for path, x in host(state.params).items():
+        np.testing.assert_array_equal(x, before.params[path])
+    for step in range(9, STEPS + 1):
+        state, metrics = other.step(state, rows(step))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_modes_are_told_apart():
+    warm = meshpar.LocalSGD(meshpar.warm_up(8, 4))
+    assert warm.identity() == meshpar.LocalSGD(meshpar.warm_up(8, 4)).identity()
+    others = [meshpar.LocalSGD(meshpar.warm_up(9, 4)), meshpar.LocalSGD(4)]
+    others += [meshpar.LocalSGD(8, staleness=1), meshpar.LocalSGD(8, staleness=2)]
+    assert len({mode.identity() for mode in (warm, *others)}) == 5
+
+
+def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
+    program = lowered("data=2", ADAM)
+    state, _ = trained(program, 3)
+    with contextlib.closing(opened(tmp_path / "c", program)) as checkpoints:
+        checkpoints.save(3, state, {})
+    mode = meshpar.LocalSGD(4, staleness=1)
+    other = lowered("replica=4", ADAM, mode=mode)
+    found = restored(tmp_path / "c", other)
+    new = other.as_stored(found.state, found.extra)
+    for path, x in host(new.params).items():
+        np.testing.assert_array_equal(x, np.stack([state.params[path]] * 4))
+    new, _ = other.step(new, rows(4))
+    assert int(new.step) == 4

@@ -1,0 +1,269 @@
+"""Equivalence: every layout trains the same model as one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from support.marks import slow
+from support.tiny_models import batch, config, host, lower, model, relative_error
+
+import meshpar
+from experiments import building
+from meshpar import layouts
+from meshpar.errors import LayoutError
+
+LAYOUTS = [
+    "data=8",
+    "fsdp=8,zero=1",
+    "fsdp=8,zero=2",
+    "fsdp=8,zero=3",
+    "tensor=4",
+    "data=2,fsdp=2,tensor=2",
+    "fsdp=4,tensor=2,microbatches=2",
+]
+LINEN = "fsdp=8,zero=3", "data=2,fsdp=2,tensor=2"
+"""Those under which the Linen model is tried, too, by default."""
+
+
+@functools.cache
+def cached_model(framework):
+    sizes = {"kv_heads": 4} if framework == "nnx" else {}
+    return model(framework, **sizes)
+
+
+def trained(program, steps=3):
+    """Initial parameters, first gradients, then metrics and state after some steps."""
+    state = program.init(0)
+    initial, losses = host(state.params), []
+    metrics, gradients = program.gradients(state, batch())
+    for step in range(steps):
+        state, metrics = program.step(state, batch(step))
+        losses.append({k: float(v) for k, v in metrics.items()})
+    return initial, host(gradients), losses, state
+
+
+@functools.cache
+def one_device(framework):
+    return trained(lower("data=1", cached_model(framework), clip_norm=1.0))
+
+
+@pytest.mark.parametrize(
+    "framework, layout",
+    [
+        *(("nnx", layout) for layout in LAYOUTS),
+        *(
+            (pytest.param if layout in LINEN else slow)("linen", layout)
+            for layout in LAYOUTS
+        ),
+    ],
+)
+def test_equals_one_device(framework, layout):
+    program = lower(layout, cached_model(framework), clip_norm=1.0)
+    initial, gradients, losses, state = trained(program)
+    want_initial, want_gradients, want_losses, want_state = one_device(framework)
+    for path, value in want_initial.items():
+        np.testing.assert_array_equal(initial[path], value, err_msg=path)
+    assert relative_error(gradients, want_gradients) < 1e-5
+    for got, want in zip(losses, want_losses, strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+    params = host(state.params)
+    assert all((params[path] != want_initial[path]).any() for path in params)
+    assert relative_error(params, host(want_state.params)) < 1e-5
+    check_shardings(program, state)
+
+
+def check_shardings(program, state):
+    plan = program.plan
+    for path, leaf in plan.parameters.items():
+        want = NamedSharding(program.mesh, leaf.partition_spec)
+        assert state.params[path].sharding.is_equivalent_to(want, len(leaf.shape)), path
+        shard = state.params[path].addressable_shards[0].data
+        assert shard.nbytes == leaf.bytes_per_device, path
+    leaves = jax.tree.leaves(state.optimizer_state)
+    for leaf, value in zip(plan.optimizer, leaves, strict=True):
+        want = NamedSharding(program.mesh, leaf.partition_spec)
+        assert value.sharding.is_equivalent_to(want, value.ndim), leaf.path
+        assert value.addressable_shards[0].data.nbytes == leaf.bytes_per_device
+
+
+@pytest.mark.parametrize("layout", ["data=2,fsdp=2,tensor=2", "fsdp=8,zero=2"])
+def test_the_automatic_lowering_of_a_staged_model_equals_one_device(layout):
+    program = lower(layout, cached_model("nnx"), clip_norm=1.0, lowering="jit")
+    _, gradients, losses, state = trained(program)
+    _, want_gradients, want_losses, want_state = one_device("nnx")
+    assert relative_error(gradients, want_gradients) < 1e-5
+    for got, want in zip(losses, want_losses, strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+    assert relative_error(host(state.params), host(want_state.params)) < 1e-5
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialization_changes_nothing_but_the_program(remat):
+    program = lower(f"fsdp=2,remat={remat}", cached_model("nnx"))
+    plain = lower("fsdp=2", cached_model("nnx"))
+    state = program.init(0)
+    _, gradients = program.gradients(state, batch())
+    assert relative_error(host(gradients), one_device("nnx")[1]) < 1e-5
+    # The backward pass of the rematerialized layer runs the forward matmuls again.
+    assert dots(program) > dots(plain)
+
+
+def dots(program):
+    return program.lowered.as_text().count("stablehlo.dot_general")
+
+
+def test_bfloat16_compute_over_float32_master_weights():
+    program = lower("fsdp=2,tensor=2", cached_model("nnx"), compute_dtype=jnp.bfloat16)
+    state = program.init(0)
+    metrics, gradients = program.gradients(state, batch())
+    assert all(x.dtype == jnp.float32 for x in state.params.values())
+    assert all(g.dtype == jnp.float32 for g in gradients.values())
+    assert "bf16" in program.lowered.as_text()
+    error = relative_error(host(gradients), one_device("nnx")[1])
+    assert 1e-4 < error < 3e-2
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before():
+    free = lower("fsdp=2", cached_model("nnx"), optax.sgd(1.0))
+    clipped = lower("fsdp=2", cached_model("nnx"), optax.sgd(1.0), clip_norm=0.25)
+    before = host(free.init(0).params)
+    moved = {}
+    for name, program in (("free", free), ("clipped", clipped)):
+        state, metrics = program.step(program.init(0), batch())
+        after = host(state.params)
+        moved[name] = float(optax.tree.norm({k: after[k] - before[k] for k in before}))
+        assert float(metrics["grad_norm"]) == pytest.approx(moved["free"], rel=1e-4)
+    assert moved["free"] > 0.5
+    assert moved["clipped"] == pytest.approx(0.25, rel=1e-4)
+
+
+def test_dropout_does_not_depend_on_the_mesh(framework):
+    dropping = model(framework, dropout=0.5)
+    losses, kept = {}, {}
+    for layout in ("data=1", "data=2,fsdp=2,tensor=2"):
+        program = lower(layout, dropping)
+        state = program.init(0)
+        losses[layout] = float(program.gradients(state, batch())[0]["loss"])
+        kept[layout] = float(program.evaluate(state, batch())["loss"])
+    one, many = losses.values()
+    assert many == pytest.approx(one, rel=1e-5)
+    assert kept["data=1"] == pytest.approx(kept["data=2,fsdp=2,tensor=2"], rel=1e-5)
+    assert abs(one - kept["data=1"]) > 1e-3
+
+
+def test_microbatches_weigh_by_their_weight():
+    """A masked mean over uneven microbatches equals the whole batch's."""
+
+    class Line(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones((4,)), out_sharding=("embed",))
+
+    def loss(module, batch):
+        error = batch["mask"] * (batch["x"] @ module.w[...] - batch["y"]) ** 2
+        count = batch["mask"].sum()
+        return error.sum() / count, {"weight": count, "error": error.sum() / count}
+
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(8, 4)).astype(np.float32),
+        "y": rng.normal(size=8).astype(np.float32),
+        "mask": np.array([1, 0, 1, 1, 1, 1, 1, 0], np.float32),
+    }
+    line, found = meshpar.from_nnx(Line, loss), []
+    for text in ("data=1", "fsdp=2,microbatches=4"):
+        layout = layouts.parse(text)
+        devices = jax.devices()[: layout.num_devices]
+        program = meshpar.lower(line, optax.sgd(0.1), layout, data, devices=devices)
+        metrics, gradients = program.gradients(program.init(0), data)
+        found.append((host(metrics), host(gradients)))
+    (one, one_gradients), (many, many_gradients) = found
+    np.testing.assert_allclose(many_gradients["w"], one_gradients["w"], rtol=1e-5)
+    for name in ("loss", "error", "weight"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-5)
+
+
+def test_step_donates_and_counts():
+    program = lower("fsdp=2", cached_model("nnx"))
+    state = program.init(3)
+    old = state.params["embedding"]
+    state, metrics = program.step(state, program.place_batch(batch()))
+    assert int(state.step) == 1 and int(state.seed) == 3
+    assert old.is_deleted()
+    assert set(metrics) == {"loss", "grad_norm"}
+
+
+def test_fingerprint_tells_programs_apart():
+    one = lower("data=2", cached_model("nnx"))
+    assert one.fingerprint == lower("data=2", cached_model("nnx")).fingerprint
+    assert one.fingerprint != lower("fsdp=2", cached_model("nnx")).fingerprint
+
+
+def test_equality_holds_for_the_default_sizes_at_initialization():
+    """Larger tensors take other vectorized code paths: still bitwise the same."""
+    sizes = dict(vocab=256, embed=96, mlp=160, heads=4, kv_heads=2)
+    wide = building.make_model(config(**sizes))
+    initial = [
+        host(lower(layout, wide).init(7).params)
+        for layout in ("data=1", "data=2,fsdp=2,tensor=2", "fsdp=8")
+    ]
+    for path, value in initial[0].items():
+        for other in initial[1:]:
+            np.testing.assert_array_equal(other[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "layout, options, words",
+    [
+        ("data=3", {}, ["batch=16 does not divide"]),
+        ("fsdp=2,activations.heds=none", {}, ["activations.heds", "'heads'"]),
+        ("data=2", {"clip_norm": 0.0}, ["clip_norm=0.0"]),
+        ("fsdp=5,waive=idle_devices", {}, ["batch=16"]),
+    ],
+)
+def test_lowering_errors(layout, options, words):
+    with pytest.raises(ValueError) as error:
+        lower(layout, cached_model("nnx"), **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_remat_without_a_place_for_it_is_an_error():
+    class Line(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones((4,)), out_sharding=("embed",))
+
+    line = meshpar.from_nnx(Line, lambda m, b: (b["x"] @ m.w[...]).mean())
+    data = {"x": np.ones((8, 4), np.float32)}
+    with pytest.raises(LayoutError, match="remat=full.*layouts.remat"):
+        meshpar.lower(line, optax.sgd(1), "data=8,remat=full", data)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"tokens": np.zeros((16, 15), np.int32)}, r"int32\[16, 15\].*\[16, 16\]"),
+        ({"tokens": np.zeros((16, 16), np.float32)}, "float32"),
+    ],
+)
+def test_a_batch_of_another_shape_is_an_error(wrong, words):
+    program = lower("data=2", cached_model("nnx"))
+    with pytest.raises(ValueError, match=words):
+        program.place_batch(batch() | wrong)
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ({}, "the batch is empty"),
+        ({"x": np.zeros((8, 2)), "y": np.zeros(4)}, "same leading batch dim"),
+        ({"x": np.float32(1)}, "same leading batch dim"),
+    ],
+)
+def test_lowering_refuses_batches_without_a_common_dim(data, words):
+    with pytest.raises(ValueError, match=words):
+        meshpar.lower(cached_model("nnx"), optax.sgd(1), "data=8", data)

@@ -1,0 +1,282 @@
+"""The explicit lowering: what it moves, what it keeps, and that it changes nothing."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.marks import slow
+from support.tiny_models import batch, host, lower, model, relative_error
+
+import meshpar
+from meshpar import layouts
+from meshpar.collectives import transport
+from meshpar.errors import LayoutError
+from meshpar.fsdp import buckets, sharding
+from meshpar.lowering import shard_map
+from meshpar.lowering.shard_map import ShardMapLowering
+
+TINY = model(depth=3)
+PAYLOAD = 4 * sum(param.size for param in TINY.params.values())
+
+
+@pytest.mark.parametrize(
+    "layout, least, most",
+    [
+        ("data=8", 2.0, 2.0),
+        ("fsdp=8,zero=1", 2.0, 2.0),
+        ("fsdp=8,zero=2", 2.0, 2.0),
+        ("fsdp=8,zero=3", 2.7, 3.0),
+        ("fsdp=8,zero=1,microbatches=2", 2.0, 2.0),
+        ("fsdp=8,zero=2,microbatches=2", 2.0, 2.0),
+        ("data=2,fsdp=4,zero=3,remat=full", 2.5, 3.0),
+        ("data=2,fsdp=2,tensor=2,microbatches=2", 0, 99),
+        ("tensor=4", 0, 99),
+    ],
+)
+def test_the_compiled_step_keeps_its_contract(layout, least, most):
+    """Bytes on the wire, in payloads of all parameters times (n-1)/n."""
+    program = lower(layout, TINY, clip_norm=1.0)
+    assert isinstance(program.lowering, ShardMapLowering)
+    assert program.violations() == []
+    moved = sum(c.wire_bytes for c in program.collectives) / (PAYLOAD * 7 / 8)
+    assert least - 0.01 <= moved <= most + 0.01
+    if "microbatches" not in layout:
+        declared = program.contract.wire_bytes / (PAYLOAD * 7 / 8)
+        over_tensor = sum(
+            c.wire_bytes for c in program.collectives if "tensor" in c.axes
+        )
+        rest = moved - over_tensor / (PAYLOAD * 7 / 8)
+        assert rest == pytest.approx(declared, abs=0.02)
+
+
+@pytest.mark.parametrize("layout", ["data=2,fsdp=2,tensor=2", slow("fsdp=4,zero=2")])
+def test_equals_the_automatic_lowering(layout):
+    found = {}
+    for kind in ("shard_map", "jit"):
+        program = lower(layout, TINY, lowering=kind)
+        found[kind] = host(program.gradients(program.init(0), batch()))
+    (metrics, gradients), (want_metrics, want) = found["shard_map"], found["jit"]
+    assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-6)
+    assert relative_error(gradients, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "shape, gather_rings, kinds",
+    [
+        ((2, 2), transport.NO_RINGS, {"all_gather", "permute"}),
+        ((4,), transport.Rings({"fsdp": (4,)}), {"permute"}),
+    ],
+)
+def test_around_rings_gradients_are_the_same(monkeypatch, shape, gather_rings, kinds):
+    """As on TPUs, where a ring's steps hide behind compute."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
+    layout = "data=2,fsdp=4,prefetch=attention/q"
+    want = lower(layout, TINY)
+    _, gradients = want.gradients(want.init(0), batch())
+    monkeypatch.setattr(ShardMapLowering, "rings", transport.Rings({"fsdp": shape}))
+    monkeypatch.setattr(ShardMapLowering, "gather_rings", gather_rings)
+    program = lower(layout, TINY)
+    _, got = program.gradients(program.init(0), batch())
+    assert relative_error(host(got), host(gradients)) < 1e-5
+    assert program.violations() == []
+    depth = TINY.staged.depth
+    layered = {one.kind for one in program.collectives if one.executions % depth == 0}
+    assert layered == kinds
+    if shape == (4,):  # Outside the layers the three steps of a ring are a loop.
+        once = [one for one in program.collectives if one.executions == 1]
+        prefetches = 2 * 3  # Of the first layer of both passes, step by step.
+        assert [one.kind for one in once].count("permute") == prefetches
+    assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
+
+
+@pytest.mark.parametrize("layout", [slow("fsdp=4"), "fsdp=2,remat=full,microbatches=2"])
+def test_weights_gathered_one_layer_ahead_change_nothing(layout):
+    program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
+    assert len(program.lowering.prefetched) > 4
+    _, gradients = program.gradients(program.init(0), batch())
+    assert relative_error(host(gradients), host(one_device()[1])) < 1e-5
+    assert program.violations() == []
+    early = [term for term in program.contract.terms if "one layer ahead" in term.why]
+    assert {term.kind for term in early} == {"all_gather"}
+    # The last layer of every pass gathers once more than there are layers.
+    assert all(term.count % (TINY.staged.depth + 1) == 0 for term in early)
+
+
+@pytest.mark.parametrize(
+    "layout, lowering, words",
+    [
+        ("fsdp=2,prefetch=nothing", "", "prefetch=nothing matches no sharded .*mlp"),
+        ("fsdp=2,zero=2,prefetch=mlp", "", "fsdp=2,zero=2 gathers none"),
+        ("fsdp=2,prefetch=mlp", "jit", "the compiler schedules"),
+    ],
+)
+def test_a_prefetch_that_cannot_be_is_refused(layout, lowering, words):
+    with pytest.raises(LayoutError, match=words):
+        lower(layout, TINY, lowering=lowering)
+
+
+def test_zero_3_keeps_no_gathered_weight():
+    """Another layer costs less memory than its whole weights, without remat."""
+    sizes = dict(embed=256, heads=4, kv_heads=4, mlp=1024)
+    layer = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
+    memory = []
+    for depth in (2, 6):
+        program = lower("fsdp=8", model(depth=depth, **sizes))
+        memory.append(program.compiled.memory_analysis().temp_size_in_bytes)
+    growth = (memory[1] - memory[0]) / 4
+    # Its shard's gradient in two copies, and the activations of two sequences.
+    assert growth < layer / 2
+
+
+@pytest.mark.parametrize("layout", [slow("fsdp=4,zero=1"), "fsdp=2,tensor=2,zero=2"])
+def test_bfloat16_at_every_level_of_zero(layout):
+    program = lower(layout, TINY, compute_dtype=jnp.bfloat16)
+    _, gradients = program.gradients(program.init(0), batch())
+    _, want = one_device()
+    error = relative_error(host(gradients), host(want))
+    assert 1e-4 < error < 3e-2
+    assert program.violations() == []
+
+
+@functools.cache
+def one_device():
+    alone = lower("data=1", TINY)
+    return alone.gradients(alone.init(0), batch())
+
+
+class Stack(nnx.Module):
+    """Three residual layers with noise, after an embedding by a matrix."""
+
+    def __init__(self, rngs):
+        self.inside = nnx.Param(rngs.params.normal((4, 8)), out_sharding=(None, "mlp"))
+
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def layers(rngs):
+            return Layer(rngs)
+
+        self.layers = layers(rngs)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params.normal((8, 8)), out_sharding=("embed", None))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(x @ self.w[...]))
+
+
+def masked_mean(stack, x, batch):
+    error = batch["mask"] * (x.sum(-1) - batch["y"]) ** 2
+    count = batch["mask"].sum()
+    error = error / jnp.maximum(count, 1e-6)
+    return error.sum(), {"weight": count, "error": error.sum()}
+
+
+STAGES = meshpar.Stages(
+    stack="layers",
+    embed=lambda stack, batch: batch["x"] @ stack.inside[...],
+    layer=lambda layer, x: layer(x),
+    head_loss=masked_mean,
+)
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4", "data=2,fsdp=2,zero=1,microbatches=2"])
+def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
+    """Uneven masks over shards and microbatches, with dropout, equal one device."""
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(8, 4)).astype(np.float32),
+        "y": rng.normal(size=8).astype(np.float32),
+        "mask": np.array([1, 0, 1, 1, 1, 0, 1, 0.5], np.float32),
+    }
+    stack, found = meshpar.from_nnx(Stack, STAGES), []
+    one = "data=1" + (",microbatches=2" if "microbatches" in layout else "")
+    for text in (one, layout):
+        n = layouts.parse(text).num_devices
+        program = meshpar.lower(
+            stack, optax.sgd(0.1), text, data, devices=jax.devices()[:n]
+        )
+        found.append(host(program.gradients(program.init(0), data)))
+    (metrics, want), (got_metrics, got) = found
+    assert got_metrics.keys() == {"loss", "error", "weight"}
+    for name, value in metrics.items():
+        assert got_metrics[name] == pytest.approx(value, rel=1e-5)
+    assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "layout, words",
+    [
+        ("fsdp=2,activations.batch=none", "moves the batch axes"),
+        ("fsdp=2,params.layers=fsdp,params.embed=none", "splits the stack"),
+    ],
+)
+def test_what_it_cannot_do_goes_to_the_compiler_unless_asked_for(layout, words):
+    assert words in shard_map.reason_unsupported(TINY, layouts.parse(layout))
+    with pytest.raises(LayoutError, match=f"{words}.*use lowering=jit"):
+        lower(layout, model(depth=2), lowering="shard_map")
+    assert not isinstance(lower(layout, model(depth=2)).lowering, ShardMapLowering)
+
+
+def test_batch_axes_have_to_stand_before_tensor_in_a_rule():
+    layout = "fsdp=2,tensor=2,params.embed=none,params.mlp=tensor+fsdp"
+    with pytest.raises(LayoutError, match="data and fsdp before tensor"):
+        lower(layout, TINY)
+
+
+def test_activations_of_a_layer_stay_off_the_batch_axes():
+    layout = layouts.parse("fsdp=2,activations.length=fsdp")
+    assert "activations.length=fsdp moves" in shard_map.reason_unsupported(TINY, layout)
+
+
+def test_models_without_stages_go_to_the_compiler():
+    plain = dataclasses.replace(TINY, staged=None)
+    with pytest.raises(LayoutError, match="no staged form.*meshpar.Stages"):
+        lower("fsdp=2", plain, lowering="shard_map")
+    with pytest.raises(LayoutError, match="lowering='shard' .*shard_map"):
+        lower("fsdp=2", plain, lowering="shard")
+
+
+@pytest.mark.parametrize(
+    "stages, words",
+    [
+        (dataclasses.replace(STAGES, stack="layer"), "no attribute 'layer'.*layers"),
+        (dataclasses.replace(STAGES, stack="layers.dropout"), "number of layers"),
+    ],
+)
+def test_stages_that_do_not_fit_are_an_error(stages, words):
+    with pytest.raises(ValueError, match=words):
+        meshpar.from_nnx(Stack, stages)
+
+
+def test_buckets_hold_equals_up_to_their_size():
+    plain = sharding.ManualSharding(((0, ("fsdp",)),), (), jax.sharding.PartitionSpec())
+    over_tensor = dataclasses.replace(
+        plain, automatic=jax.sharding.PartitionSpec("tensor")
+    )
+    quarter = buckets.BUCKET_BYTES // 4
+    sizes = {"a": 8, "b": quarter, "c": quarter - 4, "d": 16, "e": 8}
+    tree = {k: jax.ShapeDtypeStruct((n // 4,), jnp.float32) for k, n in sizes.items()}
+    placements = dict.fromkeys(tree, plain) | {"d": over_tensor}
+    assert [*buckets.make_buckets(tree, placements, 1)] == [
+        ["b"],
+        ["a", "c", "e"],
+        ["d"],
+    ]
+    # Eight times larger when whole: c travels alone too.
+    assert [*buckets.make_buckets(tree, placements, 8)] == [
+        ["b"],
+        ["c"],
+        ["a", "e"],
+        ["d"],
+    ]
+    many = {str(i): tree["c"] for i in range(5)}
+    same = dict.fromkeys(many, plain)
+    assert [*buckets.make_buckets(many, same, 1)] == [["0", "1", "2", "3"], ["4"]]

@@ -1,0 +1,227 @@
+"""Starting many processes, finding the odd one, and noticing who stands still."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from meshpar.multihost import agree, process, rendezvous
+from meshpar.multihost.agree import differing_processes
+from meshpar.multihost.process import MultihostError, ProcessInfo
+from meshpar.multihost.watchdog import HUNG, Watchdog
+
+
+def test_flags_win_over_the_launcher(monkeypatch):
+    assert process.process_info() is None
+    assert process.process_info("host:1", 4, 2) == ProcessInfo("host:1", 4, 2)
+    monkeypatch.setenv("MESHPAR_COORDINATOR", "here:2")
+    with pytest.raises(MultihostError, match="MESHPAR_NUM_PROCESSES"):
+        process.process_info()
+    monkeypatch.setenv("MESHPAR_NUM_PROCESSES", "2")
+    monkeypatch.setenv("MESHPAR_PROCESS_ID", "1")
+    assert process.process_info() == ProcessInfo("here:2", 2, 1)
+    assert process.process_info("flag:3", 8, 7) == ProcessInfo("flag:3", 8, 7)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "gpu[007-010]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "4",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+MPICH = {"PMI_SIZE": "3", "PMI_RANK": "1", "MESHPAR_COORDINATOR": "first:12321"}
+JOBSET = {  # As launch/gke_jobset.yaml sets them.
+    "MESHPAR_COORDINATOR": "meshpar-workers-0-0.meshpar:1234",
+    "MESHPAR_NUM_PROCESSES": "4",
+    "MESHPAR_PROCESS_ID": "3",
+}
+
+
+@pytest.mark.parametrize(
+    "environment, host, num, process",
+    [
+        (SLURM, "gpu007", 4, 2),
+        (SLURM | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1", 4, 2),
+        (OPEN_MPI, "10.96.0.1", 8, 5),
+        (OPEN_MPI | {"MESHPAR_COORDINATOR": "first:9"}, "first", 8, 5),
+        (MPICH, "first", 3, 1),
+        (JOBSET, "meshpar-workers-0-0.meshpar", 4, 3),
+    ],
+)
+def test_clusters_are_found(environment, host, num, process, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = process.process_info()
+    assert found.coordinator.rpartition(":")[0] == host
+    assert found[1:] == (num, process)
+
+
+def test_a_single_task_of_a_cluster_is_a_single_process(monkeypatch):
+    for name, value in (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    assert process.process_info() is None
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def meet(places, timeout_s):
+    """What each of several threads is told: "" or the error."""
+    told = {}
+
+    def one(number, place):
+        try:
+            rendezvous.wait_for_all(place, timeout_s)
+            told[number] = ""
+        except MultihostError as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return told
+
+
+def test_all_meet_before_jax_starts():
+    address = f"localhost:{free_port()}"
+    places = [ProcessInfo(address, 4, process) for process in (3, 1, 2, 0)]
+    assert meet(places, 20) == {0: "", 1: "", 2: "", 3: ""}
+
+
+def test_missing_processes_are_named_to_all_that_came():
+    address = f"localhost:{free_port()}"
+    told = meet([ProcessInfo(address, 5, process) for process in (0, 2)], 1.5)
+    assert process.MissingError.exit_code == HUNG  # Launchers start the run again.
+    for said in told.values():
+        assert "process(es) [1, 3, 4] of 5 did not come" in said
+
+
+def test_a_process_that_called_and_died_is_missing_until_it_comes_again():
+    port = free_port()
+    places = [ProcessInfo(f"localhost:{port}", 3, process) for process in range(3)]
+    first = threading.Thread(target=rendezvous.wait_for_all, args=(places[0], 20))
+    first.start()
+    while True:
+        with contextlib.suppress(OSError):
+            with socket.create_connection(("localhost", port)) as dying:
+                dying.sendall(b'{"process": 1, "num": 3}\n')
+            break
+    second = threading.Thread(target=rendezvous.wait_for_all, args=(places[2], 20))
+    second.start()
+    time.sleep(0.5)
+    assert first.is_alive() and second.is_alive()
+    rendezvous.wait_for_all(places[1], 10)
+    for meeting in (first, second):
+        meeting.join(20)
+        assert not meeting.is_alive()
+
+
+def test_a_coordinator_that_is_missing_is_named():
+    told = meet([ProcessInfo(f"localhost:{free_port()}", 2, 1)], 1)
+    assert "process 1 cannot reach process 0 at localhost" in told[0]
+
+
+@pytest.mark.parametrize(
+    "second, words",
+    [((3, 1), "two processes say that they are process 1"), ((4, 2), "expects 4")],
+)
+def test_processes_that_cannot_fit_are_an_error(second, words):
+    address = f"localhost:{free_port()}"
+    places = [
+        ProcessInfo(address, 3, 0),
+        ProcessInfo(address, 3, 1),
+        ProcessInfo(address, *second),
+    ]
+    assert words in meet(places, 10)[0]
+
+
+class Store:
+    """The key-value store of jax.distributed, with another process at step 3."""
+
+    def __init__(self):
+        self.values = {"meshpar/watchdog/1": "3 7"}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        assert allow_overwrite
+        self.values[key] = value
+
+    def key_value_try_get(self, key):
+        return self.values[key]
+
+
+def test_the_watchdog_names_who_is_behind(monkeypatch, capsys):
+    ended = threading.Event()
+    codes = []
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr("meshpar.compat.coordination_client", Store)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with Watchdog(0.3, end, poll_s=0.02) as watchdog:
+        for step in range(1, 6):
+            watchdog.finished(step)
+            time.sleep(0.01)
+        watchdog.pause()
+        time.sleep(0.6)
+        assert not codes  # Paused: compiling, evaluating or saving may take long.
+        watchdog.finished(6)
+        assert ended.wait(10)
+    assert codes == [HUNG]
+    said = capsys.readouterr().err
+    assert "after step 6" in said and "steps reached {0: 6, 1: 3}" in said
+    assert "that stand still: [1]" in said and "behind: [1]" in said
+
+
+def test_the_watchdog_goes_by_the_median():
+    watchdog = Watchdog(0.001)
+    watchdog._seconds = [1.0, 2.0, 30.0]
+    assert watchdog.limit() == 40
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("host:1", 0, -1), "give all three or none"),
+        (("", 2, 0), "give all three or none"),
+        (("host:1", 2, 2), "process_id=2 is not one of num_processes=2"),
+    ],
+)
+def test_half_a_launch_is_an_error(arguments, words):
+    with pytest.raises(MultihostError, match=words):
+        process.process_info(*arguments)
+
+
+def test_single_process_needs_no_others():
+    assert process.process_info("nowhere:1", 1, 0) is None
+    agree.initialize(None)
+    agree.check_fingerprint({"a": 1})
+
+
+def test_odd_process_and_field_are_named():
+    same = {"seed": "0", "jax": "1"}
+    assert differing_processes({p: same for p in range(4)}) == []
+    odd = {0: same, 1: same, 2: {**same, "seed": "7"}, 3: same}
+    assert differing_processes(odd) == ["seed: process 2 has '7', the others '0'"]
+    split = {0: same, 1: {**same, "jax": "2"}}
+    assert differing_processes(split) == ["jax: process 0 has '1', process 1 has '2'"]
+    lacking = {0: same, 1: same, 2: {"jax": "1"}}
+    assert differing_processes(lacking) == [
+        "seed: process 2 has 'nothing', the others '0'"
+    ]

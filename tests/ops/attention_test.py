@@ -1,0 +1,79 @@
+"""Every form of attention is the reference, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from meshpar import layouts
+from meshpar.mesh import platform
+from meshpar.ops import attention, kernels
+
+
+def arrays(heads=4, kv_heads=2, length=256, dim=128):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, length, n, dim) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def gradients(fn, *arrays):
+    weights = jnp.cos(jnp.arange(arrays[0].size)).reshape(arrays[0].shape)
+    return jax.grad(lambda *a: (fn(*a) * weights).sum(), argnums=(0, 1, 2))(*arrays)
+
+
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_splash_attention_is_the_reference(head_dim):
+    q, k, v = arrays(dim=head_dim)
+
+    def interpreted(q, k, v):
+        return attention.splash(q, k, v, interpret=True)
+
+    got, want = interpreted(q, k, v), attention.reference(q, k, v)
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+    both = (gradients(fn, q, k, v) for fn in (interpreted, attention.reference))
+    for one, other in zip(*both, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("manual", [(), ("data", "fsdp")])
+def test_a_kernel_on_shards_sees_shards_and_changes_nothing(manual):
+    layout = layouts.parse("data=2,fsdp=2,tensor=2")
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
+    )
+    q, k, v = arrays(length=8, dim=4)
+    q, k, v = (jnp.concatenate([x, -x]) for x in (q, k, v))
+    seen = set()
+
+    def kernel(*arrays):
+        seen.add(arrays[0].shape)
+        return attention.reference(*arrays)
+
+    def on_shards(*arrays):
+        with layouts.use(layout, mesh, manual):
+            names = ("batch", "length", "heads", "head_dim")
+            return kernels.on_shards(kernel, names, *arrays)
+
+    def mapped(*arrays):
+        if not manual:
+            return on_shards(*arrays)
+        spec = jax.sharding.PartitionSpec(manual)
+        return jax.shard_map(
+            on_shards, in_specs=spec, out_specs=spec, axis_names=set(manual)
+        )(*arrays)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda *a: (mapped(*a), gradients(mapped, *a)))(q, k, v)
+    want = attention.reference(q, k, v), gradients(attention.reference, q, k, v)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert seen == {(1, 8, 2, 4)}
+
+
+def test_outside_a_layout_the_platform_is_jax_s():
+    assert platform.traced_platform() == "cpu"
+    q, k, v = arrays(length=8, dim=4)
+    np.testing.assert_array_equal(
+        attention.causal_attention(q, k, v), attention.reference(q, k, v)
+    )

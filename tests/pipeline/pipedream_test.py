@@ -1,0 +1,131 @@
+"""PipeDream equals delayed SGD, computed stage by stage on one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.marks import slow
+from support.tiny_models import batch, host, lower, model
+
+import meshpar
+from meshpar.collectives import microbatch
+from meshpar.errors import LayoutError
+from meshpar.explain.verify import verify
+from meshpar.pipeline.pipedream import PipeDreamLowering
+
+DEEP = model(depth=4)
+
+
+def bent_embedding():
+    """The same with an embedding whose gradient depends on its weights."""
+    made = model(depth=4)
+
+    def embed(shared, batch, key):
+        return 2 * jnp.tanh(made.staged.embed(shared, batch, key))
+
+    staged = dataclasses.replace(made.staged, embed=embed)
+    return dataclasses.replace(made, staged=staged, loss=staged.loss)
+
+
+def delayed(optimizer, stages, num, of, seed=0):
+    """Every stage's own weights, each 2(P-1-p) updates behind when a minibatch comes.
+
+    The recurrence of PipeDream's section 3.3, with the delays of the fused tick.
+    """
+    params = of.init(jax.random.key(seed))
+    depth = of.staged.depth // stages
+
+    def part(tree, stage):
+        shared, stack = of.staged.split(tree)
+        edge = {
+            path: x
+            for path, x in shared.items()
+            if (stage == 0) == path.startswith("embedding")
+        }
+        own = {
+            path: x[stage * depth : (stage + 1) * depth] for path, x in stack.items()
+        }
+        return {**own, **(edge if stage in (0, stages - 1) else {})}
+
+    def whole(parts):
+        joined = {}
+        for path in params:
+            pieces = [tree[path] for tree in parts if path in tree]
+            joined[path] = np.concatenate(pieces) if "blocks/" in path else pieces[0]
+        return joined
+
+    versions = [[part(params, stage)] for stage in range(stages)]
+    states = [optimizer.init(tree[0]) for tree in versions]
+    gradient = jax.jit(jax.grad(lambda p, b: of.loss(p, b, jax.random.key(0))[0]))
+    minibatches, norms = microbatch.split_microbatches(batch(), num), []
+    for m in range(num):
+        ages = [max(0, m - 2 * (stages - 1 - stage)) for stage in range(stages)]
+        seen = [tree[age] for tree, age in zip(versions, ages, strict=True)]
+        found = gradient(whole(seen), jax.tree.map(lambda x, m=m: x[m], minibatches))
+        norms.append(optax.tree.norm(found))
+        for stage in range(stages):
+            now = versions[stage][-1]
+            changes, states[stage] = optimizer.update(
+                part(found, stage), states[stage], now
+            )
+            versions[stage].append(optax.apply_updates(now, changes))
+    return host(whole([tree[-1] for tree in versions])), np.mean(norms)
+
+
+@pytest.mark.parametrize(
+    "layout, optimizer, of",
+    [
+        slow("pipe=2,data=2,microbatches=8", optax.sgd(0.3, momentum=0.9), DEEP),
+        ("pipe=4,microbatches=8", optax.adam(1e-3), bent_embedding()),
+        slow("pipe=2,tensor=2,microbatches=4,remat=full", optax.sgd(0.3), DEEP),
+    ],
+)
+def test_equals_delayed_sgd(layout, optimizer, of):
+    program = lower(f"{layout},schedule=pipedream", of, optimizer)
+    assert isinstance(program.lowering, PipeDreamLowering)
+    state, metrics = program.step(program.init(0), batch())
+    plan = program.layout
+    want, norm = delayed(optimizer, plan.pipe, plan.microbatches, of)
+    start = host(program.init(0).params)
+    for path, x in host(state.params).items():
+        moved, wanted = x - start[path], want[path] - start[path]
+        error = np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-4, path
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # It is not what synchronous training does.
+    flushed = lower("data=1", of, optimizer)
+    other, _ = flushed.step(flushed.init(0), batch())
+    up = "blocks/mlp/up"
+    apart = np.linalg.norm(host(other.params)[up] - host(state.params)[up])
+    assert apart > 0.1 * np.linalg.norm(host(state.params)[up] - start[up])
+    assert program.violations() == []
+
+
+@pytest.mark.parametrize(
+    "layout, options, words",
+    [
+        ("pipe=2,fsdp=2", {}, "leave out fsdp=2"),
+        ("pipe=2,vocab=pipe", {}, "leave out vocab=pipe"),
+        ("pipe=2,stash=residuals", {}, "leave out stash=residuals"),
+        ("pipe=2", {"clip_norm": 1.0}, "leave out clip_norm=1.0"),
+        ("pipe=2,virtual_stages=2", {}, "one chunk of layers"),
+    ],
+)
+def test_what_stages_cannot_do_alone_is_refused(layout, options, words):
+    with pytest.raises(LayoutError, match=words):
+        lower(f"{layout},schedule=pipedream,microbatches=4", DEEP, **options)
+
+
+def test_a_staleness_mode_is_not_verified():
+    program = lower("pipe=2,schedule=pipedream,microbatches=4", DEEP)
+    with pytest.raises(meshpar.MeshparError, match="stale weights on purpose"):
+        verify(program, lower("data=1", DEEP), [batch()])
+
+
+def test_tied_embeddings_are_refused():
+    program = lower("pipe=2,schedule=pipedream,microbatches=4", model(tied=True))
+    with pytest.raises(meshpar.MeshparError, match="first and the last stage both"):
+        _ = program.lowered

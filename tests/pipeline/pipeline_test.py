@@ -1,0 +1,381 @@
+"""Pipelines: every schedule trains the same model, and moves what it declares."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.marks import slow
+from support.tiny_models import batch, host, lower, model, relative_error
+
+import meshpar
+from experiments.models import decoder
+from meshpar import layouts, schedules, vocabulary
+from meshpar.errors import LayoutError
+from meshpar.pipeline.lowering import PipelineLowering
+from meshpar.pipeline.spec import make_spec
+
+DEEP = model(depth=8)
+MODELS = {
+    "deep": DEEP,
+    "tied": model(depth=4, tied=True, position="learned", norm="layernorm"),
+    "untied": model(depth=16),
+    "tied16": model(depth=16, tied=True, position="learned", norm="layernorm"),
+    "noisy": model(depth=4, dropout=0.3),
+}
+
+
+@functools.cache
+def alone(of, microbatches=1):
+    program = lower(meshpar.Layout(microbatches=microbatches), MODELS[of])
+    state = program.init(0)
+    return host((*program.gradients(state, batch()), program.evaluate(state, batch())))
+
+
+def assert_equals_one_device(layout, of="deep", microbatches=1):
+    # One compilation: after the first step, momentum is the gradient.
+    program = lower(layout, MODELS[of], optax.sgd(0.1, momentum=0.9))
+    assert isinstance(program.lowering, PipelineLowering)
+    state, metrics = program.step(program.init(0), batch())
+    gradients = host(program.in_model_order(state).optimizer_state[0].trace)
+    want_metrics, want, _ = alone(of, microbatches)
+    assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-5)
+    assert relative_error(gradients, want) < 1e-5
+    return program
+
+
+@pytest.mark.parametrize(
+    "layout", ["pipe=2,tensor=2,microbatches=2", "pipe=3,microbatches=2"]
+)
+def test_evaluation_runs_through_the_stages(layout):
+    program = lower(layout, DEEP)
+    loss = host(program.evaluate(program.init(0), batch()))["loss"]
+    assert loss == pytest.approx(alone("deep")[2]["loss"], rel=1e-5)
+
+
+LAYOUTS = [
+    "pipe=2,microbatches=4,schedule=gpipe",
+    slow("pipe=8,microbatches=8"),
+    slow("pipe=4,data=2,microbatches=8,stash=residuals"),
+    "pipe=2,fsdp=4,zero=1,microbatches=4",
+    "pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,stash=residuals",
+    "pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full",
+    "pipe=4,tensor=2,microbatches=4,virtual_stages=2",
+    slow("pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,stash=residuals"),
+    slow("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots"),
+    "pipe=3,fsdp=2,microbatches=2",
+    "pipe=2,data=2,microbatches=4,partition=3/5,stash=residuals",
+    slow("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1"),
+    slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe"),
+    "pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe",
+    "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,stash=residuals,control=uniform",
+    "pipe=2,data=2,microbatches=4,schedule=zb_h1,stash=residuals",
+    slow("pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,control=uniform"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_one_device_and_keeps_its_contract(layout):
+    program = assert_equals_one_device(layout)
+    assert program.violations() == []
+
+
+def every_combination():
+    """All schedules, sizes, axes beside them, places of the head, and stashes."""
+    beside = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
+    kinds = ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1")
+    for kind, stages, other, vocab, stash, of in itertools.product(
+        kinds,
+        (2, 4, 8),
+        beside,
+        ("edge", "pipe"),
+        ("inputs", "residuals"),
+        ("untied", "tied16"),
+    ):
+        alone = kind == "zb_h1" and (
+            other.endswith(("zero=3", "tensor=2")) or vocab == "pipe"
+        )
+        if (stages == 8 and other) or alone:
+            continue
+        parts = f"pipe={stages}", other, f"microbatches=8,schedule={kind}"
+        layout = ",".join([part for part in parts if part])
+        yield f"{layout},vocab={vocab},stash={stash}", of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, of", list(every_combination()))
+def test_every_combination_equals_one_device(layout, of):
+    assert_equals_one_device(layout, of)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pipe=2,data=2,microbatches=4", "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe"],
+)
+def test_tied_embeddings(layout):
+    program = assert_equals_one_device(layout, "tied")
+    assert program.violations() == []
+
+
+class Penalized(nnx.Module):
+    """Layers that also add to an auxiliary loss, which travels with x."""
+
+    def __init__(self, rngs):
+        names = ("embed", "mlp")
+        self.inside = nnx.Param(rngs.params.normal((4, 8)), out_sharding=names)
+
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def layers(rngs):
+            return PenalizedLayer(rngs)
+
+        self.layers = layers(rngs)
+
+
+class PenalizedLayer(nnx.Module):
+    def __init__(self, rngs):
+        names = ("embed", "mlp")
+        self.w = nnx.Param(rngs.params.normal((8, 8)) / 3, out_sharding=names)
+
+    def __call__(self, x):
+        h, penalty = x
+        return jnp.tanh(h @ self.w[...]), penalty + jnp.square(h).sum(-1)
+
+
+def test_auxiliary_losses_travel_with_the_activations():
+    def head_loss(_, x, batch):
+        h, penalty = x
+        error = jnp.square(h - batch["y"]).mean()
+        return error + 0.1 * penalty.mean(), {"penalty": penalty.mean()}
+
+    stages = meshpar.Stages(
+        stack="layers",
+        embed=lambda m, b: (b["x"] @ m.inside[...], 0.0 * b["x"][:, 0]),
+        layer=lambda layer, x: layer(x),
+        head_loss=head_loss,
+    )
+    made = meshpar.from_nnx(Penalized, stages)
+    random = np.random.default_rng(0)
+    rows = {k: random.normal(size=(8, n)) for k, n in (("x", 4), ("y", 8))}
+    rows = {k: x.astype(np.float32) for k, x in rows.items()}
+    found = []
+    for layout in ("pipe=2,data=2,microbatches=2,virtual_stages=2", "data=1"):
+        layout = layouts.parse(layout)
+        devices = jax.devices()[: layout.num_devices]
+        program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
+        found.append(host(program.gradients(program.init(0), rows)))
+        assert program.violations() == []
+    (metrics, gradients), (want_metrics, want) = found
+    assert metrics["penalty"] == pytest.approx(want_metrics["penalty"], rel=1e-5)
+    assert relative_error(gradients, want) < 1e-5
+
+
+@pytest.mark.parametrize("stash", ["inputs", slow("residuals")])
+def test_dropout_does_not_depend_on_the_schedule(stash):
+    kind = "schedule=gpipe" if stash == "inputs" else "virtual_stages=2,remat=full"
+    layout = f"pipe=2,data=2,microbatches=4,stash={stash},{kind}"
+    assert_equals_one_device(layout, "noisy", microbatches=4)
+
+
+@pytest.mark.parametrize("vocab", [slow("edge"), "pipe"])
+def test_bfloat16_adds_gradients_up_in_float32(vocab):
+    layout = f"pipe=2,fsdp=2,microbatches=8,vocab={vocab}"
+    program = lower(layout, DEEP, compute_dtype=jnp.bfloat16)
+    _, gradients = program.gradients(program.init(0), batch())
+    assert 1e-4 < relative_error(host(gradients), alone("deep")[1]) < 3e-2
+    assert program.violations() == []
+
+
+def test_training_is_the_same_and_checkpoints_know_no_schedule():
+    """Three steps; the state in the model's order is what one device has."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    programs = [
+        lower(layout, DEEP, optimizer, clip_norm=1.0)
+        for layout in ("pipe=2,data=2,microbatches=4,virtual_stages=2", "data=1")
+    ]
+    assert programs[0].layer_order is not None
+    states = [program.init(0) for program in programs]
+    for step in range(3):
+        for i, program in enumerate(programs):
+            states[i], _ = program.step(states[i], batch(step))
+    portable = programs[0].in_model_order(states[0])
+    for got, want in zip(*map(jax.tree.leaves, (portable, states[1])), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-6)
+    back = programs[0].as_stored(portable)
+    for got, want in zip(*map(jax.tree.leaves, (back, states[0])), strict=True):
+        assert got.sharding == want.sharding
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
+def test_memory_does_not_grow_with_the_microbatches(schedule):
+    sizes = []
+    for num in (8, 32):
+        chunks = 2 if schedule == "interleaved" else 1
+        layout = layouts.parse(
+            f"pipe=4,microbatches={num},schedule={schedule},virtual_stages={chunks}"
+        )
+        big = model(depth=8, embed=128, mlp=256)
+        rows = {name: np.repeat(x, 2 * num // 16, 0) for name, x in batch().items()}
+        program = meshpar.lower(
+            big, optax.sgd(0.1), layout, rows, devices=jax.devices()[:4]
+        )
+        sizes.append(program.compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+
+
+def test_a_schedule_of_ones_own_trains(monkeypatch):
+    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
+
+    @schedules.register("slow")
+    def sluggish(num_stages, num_microbatches, num_chunks):
+        """1F1B with an idle tick after every one."""
+        made = schedules.make_schedule("1f1b", num_stages, num_microbatches)
+        twice = [
+            {op: 2 * t for op, t in d.items()} for d in (made.forward, made.backward)
+        ]
+        sizes = num_stages, num_microbatches, num_chunks
+        return schedules.Schedule("slow", *sizes, *twice)
+
+    program = assert_equals_one_device("pipe=2,microbatches=2,schedule=slow")
+    assert program.violations() == []
+
+
+def test_auto_says_what_it_takes():
+    layout = layouts.parse("pipe=2,microbatches=4,virtual_stages=2")
+    assert make_spec(layout, 8).schedule.name == "interleaved"
+    odd = make_spec(layout, 6)
+    assert odd.schedule.name == "1f1b" and "left aside" in odd.why
+    assert make_spec(layouts.parse("pipe=2,microbatches=4"), 6).schedule.name == "1f1b"
+
+
+@pytest.mark.parametrize(
+    "layout, options, words",
+    [
+        ("pipe=2,microbatches=4,schedule=1f1d", {}, "did you mean '1f1b'"),
+        ("schedule=gpipe", {}, "pipe=1: add pipe=N"),
+        ("pipe=2,stash=input", {}, "use inputs or residuals"),
+        ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
+        ("pipe=2,partition=a", {}, "as in 3/3/2"),
+        ("pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved", {}, "rounds"),
+        ("pipe=4,params.layers=none,params.embed=pipe", {}, "name the first dim"),
+        ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
+        ("pipe=2,tensor=2,microbatches=4,schedule=zb_h1", {}, "can deadlock"),
+        ("pipe=2,fsdp=2,zero=3,schedule=zb_h1", {}, "fsdp=2,zero=3 needs collectives"),
+        ("pipe=2,schedule=zb_h1,control=uniform", {}, "leave out control=uniform"),
+        ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_compiling(layout, options, words):
+    with pytest.raises(LayoutError, match=words):
+        lower(layout, DEEP, **options)
+    with pytest.raises(LayoutError, match="no staged form"):
+        lower("pipe=2,microbatches=4", model("linen"))
+
+
+def test_an_optimizer_that_mixes_layers_is_refused_where_they_are_moved():
+    with pytest.raises(LayoutError, match="mixes layers"):
+        layout = "pipe=2,microbatches=4,virtual_stages=2"
+        lower(layout, DEEP, optax.adafactor(1e-2, min_dim_size_to_factor=4))
+
+
+def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
+    """A layer that sums over data would wait for stages that skip it."""
+    monkeypatch.setattr(PipelineLowering, "_check_divergence", lambda self: None)
+    program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
+    with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
+        _ = program.compiled
+    with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
+        program.gradients(program.init(0), batch())
+
+
+def test_models_that_a_pipeline_cannot_run_are_refused():
+    def stages(embed):
+        return meshpar.Stages("layers", embed, layer, loss)
+
+    def layer(layer, x):
+        return jnp.tanh(x[0] @ layer.w[...]), x[1]
+
+    def loss(_, x, batch):
+        return x[0].mean()
+
+    rows = {"x": np.ones((8, 4), np.float32)}
+
+    def embed(m, b):
+        return b["x"] @ m.inside[...], jnp.zeros(len(b["x"]), jnp.int32)
+
+    odd = meshpar.from_nnx(Penalized, stages(embed))
+    sgd, two = optax.sgd(0.1), jax.devices()[:2]
+    with pytest.raises(LayoutError, match="but it holds int32"):
+        meshpar.lower(odd, sgd, "pipe=2,microbatches=2", rows, devices=two)
+    own = meshpar.from_nnx(Penalized, stages(embed), lambda m, b: 0.0)
+    with pytest.raises(LayoutError, match="evaluation_loss_fn of its own"):
+        meshpar.lower(own, sgd, "pipe=2,microbatches=2", rows, devices=two)
+
+
+class Directions(nnx.Module):
+    """Layers that divide by the norm of their weights: NaN where padding has 0."""
+
+    def __init__(self, rngs):
+        self.inside = nnx.Param(rngs.params.normal((4, 8)), out_sharding=(None, "mlp"))
+
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def layers(rngs):
+            return PenalizedLayer(rngs)
+
+        self.layers = layers(rngs)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+def test_padding_never_reaches_real_layers(kind):
+    def layer(layer, x):
+        w = layer.w[...]
+        return x + jnp.tanh(x @ (w / jnp.linalg.norm(w)))  # NaN where w is 0.
+
+    stages = meshpar.Stages(
+        stack="layers",
+        embed=lambda m, b: b["x"] @ m.inside[...],
+        layer=layer,
+        head_loss=lambda _, x, b: jnp.square(x).mean(),
+    )
+    made = meshpar.from_nnx(Directions, stages)
+    rows = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
+    found = []
+    for layout in (f"pipe=2,microbatches=2,schedule={kind}", "data=1"):
+        devices = jax.devices()[: layouts.parse(layout).num_devices]
+        program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
+        gradients = host(program.gradients(program.init(0), rows)[1])
+        metrics = host(program.step(program.init(0), rows)[1])
+        found.append(gradients | {"grad_norm": metrics["grad_norm"]})
+    assert relative_error(*found) < 1e-5
+
+
+def z_loss(logits):
+    return jnp.square(jax.nn.logsumexp(logits, -1)).mean()
+
+
+def whole_again(logits):
+    """Twice the slice, as if the head were not split."""
+    targets = jnp.zeros(logits.shape[:2], jnp.int32)
+    return vocabulary.token_losses(jnp.tile(logits, 2), targets).mean()
+
+
+@pytest.mark.parametrize(
+    "penalty, words",
+    [(z_loss, "one slice of them"), (whole_again, "saw 64 tokens on every stage")],
+)
+def test_what_takes_a_slice_of_the_vocabulary_for_the_whole_is_refused(
+    monkeypatch, penalty, words
+):
+    def with_penalty(logits, targets):
+        return vocabulary.token_losses(logits, targets).mean() + penalty(logits)
+
+    monkeypatch.setattr(decoder, "cross_entropy", with_penalty)
+    program = lower("pipe=2,microbatches=2,vocab=pipe", model(depth=2))
+    with pytest.raises(LayoutError, match=words):
+        _ = program.lowered

@@ -1,0 +1,99 @@
+"""Compiled schedules, run with tags in place of arrays: every slot holds its own."""
+
+import itertools
+
+import pytest
+
+from meshpar import schedules
+from meshpar.schedules.table import Op
+from meshpar.schedules.ticks import compile_schedule
+
+CASES = [
+    (name, stages, num, chunks)
+    for stages, num in itertools.product((2, 3, 4, 8), (1, 2, 4, 6, 16))
+    for name, chunks in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("zb_h1", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+    )
+    if chunks == 1 or num % stages == 0
+]
+
+
+class Buffers:
+    """The buffers of one stage, filled with the names of what is stored."""
+
+    def __init__(self, tables):
+        self.inputs = [None] * (tables.num_inputs + 1)
+        self.stash = [None] * (tables.num_stash + 1)
+        self.gradients = [None] * (tables.num_gradients + 1)
+        self.states = [None] * (tables.num_states + 1)
+        self.sent = self.sent_back = None
+
+
+def run(tables, schedule):
+    """Walks through the ticks; fails where a slot holds something else."""
+    num = schedule.num_stages
+    stages, done = [Buffers(tables) for _ in range(num)], []
+    for tick in range(schedule.num_ticks):
+        row = [
+            type(tables.columns)(*(column[tick, p] for column in tables.columns))
+            for p in range(num)
+        ]
+        back = [stage.sent_back for stage in stages]
+        for p, (stage, r) in enumerate(zip(stages, row, strict=True)):
+            stage.gradients[r.gradient_arrived] = back[(p + 1) % num]
+        for p, (stage, r) in enumerate(zip(stages, row, strict=True)):
+            op = Op(r.f_microbatch, r.f_chunk, p)
+            if r.f_on:
+                before = schedule.before(op)
+                assert bool(r.first) == (before is None)
+                assert r.first or stage.inputs[r.f_input] == ("F", *before)
+                stage.stash[r.f_stash], stage.sent = ("S", *op), ("F", *op)
+                done.append(("F", op))
+                assert bool(r.last) == (schedule.after(op) is None)
+                if r.last:
+                    stage.gradients[r.head_gradient] = ("H", *op)
+            op = Op(r.b_microbatch, r.b_chunk, p)
+            if r.b_on:
+                after = schedule.after(op)
+                want = ("B", *after) if after else ("H", *op)
+                assert stage.gradients[r.b_gradient] == want
+                assert stage.stash[r.b_stash] == ("S", *op)
+                assert bool(r.b_first) == (schedule.before(op) is None)
+                stage.sent_back, stage.states[r.b_state] = ("B", *op), ("W", *op)
+                done.append(("B", op))
+            if r.w_on:
+                state = stage.states[r.w_state]
+                assert state[2:] == (r.w_chunk, p)
+                done.append(("W", Op(*state[1:])))
+        sent = [stage.sent for stage in stages]
+        for p, (stage, r) in enumerate(zip(stages, row, strict=True)):
+            stage.inputs[r.arrived] = sent[p - 1]
+    return done
+
+
+@pytest.mark.parametrize("name, stages, num, chunks", CASES)
+def test_every_operation_reads_what_was_made_for_it(name, stages, num, chunks):
+    schedule = schedules.make_schedule(name, stages, num, chunks)
+    tables = compile_schedule(schedule)
+    done = run(tables, schedule)
+    ops = list(schedule.ops())
+    for kind in "FBW" if schedule.weight else "FB":
+        assert sorted(op for k, op in done if k == kind) == ops
+    # No buffer is larger than what the schedule keeps at its fullest.
+    assert tables.num_stash == max(schedule.in_flight())
+    assert tables.num_inputs <= 1
+    ticks = [tick for phase in tables.phases for tick in range(*phase[:2])]
+    assert ticks == list(range(schedule.num_ticks))
+
+
+def test_a_slot_too_few_is_found():
+    schedule = schedules.make_schedule("1f1b", 4, 8)
+    tables = compile_schedule(schedule)
+    columns = tables.columns
+    broken = columns._replace(f_stash=columns.f_stash % 6, b_stash=columns.b_stash % 6)
+    with pytest.raises(AssertionError):
+        run(type(tables)(broken, *list(vars(tables).values())[1:]), schedule)

@@ -1,0 +1,52 @@
+r"""One process of a run: restores, compares its shards, and reads its program back.
+
+    launch/local.sh N -- python tests/support/restored_shards.py \
+        LAYOUT FOLDER REFERENCE OUT
+
+REFERENCE is a .npz of all leaves; process 0 writes to OUT the collectives it found.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import building, command_line
+from experiments.config import from_dict
+from meshpar.checkpoint import persistent
+from meshpar.checkpoint.checkpoints import Checkpoints
+
+
+def main(layout, folder, reference, out):
+    """Raises AssertionError if a shard differs or the contract is broken."""
+    newest = persistent.find_checkpoints(folder)[-1]
+    config = from_dict(newest.metadata["config"])
+    config = dataclasses.replace(config, layout=layout)
+    layout, devices = command_line.start_devices(config)
+    program = building.make_program(config, layout, devices)
+    with contextlib.closing(Checkpoints(folder, program.portable_state)) as opened:
+        state = opened.restore().state
+    with np.load(reference) as want:
+        for number, leaf in enumerate(jax.tree.leaves(state)):
+            whole = want[str(number)]
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(
+                    np.asarray(shard.data), whole[shard.index]
+                )
+    assert program.violations() == []
+    found = program.collectives
+    rows = sorted(
+        [one.kind, one.axes, one.payload_bytes, one.executions] for one in found
+    )
+    if jax.process_index() == 0:
+        pathlib.Path(out).write_text(json.dumps([newest.step, rows]))
+
+
+if __name__ == "__main__":
+    flags.FLAGS(sys.argv[:1])
+    main(*sys.argv[1:])
