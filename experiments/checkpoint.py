@@ -145,7 +145,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path) -> None:
     theirs, tensors = hugging_face.read(source)
     config = command_line.config_from_flags()
     recipe = config.model
-    kept = dict(dropout=recipe.dropout, loss_chunk=recipe.loss_chunk)
+    kept = dict(dropout=recipe.dropout, loss_block=recipe.loss_block)
     if theirs.position == "rope":
         kept["length"] = min(recipe.length, theirs.length)  # No weight depends on it.
     try:

@@ -106,7 +106,7 @@ def _print_pipeline(console: rich.console.Console, pipeline: Pipeline) -> None:
     console.print(
         f"bubble {pipeline.bubble:.4f}{formula}; stage inputs "
         f"in flight {'/'.join(map(str, pipeline.in_flight))}; "
-        f"{gigabytes(pipeline.stash_bytes)} kept between forward and backward passes; "
+        f"{gigabytes(pipeline.saved_bytes)} kept between forward and backward passes; "
         f"{pipeline.sends} sends per stage and step",
         soft_wrap=True,
     )

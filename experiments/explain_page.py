@@ -145,7 +145,7 @@ def _pipeline_section(pipeline: Pipeline | None) -> str:
         f"<h3>Pipeline</h3>"
         f"{_svg(schedule_figure(pipeline))}<p>Bubble {pipeline.bubble:.4f}"
         f"{html.escape(formula)}. Stage inputs in flight: {in_flight}. "
-        f"Kept between forward and backward passes: {pipeline.stash_bytes:,} bytes. "
+        f"Kept between forward and backward passes: {pipeline.saved_bytes:,} bytes. "
         f"Sends per stage and step: {pipeline.sends}.</p>"
     )
 

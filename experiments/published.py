@@ -30,7 +30,7 @@ def _config(
     eps: float,
 ) -> Config:
     step_tokens = batch_size * model.length
-    model = dataclasses.replace(model, loss_chunk=LOSS_CHUNK)
+    model = dataclasses.replace(model, loss_block=LOSS_CHUNK)
     optimizer = OptimizerConfig(
         learning_rate=learning_rate,
         warmup_steps=warmup_steps or round(warmup_tokens / step_tokens),

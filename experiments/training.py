@@ -19,8 +19,8 @@ from experiments.config import Config, ConfigError
 from experiments.guards import StopFlag, own_folder
 from experiments.progress import Progress
 from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.contracts import cost
 from meshpar.errors import MeshparError
+from meshpar.mesh import chips
 from meshpar.multihost import agree
 from meshpar.multihost.watchdog import Watchdog
 
@@ -77,7 +77,7 @@ class Trainer:
         )
         schedule = building.learning_rates(config.optimizer, config.steps)
         self._learning_rates = np.asarray(schedule(np.arange(config.steps)))
-        peak = cost.peak_flops(devices[0].device_kind)
+        peak = chips.peak_flops(devices[0].device_kind)
         self._peak_flops = peak and peak * self.program.mesh.size
         self._clock = time.perf_counter()
         self._start = self._position = 0  # Steps done and samples used before.
@@ -220,7 +220,7 @@ class Trainer:
                         portable,
                         about | self._identity(),
                         extra,
-                        durable=bool(saves or stopping),
+                        persistent=bool(saves or stopping),
                     )
                 if evaluates and (not stopping or step == config.steps):
                     found = [self.program.evaluate(state, b) for b in self._held_out]

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import BATCH_AXES
+from meshpar.layouts.axes import BATCH_AXES, REPLICA
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
@@ -55,7 +55,7 @@ def _abstract_batch(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
         )
 
     axes, replicas = BATCH_AXES, layout.replica
-    apart = ("replica", *axes) if replicas > 1 else axes
+    apart = (REPLICA, *axes) if replicas > 1 else axes
     return (
         jax.tree.map(lambda x: rows(x, apart, 1), batch),
         jax.tree.map(lambda x: rows(x, axes, replicas), batch),
@@ -71,7 +71,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         jax.eval_shape(lambda *a: model.loss(*a), params, batch, key)
         if layout.pipe > 1:
-            x = jax.eval_shape(model.staged.embed, params, batch, key)
+            x = jax.eval_shape(model.layered.embed, params, batch, key)
             kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}
             if odd := [d for d in kinds if not jnp.issubdtype(d, jnp.floating)]:
                 raise LayoutError(
@@ -86,7 +86,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
                 f"rule activations.{name} matches no dim that the model constrains "
                 f"({known})"
             )
-    if layout.vocab == "pipe" and len(scope.vocabulary_used) < 2:
+    if layout.splits_vocabulary and len(scope.vocabulary_used) < 2:
         raise LayoutError(
             "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
             "vocabulary.token_losses for its loss (meshpar.vocabulary)"
@@ -142,7 +142,7 @@ def lower(
       clip_norm: largest global gradient norm; larger gradients are scaled down.
       compute_dtype: dtype to which parameters are cast for the loss (bfloat16 over
         float32 master weights); None computes in the parameters' own dtype.
-      lowering: "shard_map" (explicit collectives, for staged models), "jit" (the
+      lowering: "shard_map" (explicit collectives, for layered model), "jit" (the
         compiler's), or "auto" to compile both and take the better program; by default
         the explicit one wherever it is possible.
       mode: how replicas that train apart are synchronized, for layouts with
@@ -164,7 +164,7 @@ def lower(
     if layout.prefetch and (why_not or lowering == "jit"):
         raise LayoutError(
             f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
-            "lowering=jit; leave it out, or use lowering=shard_map with a staged model"
+            "lowering=jit; leave it out, or use lowering=shard_map with a layered model"
         )
     made, order, why = None, None, ""
     if layout.pipe > 1:
@@ -173,13 +173,13 @@ def lower(
                 f"pipe={layout.pipe} needs lowering=shard_map: "
                 f"{why_not or 'the compiler makes no pipeline'}"
             )
-        staged = model.staged
-        if not staged.evaluates:
+        layered = model.layered
+        if not layered.evaluates:
             raise LayoutError(
                 f"pipe={layout.pipe} evaluates by the stages of the model, but it has "
                 "an evaluation_loss_fn of its own; leave that out"
             )
-        made = make_spec(layout, staged.depth)
+        made = make_spec(layout, layered.depth)
         why = made.why
         if made.schedule.asynchronous and layout.replica > 1:
             raise LayoutError(
@@ -193,7 +193,7 @@ def lower(
                 "supported; use virtual_stages=1 and a depth that pipe divides"
             )
         if made.partition.moves:
-            order = LayerOrder(made.partition, staged.prefix)
+            order = LayerOrder(made.partition, layered.prefix)
             model = order.stored(model)
     mesh = make_mesh(layout, devices)
     abstract_batch, step_batch = _abstract_batch(batch, layout, mesh)

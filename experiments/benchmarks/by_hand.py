@@ -75,10 +75,10 @@ def _by_jit(program: meshpar.TrainProgram) -> Callable[..., Any]:
 
 def _by_shard_map(program: meshpar.TrainProgram) -> Callable[..., Any]:
     """ZeRO-3 as a page of code: gather in the layer, the transpose does the rest."""
-    staged, specs = program.model.staged, program.plan.specs
+    layered, specs = program.model.layered, program.plan.specs
     used = {axis for axis, size in program.mesh.shape.items() if size > 1}
     whole = [path for path, spec in specs.items() if "fsdp" not in spec]
-    if used != {"fsdp"} or whole or program.layout.zero < 3:
+    if used != {"fsdp"} or whole or program.layout.zero_level < 3:
         raise ConfigError(
             f"layout {program.layout}: the shard_map by hand is for fsdp=N,zero=3; add "
             "--lowering=jit for others"
@@ -101,8 +101,8 @@ def _by_shard_map(program: meshpar.TrainProgram) -> Callable[..., Any]:
 
     def local(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> jax.Array:
-            shared, stack = staged.split(_cast(program, params))
-            loss = staged.loss({**gather(shared, 0), **stack}, batch, None, scan)[0]
+            shared, stack = layered.split(_cast(program, params))
+            loss = layered.loss({**gather(shared, 0), **stack}, batch, None, scan)[0]
             return loss / program.layout.fsdp
 
         with meshpar.layouts.use(program.layout, program.mesh, used):

@@ -36,7 +36,7 @@ ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each.")
 
 def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
     """Gradients of the loop over ticks of a GPipe program, made by jax."""
-    staged, num = program.model.staged, program.layout.microbatches
+    layered, num = program.model.layered, program.layout.microbatches
     stages, specs = program.layout.pipe, program.plan.specs
 
     def local(params: Any, batch: Any) -> Any:
@@ -53,18 +53,20 @@ def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
             return x if varies else lax.pcast(x, ("pipe",), to="varying")
 
         def loss_fn(params: Any) -> jax.Array:
-            shared, stack = staged.split(params)
+            shared, stack = layered.split(params)
 
             def tick(x: Any, t: jax.Array) -> Any:
-                embedded = staged.embed(shared, part(t), None)
+                embedded = layered.embed(shared, part(t), None)
                 x = jnp.where(stage == 0, embedded, x)
-                x = lax.scan(lambda x, w: (staged.layer(w, x, None), None), x, stack)[0]
-                loss = staged.head_loss(shared, x, part(t - stages + 1), None)[0]
+                x = lax.scan(lambda x, w: (layered.layer(w, x, None), None), x, stack)[
+                    0
+                ]
+                loss = layered.head_loss(shared, x, part(t - stages + 1), None)[0]
                 on = (stage == stages - 1) & (t >= stages - 1)
                 pairs = [(i, i + 1) for i in range(stages - 1)]
                 return lax.ppermute(x, "pipe", pairs), jnp.where(on, loss / num, 0.0)
 
-            x = jax.tree.map(vary, staged.embed(shared, part(jnp.int32(0)), None))
+            x = jax.tree.map(vary, layered.embed(shared, part(jnp.int32(0)), None))
             ticks = jnp.arange(num + stages - 1)
             losses = lax.scan(tick, jnp.zeros_like(x), ticks)[1]
             return lax.psum(losses.sum(), "pipe")
@@ -88,7 +90,7 @@ def main(_: Sequence[str]) -> int:
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     config = dataclasses.replace(config, model=model, layout=f"data={stages}")
     _, devices = command_line.start_devices(config)
-    base = f"pipe={stages},microbatches={num},stash=residuals"
+    base = f"pipe={stages},microbatches={num},save=residuals"
     names = {"plain": f"data={stages}"}
     for schedule in ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1"):
         names[schedule.split(",")[0]] = f"{base},schedule={schedule}"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import meshpar
-from experiments.models.loss import chunked_cross_entropy, cross_entropy, logits
+from experiments.models.loss import blockwise_cross_entropy, cross_entropy, logits
 from meshpar import layouts, vocabulary
 from meshpar.ops.attention import causal_attention
 
@@ -40,7 +40,7 @@ class DecoderConfig:
       rope_theta: base of the rotary wavelengths.
       norm_eps: added to the mean square before its root, in norms.
       init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
-      loss_chunk: tokens of a sequence whose logits exist at once; 0 for all.
+      loss_block: tokens of a sequence whose logits exist at once; 0 for all.
     """
 
     vocab: int = 256
@@ -59,7 +59,7 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     init_std: float = 0.0
-    loss_chunk: int = 0
+    loss_block: int = 0
 
     def __post_init__(self):
         choices = {
@@ -82,9 +82,9 @@ class DecoderConfig:
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")
-        if self.loss_chunk < 0 or (self.loss_chunk and self.length % self.loss_chunk):
+        if self.loss_block < 0 or (self.loss_block and self.length % self.loss_block):
             raise ValueError(
-                f"loss_chunk={self.loss_chunk}: use a divisor of length={self.length}, "
+                f"loss_block={self.loss_block}: use a divisor of length={self.length}, "
                 "or 0 for all at once"
             )
         if not 0 <= self.dropout < 1:
@@ -313,13 +313,13 @@ class Decoder(nnx.Module):
     def head_loss(self, x_BLD: Array, targets_BL: Array) -> Array:
         """Mean next-token cross-entropy, in nats, of what the last layer returned."""
         x_BLD, w_DV = _gathered(self.norm(x_BLD)), self.head_weight()
-        if not self.config.loss_chunk:
+        if not self.config.loss_block:
             return cross_entropy(logits(x_BLD, w_DV), targets_BL)
-        return chunked_cross_entropy(x_BLD, w_DV, targets_BL, self.config.loss_chunk)
+        return blockwise_cross_entropy(x_BLD, w_DV, targets_BL, self.config.loss_block)
 
 
 def language_model(config: DecoderConfig) -> meshpar.Model:
-    """The decoder with next-token cross-entropy, in staged form.
+    """The decoder with next-token cross-entropy, in layered form.
 
     Its batches are {"tokens": ids_BL, "targets": ids_BL}.
     """

@@ -9,7 +9,7 @@ from experiments.models.loss import logits
 from meshpar import layouts
 from meshpar.errors import MeshparError
 
-KIND = GPT2_KIND | {"bias": False, "loss_chunk": 0, "norm_eps": 1e-6}
+KIND = GPT2_KIND | {"bias": False, "loss_block": 0, "norm_eps": 1e-6}
 """The one kind of decoder that this file holds."""
 
 

@@ -17,7 +17,7 @@ def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
     return jnp.mean(vocabulary.token_losses(logits_BLV, targets_BL))
 
 
-def chunked_cross_entropy(
+def blockwise_cross_entropy(
     x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, chunk: int
 ) -> jax.Array:
     """Head and `cross_entropy` over `chunk` tokens of every sequence at a time.

@@ -1,7 +1,7 @@
 """Checkpoints: training state and data position together, complete or invisible.
 
-Two tiers hold them: the run's own folder (`meshpar.durable`), and if wished the disk of
-each machine (`meshpar.local_disk`). A checkpoint does not depend on the layout: it
+Two tiers hold them: the run's own folder (`persistent`), and if wished the disk of each
+machine (`local`). A checkpoint does not depend on the layout: it
 restores onto any mesh and any number of processes. The newest that all processes can
 read is taken; one that is corrupt is named, moved aside, and the one before it is used.
 """
@@ -91,7 +91,7 @@ class Checkpoints:
         check_writable(self._folder, "--workdir")
         if problem := lack_of_space(self._folder, size):
             raise CheckpointError(f"{problem} or choose another --workdir")
-        self._durable = PersistentTier(self._folder, keep)
+        self._persistent = PersistentTier(self._folder, keep)
         self._local: LocalTier | None = None
         if local_folder:
             self._local = LocalTier.open(local_folder, self._folder, abstract)
@@ -103,7 +103,7 @@ class Checkpoints:
         metadata: dict[str, Any],
         extra: Any = None,
         *,
-        durable: bool = True,
+        persistent: bool = True,
     ) -> None:
         """Starts writing a checkpoint, to the local disks first.
 
@@ -112,7 +112,7 @@ class Checkpoints:
           state: the training state.
           metadata: JSON (data position, config).
           extra: what belongs to `abstract_extra`.
-          durable: whether the run's folder gets it, too.
+          persistent: whether the run's folder gets it, too.
 
         Raises:
           CheckpointError: this write or the one before it failed.
@@ -126,8 +126,8 @@ class Checkpoints:
         }
         if self._local is not None:
             self._local.save(step, state, extra, metadata)
-        if durable:
-            self._durable.save(step, state, extra, metadata)
+        if persistent:
+            self._persistent.save(step, state, extra, metadata)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete.
@@ -137,11 +137,11 @@ class Checkpoints:
         """
         if self._local is not None:
             self._local.wait()
-        self._durable.wait()
+        self._persistent.wait()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in the run's folder, ascending."""
-        return self._durable.steps()
+        return self._persistent.steps()
 
     def restore(self) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
@@ -186,7 +186,7 @@ class Checkpoints:
                 self._folder,
                 problems,
             )
-            self._durable.set_aside(step)
+            self._persistent.set_aside(step)
             broken.append(step)
         if broken:
             raise CheckpointError(
@@ -201,7 +201,7 @@ class Checkpoints:
     def _newest_first(self) -> list[tuple[int, PersistentTier | LocalTier, int | str]]:
         """(step, tier, its name there), the same on all processes; local ones first."""
         steps = allgather_objects("checkpoints", self.steps())[0]
-        found = [(step, self._durable, step) for step in steps]
+        found = [(step, self._persistent, step) for step in steps]
         if self._local is not None:
             here = self._local.checkpoints()
             found += [(step, self._local, name) for step, name in here]
@@ -268,7 +268,7 @@ class Checkpoints:
         """
         if self._local is not None:
             self._local.close()
-        self._durable.close()
+        self._persistent.close()
 
 
 def changed_tensor(state: Any, extra: Any, metadata: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The local tier of checkpoints: each process keeps its own shards on its own disk.
 
-It is quick and may be frequent; the durable tier stays behind it. After a restart the
-processes tell each other which pieces of which step their disks hold. A step is
+It is quick and may be frequent; the persistent tier stays behind it. After a restart
+the processes tell each other which pieces of which step their disks hold. A step is
 complete if together they hold all of it: whoever lacks a piece, because its machine was
 replaced or its file is corrupt, gets it from a peer. Pieces are known by their place in
 the whole tensor, so the layout and the number of processes may change.

@@ -1,4 +1,4 @@
-"""The durable tier of checkpoints: one folder that all processes see, written by orbax.
+"""The persistent tier of checkpoints: one folder for all processes, by orbax.
 
 Orbax writes asynchronously and renames a checkpoint into place when it is complete, so
 one is complete or invisible. It does not depend on the layout.

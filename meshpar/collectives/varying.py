@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
-from meshpar.layouts.scope import current_scope
+from meshpar.mesh.platform import traced_platform
 
 
 def vary(x: Array, axes: tuple[str, ...]) -> Array:
@@ -19,8 +19,7 @@ def sum_varying(x: Array, axis: str) -> Array:
 
     XLA:CPU aborts on sums of smaller floats beside automatic axes.
     """
-    on_cpu = current_scope().mesh.devices.flat[0].platform == "cpu"
-    if not on_cpu or x.dtype.itemsize >= 4:
+    if not traced_platform().widens_collectives or x.dtype.itemsize >= 4:
         return lax.psum(x, axis)
     wide = lax.psum(x.astype(jnp.float32), axis)
     return lax.pcast(wide, (axis,), to="varying").astype(x.dtype)

@@ -70,8 +70,8 @@ class _Traced:
 
 
 def _traced(lowering: Lowering, batch: Any) -> _Traced:
-    staged, layout = lowering.model.staged, lowering.plan.layout
-    shared, stack = staged.split(
+    layered, layout = lowering.model.layered, lowering.plan.layout
+    shared, stack = layered.split(
         {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in lowering.plan.weights.items()
@@ -79,18 +79,18 @@ def _traced(lowering: Lowering, batch: Any) -> _Traced:
     )
     one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
     rows = jax.tree.map(lambda x: _part(x, layout.microbatches), batch)
-    tensor = layout.sizes["tensor"]
+    tensor = layout.tensor
     ways = layout.num_batch_shards * tensor
     with jax.set_mesh(lowering.mesh), model_scope(layout, lowering.mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
 
         def layer(weights: Any, x: Any, key: jax.Array) -> Any:
-            return staged.layer(weights, x, key)
+            return layered.layer(weights, x, key)
 
         def head(shared: Any, x: Any, rows: Any, key: jax.Array) -> jax.Array:
-            return staged.head_loss(shared, x, rows, key)[0]
+            return layered.head_loss(shared, x, rows, key)[0]
 
-        x = jax.eval_shape(staged.embed, shared, rows, key)
+        x = jax.eval_shape(layered.embed, shared, rows, key)
         return _Traced(
             x=_bytes(x) // ways,
             kept=_residuals(_remat(layer, layout), one, x, key) // ways,
@@ -112,21 +112,21 @@ def predict_memory(
       plan: what is kept from step to step; by default the plan of the lowering.
     """
     plan = plan or lowering.plan
-    if lowering.model.staged is None:
+    if lowering.model.layered is None:
         return None
     state, traced = plan.bytes_per_device(), _traced(lowering, batch)
-    copies = lowering.compute_dtype is not None or plan.layout.zero < 3
+    copies = lowering.compute_dtype is not None or plan.layout.zero_level < 3
     weights, gradients = state["weights"] if copies else 0, state["gradients"]
-    depth, activations = lowering.model.staged.depth, 0
+    depth, activations = lowering.model.layered.depth, 0
     if isinstance(lowering, PipelineLowering):
         depth = lowering.arrangement.partition.rows
-        activations = stash_bytes(lowering, batch)
-        if plan.layout.stash == "residuals":
+        activations = saved_bytes(lowering, batch)
+        if plan.layout.save == "residuals":
             depth = 0  # The stash holds it all.
         weights, gradients = _held_by_stage(lowering)
     # Whole weights and their gradient, gathered or reduced.
     of_layer, of_head = 2 * traced.layer_weights, 3 * traced.largest + traced.head
-    if plan.layout.vocab == "pipe":
+    if plan.layout.splits_vocabulary:
         of_head //= plan.layout.pipe
     return Memory(
         parameters=state["parameters"],
@@ -139,7 +139,7 @@ def predict_memory(
     )
 
 
-def stash_bytes(lowering: PipelineLowering, batch: Any) -> int:
+def saved_bytes(lowering: PipelineLowering, batch: Any) -> int:
     """Bytes on one device that a pipeline keeps between forward and backward passes.
 
     Args:
@@ -149,14 +149,14 @@ def stash_bytes(lowering: PipelineLowering, batch: Any) -> int:
     traced, tables = _traced(lowering, batch), lowering.tables
     waiting = tables.num_inputs + tables.num_gradients + 3
     kept = traced.x
-    if lowering.plan.layout.stash == "residuals":
+    if lowering.plan.layout.save == "residuals":
         kept = lowering.arrangement.partition.rows * traced.kept
     if isinstance(
         lowering, PipeDreamLowering
     ):  # The weights that a minibatch met, too.
         leaves = lowering.plan.weights.values()
         kept += sum(leaf.bytes_per_device for leaf in leaves)
-    total = (tables.num_stash + 1) * kept + waiting * traced.x
+    total = (tables.num_saved + 1) * kept + waiting * traced.x
     if tables.num_states:
         # What W needs of a layer is about what the layer holds while it runs.
         state = lowering.arrangement.partition.rows * traced.running
@@ -171,7 +171,7 @@ def _held_by_stage(lowering: PipelineLowering) -> tuple[int, int]:
     """
     weights = gradients = 0
     plan = lowering.plan
-    shared = lowering.model.staged.split(plan.weights)[0]
+    shared = lowering.model.layered.split(plan.weights)[0]
     for path, leaf in plan.weights.items():
         sharded = lowering.gathers_layers and path not in shared
         axes = {axis for dim in leaf.spec for axis in dim}

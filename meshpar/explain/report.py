@@ -12,7 +12,7 @@ import numpy as np
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.explain.memory import Memory, predict_memory, stash_bytes
+from meshpar.explain.memory import Memory, predict_memory, saved_bytes
 from meshpar.explain.warnings import collective_warnings
 from meshpar.layouts.plan import LeafPlan
 from meshpar.local_sgd.contract import busiest
@@ -66,7 +66,7 @@ class Pipeline:
       formula: the same from the papers' formula, and the formula; None for a schedule
         of one's own.
       in_flight: most stage inputs that each stage keeps.
-      stash_bytes: bytes on one device that are kept between F and B.
+      saved_bytes: bytes on one device that are kept between F and B.
       sends: messages of one stage to its neighbours per step.
     """
 
@@ -81,7 +81,7 @@ class Pipeline:
     bubble: float
     formula: tuple[float, str] | None
     in_flight: tuple[int, ...]
-    stash_bytes: int
+    saved_bytes: int
     sends: int
 
 
@@ -103,7 +103,7 @@ def _pipeline(program: TrainProgram) -> Pipeline | None:
         bubble=s.bubble(),
         formula=formula(s),
         in_flight=tuple(s.in_flight()),
-        stash_bytes=stash_bytes(lowering, program.step_batch),
+        saved_bytes=saved_bytes(lowering, program.step_batch),
         sends=executor.num_sends + executor.num_gradient_sends,
     )
 

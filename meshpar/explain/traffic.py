@@ -102,7 +102,7 @@ def _gradient_terms(
     yield from _scatter_terms(lowering, declared, kept)
     why = "gradients, over the axes that replicate the tensor"
     shards = _stage_shapes(lowering, kept, sharded=True)
-    yield from declared.reduced_terms(shards, lowering.placements, why)
+    yield from declared.reduced_terms(shards, lowering.shardings, why)
 
 
 def _stage_shapes(
@@ -114,7 +114,7 @@ def _stage_shapes(
         shape = list(leaf.shape)
         for dim, axes in enumerate(leaf.spec):
             shape[dim] //= _ways(lowering, {*axes} & {AXIS})
-        for dim, axes in lowering.placements[path].splits if sharded else ():
+        for dim, axes in lowering.shardings[path].splits if sharded else ():
             shape[dim] //= _ways(lowering, axes)
         kind = dtype or lowering.wire_dtype(leaf.dtype)
         made[path] = jax.ShapeDtypeStruct(tuple(shape), kind)
@@ -132,17 +132,17 @@ def _gather_terms(
     lowering: ShardMapLowering, declared: FsdpTerms
 ) -> Iterator[DeclaredCollective]:
     layout, whole = lowering.plan.layout, _stage_shapes(lowering)
-    placements, why = lowering.placements, f"zero={layout.zero}: weights"
+    shardings, why = lowering.shardings, f"zero={layout.zero_level}: weights"
     gathers = functools.partial(declared.split_terms, "all_gather")
     rings, at_once = lowering.gather_rings, NO_RINGS
     if not lowering.gathers_layers:
-        yield from gathers(whole, placements, 1, f"{why} gathered once a step", at_once)
+        yield from gathers(whole, shardings, 1, f"{why} gathered once a step", at_once)
         return
-    shared, stack = lowering.model.staged.split(whole)
+    shared, stack = lowering.model.layered.split(whole)
     times = layout.microbatches if lowering.reduces_shared_early else 1
     outside = f"{why}: {_OUTSIDE_THE_STACK}"
-    yield from gathers(shared, placements, times, outside, at_once)
-    layer, layers = _one_layer(stack), lowering.layer_placements
+    yield from gathers(shared, shardings, times, outside, at_once)
+    layer, layers = _one_layer(stack), lowering.layer_shardings
     ahead = {p: layer.pop(p) for p in list(layer) if p in lowering.prefetched}
     for name, runs, depth in lowering.layer_passes:
         inside, early = f"layer by layer, {name}", f"one layer ahead, {name}"
@@ -155,14 +155,14 @@ def _scatter_terms(
     lowering: ShardMapLowering, declared: FsdpTerms, kept: Any
 ) -> Iterator[DeclaredCollective]:
     """Reduce_scatters of gradients, which are added up in the dtype `kept`."""
-    layout, split = lowering.plan.layout, lowering.model.staged.split
+    layout, split = lowering.plan.layout, lowering.model.layered.split
     scatters = functools.partial(
         declared.split_terms, "reduce_scatter", rings=lowering.rings
     )
-    early, why = lowering.reduces_shared_early, f"zero={layout.zero}: gradients"
+    early, why = lowering.reduces_shared_early, f"zero={layout.zero_level}: gradients"
     shared = split(_stage_shapes(lowering, None if early else kept))[0]
     times, outside = layout.microbatches if early else 1, f"{why}: {_OUTSIDE_THE_STACK}"
-    yield from scatters(shared, lowering.placements, times, outside)
+    yield from scatters(shared, lowering.shardings, times, outside)
     early = lowering.reduces_early
     stack = split(_stage_shapes(lowering, None if early else kept))[1]
     times, inside = next(iter(stack.values())).shape[0], "once a step"
@@ -170,7 +170,7 @@ def _scatter_terms(
         _, runs, depth = lowering.layer_passes[-1]
         times, inside = runs * depth, "going backward"
     inside = f"{why}: layer by layer, {inside}"
-    yield from scatters(_one_layer(stack), lowering.layer_placements, times, inside)
+    yield from scatters(_one_layer(stack), lowering.layer_shardings, times, inside)
 
 
 def _send_terms(lowering: PipelineLowering, batch: Any) -> Iterator[DeclaredCollective]:
@@ -205,7 +205,7 @@ def _asynchronous_terms(
         FsdpTerms(lowering.mesh.shape),
     )
     if lowering.batch_axes:
-        local = [declared.local(x, lowering.placements[p]) for p, x in shapes.items()]
+        local = [declared.local(x, lowering.shardings[p]) for p, x in shapes.items()]
         size, axes = ticks * sum(map(num_bytes, local)), lowering.batch_axes
         ways, why = _ways(lowering, axes), "gradients of every minibatch"
         yield DeclaredCollective(
@@ -213,7 +213,7 @@ def _asynchronous_terms(
         )
         why = "its weight, if the model gives one"
         yield DeclaredCollective("all_reduce", axes, ways, 0, 4 * ticks, why, True)
-    shared, stack = lowering.model.staged.split(plan.parameters)
+    shared, stack = lowering.model.layered.split(plan.parameters)
     edges = [leaf.bytes_per_device for leaf in shared.values()] + [
         leaf.bytes_per_device
         for leaf in plan.optimizer
@@ -232,7 +232,7 @@ def _vocabulary_terms(
     In every tick that uses them x once for the embedding and once for its gradient, and
     for the head x, its gradient and some numbers per token.
     """
-    if lowering.plan.layout.vocab != "pipe":
+    if not lowering.plan.layout.splits_vocabulary:
         return
     ticks = lowering.executor.ticks
     units = ticks("forward") + 3 * ticks("head") + ticks("backward")
@@ -248,7 +248,7 @@ def _activations(lowering: ShardMapLowering, batch: Any) -> list[jax.ShapeDtypeS
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in lowering.plan.weights.items()
     }
-    embed, layout = lowering.model.staged.embed, lowering.plan.layout
+    embed, layout = lowering.model.layered.embed, lowering.plan.layout
     ways = layout.num_batch_shards * layout.microbatches
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // ways, *x.shape[1:]), x.dtype),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from meshpar.contracts.collective import Collective
+from meshpar.layouts.axes import FSDP
 from meshpar.lowering.program import TrainProgram
 
 SMALL_BYTES, MANY = 2**16, 64
@@ -17,7 +18,7 @@ def collective_warnings(program: TrainProgram) -> Iterator[str]:
     for one in program.collectives:
         if one.payload_bytes < SMALL_BYTES:
             small.setdefault((one.kind, one.axes), []).append(one)
-        gathered = one.kind == "all_gather" and "fsdp" in one.axes
+        gathered = one.kind == "all_gather" and FSDP in one.axes
         if gathered and one.payload_bytes in stacked:
             yield (
                 f"gather of a whole stack of weights, {stacked[one.payload_bytes]}: "
@@ -35,11 +36,11 @@ def collective_warnings(program: TrainProgram) -> Iterator[str]:
 
 def _stacked_sizes(program: TrainProgram) -> dict[int, str]:
     """{whole bytes on one device: path} of stacks that zero=3 gathers by layer."""
-    plan, staged = program.plan, program.model.staged
-    if staged is None or staged.depth == 1 or plan.layout.zero < 3:
+    plan, layered = program.plan, program.model.layered
+    if layered is None or layered.depth == 1 or plan.layout.zero_level < 3:
         return {}
     sizes = {}
-    for path, leaf in staged.split({**plan.parameters, **plan.weights})[1].items():
+    for path, leaf in layered.split({**plan.parameters, **plan.weights})[1].items():
         for one in (plan.parameters[path], leaf):
             ways = math.prod(plan.layout.sizes[a] for s in one.spec for a in s)
             sizes[one.bytes_per_device * ways // plan.layout.tensor] = path

@@ -13,23 +13,23 @@ BUCKET_BYTES = 4 * 2**20
 
 
 def make_buckets(
-    tree: Mapping[str, Any], placements: Mapping[str, ManualSharding], ways: int
+    tree: Mapping[str, Any], shardings: Mapping[str, ManualSharding], ways: int
 ) -> Iterator[list[str]]:
     """Groups the paths that travel together, in order.
 
     Args:
       tree: {path: array or shape}; only shapes and dtypes matter.
-      placements: of the same paths.
+      shardings: of the same paths.
       ways: how many times larger the moved tensors are than those of `tree`.
     """
     filling: dict[Any, tuple[list[str], int]] = {}
     for path, x in tree.items():
         size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize * ways
-        if placements[path].alone or is_large(size):
+        if shardings[path].alone or is_large(size):
             yield [path]
             continue
-        automatic = placements[path].automatic_axes
-        kind = placements[path].axes, automatic, jnp.dtype(x.dtype)
+        automatic = shardings[path].automatic_axes
+        kind = shardings[path].axes, automatic, jnp.dtype(x.dtype)
         paths, filled = filling.get(kind, ([], 0))
         if filled + size > BUCKET_BYTES:
             yield paths

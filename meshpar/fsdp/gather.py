@@ -25,7 +25,7 @@ from meshpar.fsdp.sharding import ManualSharding, on_local_shards
 
 
 def gather_shards(
-    shards: Params, placements: Mapping[str, ManualSharding], rings: Rings = NO_RINGS
+    shards: Params, shardings: Mapping[str, ManualSharding], rings: Rings = NO_RINGS
 ) -> Params:
     """Makes tensors whole; its transpose is `reduce_scatter`.
 
@@ -34,31 +34,31 @@ def gather_shards(
 
     Args:
       shards: {path: this device's shard}; call inside shard_map.
-      placements: of the same paths.
+      shardings: of the same paths.
       rings: for large tensors.
 
     Returns:
       {path: whole tensor}, equal on all devices of the axes that split it.
     """
-    move = functools.partial(_gather, placements=placements, rings=rings)
-    return on_local_shards(move, shards, placements)
+    move = functools.partial(_gather, shardings=shardings, rings=rings)
+    return on_local_shards(move, shards, shardings)
 
 
 def _gather(
-    shards: Params, placements: Mapping[str, ManualSharding], rings: Rings
+    shards: Params, shardings: Mapping[str, ManualSharding], rings: Rings
 ) -> Params:
-    split = {path: x for path, x in shards.items() if placements[path].splits}
+    split = {path: x for path, x in shards.items() if shardings[path].splits}
     whole = dict(shards)
-    for axes in dict.fromkeys(placements[path].axes for path in split):
-        group = {path: x for path, x in split.items() if placements[path].axes == axes}
+    for axes in dict.fromkeys(shardings[path].axes for path in split):
+        group = {path: x for path, x in split.items() if shardings[path].axes == axes}
         n = lax.axis_size(axes)
-        for paths in make_buckets(group, placements, n):
+        for paths in make_buckets(group, shardings, n):
             if len(paths) > 1:
-                whole |= _gather_bucket({p: group[p] for p in paths}, placements, n)
+                whole |= _gather_bucket({p: group[p] for p in paths}, shardings, n)
                 continue
             x = group[paths[0]]
             around = rings if is_large(n * x.nbytes) else NO_RINGS
-            for dim, dim_axes in placements[paths[0]].splits:
+            for dim, dim_axes in shardings[paths[0]].splits:
                 x = _gather_dim(x, dim, dim_axes, around)
             whole[paths[0]] = x
     return whole
@@ -71,13 +71,13 @@ def _gather_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Arra
 
 
 def _gather_bucket(
-    shards: Params, placements: Mapping[str, ManualSharding], n: int
+    shards: Params, shardings: Mapping[str, ManualSharding], n: int
 ) -> Params:
-    axes = placements[next(iter(shards))].axes
+    axes = shardings[next(iter(shards))].axes
     flat = jnp.concatenate([x.reshape(-1) for x in shards.values()])
     rows, start, whole = lax.all_gather(flat, axes), 0, {}
     for path, x in shards.items():
-        ((dim, _),) = placements[path].splits
+        ((dim, _),) = shardings[path].splits
         part = rows[:, start : start + x.size].reshape(n, *x.shape)
         start += x.size
         shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
@@ -86,7 +86,7 @@ def _gather_bucket(
 
 
 def reduce_scatter_grads(
-    whole: Params, placements: Mapping[str, ManualSharding], rings: Rings = NO_RINGS
+    whole: Params, shardings: Mapping[str, ManualSharding], rings: Rings = NO_RINGS
 ) -> Params:
     """Sums tensors over the axes that split them; every device keeps its shard.
 
@@ -95,11 +95,11 @@ def reduce_scatter_grads(
 
     Args:
       whole: {path: this device's addend}; call inside shard_map.
-      placements: of the same paths.
+      shardings: of the same paths.
       rings: for all of them.
     """
-    scatter = functools.partial(_reduce_scatter, placements=placements, rings=rings)
-    return on_local_shards(scatter, whole, placements)
+    scatter = functools.partial(_reduce_scatter, shardings=shardings, rings=rings)
+    return on_local_shards(scatter, whole, shardings)
 
 
 def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: Rings) -> Array:
@@ -110,21 +110,21 @@ def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: Rings) -> Array:
 
 
 def _reduce_scatter(
-    whole: Params, placements: Mapping[str, ManualSharding], rings: Rings
+    whole: Params, shardings: Mapping[str, ManualSharding], rings: Rings
 ) -> Params:
-    split = {path: x for path, x in whole.items() if placements[path].splits}
+    split = {path: x for path, x in whole.items() if shardings[path].splits}
     shards = dict(whole)
-    for axes in dict.fromkeys(placements[path].axes for path in split):
-        group = {path: x for path, x in split.items() if placements[path].axes == axes}
+    for axes in dict.fromkeys(shardings[path].axes for path in split):
+        group = {path: x for path, x in split.items() if shardings[path].axes == axes}
         n = lax.axis_size(axes)
-        for paths in make_buckets(group, placements, 1):
+        for paths in make_buckets(group, shardings, 1):
             if len(paths) > 1:
                 shards |= _scatter_bucket(
-                    {p: group[p] for p in paths}, placements, n, rings
+                    {p: group[p] for p in paths}, shardings, n, rings
                 )
                 continue
             x = group[paths[0]]
-            for dim, dim_axes in placements[paths[0]].splits:
+            for dim, dim_axes in shardings[paths[0]].splits:
                 x = _scatter_dim(x, dim, dim_axes, rings)
             shards[paths[0]] = x
     return shards
@@ -150,15 +150,15 @@ def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Arr
 
 
 def _scatter_bucket(
-    whole: Params, placements: Mapping[str, ManualSharding], n: int, rings: Rings
+    whole: Params, shardings: Mapping[str, ManualSharding], n: int, rings: Rings
 ) -> Params:
     rows, shapes = [], {}
     for path, x in whole.items():
-        ((dim, _),) = placements[path].splits
+        ((dim, _),) = shardings[path].splits
         shapes[path] = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
         x = x.reshape(*x.shape[:dim], n, *shapes[path][dim:])
         rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
-    axes, start, shards = placements[next(iter(whole))].axes, 0, {}
+    axes, start, shards = shardings[next(iter(whole))].axes, 0, {}
     flat = jnp.concatenate(rows, axis=1)
     if added := padding(flat.shape[1]):
         flat = jnp.pad(flat, ((0, 0), (0, added)))
@@ -172,21 +172,21 @@ def _scatter_bucket(
     return shards
 
 
-def all_reduce_grads(tree: Params, placements: Mapping[str, ManualSharding]) -> Params:
+def all_reduce_grads(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params:
     """Sums tensors over the manual axes that do not split them, small ones together."""
     return on_local_shards(
-        functools.partial(_all_reduce, placements=placements), tree, placements
+        functools.partial(_all_reduce, shardings=shardings), tree, shardings
     )
 
 
-def _all_reduce(tree: Params, placements: Mapping[str, ManualSharding]) -> Params:
+def _all_reduce(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params:
     summed = {}
-    for axes in dict.fromkeys(placements[path].rest for path in tree):
-        group = {path: x for path, x in tree.items() if placements[path].rest == axes}
+    for axes in dict.fromkeys(shardings[path].rest for path in tree):
+        group = {path: x for path, x in tree.items() if shardings[path].rest == axes}
         if not axes:
             summed |= group
             continue
-        for paths in make_buckets(group, placements, 1):
+        for paths in make_buckets(group, shardings, 1):
             if len(paths) == 1:
                 summed[paths[0]] = lax.psum(group[paths[0]], axes)
                 continue

@@ -29,7 +29,7 @@ class ManualSharding:
     def of(
         cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
     ) -> "ManualSharding":
-        """The placement of a leaf with mesh axes `spec` per dim.
+        """The sharding of a leaf with mesh axes `spec` per dim.
 
         Raises:
           LayoutError: a dim splits over an automatic axis first.
@@ -72,7 +72,7 @@ class ManualSharding:
         return len(self.splits) > 1
 
     def layer(self) -> "ManualSharding":
-        """The placement of one layer of a stack."""
+        """The sharding of one layer of a stack."""
         splits = tuple((dim - 1, axes) for dim, axes in self.splits)
         return ManualSharding(splits, self.rest, PartitionSpec(*self.automatic[1:]))
 
@@ -80,7 +80,7 @@ class ManualSharding:
 def on_local_shards(
     move: Callable[[Params], Params],
     tree: Params,
-    placements: Mapping[str, ManualSharding],
+    shardings: Mapping[str, ManualSharding],
 ) -> Params:
     """Moves tensors with the automatic axes manual too, each device its own shard.
 
@@ -89,7 +89,7 @@ def on_local_shards(
     """
     kinds = jax.sharding.get_abstract_mesh()
     axes = set(kinds.axis_names) - set(kinds.manual_axes)
-    specs = {path: placements[path].automatic for path in tree}
+    specs = {path: shardings[path].automatic for path in tree}
     if not axes or not tree:
         return move(tree)
     return jax.shard_map(move, in_specs=(specs,), out_specs=specs, axis_names=axes)(

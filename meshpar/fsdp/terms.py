@@ -39,11 +39,11 @@ class FsdpTerms:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def local(
-        self, x: jax.ShapeDtypeStruct, placement: ManualSharding
+        self, x: jax.ShapeDtypeStruct, sharding: ManualSharding
     ) -> jax.ShapeDtypeStruct:
         """What one device moves of a tensor: its shard over the automatic axes."""
         shape = list(x.shape)
-        for dim, entry in enumerate(placement.automatic):
+        for dim, entry in enumerate(sharding.automatic):
             shape[dim] //= self.ways(_axes(entry))
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
@@ -51,7 +51,7 @@ class FsdpTerms:
         self,
         kind: str,
         shapes: Shapes,
-        placements: Mapping[str, ManualSharding],
+        shardings: Mapping[str, ManualSharding],
         runs: int,
         why: str,
         rings: Rings,
@@ -60,16 +60,16 @@ class FsdpTerms:
         scatters = kind == "reduce_scatter"
         found: dict[tuple, list[int]] = {}
         split = {
-            path: self.local(x, placements[path])
+            path: self.local(x, shardings[path])
             for path, x in shapes.items()
-            if placements[path].splits
+            if shardings[path].splits
         }
-        for axes in dict.fromkeys(placements[path].axes for path in split):
-            group = {p: x for p, x in split.items() if placements[p].axes == axes}
-            for paths in make_buckets(group, placements, 1):
+        for axes in dict.fromkeys(shardings[path].axes for path in split):
+            group = {p: x for p, x in split.items() if shardings[p].axes == axes}
+            for paths in make_buckets(group, shardings, 1):
                 large = len(paths) == 1 and is_large(num_bytes(group[paths[0]]))
                 around = rings if scatters or large else NO_RINGS
-                for stage_axes, size in self._stages(kind, paths, group, placements):
+                for stage_axes, size in self._stages(kind, paths, group, shardings):
                     ringed = around.has(stage_axes)
                     total = found.setdefault((stage_axes, ringed), [0, 0])
                     total[0] += 1
@@ -95,11 +95,11 @@ class FsdpTerms:
         kind: str,
         paths: list[str],
         shapes: Shapes,
-        placements: Mapping[str, ManualSharding],
+        shardings: Mapping[str, ManualSharding],
     ) -> Iterator[tuple[tuple[str, ...], int]]:
         """(axes, bytes) of every collective that makes one bucket whole."""
         if len(paths) > 1:
-            axes, dtype = placements[paths[0]].axes, shapes[paths[0]].dtype
+            axes, dtype = shardings[paths[0]].axes, shapes[paths[0]].dtype
             ways = self.ways(axes)
             size = sum(math.prod(shapes[path].shape) for path in paths)
             if kind == "reduce_scatter":
@@ -108,23 +108,23 @@ class FsdpTerms:
             return
         (path,) = paths
         size = num_bytes(shapes[path])
-        for _, axes in reversed(placements[path].splits):
+        for _, axes in reversed(shardings[path].splits):
             yield axes, size
             size //= self.ways(axes)
 
     def reduced_terms(
-        self, shards: Shapes, placements: Mapping[str, ManualSharding], why: str
+        self, shards: Shapes, shardings: Mapping[str, ManualSharding], why: str
     ) -> Iterator[DeclaredCollective]:
         """All_reduces of shards over the axes that do not split them."""
-        for axes in dict.fromkeys(placements[path].rest for path in shards):
+        for axes in dict.fromkeys(shardings[path].rest for path in shards):
             group = {
-                path: self.local(x, placements[path])
+                path: self.local(x, shardings[path])
                 for path, x in shards.items()
-                if placements[path].rest == axes
+                if shardings[path].rest == axes
             }
             if not axes:
                 continue
-            count = sum(1 for _ in make_buckets(group, placements, 1))
+            count = sum(1 for _ in make_buckets(group, shardings, 1))
             size = sum(map(num_bytes, group.values()))
             yield DeclaredCollective(
                 "all_reduce", axes, self.ways(axes), count, size, why

@@ -1,6 +1,8 @@
-"""The grammar of layout strings: "data=2,fsdp=4,params.mlp=none,waive=bias$"."""
+"""The grammar of layout strings: "data=2,fsdp=4,params.mlp=none,allow=bias$"."""
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,8 +14,11 @@ _ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"]
 RULES = {"params": "+", "activations": "+", "paths": "/"}
 """Items of the form KIND.NAME=ENTRY, and what stands between the parts of ENTRY."""
 
-REGEXES = ("prefetch", "waive")
+REGEXES = ("prefetch", "allow")
 """Items that hold a regex and may stand several times."""
+
+FORMER_NAMES = {"stash": "save", "control": "tick_loop", "waive": "allow"}
+"""Options that had another name; layout strings may still use it."""
 
 
 def quote(text: str) -> str:
@@ -26,6 +31,15 @@ def rule_item(kind: str, name: str, entry: Iterable[Any]) -> str:
     parts = ["none" if part is None else str(part) for part in entry]
     text = RULES[kind].join(parts) or "none"
     return f"{kind}.{quote(name)}={quote(text) if kind == 'paths' else text}"
+
+
+@functools.cache
+def _current_name(key: str) -> str:
+    if key not in FORMER_NAMES:
+        return key
+    name = FORMER_NAMES[key]
+    logging.warning("layout option %s= is now called %s=", key, name)
+    return name
 
 
 def _unquote(text: str) -> str:
@@ -54,6 +68,7 @@ def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
             raise LayoutError(f'{rest!r} in layout "{text}": write name=value')
         position = item.end() + 1
         key, value = item.group(1).strip(), item.group(2).strip()
+        key = _current_name(key)
         kind, _, name = key.partition(".")
         if kind in RULES and name:
             rules, name = values.setdefault(kind, {}), _unquote(name)

@@ -17,14 +17,14 @@ import re
 from collections.abc import Mapping
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import AXES, BATCH_AXES
+from meshpar.layouts.axes import AXES, BATCH_AXES, PIPE, TOKEN_AXES
 from meshpar.layouts.grammar import REGEXES, RULES, quote, read_items, rule_item
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.schedules.published import SCHEDULES
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Axis sizes, rules and options of one parallel layout.
 
@@ -46,10 +46,10 @@ class Layout:
       partition: layers of every chunk in the order of the model, as in "3/3/2"; even
         by default.
       vocab: where a pipeline runs embedding and head: on the stages at its "edge", or
-        split by vocabulary over all of "pipe".
-      stash: what a stage keeps from its forward pass: "inputs", to run it again, or
+        split by vocabulary over all stages ("pipe").
+      save: what a stage keeps from its forward pass: "inputs", to run it again, or
         "residuals", whatever `remat` keeps of its layers.
-      control: how a pipeline's ticks become a program: "phases", a straight loop for
+      tick_loop: how a pipeline's ticks become a program: "phases", a straight loop for
         every run of equal ticks, or "uniform", one loop with conditionals that all
         stages take together, which compiles faster.
       remat: rematerialization of each layer: "none", "dots" or "full".
@@ -59,7 +59,7 @@ class Layout:
       paths: (regex, dim names) pairs that name parameters the model left unnamed.
       prefetch: regexes of parameters in the stack of layers that zero=3 gathers one
         layer ahead, beside the layer before.
-      waive: regexes of parameter paths whose rule may be dropped, or "idle_devices",
+      allow: regexes of parameter paths whose rule may be dropped, or "idle_devices",
         or "slow_links", over which any axis may lie then.
 
     Raises:
@@ -77,62 +77,65 @@ class Layout:
     virtual_stages: int = 1
     partition: str = ""
     vocab: str = "edge"
-    stash: str = "inputs"
-    control: str = "phases"
+    save: str = "inputs"
+    tick_loop: str = "phases"
     remat: str = "none"
     min_shard_size: int = 0
     params: Mapping[str, Rule] | tuple = ()
     activations: Mapping[str, Rule] | tuple = ()
     paths: Mapping[str, Names] | tuple = ()
     prefetch: tuple[str, ...] = ()
-    waive: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name in (*AXES, "microbatches", "virtual_stages"):
             if not isinstance(size := getattr(self, name), int) or size < 1:
                 raise LayoutError(f"{name}={size!r}: use a whole number of at least 1")
-        if self.zero is None:
-            whole = self.pipe == 1 or self.fsdp == 1
-            object.__setattr__(self, "zero", 3 if whole else 2)
-        elif self.fsdp == 1 and self.zero != 3:
+        if self.zero not in (None, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
+        if self.zero in (1, 2) and self.fsdp == 1:
             raise LayoutError(
                 f"zero={self.zero} shards over the fsdp axis, which has size 1; "
                 f"use fsdp=N,zero={self.zero} in place of data=N"
             )
-        if self.zero not in (1, 2, 3):
-            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
         self._check_pipeline()
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(self.remat, ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={self.remat!r} ({known})")
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
             raise LayoutError(f"min_shard_size={self.min_shard_size!r}: use 0 or more")
+        for name, value in self._canonical_rules().items():
+            object.__setattr__(self, name, value)
+        if self.prefetch and (self.zero_level != 3 or self.fsdp == 1):
+            raise LayoutError(
+                f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
+                f"fsdp={self.fsdp},zero={self.zero_level} gathers none layer by layer; "
+                "use fsdp=N,zero=3, or leave it out"
+            )
+
+    def _canonical_rules(self) -> dict[str, tuple]:
+        """Rules and regexes in the form in which they are kept, checked."""
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         paths = tuple((regex, tuple(names)) for regex, names in paths)
-        regexes = {
-            kind: (given,) if isinstance(given := getattr(self, kind), str) else given
-            for kind in REGEXES
-        }
+        regexes = {}
+        for kind in REGEXES:
+            given = getattr(self, kind)
+            regexes[kind] = (given,) if isinstance(given, str) else tuple(given)
         for regex in (*dict(paths), *itertools.chain(*regexes.values())):
             try:
                 re.compile(regex)
             except re.error as error:
                 raise LayoutError(f"{regex!r} is not a regex: {error}") from error
-        object.__setattr__(self, "params", as_rules(self.params))
-        object.__setattr__(self, "activations", as_rules(self.activations))
-        object.__setattr__(self, "paths", paths)
-        for kind, given in regexes.items():
-            object.__setattr__(self, kind, tuple(given))
-        if self.prefetch and (self.zero != 3 or self.fsdp == 1):
-            raise LayoutError(
-                f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
-                f"fsdp={self.fsdp},zero={self.zero} gathers none layer by layer; use "
-                "fsdp=N,zero=3, or leave it out"
-            )
+        return {
+            "params": as_rules(self.params),
+            "activations": as_rules(self.activations),
+            "paths": paths,
+            **regexes,
+        }
 
     def _check_pipeline(self) -> None:
         for name in _PIPELINE_OPTIONS:
-            value, default = getattr(self, name), _DEFAULTS[name]
+            value, default = getattr(self, name), DEFAULTS[name]
             if self.pipe == 1 and value != default:
                 raise LayoutError(
                     f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or "
@@ -143,9 +146,9 @@ class Layout:
             hint = nearest(self.schedule, known)
             raise LayoutError(f"schedule={self.schedule!r} ({hint})")
         for name, known in (
-            ("vocab", ("edge", "pipe")),
-            ("stash", ("inputs", "residuals")),
-            ("control", ("phases", "uniform")),
+            ("vocab", ("edge", PIPE)),
+            ("save", ("inputs", "residuals")),
+            ("tick_loop", ("phases", "uniform")),
         ):
             if (value := getattr(self, name)) not in known:
                 raise LayoutError(f"{name}={value!r}: use {' or '.join(known)}")
@@ -153,6 +156,13 @@ class Layout:
             raise LayoutError(
                 f"partition={self.partition!r}: write numbers of layers, as in 3/3/2"
             )
+
+    @property
+    def zero_level(self) -> int:
+        """The ZeRO level in force: `zero`, or its default for this layout."""
+        if self.zero is not None:
+            return self.zero
+        return 3 if self.pipe == 1 or self.fsdp == 1 else 2
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -166,15 +176,25 @@ class Layout:
 
     @property
     def num_batch_shards(self) -> int:
-        """Pieces into which a batch is split over the mesh of one replica."""
+        """Shards into which the rows of one replica's batch are split."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    @property
+    def num_token_shards(self) -> int:
+        """Shards into which all dims of one replica's batch are split."""
+        return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether all stages of a pipeline hold a slice of the vocabulary."""
+        return self.vocab == PIPE
 
     @property
     def param_rules(self) -> dict[str, tuple[str, ...]]:
         """{dim name: mesh axes} for parameters, defaults included."""
         rules = PARAM_RULES | dict(self.params)
-        if self.vocab == "pipe":
-            rules["vocab"] = ("pipe", *rules["vocab"])
+        if self.splits_vocabulary:
+            rules["vocab"] = (PIPE, *rules["vocab"])
         return rules
 
     @property
@@ -195,12 +215,18 @@ class Layout:
                 f"{near}), or a smaller layout"
             )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
     def __str__(self) -> str:
         parts = [f"{axis}={n}" for axis, n in self.sizes.items() if n > 1] or ["data=1"]
         if self.fsdp > 1:
-            parts.append(f"zero={self.zero}")
+            parts.append(f"zero={self.zero_level}")
         for name in _OPTIONS:
-            if (value := getattr(self, name)) != _DEFAULTS[name]:
+            if (value := getattr(self, name)) != DEFAULTS[name]:
                 parts.append(f"{name}={value}")
         for kind in RULES:
             entries = getattr(self, kind)
@@ -216,21 +242,21 @@ def parse(text: str) -> Layout:
 
     Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
     ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``, ``prefetch=REGEX`` and
-    ``waive=REGEX``; a regex with other characters than letters, digits and
+    ``allow=REGEX``; a regex with other characters than letters, digits and
     ``_/*.^$-`` stands in JSON quotes. ``parse(str(layout)) == layout``.
 
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.
     """
-    return Layout(**read_items(text, _DEFAULTS))
+    return Layout(**read_items(text, DEFAULTS))
 
 
 _PIPELINE_OPTIONS = (
-    *("schedule", "virtual_stages", "partition", "vocab", "stash", "control"),
+    *("schedule", "virtual_stages", "partition", "vocab", "save", "tick_loop"),
 )
 _OPTIONS = (
     "microbatches",
     *_PIPELINE_OPTIONS,
     *("remat", "min_shard_size"),
 )
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}

@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path, tree_unflatten
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import AXES
+from meshpar.layouts.axes import FSDP, names_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
 from meshpar.layouts.plan import LeafPlan, Plan, Spec, partition_spec
@@ -27,11 +27,11 @@ class _Resolver:
         self.problems: list[str] = []
         self.names_seen: set[str] = set()
         self.paths_used: set[str] = set()
-        self.waivers_used: set[str] = {"idle_devices", "slow_links"}
+        self.allowances_used: set[str] = {"idle_devices", "slow_links"}
 
-    def waived(self, path: str) -> bool:
-        hits = {regex for regex in self.layout.waive if re.search(regex, path)}
-        self.waivers_used |= hits
+    def allowed(self, path: str) -> bool:
+        hits = {regex for regex in self.layout.allow if re.search(regex, path)}
+        self.allowances_used |= hits
         return bool(hits)
 
     def names(self, path: str, param: Param) -> tuple | None:
@@ -50,11 +50,11 @@ class _Resolver:
                 return (None,) * len(param.shape)
         if not param.shape:
             return ()
-        if self.shards_params and not self.waived(path):
+        if self.shards_params and not self.allowed(path):
             self.problems.append(
                 f"{path} {param.shape}: nobody named its dims; annotate it in the "
-                f"model, name it with paths.REGEX=DIM/DIM, or waive it with "
-                f"waive={re.escape(path)}"
+                f"model, name it with paths.REGEX=DIM/DIM, or allow it with "
+                f"allow={re.escape(path)}"
             )
         return None
 
@@ -77,33 +77,33 @@ class _Resolver:
         """Names, axes per dim and the reason, for one parameter."""
         names = self.names(path, param)
         if names is None:
-            why = "waived: unnamed" if self.shards_params else "no axis shards it"
+            why = "allowed: unnamed" if self.shards_params else "no axis shards it"
             return None, ((),) * len(param.shape), why
         spec, reasons = [], []
         for dim, (name, size) in enumerate(zip(names, param.shape, strict=True)):
             axes, why = self.axes(path, name), ""
-            if "fsdp" in axes and param.size < self.layout.min_shard_size:
-                axes = tuple(a for a in axes if a != "fsdp")
+            if FSDP in axes and param.size < self.layout.min_shard_size:
+                axes = tuple(a for a in axes if a != FSDP)
                 why = f" ({param.size} < min_shard_size={self.layout.min_shard_size})"
             if taken := [a for a in axes if any(a in other for other in spec)]:
-                if not self.waived(path):
+                if not self.allowed(path):
                     self.problems.append(
                         f"{path} {dict(enumerate(names))}: two dims on axis "
                         f"{taken[0]!r}; map one to none (params.{name}=none), or keep "
-                        f"the first with waive={re.escape(path)}"
+                        f"the first with allow={re.escape(path)}"
                     )
                 axes = tuple(a for a in axes if a not in taken)
-                why = f" ({taken[0]} taken by an earlier dim, waived)"
+                why = f" ({taken[0]} taken by an earlier dim, allowed)"
             ways = math.prod(self.sizes[a] for a in axes)
             if size % ways:
-                if not self.waived(path):
+                if not self.allowed(path):
                     self.problems.append(
                         f"{path} {param.shape}: dim {dim} ({name}={size}) does not "
                         f"divide over {'*'.join(axes)}={ways}; change the size or the "
-                        f"axis, map it to none (params.{name}=none), or waive it with "
-                        f"waive={re.escape(path)}"
+                        f"axis, map it to none (params.{name}=none), or allow it with "
+                        f"allow={re.escape(path)}"
                     )
-                axes, why = (), f" ({size} does not divide over {ways}, waived)"
+                axes, why = (), f" ({size} does not divide over {ways}, allowed)"
             spec.append(axes)
             reasons.append(f"{name or '-'}->{'*'.join(axes) or 'whole'}{why}")
         return names, tuple(spec), ", ".join(reasons)
@@ -120,11 +120,11 @@ class _Resolver:
                 self.problems.append(
                     f"path rule {regex!r} matches no unnamed parameter"
                 )
-        for regex in layout.waive:
-            if regex not in self.waivers_used:
-                self.problems.append(f"waiver {regex!r} waives nothing; remove it")
+        for regex in layout.allow:
+            if regex not in self.allowances_used:
+                self.problems.append(f"allowance {regex!r} allows nothing; remove it")
         used = {axis for spec in specs.values() for axes in spec for axis in axes}
-        for axis in (axis for axis in AXES if axis not in ("replica", "data")):
+        for axis in names_of(needs_sharded_params=True):
             if self.sizes[axis] > 1 and axis not in used:
                 self.problems.append(
                     f"axis {axis}={self.sizes[axis]} shards no parameter; map a dim to "
@@ -138,7 +138,7 @@ class _Resolver:
 
 
 def _without_fsdp(spec: Spec) -> Spec:
-    return tuple(tuple(a for a in axes if a != "fsdp") for axes in spec)
+    return tuple(tuple(a for a in axes if a != FSDP) for axes in spec)
 
 
 def _reduced_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> Spec | None:
@@ -190,9 +190,9 @@ def make_plan(
         plans = {}
         for path, param in params.items():
             names, spec, reason = resolved[path]
-            if layout.zero < shards_from and spec != _without_fsdp(spec):
+            if layout.zero_level < shards_from and spec != _without_fsdp(spec):
                 spec = _without_fsdp(spec)
-                reason += f"; whole over fsdp: zero={layout.zero}"
+                reason += f"; whole over fsdp: zero={layout.zero_level}"
             dtype = param.dtype if kind == "parameter" else dtype_inside(param)
             plans[path] = leaf(path, kind, param.shape, dtype, names, spec, reason)
         return plans

@@ -4,42 +4,39 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import AXES, BATCH_AXES
+from meshpar.layouts.axes import AXES, BATCH_DIMS, RECORDS
 
-PARAM_RULES: dict[str, tuple[str, ...]] = {
-    "embed": ("fsdp",),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "vocab": ("tensor",),
-    "head_dim": (),
-    "kv": (),
-    "length": (),
-    "layers": ("pipe",),
-} | {axis: (axis,) for axis in AXES}
+Names = tuple[Any, ...]
+Rule = str | Iterable[str] | None
+
+
+def _default_rules(field: str, *whole_dims: str) -> dict[str, tuple[str, ...]]:
+    """{dim: axes} as the records of the axes say; `whole_dims` are split by none."""
+    rules: dict[str, tuple[str, ...]] = {dim: () for dim in whole_dims}
+    for axis in RECORDS:
+        for dim in getattr(axis, field):
+            rules[dim] = (*rules.get(dim, ()), axis.name)
+    return rules
+
+
+_OWN_DIMS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
+"""An axis name is a dim name too: models annotated with mesh axes work as they are."""
+
+PARAM_RULES: dict[str, tuple[str, ...]] = (
+    _default_rules("param_dims", "head_dim", "kv", "length") | _OWN_DIMS
+)
 """Default rules for parameters: Megatron's for `tensor`, the embed dim for `fsdp`.
 
 The stack of layers is cut into the stages of a pipeline.
-
-An axis name is a dim name too, so models annotated with mesh axes work as they are.
 """
 
-_ACTIVATION_DIMS: dict[str, tuple[str, ...]] = {
-    "batch": BATCH_AXES,
-    "length": (),
-    "residual_length": ("tensor",),
-    "embed": (),
-    "head_dim": (),
-    "kv": (),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "vocab": ("tensor",),
-}
+_ACTIVATION_DIMS: dict[str, tuple[str, ...]] = BATCH_DIMS | _default_rules(
+    "activation_dims", "embed", "head_dim", "kv"
+)
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     **_ACTIVATION_DIMS,
     **{f"activation_{dim}": axes for dim, axes in _ACTIVATION_DIMS.items()},
-    **{axis: (axis,) for axis in AXES},
+    **_OWN_DIMS,
 }
 """Default rules for activations, for `constrain` and for Flax's own functions.
 
@@ -47,12 +44,13 @@ Public Flax models often write `activation_embed` for the embed dim of an activa
 `residual_length` is the length of the stream between blocks (sequence parallelism).
 """
 
-Names = tuple[Any, ...]
-Rule = str | Iterable[str] | None
-
 
 def rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
-    """The mesh axes of one rule, checked."""
+    """The mesh axes of one rule.
+
+    Raises:
+      LayoutError: an axis that does not exist, or that stands in the rule twice.
+    """
     axes = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
     for axis in axes:
         if axis not in AXES:

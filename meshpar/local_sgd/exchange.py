@@ -27,13 +27,14 @@ from meshpar.arrays import Array, Params
 from meshpar.collectives.compression import Compression, make_compression
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.errors import LayoutError
+from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.plan import Plan
 from meshpar.local_sgd.gossip import mix_with_neighbours, neighbour_offsets
 from meshpar.local_sgd.merges import Elastic
 from meshpar.local_sgd.mode import LocalSGD, outer_optimizer
 from meshpar.local_sgd.schedule import Transfer
 
-AXIS = "replica"
+AXIS = REPLICA
 
 
 class SyncState(NamedTuple):

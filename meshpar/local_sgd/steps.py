@@ -23,6 +23,7 @@ from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.schedule import Transfer
 from meshpar.lowering.base import Lowering, model_scope
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.mesh.platform import platform_of
 
 STACKED, WHOLE, ON_DEVICES = (
     PartitionSpec(AXIS),
@@ -87,7 +88,7 @@ class LocalSteps:
     @functools.cached_property
     def outer(self) -> Exchange:
         """What replicas exchange."""
-        unit = TILE if self.lowering.mesh.devices.flat[0].platform == "tpu" else 1
+        unit = TILE if platform_of(self.lowering.mesh).tiles_vectors else 1
         return Exchange(
             self.mode, self.lowering.plan, dict(self.lowering.mesh.shape), unit
         )

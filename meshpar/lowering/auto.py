@@ -5,6 +5,7 @@ same, it is the one that needs less memory.
 """
 
 from meshpar.lowering.program import TrainProgram
+from meshpar.mesh.platform import platform_of
 
 _ABOUT = 1.05
 
@@ -17,7 +18,7 @@ def exposed_bytes(program: "TrainProgram") -> float:
 def peak_bytes(program: "TrainProgram") -> int:
     """Bytes on one device at the peak of a step, as compiled."""
     analysis = program.compiled.memory_analysis()
-    if program.mesh.devices.flat[0].platform == "cpu":
+    if not platform_of(program.mesh).reports_peak:
         # CPUs report a peak without temporaries.
         return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     return analysis.peak_memory_in_bytes

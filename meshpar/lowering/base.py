@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Params
 from meshpar.contracts.collective import Collective
+from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.scope import Scope, use
@@ -69,7 +70,7 @@ class Lowering:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axis along which steps run apart, manual already, or ()."""
-        return ("replica",) if self.mesh.shape["replica"] > 1 else ()
+        return (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""

@@ -22,6 +22,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.base import Lowering, model_scope
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.mesh.platform import platform_of
 from meshpar.mesh.torus import compiler_options
 from meshpar.models.model import Model
 from meshpar.pipeline.layer_order import LayerOrder
@@ -283,8 +284,8 @@ class TrainProgram:
             return TrainState(step, seed, params, optimizer.init(params))
 
         # Runs once: on CPUs optimized code for it takes longer to make than it saves.
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        unoptimized = {"xla_backend_optimization_level": 0}
+        options = unoptimized if platform_of(self.mesh).compiles_slowly else None
         return jax.jit(
             init, out_shardings=self.state_shardings, compiler_options=options
         )

@@ -1,4 +1,4 @@
-"""The explicit lowering: one shard_map, manual over data and fsdp, for staged models.
+"""The explicit lowering: one shard_map, manual over data and fsdp, for layered model.
 
 Every reduction over the batch axes is written here or in `fsdp`, so that their number
 and bytes are known before compiling; `tensor` stays automatic inside. ZeRO says when
@@ -36,12 +36,14 @@ from meshpar.fsdp.gather import (
 )
 from meshpar.fsdp.layer_scan import LayerScan, differentiable
 from meshpar.fsdp.sharding import ManualSharding
-from meshpar.layouts.axes import BATCH_AXES
+from meshpar.layouts.axes import BATCH_AXES, PIPE
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Spec, partition_spec
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.lowering.base import Lowering, model_scope
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.mesh.chips import chip_of
+from meshpar.mesh.platform import platform_of
 from meshpar.mesh.torus import ring_shape
 from meshpar.models.layer_stack import Key, fold_key
 from meshpar.models.model import Model
@@ -52,20 +54,20 @@ WEIGHT = "weight of the batch"
 
 def reason_unsupported(model: Model, layout: Layout) -> str:
     """Why a model cannot be lowered explicitly under a layout; "" if it can."""
-    if model.staged is None:
-        return "the model has no staged form (give from_nnx a meshpar.Stages)"
+    if model.layered is None:
+        return "the model has no layered form (give from_nnx a meshpar.Stages)"
     for name, axes in layout.activations:
         if name == "batch" or set(axes) & set(BATCH_AXES):
             return f"activations.{name}={'+'.join(axes) or 'none'} moves the batch axes"
     for name, axes in layout.params:
-        if name == "layers" and axes not in ((), ("pipe",)):
+        if name == "layers" and axes not in ((), (PIPE,)):
             return f"params.layers={'+'.join(axes)} splits the stack of layers"
     return ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapLowering(Lowering):
-    """`Lowering` by shard_map; for staged models."""
+    """`Lowering` by shard_map; for layered model."""
 
     name = "shard_map"
     types_replicas = True
@@ -92,12 +94,12 @@ class ShardMapLowering(Lowering):
         return vary(x, self.all_manual_axes)
 
     @functools.cached_property
-    def placements(self) -> dict[str, ManualSharding]:
+    def shardings(self) -> dict[str, ManualSharding]:
         """{path: Placement} of parameters and gradients."""
         leaves = self.plan.parameters.items()
-        return {path: self._placement(path, leaf.spec) for path, leaf in leaves}
+        return {path: self._manual_sharding(path, leaf.spec) for path, leaf in leaves}
 
-    def _placement(self, path: str, spec: Spec) -> ManualSharding:
+    def _manual_sharding(self, path: str, spec: Spec) -> ManualSharding:
         return ManualSharding.of(path, spec, self.manual_axes)
 
     @property
@@ -117,15 +119,15 @@ class ShardMapLowering(Lowering):
         }
 
     @functools.cached_property
-    def layer_placements(self) -> dict[str, ManualSharding]:
+    def layer_shardings(self) -> dict[str, ManualSharding]:
         """The same of one layer of the stack."""
-        stack = self.model.staged.split(self.placements)[1]
-        return {path: placement.layer() for path, placement in stack.items()}
+        stack = self.model.layered.split(self.shardings)[1]
+        return {path: sharding.layer() for path, sharding in stack.items()}
 
     @functools.cached_property
     def prefetched(self) -> frozenset[str]:
         """Paths of the stack that are gathered one layer ahead."""
-        split = [p for p, placed in self.layer_placements.items() if placed.splits]
+        split = [p for p, placed in self.layer_shardings.items() if placed.splits]
         found: set[str] = set()
         for regex in self.plan.layout.prefetch:
             hits = {path for path in split if re.search(regex, path)}
@@ -144,7 +146,7 @@ class ShardMapLowering(Lowering):
         XLA:CPU adds in float32 anyway, and aborts on bfloat16 reductions beside
         automatic axes (its promotion pass, seen in jaxlib 0.10.2 and 0.12.0).
         """
-        return self.mesh.devices.flat[0].platform == "cpu"
+        return platform_of(self.mesh).widens_collectives
 
     @functools.cached_property
     def rings(self) -> Rings:
@@ -154,7 +156,7 @@ class ShardMapLowering(Lowering):
         with libtpu 0.0.51); steps of a ring hide behind the backward pass. A prefetched
         weight has all of a layer's time, but one matmul hides only one all_gather.
         """
-        if self.mesh.devices.flat[0].platform != "tpu":
+        if not platform_of(self.mesh).hides_ring_steps:
             return NO_RINGS
         return Rings({axis: ring_shape(self.mesh, axis) for axis in self.batch_axes})
 
@@ -170,8 +172,8 @@ class ShardMapLowering(Lowering):
         Only v5e gathers beside compute (libtpu 0.0.51); v5p and v6e gather alone. What
         has nothing to hide behind, outside the layers, is gathered at once.
         """
-        gathers_beside = self.mesh.devices.flat[0].device_kind == "TPU v5 lite"
-        return NO_RINGS if gathers_beside else self.rings
+        chip = chip_of(self.mesh.devices.flat[0].device_kind)
+        return NO_RINGS if chip and chip.gathers_beside_compute else self.rings
 
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which weights of a compute dtype travel."""
@@ -181,17 +183,17 @@ class ShardMapLowering(Lowering):
     @property
     def gathers_layers(self) -> bool:
         """Whether weights are gathered layer by layer."""
-        return self.plan.layout.zero == 3 and self._splits_any
+        return self.plan.layout.zero_level == 3 and self._splits_any
 
     @property
     def _splits_any(self) -> bool:
-        return any(placement.splits for placement in self.placements.values())
+        return any(sharding.splits for sharding in self.shardings.values())
 
     @property
     def reduces_early(self) -> bool:
         """Whether gradients are reduced inside the backward pass."""
         layout = self.plan.layout
-        once = layout.zero == 2 and layout.microbatches == 1
+        once = layout.zero_level == 2 and layout.microbatches == 1
         return self.gathers_layers or (once and self._splits_any)
 
     @property
@@ -202,7 +204,7 @@ class ShardMapLowering(Lowering):
     @property
     def layer_passes(self) -> list[tuple[str, int, int]]:
         """(name, times, layers) of every pass over the layers in one step."""
-        times, depth = self.plan.layout.microbatches, self.model.staged.depth
+        times, depth = self.plan.layout.microbatches, self.model.layered.depth
         return [("forward", times, depth), ("backward", times, depth)]
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
@@ -242,7 +244,7 @@ class ShardMapLowering(Lowering):
         shards = {path: self._vary(x) for path, x in wire.items()}
         if self.gathers_layers:
             return shards, {}
-        whole = gather_shards(shards, self.placements)
+        whole = gather_shards(shards, self.shardings)
         return (shards if self.reduces_early else self.cast(whole)), whole
 
     def _sums(
@@ -298,7 +300,7 @@ class ShardMapLowering(Lowering):
         if self._on_cpu:
             gradients = {path: x.astype(jnp.float32) for path, x in gradients.items()}
         gradients = self._scattered(gradients)
-        gradients = all_reduce_grads(gradients, self.placements)
+        gradients = all_reduce_grads(gradients, self.shardings)
         gradients = {
             path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
             for path, x in gradients.items()
@@ -316,11 +318,11 @@ class ShardMapLowering(Lowering):
 
     def _scattered(self, gradients: Params) -> Params:
         """What is whole yet reduce-scattered, layer by layer to save memory."""
-        shared, stack = self.model.staged.split(gradients)
+        shared, stack = self.model.layered.split(gradients)
         if self._splits_any and not self.reduces_shared_early:
-            shared = reduce_scatter_grads(shared, self.placements, self.loop_rings)
+            shared = reduce_scatter_grads(shared, self.shardings, self.loop_rings)
         if self._splits_any and not self.reduces_early:
-            layers, rings = self.layer_placements, self.loop_rings
+            layers, rings = self.layer_shardings, self.loop_rings
             stack = lax.map(
                 lambda layer: reduce_scatter_grads(layer, layers, rings), stack
             )
@@ -330,61 +332,61 @@ class ShardMapLowering(Lowering):
         self, leaves: Params, whole: Params, batch: Any, key: Key
     ) -> tuple[jax.Array, Metrics]:
         """The model's loss on this shard, with weights made whole as `zero` says."""
-        staged = self.model.staged
-        whole_shared, whole_stack = staged.split(whole)
-        shared, stack = staged.split(leaves)
+        layered = self.model.layered
+        whole_shared, whole_stack = layered.split(whole)
+        shared, stack = layered.split(leaves)
 
         def scan(_: Any, stack: Params, x: Any, key: Key) -> Any:
             run = differentiable(self._layers(key))
             return run(stack, whole_stack, jax.tree.map(self._vary, x))
 
         if self.reduces_early:
-            placements = staged.split(self.placements)[0]
+            shardings = layered.split(self.shardings)[0]
             shared = gather_with(
-                lambda leaves: self._whole(leaves, whole_shared, placements),
-                lambda gradient: self._reduced(gradient, placements, self.loop_rings),
+                lambda leaves: self._whole(leaves, whole_shared, shardings),
+                lambda gradient: self._reduced(gradient, shardings, self.loop_rings),
             )(shared)
-        return staged.loss({**self.cast(shared), **stack}, batch, key, scan)
+        return layered.loss({**self.cast(shared), **stack}, batch, key, scan)
 
     def _layers(self, key: Key) -> LayerScan:
         """The stack, whose layer i has the key `fold_in(key, i)`."""
 
         @self._remat
         def one(weights: Params, x: Any, i: jax.Array) -> Any:
-            y = self.model.staged.layer(self.cast(weights), x, fold_key(key, i))
+            y = self.model.layered.layer(self.cast(weights), x, fold_key(key, i))
             return jax.tree.map(self._vary, y)
 
-        placements = self.layer_placements
+        shardings = self.layer_shardings
         return LayerScan(
             one,
             self._whole_layer,
-            lambda gradient: self._reduced(gradient, placements, self.rings),
+            lambda gradient: self._reduced(gradient, shardings, self.rings),
             self.prefetched,
         )
 
     def _whole_layer(self, leaves: Params, whole: Params) -> Params:
         ahead = self.prefetched.issuperset(leaves)
         rings = self.rings if ahead else self.gather_rings
-        return self._whole(leaves, whole, self.layer_placements, rings)
+        return self._whole(leaves, whole, self.layer_shardings, rings)
 
     def _whole(
         self,
         leaves: Params,
         whole: Params,
-        placements: dict[str, ManualSharding],
+        shardings: dict[str, ManualSharding],
         rings: Rings = NO_RINGS,
     ) -> Params:
         """Whole weights on the wire's dtype, from what is differentiated."""
         if self.gathers_layers:
-            return gather_shards(leaves, placements, rings)
+            return gather_shards(leaves, shardings, rings)
         return whole if self.reduces_early else leaves
 
     def _reduced(
-        self, gradient: Params, placements: dict[str, ManualSharding], rings: Rings
+        self, gradient: Params, shardings: dict[str, ManualSharding], rings: Rings
     ) -> Params:
         """Gradient of what is differentiated, from that of the whole weights."""
         if self.reduces_early:
-            return reduce_scatter_grads(gradient, placements, rings)
+            return reduce_scatter_grads(gradient, shardings, rings)
         return gradient
 
     def _remat(self, one: Any) -> Any:

@@ -47,7 +47,7 @@ def make_mesh(
 
     Raises:
       LayoutError: the layout has more places than there are devices, or leaves devices
-        idle without the waiver "idle_devices".
+        idle without the allowance "idle_devices".
     """
     devices = list(jax.devices() if devices is None else devices)
     need = layout.num_devices
@@ -57,11 +57,11 @@ def make_mesh(
             f"{len(devices)} {devices[0].platform} device(s) exist; use a smaller "
             f"layout, or simulate {need} CPU devices (--platform=cpu --devices={need})"
         )
-    if need < len(devices) and "idle_devices" not in layout.waive:
+    if need < len(devices) and "idle_devices" not in layout.allow:
         raise LayoutError(
             f'layout "{layout}" fills {need} of {len(devices)} devices and would leave '
             f"{len(devices) - need} idle; raise an axis, pass fewer devices "
-            f"(--devices={need}), or waive it with waive=idle_devices"
+            f"(--devices={need}), or allow it with allow=idle_devices"
         )
     sizes, kinds = tuple(layout.sizes.values()), (axis_type,) * len(AXES)
     devices = devices[:need]
@@ -86,7 +86,7 @@ def _over_slices(
     """
     left, across = slices, []
     for axis, size in layout.sizes.items():
-        may = axis in SLOW_AXES or "slow_links" in layout.waive
+        may = axis in SLOW_AXES or "slow_links" in layout.allow
         ways = math.gcd(size, left) if may else 1
         across.append(ways)
         left //= ways
@@ -96,6 +96,6 @@ def _over_slices(
             f"{devices[0].device_kind} devices: only {', '.join(SLOW_AXES)} may cross "
             f"the slow links between slices, and their sizes do not fill {slices}; "
             f"raise one of them to a multiple of {slices}, or let the others cross "
-            "with waive=slow_links"
+            "with allow=slow_links"
         )
     return across

@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from meshpar.mesh.platform import TPU, platform_of
+
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Devices of one slice, [*sizes]: along every axis lie rings of near neighbours.
@@ -61,7 +63,7 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
     them: 0.2 s of CPU for 256 chips of v5e, 0.3 s for v5p. Of many devices it shall
     look the way up, as it does where a pair is missing: 0.03 s, and 0.06 s per MB.
     """
-    if mesh.devices.flat[0].platform != "tpu" or mesh.size <= _MOST_WRITTEN_OUT:
+    if platform_of(mesh) is not TPU or mesh.size <= _MOST_WRITTEN_OUT:
         return None
     most = "xla_tpu_max_collective_permute_tree_core_location_devices"
     return {most: str(_MOST_WRITTEN_OUT)}
@@ -80,7 +82,7 @@ def _places(devices: np.ndarray, axis: int) -> np.ndarray | None:
 
     Relative to the first of them; None unless it is the same all over the mesh.
     """
-    if any(device.platform != "tpu" for device in devices.flat):
+    if any(device.platform != TPU.name for device in devices.flat):
         return None
     places = np.array(
         [

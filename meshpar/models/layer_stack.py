@@ -1,4 +1,4 @@
-"""The staged form of a model: embed, a stack of equal layers, head with loss.
+"""The layered form of a model: embed, a stack of equal layers, head with loss.
 
 The explicit lowering and pipelines need to hold one layer at a time. A model says how
 with `Stages`; `from_nnx` turns that into the pure functions of `Staged`, from which the

@@ -26,7 +26,7 @@ class Model:
       loss: (params, batch, key) -> (loss, aux); `aux` holds scalars.
       evaluation_loss: the same with dropout and the like off, (params, batch).
       bind: params -> the callable model (an NNX module, or Linen's `apply`).
-      staged: the model layer by layer, for the explicit lowering; None without.
+      layered: the model layer by layer, for the explicit lowering; None without.
     """
 
     params: Mapping[str, Param]
@@ -34,7 +34,7 @@ class Model:
     loss: Callable[[Params, Any, Array], tuple[Array, dict]]
     evaluation_loss: Callable[[Params, Any], tuple[Array, dict]]
     bind: Callable[[Params], Any]
-    staged: LayeredModel | None = None
+    layered: LayeredModel | None = None
 
 
 def loss_and_aux(result: Any) -> tuple[Array, dict]:

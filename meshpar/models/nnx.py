@@ -74,7 +74,7 @@ class _NnxFunctions:
         return module
 
 
-def _staged(
+def _layered(
     abstract: nnx.Module,
     whole: _NnxFunctions,
     stages: LayerStack,
@@ -149,10 +149,10 @@ def from_nnx(
             for path, (_, v) in module.params.items()
         }
     )
-    staged = None
+    layered = None
     if isinstance(loss_fn, LayerStack):
-        staged = _staged(abstract, module, loss_fn, params)
-        staged = dataclasses.replace(staged, evaluates=evaluation_loss_fn is None)
+        layered = _layered(abstract, module, loss_fn, params)
+        layered = dataclasses.replace(layered, evaluates=evaluation_loss_fn is None)
 
     def init(key: Array) -> Params:
         with nnx.use_eager_sharding(False):
@@ -161,8 +161,8 @@ def from_nnx(
         return {join_path(keys): v.get_value() for keys, v in flat}
 
     def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
-        if staged is not None:
-            return staged.loss(params, batch, key)
+        if layered is not None:
+            return layered.loss(params, batch, key)
         return loss_and_aux(loss_fn(module(params, key), batch))
 
     def bind(params: Params) -> nnx.Module:
@@ -173,4 +173,4 @@ def from_nnx(
             return loss(params, batch, None)
         return loss_and_aux(evaluation_loss_fn(bind(params), batch))
 
-    return Model(params, init, loss, evaluation_loss, bind, staged)
+    return Model(params, init, loss, evaluation_loss, bind, layered)

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from meshpar.arrays import Array
-from meshpar.mesh.platform import traced_platform
+from meshpar.mesh.platform import GPU, TPU, platform_named, traced_platform
 from meshpar.ops.kernels import on_shards
 
 _TILE = 128
@@ -34,10 +34,10 @@ def causal_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
       FlashAttention, arXiv:2205.14135; Ainslie et al., GQA, arXiv:2305.13245.
     """
     platform = traced_platform()
-    if platform == "tpu" and splash_fits(q_BLNH):
+    if platform is TPU and splash_fits(q_BLNH):
         return on_shards(splash, _NAMES, q_BLNH, k_BLKH, v_BLKH)
     half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
-    if platform == "gpu" and half and jax.default_backend() == "gpu":
+    if platform is GPU and half and platform_named(jax.default_backend()) is GPU:
         return on_shards(cudnn, _NAMES, q_BLNH, k_BLKH, v_BLKH)
     return reference(q_BLNH, k_BLKH, v_BLKH)
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from meshpar.arrays import Array
 from meshpar.collectives.varying import sum_varying
+from meshpar.layouts.axes import PIPE
 from meshpar.layouts.scope import current_scope
 
 
@@ -24,8 +25,8 @@ def _axis(name: str, size: int) -> str | None:
     if scope is None:
         return None
     scope.vocabulary_used[name] = size
-    split = scope.layout.vocab == "pipe" and "pipe" in scope.manual_axes
-    return "pipe" if split else None
+    split = scope.layout.splits_vocabulary and PIPE in scope.manual_axes
+    return PIPE if split else None
 
 
 def lookup(w_VD: Array, ids: Array) -> Array:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.layouts.axes import PIPE
 
-AXIS = "pipe"
+AXIS = PIPE
 """The mesh axis of the stages."""
 
 

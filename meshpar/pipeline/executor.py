@@ -58,7 +58,7 @@ class _Carry(NamedTuple):
 
     Attributes:
       inputs: activations that have arrived.
-      stash: what the backward pass needs.
+      saved: what the backward pass needs.
       gradients: gradients that have arrived.
       dx: gradient that this stage sends next.
       states: what weight gradients need that are split off; None without.
@@ -66,7 +66,7 @@ class _Carry(NamedTuple):
     """
 
     inputs: Any
-    stash: Any
+    saved: Any
     gradients: Any
     dx: Any
     states: Any
@@ -255,7 +255,7 @@ class Executor:
             states = self._zeros(states, tables.num_states + 1)
         carry = _Carry(
             self._zeros(x, tables.num_inputs + 1),
-            self._zeros(kept, tables.num_stash + 1),
+            self._zeros(kept, tables.num_saved + 1),
             self._zeros(x, tables.num_gradients + 1),
             self._zeros(x),
             states,
@@ -312,12 +312,12 @@ class Executor:
         columns = row[0]
         x = self._input(stage, carry.inputs, row)
 
-        def run(stash: Any, x: Any) -> tuple[Any, Any]:
+        def run(saved: Any, x: Any) -> tuple[Any, Any]:
             y, kept = stage.forward(columns.f_chunk, columns.f_microbatch, x)
-            return put_slot(stash, columns.f_stash, kept), y
+            return put_slot(saved, columns.f_saved, kept), y
 
-        stash, y = _when(slots.forward, run, carry.stash, x)
-        carry = carry._replace(stash=stash)
+        saved, y = _when(slots.forward, run, carry.saved, x)
+        carry = carry._replace(saved=saved)
         if self._sends(phase):
             inputs = put_slot(carry.inputs, columns.arrived, self._send(y, 1))
             carry = carry._replace(inputs=inputs)
@@ -350,7 +350,7 @@ class Executor:
 
     def _backward(self, stage: PipelineStage, row: _Row, carry: _Carry) -> _Carry:
         row = row[0]
-        kept = take_slot(carry.stash, row.b_stash)
+        kept = take_slot(carry.saved, row.b_saved)
         dy = take_slot(carry.gradients, row.b_gradient)
         if carry.states is not None:
             dx, state = stage.backward_input(row.b_chunk, row.b_microbatch, kept, dy)

@@ -46,7 +46,7 @@ class PipelineLowering(ShardMapLowering):
 
     def __post_init__(self):
         super().__post_init__()
-        shared, stack = self.model.staged.split(self.plan.parameters)
+        shared, stack = self.model.layered.split(self.plan.parameters)
         for path, leaf in stack.items():
             if leaf.spec[0] != (_PIPE,) or _PIPE in sum(leaf.spec[1:], ()):
                 raise LayoutError(
@@ -70,7 +70,7 @@ class PipelineLowering(ShardMapLowering):
 
     @property
     def _splits_vocabulary(self) -> bool:
-        return self.plan.layout.vocab == "pipe"
+        return self.plan.layout.splits_vocabulary
 
     def _check_vocabulary(self, values: Metrics) -> None:
         """Refuses a head that sees one slice of the vocabulary as if it were whole."""
@@ -93,7 +93,7 @@ class PipelineLowering(ShardMapLowering):
                 raise LayoutError(
                     f"vocab=pipe: vocabulary.{name} saw {size} tokens on every stage, "
                     f"but a slice has {sorted(n // stages for n in whole)}: name the "
-                    "vocab dim of embedding and head, and do not waive it"
+                    "vocab dim of embedding and head, and do not allow it to be whole"
                 )
 
     def _check_divergence(self) -> None:
@@ -111,7 +111,7 @@ class PipelineLowering(ShardMapLowering):
                     f"between stages, and {setting} needs collectives in them, which "
                     "can deadlock; leave it out, or use schedule=1f1b"
                 )
-        for setting, default in (("control", "phases"), ("vocab", "edge")):
+        for setting, default in (("tick_loop", "phases"), ("vocab", "edge")):
             if (value := getattr(layout, setting)) != default:
                 raise LayoutError(
                     f"schedule={name} has conditionals of its own, in which nothing "
@@ -148,7 +148,7 @@ class PipelineLowering(ShardMapLowering):
     @functools.cached_property
     def arrangement(self) -> PipelineSpec:
         """Schedule and partition."""
-        return make_spec(self.plan.layout, self.model.staged.depth)
+        return make_spec(self.plan.layout, self.model.layered.depth)
 
     @functools.cached_property
     def tables(self) -> Tables:
@@ -165,7 +165,7 @@ class PipelineLowering(ShardMapLowering):
         """The same of embedding and head: no, once a step."""
         return False
 
-    def _placement(self, path: str, spec: Spec) -> ManualSharding:
+    def _manual_sharding(self, path: str, spec: Spec) -> ManualSharding:
         """Over `pipe` a layer stays where it is: nothing gathers it there."""
         held = _PIPE in sum(spec, ())
         rest = tuple(tuple(axis for axis in axes if axis != _PIPE) for axes in spec)
@@ -183,14 +183,14 @@ class PipelineLowering(ShardMapLowering):
         """(name, times, layers) of every pass over one stage's layers in one step.
 
         A pass runs in every tick in which some stage needs it. Compiled conditionals do
-        not tell how often they are taken: with control=uniform every tick counts.
+        not tell how often they are taken: with tick_loop=uniform every tick counts.
         """
         rows = self.arrangement.partition.rows
         forward, backward = map(self.executor.ticks, ("forward", "backward"))
         again = [("forward again", backward, rows)]
         return [
             ("forward", forward, rows),
-            *(again if self.plan.layout.stash == "inputs" else []),
+            *(again if self.plan.layout.save == "inputs" else []),
             ("backward", backward, rows),
         ]
 
@@ -199,7 +199,7 @@ class PipelineLowering(ShardMapLowering):
         """What runs the ticks."""
         schedule = self.arrangement.schedule
         wraps = schedule.num_chunks > 1
-        uniform = self.plan.layout.control == "uniform"
+        uniform = self.plan.layout.tick_loop == "uniform"
         return Executor(
             self.tables,
             schedule.num_stages,
@@ -236,9 +236,9 @@ class PipelineLowering(ShardMapLowering):
 
     def _split(self, leaves: Params) -> tuple[Params, Params]:
         """Whole weights of embedding and head, and the leaves of the stack."""
-        shared, stack = self.model.staged.split(leaves)
+        shared, stack = self.model.layered.split(leaves)
         if self.gathers_layers:
-            shared = gather_shards(shared, self.placements)
+            shared = gather_shards(shared, self.shardings)
         return self.cast(shared), stack
 
     def _stage(
@@ -248,7 +248,7 @@ class PipelineLowering(ShardMapLowering):
         parts, layout = self.arrangement.partition, self.plan.layout
         numbers = jnp.asarray(parts.order).reshape(parts.num_stages, -1)
         return PipelineStage(
-            staged=self.model.staged,
+            layered=self.model.layered,
             shared=shared,
             stack=stack,
             batches=split_microbatches(batch, layout.microbatches),
@@ -258,7 +258,7 @@ class PipelineLowering(ShardMapLowering):
             layers=self._layers,
             weigh=self._weighted,
             vary=self._vary,
-            residuals=layout.stash == "residuals",
+            residuals=layout.save == "residuals",
             shares_vocabulary=self._splits_vocabulary,
         )
 

@@ -108,7 +108,7 @@ class Costs(NamedTuple):
 
 
 def measured_costs(model: Model, batch: Any) -> Costs:
-    """Costs of a staged model's parts, as its compiled forward passes count them.
+    """Costs of a layered model's parts, as its compiled forward passes count them.
 
     For `balanced([costs.layer] * depth, P, costs.embed, costs.head)`.
 
@@ -119,25 +119,25 @@ def measured_costs(model: Model, batch: Any) -> Costs:
     Raises:
       LayoutError: the model has no stages.
     """
-    if (staged := model.staged) is None:
-        raise LayoutError("the model has no staged form (give from_nnx a Stages)")
-    shared, stack = staged.split(
+    if (layered := model.layered) is None:
+        raise LayoutError("the model has no layered form (give from_nnx a Stages)")
+    shared, stack = layered.split(
         {
             path: jax.ShapeDtypeStruct(param.shape, param.dtype)
             for path, param in model.params.items()
         }
     )
     one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
-    x = jax.eval_shape(lambda p, b: staged.embed(p, b, None), shared, batch)
+    x = jax.eval_shape(lambda p, b: layered.embed(p, b, None), shared, batch)
 
     def flops(fn: Callable[..., Any], *args: Any) -> float:
         analysis = jax.jit(fn).lower(*args).compile().cost_analysis()
         return float(analysis.get("flops", 0.0))
 
     return Costs(
-        flops(lambda p, b: staged.embed(p, b, None), shared, batch),
-        flops(lambda p, x: staged.layer(p, x, None), one, x),
-        flops(lambda p, x, b: staged.head_loss(p, x, b, None)[0], shared, x, batch),
+        flops(lambda p, b: layered.embed(p, b, None), shared, batch),
+        flops(lambda p, x: layered.layer(p, x, None), one, x),
+        flops(lambda p, x, b: layered.head_loss(p, x, b, None)[0], shared, x, batch),
     )
 
 

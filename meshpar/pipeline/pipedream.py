@@ -56,7 +56,7 @@ class _Carry(NamedTuple):
       params: its weights as they are now; embedding and head as its own copies.
       optimizer_state: likewise.
       inputs: activations that have arrived.
-      stash: stage inputs, each with all weights that they met.
+      saved: stage inputs, each with all weights that they met.
       gradients: gradients that have arrived.
       dx: gradient that this stage sends next.
       metrics: sums over minibatches.
@@ -66,7 +66,7 @@ class _Carry(NamedTuple):
     params: Params
     optimizer_state: Any
     inputs: Any
-    stash: Any
+    saved: Any
     gradients: Any
     dx: Any
     metrics: Metrics
@@ -83,8 +83,8 @@ class PipeDreamLowering(PipelineLowering):
         for setting, bad in (
             (f"fsdp={layout.fsdp}", layout.fsdp > 1),
             (f"vocab={layout.vocab}", layout.vocab != "edge"),
-            (f"stash={layout.stash}", layout.stash != "inputs"),
-            (f"control={layout.control}", layout.control != "phases"),
+            (f"save={layout.save}", layout.save != "inputs"),
+            (f"tick_loop={layout.tick_loop}", layout.tick_loop != "phases"),
             (f"clip_norm={self.clip_norm}", self.clip_norm is not None),
         ):
             if bad:
@@ -92,7 +92,7 @@ class PipeDreamLowering(PipelineLowering):
                     f"schedule={name} updates every stage by itself, with all weights "
                     f"at hand: leave out {setting}"
                 )
-        if split := [path for path, p in self.placements.items() if p.splits]:
+        if split := [path for path, p in self.shardings.items() if p.splits]:
             raise LayoutError(
                 f"schedule={name} updates every stage by itself, with all weights at "
                 f"hand, but a rule splits {split[0]} over data: leave that out"
@@ -120,17 +120,17 @@ class PipeDreamLowering(PipelineLowering):
         Raises:
           LayoutError: both edges use one (tied embeddings), with weights of two ages.
         """
-        staged, last = self.model.staged, self.plan.layout.pipe - 1
+        layered, last = self.model.layered, self.plan.layout.pipe - 1
         leaves = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in self.plan.weights.items()
         }
-        shared = staged.split(leaves)[0]
+        shared = layered.split(leaves)[0]
         key = jax.random.key(0)  # In training mode: evaluation may use fewer.
-        x = jax.eval_shape(lambda p, b: staged.embed(p, b, key), shared, batch)
-        by_embed = used_inputs(lambda p, b: staged.embed(p, b, key), shared, batch)
+        x = jax.eval_shape(lambda p, b: layered.embed(p, b, key), shared, batch)
+        by_embed = used_inputs(lambda p, b: layered.embed(p, b, key), shared, batch)
         by_head = used_inputs(
-            lambda p, x, b: staged.head_loss(p, x, b, key)[0], shared, x, batch
+            lambda p, x, b: layered.head_loss(p, x, b, key)[0], shared, x, batch
         )
         if both := sorted(by_embed & by_head):
             raise LayoutError(
@@ -194,7 +194,7 @@ class PipeDreamLowering(PipelineLowering):
                 own(params),
                 own(optimizer_state),
                 zeros_like(x, self._vary, tables.num_inputs + 1),
-                zeros_like(kept, self._vary, tables.num_stash + 1),
+                zeros_like(kept, self._vary, tables.num_saved + 1),
                 zeros_like(x, self._vary, tables.num_gradients + 1),
                 zeros_like(x, self._vary),
                 self.executor.no_metrics(stage, m),
@@ -223,7 +223,7 @@ class PipeDreamLowering(PipelineLowering):
     def _used(self, params: Params) -> tuple[Params, Params]:
         """Weights as a minibatch meets them: embedding and head, and the layers."""
         used = jax.tree.map(self._vary, self.cast(params))
-        return self.model.staged.split(used)
+        return self.model.layered.split(used)
 
     def _tick(
         self,
@@ -245,7 +245,7 @@ class PipeDreamLowering(PipelineLowering):
             take_slot(carry.inputs, row.f_input),
         )
         y = now.run(row.f_chunk, row.f_microbatch, x)
-        stash = put_slot(carry.stash, row.f_stash, (x, used))
+        saved = put_slot(carry.saved, row.f_saved, (x, used))
         inputs = put_slot(carry.inputs, row.arrived, send_to_stage(y, 1, num))
         last = row.last > 0
         metrics, dy, of_head = now.head(row.f_microbatch, y, last)
@@ -256,7 +256,7 @@ class PipeDreamLowering(PipelineLowering):
         dy, of_head = jax.tree.map(lambda g: (g / total).astype(g.dtype), (dy, of_head))
         gradients = put_slot(gradients, row.head_gradient, dy)
 
-        x, (shared, stack) = take_slot(stash, row.b_stash)
+        x, (shared, stack) = take_slot(saved, row.b_saved)
         then = self._stage(shared, stack, batch, key)
         dy = take_slot(gradients, row.b_gradient)
         zeros = zeros_like(stack, self._vary, dtype=jnp.float32)
@@ -273,7 +273,7 @@ class PipeDreamLowering(PipelineLowering):
             gradient = lax.psum(gradient, self.batch_axes)
         return self._updated(carry, gradient, updates)._replace(
             inputs=inputs,
-            stash=stash,
+            saved=saved,
             gradients=gradients,
             dx=dx,
             metrics={
@@ -313,4 +313,4 @@ class PipeDreamLowering(PipelineLowering):
 
     @functools.cached_property
     def _stack_paths(self) -> frozenset[str]:
-        return frozenset(self.model.staged.split(self.plan.parameters)[1])
+        return frozenset(self.model.layered.split(self.plan.parameters)[1])

@@ -51,7 +51,7 @@ class PipelineStage:
     Noise follows from key, microbatch and layer, as without a pipeline.
 
     Attributes:
-      staged: the model.
+      layered: the model.
       shared: whole weights of embedding and head, or this stage's slice of them.
       stack: leaves of its layers, {path: [chunks * rows, ...]}.
       batches: its microbatches, [M, ...].
@@ -65,7 +65,7 @@ class PipelineStage:
       shares_vocabulary: whether all stages run embedding and head together.
     """
 
-    staged: LayeredModel
+    layered: LayeredModel
     shared: Params
     stack: Params
     batches: Any
@@ -107,7 +107,7 @@ class PipelineStage:
 
     def _embed(self, shared: Params, microbatch: Array) -> Any:
         key = self._key(microbatch, 0)
-        x = self.staged.embed(shared, self._batch(microbatch), key)
+        x = self.layered.embed(shared, self._batch(microbatch), key)
         return jax.tree.map(self.vary, x)
 
     def embed_backward(self, microbatch: Array, dx: Any, on: Array) -> Params:
@@ -185,4 +185,4 @@ class PipelineStage:
             mine = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
             y = jax.tree.map(lambda y: sum_varying(y, AXIS), mine)
         batch, key = self._batch(microbatch), self._key(microbatch, 2)
-        return self.weigh(*self.staged.head_loss(shared, y, batch, key))
+        return self.weigh(*self.layered.head_loss(shared, y, batch, key))

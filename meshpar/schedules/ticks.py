@@ -24,7 +24,7 @@ class Columns(NamedTuple):
       f_microbatch: its microbatch.
       f_chunk: its chunk.
       f_input: slot of its input among the arrived activations.
-      f_stash: slot where F leaves what B needs.
+      f_saved: slot where F leaves what B needs.
       first: whether F reads the embedding instead of `f_input`.
       last: whether the head follows F.
       head_gradient: slot among the gradients for what the head sends back.
@@ -34,7 +34,7 @@ class Columns(NamedTuple):
       b_microbatch: its microbatch.
       b_chunk: its chunk.
       b_gradient: slot of the gradient it reads.
-      b_stash: slot of what F left.
+      b_saved: slot of what F left.
       b_first: whether the embedding's gradient follows B.
       b_state: slot where B leaves what W needs.
       w_on: whether W runs.
@@ -46,7 +46,7 @@ class Columns(NamedTuple):
     f_microbatch: np.ndarray
     f_chunk: np.ndarray
     f_input: np.ndarray
-    f_stash: np.ndarray
+    f_saved: np.ndarray
     first: np.ndarray
     last: np.ndarray
     head_gradient: np.ndarray
@@ -56,7 +56,7 @@ class Columns(NamedTuple):
     b_microbatch: np.ndarray
     b_chunk: np.ndarray
     b_gradient: np.ndarray
-    b_stash: np.ndarray
+    b_saved: np.ndarray
     b_first: np.ndarray
     b_state: np.ndarray
     w_on: np.ndarray
@@ -92,7 +92,7 @@ class Tables:
       columns: what every stage does in every tick.
       phases: the ticks in runs of equal kind, in order.
       num_inputs: slots for activations that have arrived.
-      num_stash: slots for what B needs from F.
+      num_saved: slots for what B needs from F.
       num_gradients: slots for gradients that have arrived.
       num_states: slots for what W needs from B.
     """
@@ -100,7 +100,7 @@ class Tables:
     columns: Columns
     phases: tuple[Phase, ...]
     num_inputs: int
-    num_stash: int
+    num_saved: int
     num_gradients: int
     num_states: int
 
@@ -129,11 +129,11 @@ def compile_schedule(schedule: Schedule) -> Tables:
     s = schedule
     intervals: dict[str, list[list[tuple[int, int, Op]]]] = {
         kind: [[] for _ in range(s.num_stages)]
-        for kind in ("inputs", "stash", "gradients", "states")
+        for kind in ("inputs", "saved", "gradients", "states")
     }
     for op in s.ops():
         f, b, at = s.forward[op], s.backward[op], op.stage
-        intervals["stash"][at].append((f, b, op))
+        intervals["saved"][at].append((f, b, op))
         if before := s.before(op):
             intervals["inputs"][at].append((s.forward[before] + 1, f, op))
         after = s.after(op)
@@ -149,7 +149,7 @@ def compile_schedule(schedule: Schedule) -> Tables:
 
     shape = s.num_ticks, s.num_stages
     nowhere = {
-        "f_stash": counts["stash"],
+        "f_saved": counts["saved"],
         "head_gradient": counts["gradients"],
         "arrived": counts["inputs"],
         "gradient_arrived": counts["gradients"],
@@ -167,7 +167,7 @@ def compile_schedule(schedule: Schedule) -> Tables:
         columns,
         tuple(_phases(columns)),
         counts["inputs"],
-        counts["stash"],
+        counts["saved"],
         counts["gradients"],
         counts["states"],
     )
@@ -178,7 +178,7 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
     at = s.forward[op], op.stage
     columns.f_on[at] = 1
     columns.f_microbatch[at], columns.f_chunk[at] = op.microbatch, op.chunk
-    columns.f_stash[at] = slots["stash"][op]
+    columns.f_saved[at] = slots["saved"][op]
     if before := s.before(op):
         columns.f_input[at] = slots["inputs"][op]
         columns.arrived[s.forward[before], op.stage] = slots["inputs"][op]
@@ -194,7 +194,7 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
     columns.b_on[at] = 1
     columns.b_microbatch[at], columns.b_chunk[at] = op.microbatch, op.chunk
     columns.b_gradient[at] = slots["gradients"][op]
-    columns.b_stash[at] = slots["stash"][op]
+    columns.b_saved[at] = slots["saved"][op]
     columns.b_first[at] = s.before(op) is None
     if s.weight:
         columns.b_state[at] = slots["states"][op]

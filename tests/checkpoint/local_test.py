@@ -28,7 +28,7 @@ def saved(tmp_path):
     with opened(tmp_path, program) as checkpoints:
         for step, state in enumerate(states, 1):
             state, about = on_devices(program, state), {"position": 16 * step}
-            checkpoints.save(step, state, about, durable=step == 1)
+            checkpoints.save(step, state, about, persistent=step == 1)
     return tmp_path, dict(enumerate(states, 1))
 
 
@@ -130,7 +130,7 @@ def test_branches_of_a_run_are_not_mixed(saved):
     program, _ = trained()
     with opened(tmp_path, program) as checkpoints:
         state = on_devices(program, states[2])
-        checkpoints.save(4, state, {"position": 64}, durable=False)
+        checkpoints.save(4, state, {"position": 64}, persistent=False)
     assert len(list(tmp_path.glob("disk/*/4-*"))) == 2
     _, state = restored(tmp_path, "data=1")
     assert_equal(state, states[2])
@@ -158,7 +158,7 @@ def test_writes_that_fail_leave_nothing_and_cost_no_complete_step(saved, monkeyp
             patch.setattr(np, "savez", torn)
             for step in range(5, 9):
                 state = on_devices(program, states[1])
-                checkpoints.save(step, state, {"position": 16 * step}, durable=False)
+                checkpoints.save(step, state, {"position": 16 * step}, persistent=False)
             checkpoints.wait()
     assert not list(tmp_path.glob("disk/*/*/*.partial"))
     assert {3, 4} <= files(tmp_path).keys() <= {2, 3, 4}

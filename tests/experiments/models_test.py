@@ -86,7 +86,7 @@ def test_cross_entropy_is_optax_s():
 def test_a_chunked_loss_is_the_loss_in_less_memory():
     found, memory = {}, {}
     for chunk in (0, 2):
-        made = model(vocab=4096, loss_chunk=chunk)
+        made = model(vocab=4096, loss_block=chunk)
         program = lower("data=2,fsdp=2,tensor=2", made)
         found[chunk] = host(program.gradients(program.init(0), batch()))
         compiled = program.lowered.compile()

@@ -40,7 +40,7 @@ def test_settings_change_nested_typed_values():
         ("model.depth=0", "depth=0: use at least 1"),
         ("model.heads=3", "heads must divide embed"),
         ("model.norm=batch", "use one of"),
-        ("model.loss_chunk=5", "loss_chunk=5: use a divisor of length=32"),
+        ("model.loss_block=5", "loss_block=5: use a divisor of length=32"),
         ("batch_size=0", "batch_size=0: use at least 1"),
         ("data.held_out=1.5", "held_out=1.5"),
         ("seed=-1", "seed=-1"),

@@ -51,7 +51,7 @@ def test_says_what_a_pipeline_does(tmp_path):
         if c.kind == "permute"
     )
     x = 16 // 2 // 4 * 16 * 32 * 4  # Rows of a microbatch, length, embed, float32.
-    assert 4 * x <= said.stash_bytes <= 10 * x
+    assert 4 * x <= said.saved_bytes <= 10 * x
     json.dumps(explain(program).as_dict())
     figure = explain_page.schedule_figure(said)
     boxes = figure.axes[0].patches

@@ -19,7 +19,7 @@ def planted(change):
     def loss(params, batch, key):
         return TINY.loss(change(params), batch, key)
 
-    return dataclasses.replace(TINY, loss=loss, staged=None)
+    return dataclasses.replace(TINY, loss=loss, layered=None)
 
 
 def test_equal_layouts_are_equal():

@@ -19,7 +19,7 @@ from meshpar.mesh.mesh import make_mesh
         "fsdp=8,zero=1,microbatches=4,remat=full,min_shard_size=1024",
         'fsdp=2,zero=3,prefetch="attention/[qkv]",prefetch=mlp',
         "tensor=2,params.embed=data+tensor,params.mlp=none,activations.length=tensor",
-        r'data=1,paths."blocks/\\d+,x=[\"a\"]"=embed/none/heads,waive=bias$,waive=idle_devices',
+        r'data=1,paths."blocks/\\d+,x=[\"a\"]"=embed/none/heads,allow=bias$,allow=idle_devices',
     ],
 )
 def test_string_round_trip(text):
@@ -34,10 +34,10 @@ def test_mapping_and_string_are_the_same():
         fsdp=2,
         params={"mlp": ("fsdp", "tensor"), "embed": None},
         paths={"w.*": ("embed", None)},
-        waive="b",
+        allow="b",
     )
     text = (
-        "fsdp=2,params.mlp=fsdp+tensor,params.embed=none,paths.w.*=embed/none,waive=b"
+        "fsdp=2,params.mlp=fsdp+tensor,params.embed=none,paths.w.*=embed/none,allow=b"
     )
     assert layouts.parse(text) == made
 

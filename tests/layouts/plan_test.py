@@ -105,7 +105,7 @@ def unnamed(shape=(8, 16)):
         (
             "fsdp=3",
             None,
-            ["mlp/up", "dim 1 (embed=8) does not divide over fsdp=3", "waive="],
+            ["mlp/up", "dim 1 (embed=8) does not divide over fsdp=3", "allow="],
         ),
         ("fsdp=2", unnamed(), ["free/w (8, 16): nobody named its dims", "paths."]),
         (
@@ -114,7 +114,7 @@ def unnamed(shape=(8, 16)):
             ["params.vocabb matches no dim", "'vocab'"],
         ),
         ("fsdp=2,paths.nothing=embed", None, ["'nothing' matches no unnamed"]),
-        ("fsdp=2,waive=norm", None, ["waiver 'norm' waives nothing"]),
+        ("fsdp=2,allow=norm", None, ["allowance 'norm' allows nothing"]),
         (
             "fsdp=2,params.vocab=fsdp",
             None,
@@ -143,11 +143,11 @@ def test_all_problems_are_reported_at_once():
     assert len(str(error.value).splitlines()) > 5
 
 
-def test_waivers_and_path_rules():
-    made = plan("fsdp=3,waive=.", PARAMS | {"x": Param((9,), jnp.float32, ("embed",))})
+def test_allowances_and_path_rules():
+    made = plan("fsdp=3,allow=.", PARAMS | {"x": Param((9,), jnp.float32, ("embed",))})
     assert made.parameters["head"].partition_spec == P(None, None)
-    assert "does not divide over 3, waived" in made.parameters["head"].reason
-    assert plan("fsdp=2,waive=free", unnamed()).parameters["free/w"].spec == ((), ())
+    assert "does not divide over 3, allowed" in made.parameters["head"].reason
+    assert plan("fsdp=2,allow=free", unnamed()).parameters["free/w"].spec == ((), ())
     named = plan("fsdp=2,paths.free=embed/none", unnamed())
     assert named.parameters["free/w"].partition_spec == P("fsdp", None)
     assert plan("data=8", unnamed()).parameters["free/w"].spec == ((), ())

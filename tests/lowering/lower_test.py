@@ -222,7 +222,7 @@ def test_equality_holds_for_the_default_sizes_at_initialization():
         ("data=3", {}, ["batch=16 does not divide"]),
         ("fsdp=2,activations.heds=none", {}, ["activations.heds", "'heads'"]),
         ("data=2", {"clip_norm": 0.0}, ["clip_norm=0.0"]),
-        ("fsdp=5,waive=idle_devices", {}, ["batch=16"]),
+        ("fsdp=5,allow=idle_devices", {}, ["batch=16"]),
     ],
 )
 def test_lowering_errors(layout, options, words):

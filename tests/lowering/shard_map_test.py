@@ -84,7 +84,7 @@ def test_around_rings_gradients_are_the_same(monkeypatch, shape, gather_rings, k
     _, got = program.gradients(program.init(0), batch())
     assert relative_error(host(got), host(gradients)) < 1e-5
     assert program.violations() == []
-    depth = TINY.staged.depth
+    depth = TINY.layered.depth
     layered = {one.kind for one in program.collectives if one.executions % depth == 0}
     assert layered == kinds
     if shape == (4,):  # Outside the layers the three steps of a ring are a loop.
@@ -104,7 +104,7 @@ def test_weights_gathered_one_layer_ahead_change_nothing(layout):
     early = [term for term in program.contract.terms if "one layer ahead" in term.why]
     assert {term.kind for term in early} == {"all_gather"}
     # The last layer of every pass gathers once more than there are layers.
-    assert all(term.count % (TINY.staged.depth + 1) == 0 for term in early)
+    assert all(term.count % (TINY.layered.depth + 1) == 0 for term in early)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_activations_of_a_layer_stay_off_the_batch_axes():
 
 
 def test_models_without_stages_go_to_the_compiler():
-    plain = dataclasses.replace(TINY, staged=None)
-    with pytest.raises(LayoutError, match="no staged form.*meshpar.Stages"):
+    plain = dataclasses.replace(TINY, layered=None)
+    with pytest.raises(LayoutError, match="no layered form.*meshpar.Stages"):
         lower("fsdp=2", plain, lowering="shard_map")
     with pytest.raises(LayoutError, match="lowering='shard' .*shard_map"):
         lower("fsdp=2", plain, lowering="shard")
@@ -264,14 +264,14 @@ def test_buckets_hold_equals_up_to_their_size():
     quarter = buckets.BUCKET_BYTES // 4
     sizes = {"a": 8, "b": quarter, "c": quarter - 4, "d": 16, "e": 8}
     tree = {k: jax.ShapeDtypeStruct((n // 4,), jnp.float32) for k, n in sizes.items()}
-    placements = dict.fromkeys(tree, plain) | {"d": over_tensor}
-    assert [*buckets.make_buckets(tree, placements, 1)] == [
+    shardings = dict.fromkeys(tree, plain) | {"d": over_tensor}
+    assert [*buckets.make_buckets(tree, shardings, 1)] == [
         ["b"],
         ["a", "c", "e"],
         ["d"],
     ]
     # Eight times larger when whole: c travels alone too.
-    assert [*buckets.make_buckets(tree, placements, 8)] == [
+    assert [*buckets.make_buckets(tree, shardings, 8)] == [
         ["b"],
         ["c"],
         ["a", "e"],

@@ -64,7 +64,7 @@ def test_measured_costs_are_the_matmuls_of_the_model():
     assert costs.head == pytest.approx(2 * tokens * width * 2048, rel=0.2)
     sizes = partition.balanced_sizes([costs.layer] * 8, 2, costs.embed, costs.head)
     assert sizes[0] > sizes[1]  # A head that costs as much as several layers.
-    with pytest.raises(LayoutError, match="no staged form"):
+    with pytest.raises(LayoutError, match="no layered form"):
         partition.measured_costs(model("linen"), batch())
 
 

@@ -24,10 +24,10 @@ def bent_embedding():
     made = model(depth=4)
 
     def embed(shared, batch, key):
-        return 2 * jnp.tanh(made.staged.embed(shared, batch, key))
+        return 2 * jnp.tanh(made.layered.embed(shared, batch, key))
 
-    staged = dataclasses.replace(made.staged, embed=embed)
-    return dataclasses.replace(made, staged=staged, loss=staged.loss)
+    layered = dataclasses.replace(made.layered, embed=embed)
+    return dataclasses.replace(made, layered=layered, loss=layered.loss)
 
 
 def delayed(optimizer, stages, num, of, seed=0):
@@ -36,10 +36,10 @@ def delayed(optimizer, stages, num, of, seed=0):
     The recurrence of PipeDream's section 3.3, with the delays of the fused tick.
     """
     params = of.init(jax.random.key(seed))
-    depth = of.staged.depth // stages
+    depth = of.layered.depth // stages
 
     def part(tree, stage):
-        shared, stack = of.staged.split(tree)
+        shared, stack = of.layered.split(tree)
         edge = {
             path: x
             for path, x in shared.items()
@@ -109,7 +109,7 @@ def test_equals_delayed_sgd(layout, optimizer, of):
     [
         ("pipe=2,fsdp=2", {}, "leave out fsdp=2"),
         ("pipe=2,vocab=pipe", {}, "leave out vocab=pipe"),
-        ("pipe=2,stash=residuals", {}, "leave out stash=residuals"),
+        ("pipe=2,save=residuals", {}, "leave out save=residuals"),
         ("pipe=2", {"clip_norm": 1.0}, "leave out clip_norm=1.0"),
         ("pipe=2,virtual_stages=2", {}, "one chunk of layers"),
     ],

@@ -60,21 +60,21 @@ def test_evaluation_runs_through_the_stages(layout):
 LAYOUTS = [
     "pipe=2,microbatches=4,schedule=gpipe",
     slow("pipe=8,microbatches=8"),
-    slow("pipe=4,data=2,microbatches=8,stash=residuals"),
+    slow("pipe=4,data=2,microbatches=8,save=residuals"),
     "pipe=2,fsdp=4,zero=1,microbatches=4",
-    "pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,stash=residuals",
+    "pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,save=residuals",
     "pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full",
     "pipe=4,tensor=2,microbatches=4,virtual_stages=2",
-    slow("pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,stash=residuals"),
+    slow("pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,save=residuals"),
     slow("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots"),
     "pipe=3,fsdp=2,microbatches=2",
-    "pipe=2,data=2,microbatches=4,partition=3/5,stash=residuals",
+    "pipe=2,data=2,microbatches=4,partition=3/5,save=residuals",
     slow("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1"),
     slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe"),
     "pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe",
-    "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,stash=residuals,control=uniform",
-    "pipe=2,data=2,microbatches=4,schedule=zb_h1,stash=residuals",
-    slow("pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,control=uniform"),
+    "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals,tick_loop=uniform",
+    "pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals",
+    slow("pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,tick_loop=uniform"),
 ]
 
 
@@ -103,7 +103,7 @@ def every_combination():
             continue
         parts = f"pipe={stages}", other, f"microbatches=8,schedule={kind}"
         layout = ",".join([part for part in parts if part])
-        yield f"{layout},vocab={vocab},stash={stash}", of
+        yield f"{layout},vocab={vocab},save={stash}", of
 
 
 @pytest.mark.slow
@@ -174,10 +174,10 @@ def test_auxiliary_losses_travel_with_the_activations():
     assert relative_error(gradients, want) < 1e-5
 
 
-@pytest.mark.parametrize("stash", ["inputs", slow("residuals")])
+@pytest.mark.parametrize("save", ["inputs", slow("residuals")])
 def test_dropout_does_not_depend_on_the_schedule(stash):
     kind = "schedule=gpipe" if stash == "inputs" else "virtual_stages=2,remat=full"
-    layout = f"pipe=2,data=2,microbatches=4,stash={stash},{kind}"
+    layout = f"pipe=2,data=2,microbatches=4,save={stash},{kind}"
     assert_equals_one_device(layout, "noisy", microbatches=4)
 
 
@@ -258,7 +258,7 @@ def test_auto_says_what_it_takes():
     [
         ("pipe=2,microbatches=4,schedule=1f1d", {}, "did you mean '1f1b'"),
         ("schedule=gpipe", {}, "pipe=1: add pipe=N"),
-        ("pipe=2,stash=input", {}, "use inputs or residuals"),
+        ("pipe=2,save=input", {}, "use inputs or residuals"),
         ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
         ("pipe=2,partition=a", {}, "as in 3/3/2"),
         ("pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved", {}, "rounds"),
@@ -266,14 +266,14 @@ def test_auto_says_what_it_takes():
         ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
         ("pipe=2,tensor=2,microbatches=4,schedule=zb_h1", {}, "can deadlock"),
         ("pipe=2,fsdp=2,zero=3,schedule=zb_h1", {}, "fsdp=2,zero=3 needs collectives"),
-        ("pipe=2,schedule=zb_h1,control=uniform", {}, "leave out control=uniform"),
+        ("pipe=2,schedule=zb_h1,tick_loop=uniform", {}, "leave out tick_loop=uniform"),
         ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
     ],
 )
 def test_what_cannot_be_is_refused_before_compiling(layout, options, words):
     with pytest.raises(LayoutError, match=words):
         lower(layout, DEEP, **options)
-    with pytest.raises(LayoutError, match="no staged form"):
+    with pytest.raises(LayoutError, match="no layered form"):
         lower("pipe=2,microbatches=4", model("linen"))
 
 

@@ -27,7 +27,7 @@ class Buffers:
 
     def __init__(self, tables):
         self.inputs = [None] * (tables.num_inputs + 1)
-        self.stash = [None] * (tables.num_stash + 1)
+        self.saved = [None] * (tables.num_saved + 1)
         self.gradients = [None] * (tables.num_gradients + 1)
         self.states = [None] * (tables.num_states + 1)
         self.sent = self.sent_back = None
@@ -51,7 +51,7 @@ def run(tables, schedule):
                 before = schedule.before(op)
                 assert bool(r.first) == (before is None)
                 assert r.first or stage.inputs[r.f_input] == ("F", *before)
-                stage.stash[r.f_stash], stage.sent = ("S", *op), ("F", *op)
+                stage.saved[r.f_saved], stage.sent = ("S", *op), ("F", *op)
                 done.append(("F", op))
                 assert bool(r.last) == (schedule.after(op) is None)
                 if r.last:
@@ -61,7 +61,7 @@ def run(tables, schedule):
                 after = schedule.after(op)
                 want = ("B", *after) if after else ("H", *op)
                 assert stage.gradients[r.b_gradient] == want
-                assert stage.stash[r.b_stash] == ("S", *op)
+                assert stage.saved[r.b_saved] == ("S", *op)
                 assert bool(r.b_first) == (schedule.before(op) is None)
                 stage.sent_back, stage.states[r.b_state] = ("B", *op), ("W", *op)
                 done.append(("B", op))
@@ -84,7 +84,7 @@ def test_every_operation_reads_what_was_made_for_it(name, stages, num, chunks):
     for kind in "FBW" if schedule.weight else "FB":
         assert sorted(op for k, op in done if k == kind) == ops
     # No buffer is larger than what the schedule keeps at its fullest.
-    assert tables.num_stash == max(schedule.in_flight())
+    assert tables.num_saved == max(schedule.in_flight())
     assert tables.num_inputs <= 1
     ticks = [tick for phase in tables.phases for tick in range(*phase[:2])]
     assert ticks == list(range(schedule.num_ticks))
@@ -94,6 +94,6 @@ def test_a_slot_too_few_is_found():
     schedule = schedules.make_schedule("1f1b", 4, 8)
     tables = compile_schedule(schedule)
     columns = tables.columns
-    broken = columns._replace(f_stash=columns.f_stash % 6, b_stash=columns.b_stash % 6)
+    broken = columns._replace(f_saved=columns.f_saved % 6, b_saved=columns.b_saved % 6)
     with pytest.raises(AssertionError):
         run(type(tables)(broken, *list(vars(tables).values())[1:]), schedule)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshpar.contracts import cost
+from meshpar.mesh import chips
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from meshpar.contracts import cost
     ],
 )
 def test_peak_flops_by_the_longest_match(kind, peak):
-    assert cost.peak_flops(kind) == peak
+    assert chips.peak_flops(kind) == peak
