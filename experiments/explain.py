@@ -22,7 +22,7 @@ from experiments import building, command_line, data, explain_page
 from experiments.config import Config
 from meshpar import mesh
 from meshpar.errors import MeshparError
-from meshpar.explain.report import Explanation, Pipeline, explain
+from meshpar.explain.report import Explanation, PipelineReport, explain
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
@@ -93,7 +93,7 @@ def _formula(value: float, formula: str) -> str:
     return f" (formula {formula} = {value:.4f})"
 
 
-def _print_pipeline(console: rich.console.Console, pipeline: Pipeline) -> None:
+def _print_pipeline(console: rich.console.Console, pipeline: PipelineReport) -> None:
     """The schedule as text, and what it costs."""
     layers = "/".join(map(str, pipeline.layers))
     console.print(

@@ -15,7 +15,7 @@ import matplotlib.figure
 import matplotlib.patches
 import numpy as np
 
-from meshpar.explain.report import Explanation, Pipeline
+from meshpar.explain.report import Explanation, PipelineReport
 
 matplotlib.use("Agg")
 _STYLE = """
@@ -108,7 +108,7 @@ def traffic_picture(explanations: Sequence[Explanation]) -> str:
 _SHADES = {"F": 0.85, "B": 0.5, "W": 0.25}
 
 
-def schedule_figure(pipeline: Pipeline) -> matplotlib.figure.Figure:
+def schedule_figure(pipeline: PipelineReport) -> matplotlib.figure.Figure:
     """Stages down, ticks across; boxes F, B and W, coloured by microbatch."""
     width = min(24.0, 1.5 + 0.42 * pipeline.ticks)
     size = width, 0.9 + 0.75 * pipeline.stages
@@ -134,7 +134,7 @@ def schedule_figure(pipeline: Pipeline) -> matplotlib.figure.Figure:
     return figure
 
 
-def _pipeline_section(pipeline: Pipeline | None) -> str:
+def _pipeline_section(pipeline: PipelineReport | None) -> str:
     if pipeline is None:
         return ""
     formula = ""

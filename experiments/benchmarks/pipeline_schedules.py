@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 import meshpar
 from experiments import building, command_line
 from meshpar.collectives import microbatch
-from meshpar.pipeline.lowering import PipelineLowering
 
 flags.adopt_module_key_flags(command_line)
 STAGES = flags.DEFINE_integer("stages", 4, "P, stages and devices.")
@@ -125,8 +124,8 @@ def main(_: Sequence[str]) -> int:
     plain = statistics.median(seconds["plain"])
     for name, times in seconds.items():
         median, predicted = statistics.median(times), ""
-        if name in programs and isinstance(programs[name].lowering, PipelineLowering):
-            schedule = programs[name].lowering.arrangement.schedule
+        if name in programs and programs[name].layout.pipe > 1:
+            schedule = programs[name].lowering.runner.spec.schedule
             predicted = f", tick model {1 / (1 - schedule.bubble()):.2f}"
         print(
             f"{name}: {1000 * median:.0f} ms, {median / plain:.2f} x plain{predicted}"

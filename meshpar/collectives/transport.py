@@ -1,26 +1,179 @@
-"""How bytes move between devices: in one shot, or step by step around rings."""
+"""Transports: ways to move tensors between devices, each beside what it declares.
+
+A transport gathers and reduce-scatters along mesh axes inside shard_map, and says which
+collectives a compiled program will show for it. `transports_for` chooses the transports
+of a mesh once, from the facts about its platform and chips.
+"""
 
 import dataclasses
 import types
 from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from meshpar.arrays import Array
+from meshpar.collectives.rings import torus_all_gather, torus_reduce_scatter
+from meshpar.mesh.chips import chip_of
+from meshpar.mesh.platform import platform_of
+from meshpar.mesh.torus import ring_shape
+
+LARGE_BYTES = 2**20
+"""Tensors of this size or more, when whole, are worth the steps of a ring."""
+
+
+class Movement(NamedTuple):
+    """The collectives of a compiled program that move one tensor.
+
+    Attributes:
+      kind: as `contracts.Collective.kind`.
+      count: how many there are.
+      payload_bytes: bytes of whole tensors on one device, over all of them.
+      note: how the tensor travels; "" for one collective.
+    """
+
+    kind: str
+    count: int
+    payload_bytes: int
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rings:
-    """What is passed around rings, step by step; over other axes at once.
+class Transport:
+    """Moves a tensor by one collective of the compiler's; the base of all others."""
+
+    def covers(self, axes: tuple[str, ...]) -> bool:
+        """Whether the transport has a way of its own over these axes."""
+        del axes
+        return False
+
+    def for_gathers(self, whole_bytes: int) -> "Transport":
+        """The transport of an all_gather whose result has `whole_bytes`."""
+        del whole_bytes
+        return self
+
+    def all_gather(self, x: Array, axes: tuple[str, ...], dim: int) -> Array:
+        """Joins the shards of all devices along `dim`; call inside shard_map."""
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+    def reduce_scatter(self, rows: Array, axes: tuple[str, ...]) -> Array:
+        """Sums over the axes, and keeps this device's part of dim 0."""
+        return lax.psum_scatter(rows, axes, tiled=True)
+
+    def declare(
+        self, kind: str, axes: tuple[str, ...], ways: int, whole_bytes: int
+    ) -> Movement:
+        """The collectives that move one tensor.
+
+        Args:
+          kind: "all_gather" or "reduce_scatter".
+          axes: mesh axes over which it moves.
+          ways: devices that take part.
+          whole_bytes: bytes of the whole tensor.
+        """
+        del axes, ways
+        return Movement(kind, 1, whole_bytes)
+
+
+ONE_SHOT = Transport()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rings(Transport):
+    """Moves tensors around the rings of a torus, one permute a step.
 
     Attributes:
-      shapes: {axis: the torus that it is}.
-      loop: whether the steps of a reduce_scatter are a loop, which is soon compiled,
+      shapes: {axis: the torus whose rings make up the axis}; other axes take one
+        collective.
+      loop: whether the steps of a reduce_scatter are a loop, which compiles sooner,
         for what no compute could hide.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     loop: bool = False
 
-    def has(self, axes: tuple[str, ...]) -> bool:
-        """Whether what is split over these axes goes around rings."""
+    def covers(self, axes: tuple[str, ...]) -> bool:
+        """Whether the axes are one axis with rings."""
         return len(axes) == 1 and axes[0] in self.shapes
 
+    def for_gathers(self, whole_bytes: int) -> Transport:
+        """Rings for large tensors: a small one has too many steps for its bytes."""
+        return self if whole_bytes >= LARGE_BYTES else ONE_SHOT
 
-NO_RINGS = Rings(types.MappingProxyType({}))
+    def all_gather(self, x: Array, axes: tuple[str, ...], dim: int) -> Array:
+        """Joins the shards of all devices along `dim`, step by step."""
+        if not self.covers(axes):
+            return super().all_gather(x, axes, dim)
+        return torus_all_gather(x, axes[0], self.shapes[axes[0]], dim)
+
+    def reduce_scatter(self, rows: Array, axes: tuple[str, ...]) -> Array:
+        """Sums over the axes step by step, and keeps this device's part of dim 0."""
+        if not self.covers(axes):
+            return super().reduce_scatter(rows, axes)
+        shape = self.shapes[axes[0]]
+        return torus_reduce_scatter(rows, axes[0], shape, loop=self.loop)
+
+    def declare(
+        self, kind: str, axes: tuple[str, ...], ways: int, whole_bytes: int
+    ) -> Movement:
+        """One permute per step of each ring; all steps together move (n-1)/n."""
+        if not self.covers(axes):
+            return super().declare(kind, axes, ways, whole_bytes)
+        shape = self.shapes[axes[0]]
+        steps = sum(shape) - len(shape)
+        moved = whole_bytes // ways * (ways - 1)
+        return Movement("permute", steps, moved, "around rings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transports:
+    """The transports of one mesh, by what they move.
+
+    Attributes:
+      weights: a layer's weights, gathered where the layer runs.
+      prefetched: weights gathered one layer ahead, beside a whole layer's compute.
+      gradients: a layer's gradients, reduce-scattered beside the backward pass.
+      once: gradients outside the layers, which nothing hides.
+      widens: whether floats smaller than 32 bits travel as float32.
+    """
+
+    weights: Transport = ONE_SHOT
+    prefetched: Transport = ONE_SHOT
+    gradients: Transport = ONE_SHOT
+    once: Transport = ONE_SHOT
+    widens: bool = False
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which tensors of a compute dtype travel."""
+        wider = self.widens and jnp.issubdtype(dtype, jnp.floating)
+        return jnp.promote_types(dtype, jnp.float32) if wider else dtype
+
+
+def transports_for(mesh: Mesh, axes: tuple[str, ...]) -> Transports:
+    """Chooses the transports of a mesh.
+
+    TPUs run a reduce_scatter alone, or as an all_reduce (16 chips and more, seen with
+    libtpu 0.0.51), and most of them an all_gather too; the steps of a ring hide behind
+    compute. A prefetched weight has a whole layer to hide behind, but one matmul hides
+    only one all_gather. Outside the layers nothing hides a gather: one collective.
+
+    Args:
+      mesh: the device mesh.
+      axes: the axes over which weights and gradients move.
+    """
+    platform = platform_of(mesh)
+    if not platform.hides_ring_steps:
+        return Transports(widens=platform.widens_collectives)
+    shapes = {axis: ring_shape(mesh, axis) for axis in axes}
+    rings = Rings(types.MappingProxyType(shapes))
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    gathers_hidden = chip is not None and chip.gathers_beside_compute
+    return Transports(
+        weights=ONE_SHOT if gathers_hidden else rings,
+        prefetched=rings,
+        gradients=rings,
+        once=dataclasses.replace(rings, loop=True),
+        widens=platform.widens_collectives,
+    )

@@ -1,4 +1,4 @@
-"""What a layout does to a model: specs, bytes, collectives, warnings, as data.
+"""Explains a layout: specs, bytes, collectives and warnings of its program, as data.
 
 Everything comes from the plan, the contract and the compiled program; no accelerator is
 needed, only its compiler (`mesh.topology`).
@@ -12,15 +12,11 @@ import numpy as np
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.explain.memory import Memory, predict_memory, saved_bytes
 from meshpar.explain.warnings import collective_warnings
 from meshpar.layouts.plan import LeafPlan
-from meshpar.local_sgd.contract import busiest
-from meshpar.local_sgd.program import LocalProgram
-from meshpar.lowering.auto import peak_bytes
+from meshpar.lowering.memory import Memory
 from meshpar.lowering.program import TrainProgram
-from meshpar.pipeline.lowering import PipelineLowering
-from meshpar.schedules.published import formula
+from meshpar.pipeline.report import PipelineReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +24,7 @@ class CollectiveRow:
     """The collectives of one kind over the same axes, declared and found.
 
     Attributes:
-      kind: as `compiled.Collective.kind`.
+      kind: as `contracts.Collective.kind`.
       axes: mesh axes.
       declared_bytes: bytes that one device sends per step, as declared.
       bounded: whether the declared bytes are an upper bound.
@@ -49,84 +45,24 @@ class CollectiveRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
-    """The pipeline of a layout.
-
-    Attributes:
-      schedule: its name.
-      stages: number of stages.
-      microbatches: number of microbatches.
-      chunks: chunks of layers per stage.
-      layers: layers of every chunk, in the order of the model.
-      ops: (F, B or W; microbatch; chunk; stage; tick) of everything that runs.
-      text: the schedule as text, stages down and ticks across.
-      ticks: ticks of one step.
-      bubble: share of the time in which a stage waits, from the table; B takes twice
-        as long as F, and as long as F where W is split off.
-      formula: the same from the papers' formula, and the formula; None for a schedule
-        of one's own.
-      in_flight: most stage inputs that each stage keeps.
-      saved_bytes: bytes on one device that are kept between F and B.
-      sends: messages of one stage to its neighbours per step.
-    """
-
-    schedule: str
-    stages: int
-    microbatches: int
-    chunks: int
-    layers: tuple[int, ...]
-    ops: tuple[tuple[str, int, int, int, int], ...]
-    text: str
-    ticks: int
-    bubble: float
-    formula: tuple[float, str] | None
-    in_flight: tuple[int, ...]
-    saved_bytes: int
-    sends: int
-
-
-def _pipeline(program: TrainProgram) -> Pipeline | None:
-    lowering = program.lowering
-    if not isinstance(lowering, PipelineLowering):
-        return None
-    made, executor = lowering.arrangement, lowering.executor
-    s = made.schedule
-    return Pipeline(
-        schedule=s.name,
-        stages=s.num_stages,
-        microbatches=s.num_microbatches,
-        chunks=s.num_chunks,
-        layers=made.partition.sizes,
-        ops=tuple((kind, *op, tick) for kind, op, tick in s.placed()),
-        text=str(s),
-        ticks=s.num_ticks,
-        bubble=s.bubble(),
-        formula=formula(s),
-        in_flight=tuple(s.in_flight()),
-        saved_bytes=saved_bytes(lowering, program.step_batch),
-        sends=executor.num_sends + executor.num_gradient_sends,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class Explanation:
     """One training step under one layout.
 
     Attributes:
       layout: the layout string.
       lowering: "shard_map" or "jit".
-      why_auto: what lowering="auto" or schedule=auto took, and why.
-      device_kind: the device compiled for.
+      why_auto: the choice of lowering=auto or schedule=auto, and why.
+      device_kind: the device that the program is compiled for.
       mesh: {axis: size}.
       parameters: LeafPlan of every parameter.
       replicated: {path: reason} of parameters that are whole on every device.
-      predicted: memory by kind, or None without stages.
-      state_bytes: exact bytes per device of master weights, optimizer state and what
-        synchronizes replicas.
-      compiled_bytes: what the compiler reports: "arguments", "temporary" and "peak".
+      predicted: memory by kind, or None for a model without layers.
+      state_bytes: exact bytes per device of master weights, optimizer state and the
+        state that synchronizes replicas.
+      compiled_bytes: as the compiler reports them: "arguments", "temporary", "peak".
       traffic: collectives, declared and found.
-      violations: what breaks the contract.
-      warnings: what is legal and probably not meant.
+      violations: lines that say where the program breaks its contract.
+      warnings: lines about things that are legal and probably not meant.
       pipeline: its schedule, if there is one.
       mode: how replicas are synchronized, if they train apart; then the traffic is that
         of the step beside which most travels.
@@ -145,11 +81,11 @@ class Explanation:
     traffic: tuple[CollectiveRow, ...]
     violations: tuple[str, ...]
     warnings: tuple[str, ...]
-    pipeline: Pipeline | None = None
+    pipeline: PipelineReport | None = None
     mode: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """The explanation as plain values, for JSON."""
         plain = dataclasses.asdict(self)
         for leaf in plain["parameters"]:
             leaf["dtype"] = np.dtype(leaf["dtype"]).name
@@ -162,80 +98,68 @@ class Explanation:
 
 
 def explain(program: TrainProgram) -> Explanation:
-    """Compiles a program and says what it does.
+    """Compiles a program and explains it.
 
     Args:
       program: from `meshpar.lower`; its devices may be a topology.
     """
-    said = program.compiler_log
-    plan, analysis = program.plan, program.compiled.memory_analysis()
+    lowering, inspection, plan = program.lowering, program.inspection, program.plan
+    log, analysis = inspection.compiler_log, program.compiled.memory_analysis()
     sizes = plan.bytes_per_device()
-    used = any(size > 1 for size in program.mesh.shape.values())
-    apart = isinstance(program, LocalProgram)
-    contract, found = program.contract, program.collectives
-    if apart:
-        contract, found = busiest(program)
+    distributed = any(size > 1 for size in program.mesh.shape.values())
+    contract, collectives = program.busiest
     replicated = {
         path: leaf.reason
         for path, leaf in plan.parameters.items()
-        if used and not any(leaf.spec)
-    }
-    compiled_bytes = {
-        "arguments": analysis.argument_size_in_bytes,
-        "temporary": analysis.temp_size_in_bytes,
-        "peak": peak_bytes(program),
+        if distributed and not any(leaf.spec)
     }
     return Explanation(
         layout=str(program.layout),
-        lowering=program.lowering.name,
+        lowering=lowering.name,
         why_auto=program.why_auto,
         device_kind=program.mesh.devices.flat[0].device_kind,
         mesh=dict(program.mesh.shape),
         parameters=tuple(plan.parameters.values()),
         replicated=replicated,
-        predicted=predict_memory(program.lowering, program.step_batch, plan),
+        predicted=lowering.memory(program.step_batch, sizes),
         state_bytes=sum(
             sizes[kind] for kind in ("parameters", "optimizer", "synchronization")
         ),
-        compiled_bytes=compiled_bytes,
-        traffic=_traffic(contract.terms, found),
+        compiled_bytes={
+            "arguments": analysis.argument_size_in_bytes,
+            "temporary": analysis.temp_size_in_bytes,
+            "peak": inspection.peak_bytes,
+        },
+        traffic=_collective_rows(contract.terms, collectives),
         violations=tuple(program.violations()),
-        warnings=(*collective_warnings(program), *rematerialized(said)),
-        pipeline=_pipeline(program),
-        mode=str(program) if apart else "",
+        warnings=(*collective_warnings(program), *rematerialized(log)),
+        pipeline=lowering.report(program.step_batch).get("pipeline"),
+        mode=program.mode_text,
     )
 
 
-def _traffic(
-    terms: tuple[DeclaredCollective, ...], found: list[Collective]
+def _collective_rows(
+    declared: tuple[DeclaredCollective, ...], collectives: list[Collective]
 ) -> tuple[CollectiveRow, ...]:
-    rows: dict[tuple, dict[str, Any]] = {}
-
-    def row(kind: str, axes: tuple[str, ...]) -> dict[str, Any]:
-        empty = dict(declared=0.0, bounded=False, found=0.0, exposed=0.0, runs=0)
-        return rows.setdefault((kind, axes), empty | {"why": []})
-
-    for term in terms:
-        one = row(term.kind, term.axes)
-        one["declared"] += term.wire_bytes
-        one["bounded"] |= term.bound
-        one["why"].append(term.why)
-    for collective in found:
-        one = row(collective.kind, collective.axes)
-        one["found"] += collective.wire_bytes
-        one["runs"] += collective.executions
-        if not collective.overlapped:
-            one["exposed"] += collective.wire_bytes
-    return tuple(
-        CollectiveRow(
-            kind,
-            axes,
-            one["declared"],
-            one["bounded"],
-            one["found"],
-            one["exposed"],
-            one["runs"],
-            tuple(dict.fromkeys(one["why"])),
+    """One row per kind and axes, declared ones first."""
+    keys = [(term.kind, term.axes) for term in declared]
+    keys += [(collective.kind, collective.axes) for collective in collectives]
+    rows = []
+    for kind, axes in dict.fromkeys(keys):
+        terms = [d for d in declared if (d.kind, d.axes) == (kind, axes)]
+        found = [c for c in collectives if (c.kind, c.axes) == (kind, axes)]
+        rows.append(
+            CollectiveRow(
+                kind=kind,
+                axes=axes,
+                declared_bytes=sum((term.wire_bytes for term in terms), 0.0),
+                bounded=any(term.bound for term in terms),
+                found_bytes=sum((c.wire_bytes for c in found), 0.0),
+                exposed_bytes=sum(
+                    (c.wire_bytes for c in found if not c.overlapped), 0.0
+                ),
+                executions=sum(c.executions for c in found),
+                why=tuple(dict.fromkeys(term.why for term in terms)),
+            )
         )
-        for (kind, axes), one in rows.items()
-    )
+    return tuple(rows)

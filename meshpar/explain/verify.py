@@ -12,7 +12,6 @@ import numpy as np
 
 from meshpar.errors import MeshparError
 from meshpar.lowering.program import TrainProgram
-from meshpar.pipeline.pipedream import PipeDreamLowering
 
 _FLOOR = 1e-2
 """Tensors smaller than this part of their whole group's norm are measured against it.
@@ -117,17 +116,8 @@ def verify(
       MeshparError: called in a multi-process run, where one device cannot hold both,
         or for a staleness mode, which is another algorithm.
     """
-    if isinstance(program.lowering, PipeDreamLowering):
-        raise MeshparError(
-            f"schedule={program.layout.schedule} trains with stale weights on purpose, "
-            "so it does not equal one device: verify schedule=1f1b, which has the same "
-            "stages"
-        )
-    if program.layout.replica > 1:
-        raise MeshparError(
-            "replicas that train apart do not equal one device: verify the layout with "
-            "data in place of replica"
-        )
+    if program.reason_not_equal:
+        raise MeshparError(program.reason_not_equal)
     if jax.process_count() > 1:
         raise MeshparError("verify compares with one device: run it in one process")
     states = [p.init(seed) for p in (program, reference)]

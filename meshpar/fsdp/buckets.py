@@ -1,4 +1,7 @@
-"""Buckets: small tensors that travel together."""
+"""Buckets: small tensors that travel together, up to a constant size.
+
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 6.2.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,10 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from meshpar.collectives import transport
 from meshpar.fsdp.sharding import ManualSharding
 
 BUCKET_BYTES = 4 * 2**20
-"""Whole size of one bucket; tensors of a quarter of it or more travel alone."""
+"""Whole size of one bucket; large tensors (`transport.LARGE_BYTES`) travel alone."""
 
 
 def make_buckets(
@@ -25,7 +29,7 @@ def make_buckets(
     filling: dict[Any, tuple[list[str], int]] = {}
     for path, x in tree.items():
         size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize * ways
-        if shardings[path].alone or is_large(size):
+        if shardings[path].alone or size >= transport.LARGE_BYTES:
             yield [path]
             continue
         automatic = shardings[path].automatic_axes
@@ -38,16 +42,11 @@ def make_buckets(
     yield from (paths for paths, _ in filling.values())
 
 
-def is_large(whole_bytes: int) -> bool:
-    """Whether a tensor travels alone for its size."""
-    return 4 * whole_bytes >= BUCKET_BYTES
-
-
 TILE = 16, 128
 """Rows and columns of a TPU tile of the smallest dtype.
 
-TPUs scatter along rows in whole tiles; what does not suit them they reduce whole, at
-twice the traffic.
+TPUs scatter along rows in whole tiles. Other shapes they reduce whole, which doubles
+the traffic.
 """
 
 

@@ -1,9 +1,9 @@
 """Fully sharded data parallelism (ZeRO-1, 2, 3) inside shard_map: gather and scatter.
 
 A tensor of the training state is split over the manual axes of the mesh as its
-`Placement` says. `gather` makes it whole before use; its transpose is the
-reduce-scatter of the gradient, so ZeRO-3 is `gather` inside the layer. Small tensors
-travel together in buckets of constant size.
+`ManualSharding` says. `gather_shards` makes it whole before use; its transpose is the
+reduce-scatter of the gradient, so ZeRO-3 is a gather inside the layer. Small tensors
+travel together in buckets.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, sections 5 and 6.2 (buckets);
   Zhao et al., PyTorch FSDP, arXiv:2304.11277.
@@ -17,35 +17,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar import collectives
 from meshpar.arrays import Array, Params
-from meshpar.collectives.transport import NO_RINGS, Rings
-from meshpar.fsdp.buckets import TILE, is_large, make_buckets, padding
+from meshpar.collectives.transport import ONE_SHOT, Transport
+from meshpar.fsdp.buckets import TILE, make_buckets, padding
 from meshpar.fsdp.sharding import ManualSharding, on_local_shards
 
 
 def gather_shards(
-    shards: Params, shardings: Mapping[str, ManualSharding], rings: Rings = NO_RINGS
+    shards: Params,
+    shardings: Mapping[str, ManualSharding],
+    transport: Transport = ONE_SHOT,
 ) -> Params:
-    """Makes tensors whole; its transpose is `reduce_scatter`.
+    """Makes tensors whole; its transpose is `reduce_scatter_grads`.
 
     W[D_fsdp, F] -> W[D, F] for every path. Communication: (n-1)/n of the whole bytes
     received per device.
 
     Args:
       shards: {path: this device's shard}; call inside shard_map.
-      shardings: of the same paths.
-      rings: for large tensors.
+      shardings: {path: how manual axes split it}.
+      transport: how they move.
 
     Returns:
       {path: whole tensor}, equal on all devices of the axes that split it.
     """
-    move = functools.partial(_gather, shardings=shardings, rings=rings)
+    move = functools.partial(_gather, shardings=shardings, transport=transport)
     return on_local_shards(move, shards, shardings)
 
 
 def _gather(
-    shards: Params, shardings: Mapping[str, ManualSharding], rings: Rings
+    shards: Params, shardings: Mapping[str, ManualSharding], transport: Transport
 ) -> Params:
     split = {path: x for path, x in shards.items() if shardings[path].splits}
     whole = dict(shards)
@@ -57,17 +58,11 @@ def _gather(
                 whole |= _gather_bucket({p: group[p] for p in paths}, shardings, n)
                 continue
             x = group[paths[0]]
-            around = rings if is_large(n * x.nbytes) else NO_RINGS
+            chosen = transport.for_gathers(n * x.nbytes)
             for dim, dim_axes in shardings[paths[0]].splits:
-                x = _gather_dim(x, dim, dim_axes, around)
+                x = chosen.all_gather(x, dim_axes, dim)
             whole[paths[0]] = x
     return whole
-
-
-def _gather_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Array:
-    if rings.has(axes):
-        return collectives.torus_all_gather(x, axes[0], rings.shapes[axes[0]], dim)
-    return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def _gather_bucket(
@@ -86,31 +81,29 @@ def _gather_bucket(
 
 
 def reduce_scatter_grads(
-    whole: Params, shardings: Mapping[str, ManualSharding], rings: Rings = NO_RINGS
+    whole: Params,
+    shardings: Mapping[str, ManualSharding],
+    transport: Transport = ONE_SHOT,
 ) -> Params:
     """Sums tensors over the axes that split them; every device keeps its shard.
 
-    W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of `gather`.
+    W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of
+    `gather_shards`.
     Communication: (n-1)/n of the whole bytes sent per device.
 
     Args:
       whole: {path: this device's addend}; call inside shard_map.
-      shardings: of the same paths.
-      rings: for all of them.
+      shardings: {path: how manual axes split it}.
+      transport: how they move.
     """
-    scatter = functools.partial(_reduce_scatter, shardings=shardings, rings=rings)
+    scatter = functools.partial(
+        _reduce_scatter, shardings=shardings, transport=transport
+    )
     return on_local_shards(scatter, whole, shardings)
 
 
-def _scatter_rows(rows: Array, axes: tuple[str, ...], rings: Rings) -> Array:
-    if rings.has(axes):
-        shape = rings.shapes[axes[0]]
-        return collectives.torus_reduce_scatter(rows, axes[0], shape, loop=rings.loop)
-    return lax.psum_scatter(rows, axes, tiled=True)
-
-
 def _reduce_scatter(
-    whole: Params, shardings: Mapping[str, ManualSharding], rings: Rings
+    whole: Params, shardings: Mapping[str, ManualSharding], transport: Transport
 ) -> Params:
     split = {path: x for path, x in whole.items() if shardings[path].splits}
     shards = dict(whole)
@@ -120,37 +113,39 @@ def _reduce_scatter(
         for paths in make_buckets(group, shardings, 1):
             if len(paths) > 1:
                 shards |= _scatter_bucket(
-                    {p: group[p] for p in paths}, shardings, n, rings
+                    {p: group[p] for p in paths}, shardings, n, transport
                 )
                 continue
             x = group[paths[0]]
             for dim, dim_axes in shardings[paths[0]].splits:
-                x = _scatter_dim(x, dim, dim_axes, rings)
+                x = _scatter_dim(x, dim, dim_axes, transport)
             shards[paths[0]] = x
     return shards
 
 
-def _scatter_dim(x: Array, dim: int, axes: tuple[str, ...], rings: Rings) -> Array:
+def _scatter_dim(
+    x: Array, dim: int, axes: tuple[str, ...], transport: Transport
+) -> Array:
     """Reduce-scatters along one dim, as rows of a matrix."""
     n = lax.axis_size(axes)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    if rings.has(axes) and math.prod(shard[dim:]) < TILE[1]:
-        # Columns fewer than a tile's would be padded, those of all devices at once.
+    if transport.covers(axes) and math.prod(shard[dim:]) < TILE[1]:
+        # Fewer columns than a tile has would be padded, on all devices at once.
         front = jnp.moveaxis(x, dim, 0)
-        part = _scatter_rows(front.reshape(len(front), -1), axes, rings)
+        part = transport.reduce_scatter(front.reshape(len(front), -1), axes)
         return jnp.moveaxis(part.reshape(-1, *front.shape[1:]), 0, dim)
     if not dim:
         rows = x.reshape(len(x), -1)
     else:
-        # No mere transpose, which the compiler would undo.
+        # A plain transpose would be undone by the compiler.
         rows = jnp.moveaxis(x.reshape(*x.shape[:dim], n, *shard[dim:]), dim, 0)
         whole_tiles = math.prod(shard) % TILE[0] == 0
         rows = rows.reshape(n * (TILE[0] if whole_tiles else 1), -1)
-    return _scatter_rows(rows, axes, rings).reshape(shard)
+    return transport.reduce_scatter(rows, axes).reshape(shard)
 
 
 def _scatter_bucket(
-    whole: Params, shardings: Mapping[str, ManualSharding], n: int, rings: Rings
+    whole: Params, shardings: Mapping[str, ManualSharding], n: int, transport: Transport
 ) -> Params:
     rows, shapes = [], {}
     for path, x in whole.items():
@@ -164,7 +159,7 @@ def _scatter_bucket(
         flat = jnp.pad(flat, ((0, 0), (0, added)))
     if flat.shape[1] % math.prod(TILE) == 0:
         flat = flat.reshape(n * TILE[0], -1)
-    flat = _scatter_rows(flat, axes, rings).reshape(-1)
+    flat = transport.reduce_scatter(flat, axes).reshape(-1)
     for path, shape in shapes.items():
         size = math.prod(shape)
         shards[path] = flat[start : start + size].reshape(shape)
@@ -173,7 +168,7 @@ def _scatter_bucket(
 
 
 def all_reduce_grads(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params:
-    """Sums tensors over the manual axes that do not split them, small ones together."""
+    """Sums gradients over the manual axes that do not split them, in buckets."""
     return on_local_shards(
         functools.partial(_all_reduce, shardings=shardings), tree, shardings
     )
@@ -204,8 +199,8 @@ def gather_with(
 ) -> Callable[[Params], Params]:
     """A function of leaves whose gradient goes back through `reduce`.
 
-    Whatever whole tensors `gather` returns, their gradient ends up on the leaves: a
-    forward pass may use weights that were gathered before (ZeRO-2).
+    The gradient of the whole tensors ends up on the leaves even where `gather` returns
+    weights that were gathered before (ZeRO-2).
     """
 
     @jax.custom_vjp

@@ -17,37 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
+from meshpar.fsdp.saved import Saved, VjpReader
 from meshpar.fsdp.split_backward import SplitBackward
-
-
-@dataclasses.dataclass(frozen=True)
-class Stash:
-    """What one layer keeps for its backward pass: a vjp without its weights.
-
-    Attributes:
-      treedef: structure of the vjp function.
-      weights: for every leaf of it the path of the weight that stands there, or None.
-    """
-
-    treedef: Any
-    weights: tuple[str | None, ...]
-
-    @classmethod
-    def of(cls, vjp: Callable, weights: Params) -> tuple["Stash", list[Array]]:
-        """Splits a vjp function into its structure and the arrays to keep."""
-        leaves, treedef = jax.tree.flatten(vjp)
-        paths = tuple(
-            next((path for path, w in weights.items() if w is leaf), None)
-            for leaf in leaves
-        )
-        kept = [x for x, path in zip(leaves, paths, strict=True) if path is None]
-        return cls(treedef, paths), kept
-
-    def vjp(self, kept: list[Array], weights: Params) -> Callable:
-        """The vjp function again, with weights gathered anew."""
-        rest = iter(kept)
-        leaves = [next(rest) if p is None else weights[p] for p in self.weights]
-        return jax.tree.unflatten(self.treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +34,6 @@ class LayerScan:
         whatever their zero weights give going backward is dropped.
       ahead: paths that are gathered while the layer before computes. The last layer
         of a pass gathers the first one's again, unused: one gather in `depth + 1`.
-      stashes: what the traced layers keep; the last one counts.
-      splits: their backward passes in two parts, likewise.
     """
 
     layer: Callable[[Params, Any, Array], Any]
@@ -72,8 +41,6 @@ class LayerScan:
     reduce: Callable[[Params], Params]
     ahead: frozenset[str] = frozenset()
     padded: bool = False
-    stashes: list[Stash] = dataclasses.field(default_factory=list)
-    splits: list[SplitBackward] = dataclasses.field(default_factory=list)
 
     def _sweep(
         self,
@@ -142,16 +109,14 @@ class LayerScan:
 
     def forward(
         self, leaves: Params, constants: Params, x: Any, rows: tuple[Any, Array]
-    ) -> tuple[Any, list[Array]]:
+    ) -> tuple[Any, Saved]:
         """As `run`, with what `backward` needs: arrays [layers run, ...]."""
 
         def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
             y, vjp = jax.vjp(
                 lambda weights, x: self.layer(weights, x, number), weights, x
             )
-            stash, kept = Stash.of(vjp, weights)
-            self.stashes.append(stash)
-            return self._or(number, y, x), kept
+            return self._or(number, y, x), VjpReader.save(vjp, weights)
 
         return self._sweep(one, x, leaves, constants, rows, None)
 
@@ -159,7 +124,7 @@ class LayerScan:
         self,
         leaves: Params,
         constants: Params,
-        kept: list[Array],
+        saved: Saved,
         dx: Any,
         rows: tuple[Any, Array],
         sums: Params | None = None,
@@ -170,20 +135,19 @@ class LayerScan:
         Args:
           leaves: as given to `forward`.
           constants: likewise.
-          kept: what it returned.
+          saved: what it returned.
           dx: gradient of the output.
           rows: as given to `forward`.
           sums: {path: [depth of the whole stack, ...]} to which the gradients of these
             rows are added in place; without it they are returned, [layers run, ...].
           on: whether they are added at all; by default they are.
         """
-        stash = self.stashes[-1]
 
         def one(
-            carry: tuple, weights: Params, row: Array, number: Array, kept: list[Array]
+            carry: tuple, weights: Params, row: Array, number: Array, saved: Saved
         ) -> tuple[tuple, Params]:
             dy, sums = carry
-            dweights, dx = stash.vjp(kept, weights)(dy)
+            dweights, dx = saved.reader.vjp(saved, weights)(dy)
             dweights, dx = self._of_layer(number, dweights), self._or(number, dx, dy)
             gradient = self.reduce(dweights)
             if sums is None:
@@ -192,7 +156,7 @@ class LayerScan:
 
         carry = dx, sums
         (dx, sums), gradient = self._sweep(
-            one, carry, leaves, constants, rows, kept, reverse=True
+            one, carry, leaves, constants, rows, saved, reverse=True
         )
         return dx, gradient if sums is None else sums
 
@@ -200,43 +164,41 @@ class LayerScan:
         self,
         leaves: Params,
         constants: Params,
-        kept: list[Array],
+        saved: Saved,
         dx: Any,
         rows: tuple[Any, Array],
     ) -> tuple[Any, list[Array]]:
         """The first part of `backward` (B): (gradient of the input, what W needs)."""
-        stash = self.stashes[-1]
 
         def both(weights: Params, args: tuple) -> tuple[Params, Any]:
-            kept, dx = args
-            return stash.vjp(kept, weights)(dx)
+            saved, dx = args
+            return saved.reader.vjp(saved, weights)(dx)
 
         def one(
-            dy: Any, weights: Params, _: Array, number: Array, kept: list[Array]
-        ) -> tuple[Any, list[Array]]:
-            split = SplitBackward.of(both, weights, (kept, dy))
-            self.splits.append(split)
-            dx, state = split.run_first(weights, (kept, dy))
-            return self._or(number, dx, dy), state
+            dy: Any, weights: Params, _: Array, number: Array, saved: Saved
+        ) -> tuple[Any, Saved]:
+            split = SplitBackward.of(both, weights, (saved, dy))
+            dx, state = split.run_first(weights, (saved, dy))
+            return self._or(number, dx, dy), Saved.of(state, split)
 
-        return self._sweep(one, dx, leaves, constants, rows, kept, reverse=True)
+        return self._sweep(one, dx, leaves, constants, rows, saved, reverse=True)
 
     def backward_weights(
         self,
         leaves: Params,
         constants: Params,
-        state: list[Array],
+        state: Saved,
         rows: tuple[Any, Array],
         sums: Params,
         on: Array,
     ) -> Params:
         """The second part (W): sums with the gradients of these rows added if `on`."""
-        split = self.splits[-1]
 
         def one(
-            sums: Params, weights: Params, row: Array, number: Array, state: list[Array]
+            sums: Params, weights: Params, row: Array, number: Array, state: Saved
         ) -> tuple[Params, None]:
-            gradient = self._of_layer(number, split.run_second(weights, state))
+            gradient = state.reader.run_second(weights, state.unpack())
+            gradient = self._of_layer(number, gradient)
             gradient = self.reduce(gradient)
             return _added(sums, gradient, row, on), None
 
@@ -268,12 +230,12 @@ def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
         return layers.run(leaves, constants, x, rows(leaves))
 
     def forward(leaves: Params, constants: Params, x: Any) -> tuple[Any, Any]:
-        x, kept = layers.forward(leaves, constants, x, rows(leaves))
-        return x, (leaves, constants, kept)
+        x, saved = layers.forward(leaves, constants, x, rows(leaves))
+        return x, (leaves, constants, saved)
 
-    def backward(saved: Any, dx: Any) -> tuple[Params, None, Any]:
-        leaves, constants, kept = saved
-        dx, dleaves = layers.backward(leaves, constants, kept, dx, rows(leaves))
+    def backward(residuals: Any, dx: Any) -> tuple[Params, None, Any]:
+        leaves, constants, saved = residuals
+        dx, dleaves = layers.backward(leaves, constants, saved, dx, rows(leaves))
         return dleaves, None, dx
 
     run.defvjp(forward, backward)

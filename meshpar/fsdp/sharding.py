@@ -13,7 +13,7 @@ from meshpar.layouts.plan import Spec, partition_spec
 
 @dataclasses.dataclass(frozen=True)
 class ManualSharding:
-    """Where the manual axes split one tensor, and what the automatic ones do.
+    """Where the manual axes split one tensor, and where the automatic ones do.
 
     Attributes:
       splits: (dim, axes) of every dim that manual axes split.
@@ -68,7 +68,7 @@ class ManualSharding:
 
     @property
     def alone(self) -> bool:
-        """Whether it cannot share a bucket: more than one dim is split."""
+        """Whether the tensor cannot share a bucket: more than one dim is split."""
         return len(self.splits) > 1
 
     def layer(self) -> "ManualSharding":
@@ -84,7 +84,7 @@ def on_local_shards(
 ) -> Params:
     """Moves tensors with the automatic axes manual too, each device its own shard.
 
-    A collective between automatic axes would be run on tensors made whole over them,
+    Beside automatic axes a collective would run on tensors made whole over those axes,
     and TPUs would turn a reduce_scatter into an all_reduce, even for axes of size 1.
     """
     kinds = jax.sharding.get_abstract_mesh()

@@ -57,10 +57,11 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
     return [_read(env, atom) for atom in jaxpr.outvars]
 
 
-def _without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """The closed jaxpr of fn(*inputs) with every call in it written out."""
-    whole = jax.make_jaxpr(fn)(*inputs)
-    return jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*inputs)
+def _without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+    """(closed jaxpr of fn(*inputs) with every call written out, fn's result tree)."""
+    whole, result = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    closed = jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*inputs)
+    return closed, result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,22 +97,18 @@ class SplitBackward:
         """Traces fn(weights, args) and cuts it; only shapes matter."""
         flat_weights, weights_tree = jax.tree.flatten(weights)
         flat_args, args_tree = jax.tree.flatten(args)
-        trees = []
+        num_weights = len(flat_weights)
 
-        def flat(*flat_inputs: Array) -> list[Array]:
-            count = len(flat_weights)
-            gradient, rest = fn(
-                jax.tree.unflatten(weights_tree, flat_inputs[:count]),
-                jax.tree.unflatten(args_tree, flat_inputs[count:]),
+        def flat(*flat_inputs: Array) -> tuple[Any, Any]:
+            return fn(
+                jax.tree.unflatten(weights_tree, flat_inputs[:num_weights]),
+                jax.tree.unflatten(args_tree, flat_inputs[num_weights:]),
             )
-            flat_gradient, gradient_tree = jax.tree.flatten(gradient)
-            flat_rest, rest_tree = jax.tree.flatten(rest)
-            trees.append((len(flat_gradient), gradient_tree, rest_tree))
-            return [*flat_gradient, *flat_rest]
 
-        closed = _without_calls(flat, (*flat_weights, *flat_args))
+        closed, results = _without_calls(flat, (*flat_weights, *flat_args))
         jaxpr = closed.jaxpr
-        count, gradient_tree, rest_tree = trees[0]
+        gradient_tree, rest_tree = map(jax.tree.structure, results)
+        count = gradient_tree.num_leaves
         gradients, rest = jaxpr.outvars[:count], jaxpr.outvars[count:]
         first = _needed(jaxpr, rest, frozenset())
         second = _needed(jaxpr, gradients, frozenset(first))
@@ -193,7 +190,8 @@ def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> s
             fn(given, *jax.tree.unflatten(tree, inputs[len(given) :]))
         )
 
-    jaxpr = _without_calls(flat, (*params.values(), *leaves)).jaxpr
+    closed, _ = _without_calls(flat, (*params.values(), *leaves))
+    jaxpr = closed.jaxpr
     live = set(_variables(jaxpr.outvars))
     for number in _needed(jaxpr, jaxpr.outvars, frozenset()):
         live.update(_variables(jaxpr.eqns[number].invars))

@@ -1,131 +1,224 @@
-"""What `fsdp` moves, as terms of a contract."""
+"""The collectives that ZeRO makes, declared from shapes alone.
 
+`declare_moves` counts the buckets that `gather` moves, and asks the transport which
+collectives a compiled program shows for them; the other functions say how often a step
+moves what, by the policy of `zero`.
+"""
+
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives.transport import NO_RINGS, Rings
+from meshpar.arrays import abstract_layer, num_bytes
+from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.fsdp.buckets import is_large, make_buckets, padding
+from meshpar.fsdp.buckets import make_buckets, padding
 from meshpar.fsdp.sharding import ManualSharding
+from meshpar.fsdp.zero import Zero
 
-Shapes = dict[str, jax.ShapeDtypeStruct]
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+Shardings = Mapping[str, ManualSharding]
+Sizes = Mapping[str, int]
+"""{mesh axis: size}."""
+
+_SHARED = "embedding, head and the like"
 
 
-def num_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of a tensor."""
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+class LayerPass(NamedTuple):
+    """One pass over the layers of a stack.
+
+    Attributes:
+      name: "forward", "backward" or "forward again".
+      runs: how often a step runs the pass.
+      depth: layers of one run.
+    """
+
+    name: str
+    runs: int
+    depth: int
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def ways_of(axes: Iterable[str], sizes: Sizes) -> int:
+    """Devices that axes span together."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def local_shape(
+    x: jax.ShapeDtypeStruct, sharding: ManualSharding, sizes: Sizes
+) -> jax.ShapeDtypeStruct:
+    """The part of a tensor that one device moves: its shard over automatic axes."""
+    shape = list(x.shape)
+    for dim, entry in enumerate(sharding.automatic):
+        shape[dim] //= ways_of(_entry_axes(entry), sizes)
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+def _entry_axes(entry: Any) -> tuple[str, ...]:
+    """The axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-class FsdpTerms:
-    """Counts the collectives that `fsdp` makes of dicts of tensors.
+def declare_moves(
+    kind: str,
+    shapes: Shapes,
+    shardings: Shardings,
+    sizes: Sizes,
+    transport: Transport,
+    runs: int,
+    why: str,
+) -> Iterator[DeclaredCollective]:
+    """Declares `gather_shards` or `reduce_scatter_grads` of whole tensors.
 
-    Attributes:
+    Args:
+      kind: "all_gather" or "reduce_scatter".
+      shapes: {path: whole tensor, in the dtype that travels}.
+      shardings: {path: how manual axes split it}.
       sizes: {mesh axis: size}.
+      transport: how the tensors move.
+      runs: how often a step moves them.
+      why: the reason, for people.
     """
+    totals: dict[tuple, list[int]] = {}
+    split = {
+        path: local_shape(x, shardings[path], sizes)
+        for path, x in shapes.items()
+        if shardings[path].splits
+    }
+    for axes in dict.fromkeys(shardings[path].axes for path in split):
+        group = {path: x for path, x in split.items() if shardings[path].axes == axes}
+        for paths in make_buckets(group, shardings, 1):
+            chosen = transport
+            if kind == "all_gather":
+                # A bucket of several tensors is gathered by one collective.
+                alone = num_bytes(group[paths[0]]) if len(paths) == 1 else 0
+                chosen = transport.for_gathers(alone)
+            for dim_axes, size in _bucket_moves(kind, paths, group, shardings, sizes):
+                moved = chosen.declare(kind, dim_axes, ways_of(dim_axes, sizes), size)
+                total = totals.setdefault((dim_axes, moved.kind, moved.note), [0, 0])
+                total[0] += moved.count
+                total[1] += moved.payload_bytes
+    for (axes, moved_kind, note), (count, size) in totals.items():
+        yield DeclaredCollective(
+            moved_kind,
+            axes,
+            ways_of(axes, sizes),
+            runs * count,
+            runs * size,
+            f"{why}, {note}" if note else why,
+            gathers=kind == "all_gather",
+        )
 
-    def __init__(self, sizes: Mapping[str, int]):
-        self.sizes = sizes
 
-    def ways(self, axes: Iterable[str]) -> int:
-        """Devices that axes span together."""
-        return math.prod(self.sizes[axis] for axis in axes)
+def _bucket_moves(
+    kind: str, paths: list[str], shapes: Shapes, shardings: Shardings, sizes: Sizes
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(axes, whole bytes) of each move that makes one bucket whole."""
+    if len(paths) > 1:
+        axes, dtype = shardings[paths[0]].axes, shapes[paths[0]].dtype
+        ways = ways_of(axes, sizes)
+        size = sum(math.prod(shapes[path].shape) for path in paths)
+        if kind == "reduce_scatter":
+            size += ways * padding(size // ways)
+        yield axes, size * jnp.dtype(dtype).itemsize
+        return
+    (path,) = paths
+    size = num_bytes(shapes[path])
+    for _, axes in reversed(shardings[path].splits):
+        yield axes, size
+        size //= ways_of(axes, sizes)
 
-    def local(
-        self, x: jax.ShapeDtypeStruct, sharding: ManualSharding
-    ) -> jax.ShapeDtypeStruct:
-        """What one device moves of a tensor: its shard over the automatic axes."""
-        shape = list(x.shape)
-        for dim, entry in enumerate(sharding.automatic):
-            shape[dim] //= self.ways(_axes(entry))
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    def split_terms(
-        self,
-        kind: str,
-        shapes: Shapes,
-        shardings: Mapping[str, ManualSharding],
-        runs: int,
-        why: str,
-        rings: Rings,
-    ) -> Iterator[DeclaredCollective]:
-        """Gathers or reduce_scatters of whole tensors over the axes that split them."""
-        scatters = kind == "reduce_scatter"
-        found: dict[tuple, list[int]] = {}
-        split = {
-            path: self.local(x, shardings[path])
-            for path, x in shapes.items()
-            if shardings[path].splits
+def declare_all_reduces(
+    shards: Shapes, shardings: Shardings, sizes: Sizes, why: str
+) -> Iterator[DeclaredCollective]:
+    """Declares `all_reduce_grads` of shards over the axes that do not split them."""
+    for axes in dict.fromkeys(shardings[path].rest for path in shards):
+        if not axes:
+            continue
+        group = {
+            path: local_shape(x, shardings[path], sizes)
+            for path, x in shards.items()
+            if shardings[path].rest == axes
         }
-        for axes in dict.fromkeys(shardings[path].axes for path in split):
-            group = {p: x for p, x in split.items() if shardings[p].axes == axes}
-            for paths in make_buckets(group, shardings, 1):
-                large = len(paths) == 1 and is_large(num_bytes(group[paths[0]]))
-                around = rings if scatters or large else NO_RINGS
-                for stage_axes, size in self._stages(kind, paths, group, shardings):
-                    ringed = around.has(stage_axes)
-                    total = found.setdefault((stage_axes, ringed), [0, 0])
-                    total[0] += 1
-                    total[1] += size
-        for (axes, ringed), (count, size) in found.items():
-            ways, kind_found, why_found = self.ways(axes), kind, why
-            if ringed:
-                count *= sum(shape := rings.shapes[axes[0]]) - len(shape)
-                size = size // ways * (ways - 1)
-                kind_found, why_found = "permute", f"{why}, around rings"
-            yield DeclaredCollective(
-                kind_found,
-                axes,
-                ways,
-                runs * count,
-                runs * size,
-                why_found,
-                gathers=not scatters,
+        count = sum(1 for _ in make_buckets(group, shardings, 1))
+        size = sum(map(num_bytes, group.values()))
+        yield DeclaredCollective(
+            "all_reduce", axes, ways_of(axes, sizes), count, size, why
+        )
+
+
+def declared_gathers(
+    zero: Zero, weights: Shapes, sizes: Sizes, passes: list[LayerPass]
+) -> Iterator[DeclaredCollective]:
+    """Declares the gathers of one step.
+
+    Args:
+      zero: the policy.
+      weights: {path: whole weight of one stage, in the dtype that travels}.
+      sizes: {mesh axis: size}.
+      passes: all passes over the layers.
+    """
+    declare = functools.partial(declare_moves, "all_gather", sizes=sizes)
+    why, outside = f"zero={zero.layout.zero_level}: weights", {"transport": ONE_SHOT}
+    if not zero.gathers_layers:
+        why = f"{why} gathered once a step"
+        yield from declare(weights, zero.shardings, runs=1, why=why, **outside)
+        return
+    shared, stack = zero.layered.split(weights)
+    runs = zero.layout.microbatches if zero.reduces_shared_early else 1
+    shared_why = f"{why}: {_SHARED}"
+    yield from declare(shared, zero.shardings, runs=runs, why=shared_why, **outside)
+    layer, transports = abstract_layer(stack), zero.transports
+    ahead = {path: layer.pop(path) for path in list(layer) if path in zero.prefetched}
+    for name, runs, depth in passes:
+        for shapes, transport, layers, when in (
+            (layer, transports.weights, depth, "layer by layer"),
+            # The last layer gathers the first one's weights again.
+            (ahead, transports.prefetched, depth + 1, "one layer ahead"),
+        ):
+            yield from declare(
+                shapes,
+                zero.layer_shardings,
+                transport=transport,
+                runs=runs * layers,
+                why=f"{why}: {when}, {name}",
             )
 
-    def _stages(
-        self,
-        kind: str,
-        paths: list[str],
-        shapes: Shapes,
-        shardings: Mapping[str, ManualSharding],
-    ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """(axes, bytes) of every collective that makes one bucket whole."""
-        if len(paths) > 1:
-            axes, dtype = shardings[paths[0]].axes, shapes[paths[0]].dtype
-            ways = self.ways(axes)
-            size = sum(math.prod(shapes[path].shape) for path in paths)
-            if kind == "reduce_scatter":
-                size += ways * padding(size // ways)
-            yield axes, size * jnp.dtype(dtype).itemsize
-            return
-        (path,) = paths
-        size = num_bytes(shapes[path])
-        for _, axes in reversed(shardings[path].splits):
-            yield axes, size
-            size //= self.ways(axes)
 
-    def reduced_terms(
-        self, shards: Shapes, shardings: Mapping[str, ManualSharding], why: str
-    ) -> Iterator[DeclaredCollective]:
-        """All_reduces of shards over the axes that do not split them."""
-        for axes in dict.fromkeys(shardings[path].rest for path in shards):
-            group = {
-                path: self.local(x, shardings[path])
-                for path, x in shards.items()
-                if shardings[path].rest == axes
-            }
-            if not axes:
-                continue
-            count = sum(1 for _ in make_buckets(group, shardings, 1))
-            size = sum(map(num_bytes, group.values()))
-            yield DeclaredCollective(
-                "all_reduce", axes, self.ways(axes), count, size, why
-            )
+def declared_scatters(
+    zero: Zero, weights: Shapes, sums: Shapes, sizes: Sizes, passes: list[LayerPass]
+) -> Iterator[DeclaredCollective]:
+    """Declares the reduce_scatters of one step.
+
+    Args:
+      zero: the policy.
+      weights: {path: whole weight of one stage, in the dtype that travels}.
+      sums: the same weights, in the dtype in which gradients are added up.
+      sizes: {mesh axis: size}.
+      passes: all passes over the layers; the last one is the backward pass.
+    """
+    declare = functools.partial(declare_moves, "reduce_scatter", sizes=sizes)
+    why, transports = f"zero={zero.layout.zero_level}: gradients", zero.transports
+    early = zero.reduces_shared_early
+    yield from declare(
+        zero.layered.split(weights if early else sums)[0],
+        zero.shardings,
+        transport=transports.once,
+        runs=zero.layout.microbatches if early else 1,
+        why=f"{why}: {_SHARED}",
+    )
+    early = zero.reduces_early
+    stack = zero.layered.split(weights if early else sums)[1]
+    backward = passes[-1]
+    depth = next(iter(stack.values())).shape[0]
+    yield from declare(
+        abstract_layer(stack),
+        zero.layer_shardings,
+        transport=transports.gradients if early else transports.once,
+        runs=backward.runs * backward.depth if early else depth,
+        why=f"{why}: layer by layer, {'going backward' if early else 'once a step'}",
+    )

@@ -21,9 +21,10 @@ from meshpar.layouts.axes import AXES
 from meshpar.local_sgd.exchange import AXIS, Exchange, SyncState
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.schedule import Transfer
-from meshpar.lowering.base import Lowering, model_scope
+from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.mesh.platform import platform_of
+from meshpar.models.model_scope import model_scope
 
 STACKED, WHOLE, ON_DEVICES = (
     PartitionSpec(AXIS),

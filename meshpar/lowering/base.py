@@ -1,16 +1,16 @@
-"""What both lowerings share: training state, clipping and the optimizer's step.
+"""The lowering protocol: from a model under a layout to the functions of one step.
 
-A lowering turns a model under a layout into the pure functions of one training step. It
-says how gradients come about (`automatic`: the compiler inserts the collectives;
-`explicit`: we do); the optimizer runs on shards in the same way under both.
+A lowering says how gradients come about (`jit`: the compiler inserts the collectives;
+`shard_map`: we write them), which collectives it declares, what memory it holds, what
+it reports, and what it does not support. The optimizer runs on shards in the same way
+under all lowerings.
 """
 
-import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,38 +18,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Params
 from meshpar.contracts.collective import Collective
+from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
-from meshpar.layouts.scope import Scope, use
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.memory import (
+    Held,
+    Memory,
+    TracedLayer,
+    predicted_memory,
+    trace_layer,
+)
+from meshpar.lowering.state import Metrics, TrainState, cast_params
 from meshpar.models.model import Model
-
-
-@contextlib.contextmanager
-def model_scope(
-    layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()
-) -> Iterator[Scope]:
-    """Runs a model under a layout: our `constrain`, and Flax's own logical rules."""
-    manual_axes = frozenset(manual_axes)
-    rules = tuple(
-        (name, tuple(axis for axis in axes if axis not in manual_axes))
-        for name, axes in layout.activation_rules.items()
-    )
-    with (
-        use(layout, mesh, manual_axes) as scope,
-        nn.logical_axis_rules(rules),
-    ):
-        yield scope
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """The pure functions of one training step.
+    """The pure functions of one training step, and what is known of it beforehand.
 
     Attributes:
       model: the model.
-      optimizer: the optimizer.
+      optimizer: the optimizer; None where nothing is trained.
       plan: spec of every leaf.
       mesh: the device mesh.
       clip_norm: largest global gradient norm, or None.
@@ -58,63 +48,35 @@ class Lowering:
 
     name: ClassVar[str]
     types_replicas: ClassVar[bool] = False
-    """Whether what differs between replicas has to be marked so (check_vma)."""
+    """Whether values that differ between replicas have to be marked so (check_vma)."""
 
     model: Model
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation | None
     plan: Plan
     mesh: Mesh
     clip_norm: float | None
     compute_dtype: Any
 
     @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.plan.layout
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axis along which steps run apart, manual already, or ()."""
         return (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
+
+    # The functions of a step.
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
         raise NotImplementedError
 
-    @property
-    def may_deadlock(self) -> bool:
-        """Whether compiled programs have to pass `check_compiled` before they run."""
-        return False
-
-    def check_compiled(self, collectives: list[Collective]) -> None:
-        """Raises MeshparError if the compiled step must not run."""
-
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
+    def evaluate(self, params: Params, batch: Any) -> Metrics:
         """Loss and aux of the model in evaluation mode."""
-        loss, aux = self.model.evaluation_loss(self.weights(state), batch)
+        loss, aux = self.model.evaluation_loss(self.weights(params), batch)
         return {"loss": loss.astype(jnp.float32), **aux}
-
-    def weights(self, state: TrainState) -> Params:
-        """The copies that the loss uses: whole over fsdp below zero=3."""
-        specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
-        return self.shard(self.cast(state.params), specs)
-
-    def cast(self, params: Params) -> Params:
-        """Parameters in the dtype of the loss."""
-        if self.compute_dtype is None:
-            return params
-        return {
-            path: x.astype(self.compute_dtype)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else x
-            for path, x in params.items()
-        }
-
-    def shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
-        """Constrains {path: array} to specs."""
-        return {
-            path: jax.lax.with_sharding_constraint(x, self.sharding(specs[path]))
-            for path, x in tree.items()
-        }
-
-    def sharding(self, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
-        """A spec on this mesh, or on the one at hand, which knows its manual axes."""
-        return spec if self.replica_axes else NamedSharding(self.mesh, spec)
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of the optimizer, which runs on shards; adds grad_norm."""
@@ -130,3 +92,102 @@ class Lowering:
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)
         return new, metrics | {"grad_norm": grad_norm}
+
+    def weights(self, params: Params) -> Params:
+        """The copies that the loss uses: whole over fsdp below zero=3."""
+        specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
+        return self.shard(cast_params(params, self.compute_dtype), specs)
+
+    def shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
+        """Constrains {path: array} to specs."""
+        return {
+            path: jax.lax.with_sharding_constraint(x, self.sharding(specs[path]))
+            for path, x in tree.items()
+        }
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+        """A spec on this mesh, or on the mesh in use, which knows its manual axes."""
+        return spec if self.replica_axes else NamedSharding(self.mesh, spec)
+
+    # What is known of a step before it is compiled.
+
+    @classmethod
+    def reason_unsupported(cls, model: Model, layout: Layout) -> str:
+        """Why a model cannot be lowered so under a layout; "" if it can."""
+        raise NotImplementedError
+
+    @property
+    def reason_not_equal(self) -> str:
+        """Why the steps do not equal those of one device on purpose; "" if they do."""
+        return ""
+
+    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+        """The collectives of one training step.
+
+        Args:
+          batch: abstract batch of one replica.
+          num_metrics: scalars that `gradients` returns beside the gradients.
+        """
+        del batch, num_metrics
+        axes = self.axes_in_use
+        if not axes:
+            return
+        whole = {leaf.shape for leaf in self.plan.parameters.values()}
+        size = 8 * len(self.plan.parameters)
+        for leaf in self.plan.optimizer:
+            if leaf.shape and leaf.shape not in whole:
+                size += 2 * math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        why = "global norm, and the optimizer's means over whole tensors"
+        yield DeclaredCollective(
+            "all_reduce", axes, self.ways(axes), 0, size, why, bound=True
+        )
+
+    @property
+    def axes_in_use(self) -> tuple[str, ...]:
+        """Axes larger than 1, but for that of replicas: no step crosses it."""
+        sizes = self.mesh.shape.items()
+        return tuple(a for a, n in sizes if n > 1 and a not in self.replica_axes)
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Devices that axes span together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def memory(self, batch: Any, state: dict[str, int] | None = None) -> Memory | None:
+        """Predicts a step's memory; None for models without layers.
+
+        Args:
+          batch: abstract batch of one replica.
+          state: bytes of the training state by kind; those of the plan by default.
+        """
+        if self.model.layered is None:
+            return None
+        traced = trace_layer(self.model.layered, self.plan, self.mesh, batch)
+        state = self.plan.bytes_per_device() if state is None else state
+        return predicted_memory(state, traced, self.held(traced))
+
+    def held(self, traced: TracedLayer) -> Held:
+        """Bytes held all through a step, from one traced layer."""
+        state = self.plan.bytes_per_device()
+        copies = self.compute_dtype is not None or self.layout.zero_level < 3
+        return Held(
+            weights=state["weights"] if copies else 0,
+            gradients=state["gradients"],
+            activations=self.model.layered.depth * traced.saved,
+        )
+
+    def report(self, batch: Any) -> dict[str, Any]:
+        """Sections of a report by name, beyond those that every lowering has.
+
+        Args:
+          batch: abstract batch of one replica.
+        """
+        del batch
+        return {}
+
+    @property
+    def may_deadlock(self) -> bool:
+        """Whether compiled programs have to pass `check_compiled` before they run."""
+        return False
+
+    def check_compiled(self, collectives: list[Collective]) -> None:
+        """Raises MeshparError if the compiled step must not run."""

@@ -1,12 +1,12 @@
-"""The automatic lowering: jit, with every mesh axis automatic.
+"""The jit lowering: every mesh axis is automatic, XLA inserts the collectives.
 
 Training state carries the shardings of the plan, activations carry the model's
-constraints, and the compiler inserts the collectives. ZeRO is a matter of what is
-sharded over `fsdp`, and when.
+constraints. ZeRO is a matter of what is sharded over `fsdp`, and when.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,20 +15,46 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Params
 from meshpar.collectives.microbatch import split_microbatches
-from meshpar.layouts.axes import BATCH_AXES
+from meshpar.contracts.contract import DeclaredCollective
+from meshpar.layouts.layout import Layout
 from meshpar.lowering.base import Lowering
+from meshpar.lowering.batches import batch_spec
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class JitLowering(Lowering):
-    """`Lowering` by the compiler; works for every model."""
+    """Leaves the collectives to the compiler; works for every model."""
 
     name = "jit"
 
+    @classmethod
+    def reason_unsupported(cls, model: Model, layout: Layout) -> str:
+        """Why a model cannot be lowered so under a layout; "" if it can."""
+        del model
+        if layout.pipe > 1:
+            return f"pipe={layout.pipe}: the compiler makes no pipeline"
+        if layout.prefetch:
+            return (
+                f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
+                "lowering=jit; leave it out, or use lowering=shard_map with a model "
+                "that has layers"
+            )
+        return ""
+
+    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+        """The collectives of one training step, without a bound."""
+        yield from super().declared(batch, num_metrics)
+        if axes := self.axes_in_use:
+            why = "lowering=jit: the compiler chooses"
+            yield DeclaredCollective(
+                "any", axes, self.ways(axes), 0, math.inf, why, bound=True
+            )
+
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
-        key, weights = state.key(), self.weights(state)
+        key, weights = state.key(), self.weights(state.params)
         specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
 
         def loss_fn(params: Params, batch: Any, key: jax.Array):
@@ -55,9 +81,12 @@ class JitLowering(Lowering):
     ) -> tuple[Metrics, Params]:
         """Means over microbatches, each weighted by its aux["weight"] (1 without)."""
         num = self.plan.layout.microbatches
-        split = self.sharding(PartitionSpec(None, BATCH_AXES))
-        batches = jax.lax.with_sharding_constraint(
-            split_microbatches(batch, num), split
+        batches = split_microbatches(batch, num)
+        batches = jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(
+                x, self.sharding(PartitionSpec(None, *batch_spec(x.ndim - 1)))
+            ),
+            batches,
         )
         first = jax.tree.map(lambda x: x[0], batches)
         metrics, _ = jax.eval_shape(one, first, key)

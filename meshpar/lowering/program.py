@@ -1,9 +1,11 @@
-"""A model lowered under a layout: one compiled SPMD training program."""
+"""Programs: a model lowered under a layout, as functions to call.
+
+`Program` needs no optimizer: parameters, batches and evaluation. `TrainProgram` adds
+the compiled training step, its contract and portable states.
+"""
 
 import dataclasses
 import functools
-import hashlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,38 +14,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.contract import Contract
-from meshpar.contracts.hlo import parse_hlo
-from meshpar.explain.traffic import declare_collectives
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
-from meshpar.lowering.base import Lowering, model_scope
+from meshpar.lowering.base import Lowering
+from meshpar.lowering.batches import BatchPlacer
+from meshpar.lowering.inspection import Inspection, bytes_per_device, read_collectives
+from meshpar.lowering.portable import LayerOrder, PortableState
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.mesh.platform import platform_of
 from meshpar.mesh.torus import compiler_options
 from meshpar.models.model import Model
-from meshpar.pipeline.layer_order import LayerOrder
+from meshpar.models.model_scope import model_scope
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainProgram:
-    """A model lowered under a layout; made by `lower`.
+class Program:
+    """A model under a layout, without an optimizer.
 
     Attributes:
-      lowering: the pure functions of the step.
-      abstract_state: the training state as ShapeDtypeStructs with shardings.
-      abstract_batch: the batch, likewise.
-      why_auto: what lowering="auto" or schedule=auto took, and why.
-      layer_order: how a pipeline stores the layers, where not in the model's order.
+      lowering: the pure functions of the model under the layout.
+      abstract_batch: the global batch as ShapeDtypeStructs with shardings.
+      layer_order: how a pipeline stores the layers; None for the model's own order.
     """
 
     lowering: Lowering
-    abstract_state: TrainState
     abstract_batch: Any
-    why_auto: str = ""
     layer_order: LayerOrder | None = None
 
     @property
@@ -66,6 +64,121 @@ class TrainProgram:
         """The device mesh."""
         return self.lowering.mesh
 
+    @functools.cached_property
+    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """{path: ShapeDtypeStruct} of the parameters, with shardings."""
+        return {
+            path: jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(self.mesh, leaf.partition_spec),
+            )
+            for path, leaf in self.lowering.plan.parameters.items()
+        }
+
+    def init_params(self, seed: int = 0) -> Params:
+        """Fresh parameters: the same numbers whatever the layout."""
+        return self._init_params(np.uint32(seed))
+
+    def evaluate_params(self, params: Params, batch: Any) -> Metrics:
+        """Loss and aux of the model in evaluation mode.
+
+        Args:
+          params: {path: array}, sharded as `abstract_params` says.
+          batch: device arrays from `place_batch`, or this process's rows of it.
+        """
+        return self._evaluate_params(params, self._placed(batch))
+
+    @functools.cached_property
+    def batches(self) -> BatchPlacer:
+        """Places batches on the devices."""
+        return BatchPlacer(self.abstract_batch)
+
+    @property
+    def batch_rows(self) -> np.ndarray:
+        """Rows of the global batch that this process's devices hold, ascending."""
+        return self.batches.rows
+
+    def place_batch(self, batch: Any) -> Any:
+        """Puts this process's rows of a batch onto its devices.
+
+        Args:
+          batch: pytree of host arrays [len(batch_rows), ...]; in a single process
+            those are all rows.
+
+        Returns:
+          The global batch as arrays, sharded as the layout says.
+        """
+        return self.batches.place(batch)
+
+    def _placed(self, batch: Any) -> Any:
+        if isinstance(jax.tree.leaves(batch)[0], jax.Array):
+            return batch
+        return self.place_batch(batch)
+
+    @functools.cached_property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def _init_options(self) -> dict[str, Any] | None:
+        """Compiler options of a program that runs once."""
+        if not platform_of(self.mesh).compiles_slowly:
+            return None
+        return {"xla_backend_optimization_level": 0}
+
+    @functools.cached_property
+    def _init_params(self) -> Callable[[Any], Params]:
+        def init(seed: Array) -> Params:
+            return self.model.init(jax.random.key(seed))
+
+        shardings = {p: leaf.sharding for p, leaf in self.abstract_params.items()}
+        return jax.jit(
+            init, out_shardings=shardings, compiler_options=self._init_options
+        )
+
+    @functools.cached_property
+    def _evaluate_params(self) -> Callable[[Params, Any], Metrics]:
+        return self._jit(self.lowering.evaluate, self._whole)
+
+    def _jit(self, fn: Callable, out_shardings: Any) -> Callable:
+        """fn(x, batch) jitted on the mesh; checked first where it might deadlock."""
+        jitted = jax.jit(self._traced(fn), out_shardings=out_shardings)
+        checked: list[Callable] = [] if self.lowering.may_deadlock else [jitted]
+
+        def call(x: Any, batch: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                if not checked:
+                    compiled = jitted.lower(x, batch).compile()
+                    collectives = read_collectives(compiled, self.mesh)
+                    self.lowering.check_compiled(collectives)
+                    checked.append(compiled)
+                return checked[0](x, batch)
+
+        return call
+
+    def _traced(self, fn: Callable) -> Callable:
+        def traced(x: Any, batch: Any) -> Any:
+            with model_scope(self.layout, self.mesh):
+                return fn(x, batch)
+
+        return traced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainProgram(Program):
+    """A model and an optimizer under a layout: one compiled SPMD training program.
+
+    Attributes:
+      abstract_state: the training state as ShapeDtypeStructs with shardings.
+      inspection: the training step, lowered, compiled and read back.
+      why_auto: what lowering=auto or schedule=auto took, and why.
+    """
+
+    abstract_state: TrainState
+    inspection: Inspection
+    why_auto: str = ""
+
     def init(self, seed: int = 0) -> TrainState:
         """Makes a fresh state: the same numbers whatever the layout."""
         return self._init(np.uint32(seed))
@@ -84,123 +197,67 @@ class TrainProgram:
         return self.compiled(state, self._placed(batch))
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-        """Returns metrics and gradients {path: array}, before clipping.
+        """Metrics and gradients {path: array}, before clipping.
 
         Layers stand in the order of the model.
         """
         return self._gradients(state, self._placed(batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """Returns the loss and aux of the model in evaluation mode."""
-        return self._evaluate(state, self._placed(batch))
+        """Loss and aux of the model in evaluation mode."""
+        return self.evaluate_params(state.params, batch)
 
     def weights(self, state: TrainState) -> Params:
         """The weights that `evaluate` uses, {path: array}."""
         return state.params
 
-    def in_model_order(self, state: TrainState) -> TrainState:
-        """The state with layers in the order of the model, the same in all layouts.
-
-        A pipeline may store them in another order; otherwise it is the state itself.
-        """
-        if self.layer_order is None:
-            return state
-        return self._reorder(self.layer_order.in_model_order, self.portable_state)(
-            state
-        )
-
-    def extra_state(self, state: TrainState) -> Any:
-        """What only this layout and mode can use of a state; None without any."""
-        del state
+    # The step, compiled and read back.
 
     @property
-    def abstract_extra(self) -> Any:
-        """The same as ShapeDtypeStructs with shardings."""
-        return None
-
-    @property
-    def extra_identity(self) -> str:
-        """Which mode `extra_state` belongs to."""
-        return ""
-
-    def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
-        """The inverse of `in_model_order`, with what `extra_state` gave, if it did."""
-        del extra
-        if self.layer_order is None:
-            return state
-        return self._reorder(self.layer_order.as_stored, self.abstract_state)(state)
-
-    @property
-    def portable_state(self) -> TrainState:
-        """What `in_model_order` returns, as ShapeDtypeStructs with shardings."""
-        if self.layer_order is None:
-            return self.abstract_state
-        return self.layer_order.abstract_in_model_order(self.abstract_state)
-
-    def _reorder(self, fn: Callable, like: TrainState) -> Callable:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        return jax.jit(fn, out_shardings=shardings)
-
-    @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The training step as StableHLO, before it is compiled."""
-        with jax.set_mesh(self.mesh):
-            return jax.jit(
-                self._traced(self.lowering.train_step),
-                donate_argnums=0,
-                out_shardings=(self.state_shardings, self._whole),
-                compiler_options=compiler_options(self.mesh),
-            ).lower(self.abstract_state, self.abstract_batch)
+        return self.inspection.lowered
 
-    @functools.cached_property
+    @property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled training step.
 
         Raises:
           MeshparError: it could deadlock.
         """
-        made = self.lowered.compile()
-        self.lowering.check_compiled(self.collectives_of(made))
-        return made
+        return self.inspection.compiled
 
-    @functools.cached_property
-    def compiler_log(self) -> list[str]:
-        """What the compiler says of the step; it is compiled now if it is not yet."""
-        with captured_log() as log:
-            _ = self.compiled
-        return log
-
-    @functools.cached_property
+    @property
     def collectives(self) -> list[Collective]:
         """The collectives of the compiled training step."""
-        return self.collectives_of(self.compiled)
+        return self.inspection.collectives
 
-    def collectives_of(self, made: jax.stages.Compiled) -> list[Collective]:
-        """The collectives of a program compiled for this mesh."""
-        return parse_hlo(made.as_text(), dict(self.mesh.shape))
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the lowered step: equal on all processes that may run together."""
+        return self.inspection.fingerprint
 
     @functools.cached_property
     def contract(self) -> Contract:
-        """The collectives that this layout and lowering declare for one step."""
+        """The collectives and the state that the layout declares for one step."""
         with jax.set_mesh(self.mesh):
             traced = self._traced(self.lowering.gradients)
             shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
-        metrics = set(shapes[0]) | {"weight"}
-        declared = declare_collectives(self.lowering, self.step_batch, len(metrics))
+        num_metrics = len(set(shapes[0]) | {"weight"})
         state = self.lowering.plan.bytes_per_device()
-        kinds = {kind: state[kind] for kind in ("parameters", "optimizer")}
-        return dataclasses.replace(declared, state_bytes=kinds)
+        return Contract(
+            tuple(self.lowering.declared(self.step_batch, num_metrics)),
+            {kind: state[kind] for kind in ("parameters", "optimizer")},
+        )
 
-    def state_bytes(self, made: jax.stages.Compiled) -> dict[str, int]:
-        """What a compiled step hands on of weights and optimizer, per device."""
-
-        def held(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
-            return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-        held_by_leaf = jax.tree.map(held, self.abstract_state, made.output_shardings[0])
+    def state_bytes(self, compiled: jax.stages.Compiled) -> dict[str, int]:
+        """Bytes of weights and optimizer that a compiled step hands on, per device."""
+        state, shardings = self.abstract_state, compiled.output_shardings[0]
         return {
-            "parameters": sum(jax.tree.leaves(held_by_leaf.params)),
-            "optimizer": sum(jax.tree.leaves(held_by_leaf.optimizer_state)),
+            "parameters": bytes_per_device(state.params, shardings.params),
+            "optimizer": bytes_per_device(
+                state.optimizer_state, shardings.optimizer_state
+            ),
         }
 
     @property
@@ -209,65 +266,60 @@ class TrainProgram:
         return self.abstract_batch
 
     def violations(self) -> list[str]:
-        """What the compiled training step does against its contract."""
+        """Where the compiled training step breaks its contract."""
         return [
             *self.contract.violations(self.collectives),
             *self.contract.state_violations(self.state_bytes(self.compiled)),
         ]
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of the lowered step: equal on all processes that may run together."""
-        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()[:16]
+    @property
+    def busiest(self) -> tuple[Contract, list[Collective]]:
+        """Declared and found, of the step that moves most."""
+        return self.contract, self.collectives
+
+    @property
+    def mode_text(self) -> str:
+        """How replicas are synchronized; "" in synchronous training."""
+        return ""
+
+    @property
+    def reason_not_equal(self) -> str:
+        """Why training does not equal one device on purpose; "" if it does."""
+        return self.lowering.reason_not_equal
+
+    # States that do not depend on the layout.
 
     @functools.cached_property
-    def batch_rows(self) -> np.ndarray:
-        """Rows of the global batch that this process's devices hold, ascending."""
-        first = jax.tree.leaves(self.abstract_batch)[0]
-        index_map = first.sharding.addressable_devices_indices_map(first.shape)
-        rows = {
-            row
-            for index in index_map.values()
-            for row in range(*index[0].indices(first.shape[0]))
-        }
-        return np.array(sorted(rows))
+    def _portable(self) -> PortableState:
+        return PortableState(self.abstract_state, self.layer_order)
 
-    def place_batch(self, batch: Any) -> Any:
-        """Puts this process's rows of a batch onto its devices.
+    @property
+    def portable_state(self) -> TrainState:
+        """The result of `in_model_order`, as ShapeDtypeStructs with shardings."""
+        return self._portable.abstract_portable
 
-        Args:
-          batch: pytree of host arrays [len(batch_rows), ...]; in a single process
-            those are all rows.
+    def in_model_order(self, state: TrainState) -> TrainState:
+        """The state with layers in the order of the model, the same in all layouts."""
+        return self._portable.in_model_order(state)
 
-        Returns:
-          The global batch as arrays sharded over data and fsdp.
-        """
-        rows = self.batch_rows
+    def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
+        """The inverse of `in_model_order`, with the result of `extra_state`, if any."""
+        del extra
+        return self._portable.as_stored(state)
 
-        def place(target: jax.ShapeDtypeStruct, x: Any) -> jax.Array:
-            x = np.asarray(x)
-            if x.shape != (len(rows), *target.shape[1:]) or x.dtype != target.dtype:
-                raise ValueError(
-                    f"batch leaf {x.dtype}{list(x.shape)}: the program was lowered for "
-                    f"{target.dtype}{[len(rows), *target.shape[1:]]} on this process"
-                )
+    def extra_state(self, state: TrainState) -> Any:
+        """The part of a state that only this layout and mode can use; None without."""
+        del state
 
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
-                wanted = np.arange(*index[0].indices(target.shape[0]))
-                return x[np.searchsorted(rows, wanted)]
+    @property
+    def abstract_extra(self) -> Any:
+        """The result of `extra_state`, as ShapeDtypeStructs with shardings."""
+        return None
 
-            return jax.make_array_from_callback(target.shape, target.sharding, shard)
-
-        return jax.tree.map(place, self.abstract_batch, batch)
-
-    def _placed(self, batch: Any) -> Any:
-        if isinstance(jax.tree.leaves(batch)[0], jax.Array):
-            return batch
-        return self.place_batch(batch)
-
-    @functools.cached_property
-    def _whole(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
+    @property
+    def extra_identity(self) -> str:
+        """The mode to which `extra_state` belongs."""
+        return ""
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -278,51 +330,81 @@ class TrainProgram:
     def _init(self) -> Callable[[Any], TrainState]:
         optimizer, model = self.lowering.optimizer, self.model
 
-        def init(seed: jax.Array) -> TrainState:
+        def init(seed: Array) -> TrainState:
             params = model.init(jax.random.key(seed))
             step = jnp.zeros((), jnp.int32)
             return TrainState(step, seed, params, optimizer.init(params))
 
-        # Runs once: on CPUs optimized code for it takes longer to make than it saves.
-        unoptimized = {"xla_backend_optimization_level": 0}
-        options = unoptimized if platform_of(self.mesh).compiles_slowly else None
         return jax.jit(
-            init, out_shardings=self.state_shardings, compiler_options=options
+            init,
+            out_shardings=self.state_shardings,
+            compiler_options=self._init_options,
         )
 
     @functools.cached_property
     def _gradients(self) -> Callable:
-        order = self.layer_order
-        like = self.portable_state.params
+        order, like = self.layer_order, self.portable_state.params
         shardings = {path: leaf.sharding for path, leaf in like.items()}
 
         def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-            metrics, gradients = self.lowering.gradients(state, batch)
-            return metrics, order.in_model_order(gradients) if order else gradients
+            metrics, grads = self.lowering.gradients(state, batch)
+            return metrics, order.in_model_order(grads) if order else grads
 
         return self._jit(gradients, (self._whole, shardings))
 
-    @functools.cached_property
-    def _evaluate(self) -> Callable:
-        return self._jit(self.lowering.evaluate, self._whole)
 
-    def _jit(self, fn: Callable, out_shardings: Any) -> Callable:
-        jitted = jax.jit(self._traced(fn), out_shardings=out_shardings)
-        safe: list[Callable] = [] if self.lowering.may_deadlock else [jitted]
+def inspect_step(
+    lowering: Lowering, step: Callable, abstract_state: Any, *arguments: Any
+) -> Inspection:
+    """Inspects step(state, *arguments) -> (state, metrics), which donates its state.
 
-        def call(state: TrainState, batch: Any) -> Any:
-            with jax.set_mesh(self.mesh):
-                if not safe:
-                    made = jitted.lower(state, batch).compile()
-                    self.lowering.check_compiled(self.collectives_of(made))
-                    safe.append(made)
-                return safe[0](state, batch)
+    Args:
+      lowering: of the step.
+      step: the step, a function to trace.
+      abstract_state: ShapeDtypeStructs with shardings.
+      *arguments: abstract arguments after the state.
+    """
+    mesh = lowering.mesh
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
 
-        return call
+    def lower() -> jax.stages.Lowered:
+        with jax.set_mesh(mesh):
+            return jax.jit(
+                step,
+                donate_argnums=0,
+                out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+                compiler_options=compiler_options(mesh),
+            ).lower(abstract_state, *arguments)
 
-    def _traced(self, fn: Callable) -> Callable:
-        def traced(state: TrainState, batch: Any) -> Any:
-            with model_scope(self.layout, self.mesh):
-                return fn(state, batch)
+    return Inspection(lower, mesh, lowering.check_compiled)
 
-        return traced
+
+def make_train_program(
+    lowering: Lowering,
+    abstract_state: TrainState,
+    abstract_batch: Any,
+    layer_order: LayerOrder | None = None,
+    why_auto: str = "",
+) -> TrainProgram:
+    """Makes the training program of a lowering; nothing is compiled yet.
+
+    Args:
+      lowering: the pure functions of one step.
+      abstract_state: ShapeDtypeStructs with shardings.
+      abstract_batch: the global batch, with shardings.
+      layer_order: how the layers are stored.
+      why_auto: what schedule=auto took, and why.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        with model_scope(lowering.layout, lowering.mesh):
+            return lowering.train_step(state, batch)
+
+    return TrainProgram(
+        lowering,
+        abstract_batch,
+        layer_order,
+        abstract_state=abstract_state,
+        inspection=inspect_step(lowering, step, abstract_state, abstract_batch),
+        why_auto=why_auto,
+    )

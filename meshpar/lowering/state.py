@@ -1,12 +1,14 @@
-"""The training state."""
+"""The training state, and the dtype in which a step computes."""
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Array]
+"""Scalars by name."""
 
 
 class TrainState(NamedTuple):
@@ -19,13 +21,23 @@ class TrainState(NamedTuple):
       optimizer_state: the optax state.
     """
 
-    step: jax.Array
-    seed: jax.Array
+    step: Array
+    seed: Array
     params: Params
     optimizer_state: Any
 
-    def key(self) -> jax.Array:
+    def key(self) -> Array:
         """The random key of this step."""
         return jax.random.fold_in(
             jax.random.key(self.seed, impl="threefry2x32"), self.step
         )
+
+
+def cast_params(params: Params, dtype: Any) -> Params:
+    """Floating-point parameters in another dtype; as they are without one."""
+    if dtype is None:
+        return params
+    return {
+        path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for path, x in params.items()
+    }

@@ -11,37 +11,9 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.varying import sum_varying
 from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.saved import Saved
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 from meshpar.pipeline.buffers import AXIS
-
-
-class _KeysAsData:
-    """Turns random keys into plain arrays, which a buffer can hold, and back."""
-
-    def __init__(self) -> None:
-        self.impls: list[Any] = []
-
-    def raw(self, arrays: list[Array]) -> list[Array]:
-        def is_key(x: Array) -> bool:
-            return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-        self.impls = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
-        return [jax.random.key_data(x) if is_key(x) else x for x in arrays]
-
-    def typed(self, arrays: list[Array]) -> list[Array]:
-        return [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(arrays, self.impls, strict=True)
-        ]
-
-
-class _Traced:
-    """What the program of one tick leaves for those of later ticks, as structure."""
-
-    def __init__(self) -> None:
-        self.forward: LayerScan | None = None
-        self.split: LayerScan | None = None
-        self.stashed, self.handed_over = _KeysAsData(), _KeysAsData()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +49,6 @@ class PipelineStage:
     vary: Callable[[Array], Array]
     residuals: bool
     shares_vocabulary: bool
-    traced: _Traced = dataclasses.field(default_factory=_Traced)
 
     def _batch(self, microbatch: Array) -> Any:
         return jax.tree.map(
@@ -125,16 +96,15 @@ class PipelineStage:
         """The output of a chunk, and what its backward pass needs."""
         if not self.residuals:
             return self.run(chunk, microbatch, x), x
-        layers = self.traced.forward = self._layers(microbatch)
-        y, kept = layers.forward(self.stack, {}, x, self._rows(chunk))
-        return y, self.traced.stashed.raw(kept)
+        layers = self._layers(microbatch)
+        return layers.forward(self.stack, {}, x, self._rows(chunk))
 
     def _again(
         self, chunk: Array, microbatch: Array, kept: Any
-    ) -> tuple[LayerScan, list[Array]]:
-        """The layers and their residuals, computed again if only x was kept."""
+    ) -> tuple[LayerScan, Saved]:
+        """The layers and their residuals, computed again if only x was saved."""
         if self.residuals:
-            return self.traced.forward, self.traced.stashed.typed(kept)
+            return self.layers(self.key), kept
         layers = self._layers(microbatch)
         return layers, layers.forward(self.stack, {}, kept, self._rows(chunk))[1]
 
@@ -148,20 +118,15 @@ class PipelineStage:
 
     def backward_input(
         self, chunk: Array, microbatch: Array, kept: Any, dy: Any
-    ) -> tuple[Any, list[Array]]:
-        """The first part of `backward` (B): dx, and what `weights` needs."""
+    ) -> tuple[Any, Saved]:
+        """The first part of `backward` (B): dx, and the state that `weights` needs."""
         layers, kept = self._again(chunk, microbatch, kept)
-        self.traced.split = layers
         rows = self._rows(chunk)
-        dx, state = layers.backward_input(self.stack, {}, kept, dy, rows)
-        return dx, self.traced.handed_over.raw(state)
+        return layers.backward_input(self.stack, {}, kept, dy, rows)
 
-    def weights(
-        self, chunk: Array, state: list[Array], sums: Params, on: Array
-    ) -> Params:
+    def weights(self, chunk: Array, state: Saved, sums: Params, on: Array) -> Params:
         """The second part of `backward` (W): the sums."""
-        state, rows = self.traced.handed_over.typed(state), self._rows(chunk)
-        layers = self.traced.split
+        layers, rows = self.layers(self.key), self._rows(chunk)
         return layers.backward_weights(self.stack, {}, state, rows, sums, on)
 
     def head(self, microbatch: Array, y: Any, on: Array) -> tuple[Params, Any, Params]:

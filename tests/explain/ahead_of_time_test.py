@@ -17,7 +17,6 @@ from experiments.config import with_settings
 from meshpar import collectives, layouts, mesh
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
-from meshpar.explain import memory
 from meshpar.local_sgd import contract
 from meshpar.mesh import torus
 
@@ -191,7 +190,7 @@ def test_predicted_memory_is_the_tpu_compiler_s(recipe, topology, layout, batch)
     program = building.make_program(
         config, meshpar.layouts.parse(layout), mesh.topology(topology)
     )
-    predicted = memory.predict_memory(program.lowering, program.abstract_batch)
+    predicted = program.lowering.memory(program.abstract_batch)
     peak = program.compiled.memory_analysis().peak_memory_in_bytes
     assert predicted.total == pytest.approx(peak, rel=0.1)
 

@@ -12,7 +12,6 @@ from support.tiny_models import lower, model
 
 from experiments import explain_page
 from meshpar.contracts import collective, compiler_log
-from meshpar.explain import memory
 from meshpar.explain.report import explain
 from meshpar.lowering import auto
 
@@ -77,7 +76,7 @@ def test_says_what_is_replicated_and_warns():
     whole = collective.Collective(
         "all_gather", ("fsdp",), 2, stack, 1, False, False, "main", "a.py:9"
     )
-    program.__dict__["collectives"] = [one, whole]
+    program.inspection.__dict__["collectives"] = [one, whole]
     said = explain(program)
     small, gather = sorted(said.warnings, reverse=True)
     assert (
@@ -108,16 +107,19 @@ def test_auto_takes_the_program_that_exposes_less():
     assert program.lowering.name == "shard_map"
     assert "jit exposes" in program.why_auto
     assert "took shard_map" in program.why_auto
-    assert "compiler_log" in vars(program)  # Kept for `explain`, which comes too late.
+    assert "compiler_log" in vars(
+        program.inspection
+    )  # Kept for `explain`, which comes too late.
     other = lower("fsdp=8", TINY, lowering="jit")
-    assert auto.exposed_bytes(program) < auto.exposed_bytes(other)
-    assert auto.pick_lowering([other, program])[0] is program
+    assert program.inspection.exposed_bytes < other.inspection.exposed_bytes
+    chosen = auto.pick_lowering([other, program])
+    assert chosen.inspection is program.inspection
 
 
 @pytest.mark.parametrize("remat, kept", [("none", 10), ("full", 1)])
 def test_predicted_activations_follow_rematerialization(remat, kept):
     program = lower(f"fsdp=2,remat={remat}", TINY)
-    predicted = memory.predict_memory(program.lowering, program.abstract_batch)
+    predicted = program.lowering.memory(program.abstract_batch)
     x = 8 * 16 * 32 * 4  # Rows of one device, length, embed, float32.
     assert predicted.activations >= 2 * kept * x
     assert (predicted.activations < 3 * x) == (remat == "full")

@@ -17,7 +17,7 @@ from meshpar import layouts
 from meshpar.collectives import transport
 from meshpar.errors import LayoutError
 from meshpar.fsdp import buckets, sharding
-from meshpar.lowering import shard_map
+from meshpar.lowering import frame
 from meshpar.lowering.shard_map import ShardMapLowering
 
 TINY = model(depth=3)
@@ -66,20 +66,30 @@ def test_equals_the_automatic_lowering(layout):
 
 
 @pytest.mark.parametrize(
-    "shape, gather_rings, kinds",
+    "shape, gathers_around_rings, kinds",
     [
-        ((2, 2), transport.NO_RINGS, {"all_gather", "permute"}),
-        ((4,), transport.Rings({"fsdp": (4,)}), {"permute"}),
+        ((2, 2), False, {"all_gather", "permute"}),
+        ((4,), True, {"permute"}),
     ],
 )
-def test_around_rings_gradients_are_the_same(monkeypatch, shape, gather_rings, kinds):
+def test_around_rings_gradients_are_the_same(
+    monkeypatch, shape, gathers_around_rings, kinds
+):
     """As on TPUs, where a ring's steps hide behind compute."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(transport, "LARGE_BYTES", 16)
     layout = "data=2,fsdp=4,prefetch=attention/q"
     want = lower(layout, TINY)
     _, gradients = want.gradients(want.init(0), batch())
-    monkeypatch.setattr(ShardMapLowering, "rings", transport.Rings({"fsdp": shape}))
-    monkeypatch.setattr(ShardMapLowering, "gather_rings", gather_rings)
+    rings = transport.Rings({"fsdp": shape})
+    transports = transport.Transports(
+        weights=rings if gathers_around_rings else transport.ONE_SHOT,
+        prefetched=rings,
+        gradients=rings,
+        once=dataclasses.replace(rings, loop=True),
+        widens=True,
+    )
+    monkeypatch.setattr(frame, "transports_for", lambda *_: transports)
     program = lower(layout, TINY)
     _, got = program.gradients(program.init(0), batch())
     assert relative_error(host(got), host(gradients)) < 1e-5
@@ -97,7 +107,7 @@ def test_around_rings_gradients_are_the_same(monkeypatch, shape, gather_rings, k
 @pytest.mark.parametrize("layout", [slow("fsdp=4"), "fsdp=2,remat=full,microbatches=2"])
 def test_weights_gathered_one_layer_ahead_change_nothing(layout):
     program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
-    assert len(program.lowering.prefetched) > 4
+    assert len(program.lowering.zero.prefetched) > 4
     _, gradients = program.gradients(program.init(0), batch())
     assert relative_error(host(gradients), host(one_device()[1])) < 1e-5
     assert program.violations() == []
@@ -219,7 +229,7 @@ def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
     ],
 )
 def test_what_it_cannot_do_goes_to_the_compiler_unless_asked_for(layout, words):
-    assert words in shard_map.reason_unsupported(TINY, layouts.parse(layout))
+    assert words in ShardMapLowering.reason_unsupported(TINY, layouts.parse(layout))
     with pytest.raises(LayoutError, match=f"{words}.*use lowering=jit"):
         lower(layout, model(depth=2), lowering="shard_map")
     assert not isinstance(lower(layout, model(depth=2)).lowering, ShardMapLowering)
@@ -233,7 +243,9 @@ def test_batch_axes_have_to_stand_before_tensor_in_a_rule():
 
 def test_activations_of_a_layer_stay_off_the_batch_axes():
     layout = layouts.parse("fsdp=2,activations.length=fsdp")
-    assert "activations.length=fsdp moves" in shard_map.reason_unsupported(TINY, layout)
+    assert "activations.length=fsdp moves" in ShardMapLowering.reason_unsupported(
+        TINY, layout
+    )
 
 
 def test_models_without_stages_go_to_the_compiler():
@@ -256,7 +268,7 @@ def test_stages_that_do_not_fit_are_an_error(stages, words):
         meshpar.from_nnx(Stack, stages)
 
 
-def test_buckets_hold_equals_up_to_their_size():
+def test_a_bucket_holds_tensors_of_one_kind_up_to_its_size():
     plain = sharding.ManualSharding(((0, ("fsdp",)),), (), jax.sharding.PartitionSpec())
     over_tensor = dataclasses.replace(
         plain, automatic=jax.sharding.PartitionSpec("tensor")

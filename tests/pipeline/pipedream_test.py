@@ -14,7 +14,7 @@ import meshpar
 from meshpar.collectives import microbatch
 from meshpar.errors import LayoutError
 from meshpar.explain.verify import verify
-from meshpar.pipeline.pipedream import PipeDreamLowering
+from meshpar.pipeline.pipedream import PipeDreamRunner
 
 DEEP = model(depth=4)
 
@@ -85,7 +85,7 @@ def delayed(optimizer, stages, num, of, seed=0):
 )
 def test_equals_delayed_sgd(layout, optimizer, of):
     program = lower(f"{layout},schedule=pipedream", of, optimizer)
-    assert isinstance(program.lowering, PipeDreamLowering)
+    assert isinstance(program.lowering.runner, PipeDreamRunner)
     state, metrics = program.step(program.init(0), batch())
     plan = program.layout
     want, norm = delayed(optimizer, plan.pipe, plan.microbatches, of)

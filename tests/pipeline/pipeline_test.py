@@ -16,7 +16,8 @@ import meshpar
 from experiments.models import decoder
 from meshpar import layouts, schedules, vocabulary
 from meshpar.errors import LayoutError
-from meshpar.pipeline.lowering import PipelineLowering
+from meshpar.pipeline import runner
+from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.spec import make_spec
 
 DEEP = model(depth=8)
@@ -39,7 +40,7 @@ def alone(of, microbatches=1):
 def assert_equals_one_device(layout, of="deep", microbatches=1):
     # One compilation: after the first step, momentum is the gradient.
     program = lower(layout, MODELS[of], optax.sgd(0.1, momentum=0.9))
-    assert isinstance(program.lowering, PipelineLowering)
+    assert isinstance(program.lowering.runner, PipelineRunner)
     state, metrics = program.step(program.init(0), batch())
     gradients = host(program.in_model_order(state).optimizer_state[0].trace)
     want_metrics, want, _ = alone(of, microbatches)
@@ -285,7 +286,7 @@ def test_an_optimizer_that_mixes_layers_is_refused_where_they_are_moved():
 
 def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
     """A layer that sums over data would wait for stages that skip it."""
-    monkeypatch.setattr(PipelineLowering, "_check_divergence", lambda self: None)
+    monkeypatch.setattr(runner, "reason_unsupported", lambda *_: "")
     program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
     with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
         _ = program.compiled

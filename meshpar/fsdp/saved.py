@@ -1,0 +1,117 @@
+"""What a forward pass saves for a backward pass: arrays and how to read them.
+
+`jax.vjp` returns a function that is a pytree: its leaves are arrays, its structure is
+code. `Saved` keeps the two together as one pytree, so that arrays may go through scans
+and buffers, and whoever gets them can run the backward pass.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.arrays import Array, Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Structure:
+    """The static part of a `Saved`; equal in all traces of one function."""
+
+    reader: Any
+    key_impls: tuple[Any, ...]
+    kind: tuple
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.kind == other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Arrays that one pass saves for another.
+
+    Attributes:
+      arrays: plain arrays; random keys are saved as their data, which a buffer can
+        hold.
+      structure: how to read them.
+    """
+
+    arrays: list[Array]
+    structure: _Structure
+
+    @classmethod
+    def of(cls, arrays: list[Array], reader: Any, *kind: Any) -> "Saved":
+        """Saves arrays for `reader`.
+
+        Args:
+          arrays: any arrays, random keys among them.
+          reader: what can use the arrays, such as the structure of a vjp.
+          *kind: hashable values that are equal in all traces of one function.
+        """
+        impls = tuple(
+            jax.random.key_impl(x)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else None
+            for x in arrays
+        )
+        plain = [
+            x if impl is None else jax.random.key_data(x)
+            for x, impl in zip(arrays, impls, strict=True)
+        ]
+        return cls(plain, _Structure(reader, impls, (type(reader), len(arrays), *kind)))
+
+    @property
+    def reader(self) -> Any:
+        """What can use the arrays."""
+        return self.structure.reader
+
+    def unpack(self) -> list[Array]:
+        """The arrays as they were given to `of`, random keys among them."""
+        return [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(self.arrays, self.structure.key_impls, strict=True)
+        ]
+
+    def tree_flatten(self) -> tuple[tuple, _Structure]:
+        """The arrays as children, the structure as static data."""
+        return tuple(self.arrays), self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: _Structure, arrays: tuple) -> "Saved":
+        """The inverse of `tree_flatten`."""
+        return cls(list(arrays), structure)
+
+
+@dataclasses.dataclass(frozen=True)
+class VjpReader:
+    """A vjp function without its arrays and weights.
+
+    Attributes:
+      treedef: structure of the vjp function.
+      weights: for each of its leaves the path of the weight that it is, or None.
+    """
+
+    treedef: Any
+    weights: tuple[str | None, ...]
+
+    @classmethod
+    def save(cls, vjp: Callable, weights: Params) -> Saved:
+        """Saves a vjp function, all but its weights: they are gathered again."""
+        leaves, treedef = jax.tree.flatten(vjp)
+        paths = tuple(
+            next((path for path, w in weights.items() if w is leaf), None)
+            for leaf in leaves
+        )
+        arrays = [x for x, path in zip(leaves, paths, strict=True) if path is None]
+        return Saved.of(arrays, cls(treedef, paths), paths)
+
+    def vjp(self, saved: Saved, weights: Params) -> Callable:
+        """The vjp function, with weights that were gathered again."""
+        arrays = iter(saved.unpack())
+        leaves = [next(arrays) if p is None else weights[p] for p in self.weights]
+        return jax.tree.unflatten(self.treedef, leaves)

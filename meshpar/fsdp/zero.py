@@ -1,0 +1,194 @@
+"""ZeRO-1, 2 and 3 as one policy: when weights are whole, when gradients are reduced.
+
+    zero=1   weights gathered once a step; gradients reduce-scattered after it
+    zero=2   the same gather; gradients reduce-scattered layer by layer, going backward
+    zero=3   weights gathered layer by layer, forward and again backward
+
+Sums over microbatches change this: zero=1 and 2 then add up whole gradients and reduce
+them once a step (no_sync). In a pipeline each tick adds to such a sum; under zero=3 the
+layers gather their weights in every tick that uses them, and reduce gradients in it.
+
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from meshpar.arrays import Array, Params
+from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
+from meshpar.errors import LayoutError
+from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
+from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.sharding import ManualSharding
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.models.layer_stack import Key, LayeredModel, fold_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """The policy of one program; its methods run inside shard_map.
+
+    "Leaves" are what the loss is differentiated by: shards where the policy gathers
+    inside the loss, whole weights otherwise.
+
+    Attributes:
+      layered: the model layer by layer.
+      layout: gives level, microbatches, remat and prefetch.
+      shardings: {path: how manual axes split the tensor}.
+      transports: how tensors move.
+      in_ticks: whether a pipeline runs the layers, tick by tick.
+      cast: parameters to the dtype of the loss.
+      vary: marks an array as differing over the manual axes.
+
+    Raises:
+      LayoutError: a prefetch that matches no sharded parameter of the stack.
+    """
+
+    layered: LayeredModel
+    layout: Layout
+    shardings: dict[str, ManualSharding]
+    transports: Transports
+    in_ticks: bool
+    cast: Callable[[Params], Params]
+    vary: Callable[[Array], Array]
+
+    def __post_init__(self):
+        _ = self.prefetched
+
+    @functools.cached_property
+    def layer_shardings(self) -> dict[str, ManualSharding]:
+        """{path: how manual axes split one layer of the tensor}, for the stack."""
+        stack = self.layered.split(self.shardings)[1]
+        return {path: sharding.layer() for path, sharding in stack.items()}
+
+    @functools.cached_property
+    def prefetched(self) -> frozenset[str]:
+        """Paths of the stack that are gathered one layer ahead."""
+        split = [p for p, sharding in self.layer_shardings.items() if sharding.splits]
+        matches: set[str] = set()
+        for regex in self.layout.prefetch:
+            hits = {path for path in split if re.search(regex, path)}
+            if not hits:
+                raise LayoutError(
+                    f"prefetch={regex} matches no sharded parameter of the stack; "
+                    f"there are {', '.join(split)}"
+                )
+            matches |= hits
+        return frozenset(matches)
+
+    @functools.cached_property
+    def splits_any(self) -> bool:
+        """Whether manual axes split any parameter."""
+        return any(sharding.splits for sharding in self.shardings.values())
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether weights are gathered layer by layer."""
+        return self.layout.zero_level == 3 and self.splits_any
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether the layers' gradients are reduced inside the backward pass."""
+        sums = self.in_ticks or self.layout.microbatches > 1
+        once = self.layout.zero_level == 2 and not sums
+        return self.gathers_layers or (once and self.splits_any)
+
+    @property
+    def reduces_shared_early(self) -> bool:
+        """Whether embedding and head, too, are reduced inside the backward pass.
+
+        A pipeline reduces them once per step.
+        """
+        return self.reduces_early and not self.in_ticks
+
+    def leaves(self, params: Params) -> tuple[Params, Params]:
+        """(leaves, weights that are whole already) from this device's shards."""
+        wire = params if self.transports.widens else self.cast(params)
+        shards = {path: self.vary(x) for path, x in wire.items()}
+        if self.gathers_layers:
+            return shards, {}
+        whole = gather_shards(shards, self.shardings)
+        return (shards if self.reduces_early else self.cast(whole)), whole
+
+    def shared(self, leaves: Params, whole: Params) -> Params:
+        """Whole weights of embedding and head from their leaves, differentiable."""
+        if not self.reduces_early:
+            return leaves
+        shardings = self.layered.split(self.shardings)[0]
+        return gather_with(
+            lambda leaves: self._whole(leaves, whole, shardings, ONE_SHOT),
+            lambda grads: self._reduced(grads, shardings, self.transports.once),
+        )(leaves)
+
+    def gathered_shared(self, shared: Params) -> Params:
+        """Whole weights of embedding and head, for a pipeline's stages."""
+        if not self.gathers_layers:
+            return shared
+        return gather_shards(shared, self.shardings)
+
+    def layers(self, key: Key) -> LayerScan:
+        """The stack of layers; layer i has the key `fold_in(key, i)`."""
+
+        @self._remat
+        def layer(weights: Params, x: Any, i: Array) -> Any:
+            y = self.layered.layer(self.cast(weights), x, fold_key(key, i))
+            return jax.tree.map(self.vary, y)
+
+        def reduce(grads: Params) -> Params:
+            return self._reduced(grads, self.layer_shardings, self.transports.gradients)
+
+        return LayerScan(layer, self._whole_layer, reduce, self.prefetched)
+
+    def _whole_layer(self, leaves: Params, whole: Params) -> Params:
+        ahead = self.prefetched.issuperset(leaves)
+        transport = self.transports.prefetched if ahead else self.transports.weights
+        return self._whole(leaves, whole, self.layer_shardings, transport)
+
+    def _whole(
+        self,
+        leaves: Params,
+        whole: Params,
+        shardings: dict[str, ManualSharding],
+        transport: Transport,
+    ) -> Params:
+        """Whole weights, in the dtype that travels."""
+        if self.gathers_layers:
+            return gather_shards(leaves, shardings, transport)
+        return whole if self.reduces_early else leaves
+
+    def _reduced(
+        self,
+        grads: Params,
+        shardings: dict[str, ManualSharding],
+        transport: Transport,
+    ) -> Params:
+        """Gradients of the leaves from those of the whole weights."""
+        if self.reduces_early:
+            return reduce_scatter_grads(grads, shardings, transport)
+        return grads
+
+    def _remat(self, layer: Callable) -> Callable:
+        if self.layout.remat == "none":
+            return layer
+        policy = REMAT_POLICIES[self.layout.remat]()
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+    def scattered(self, grads: Params) -> Params:
+        """Gradients reduce-scattered that are still whole, layer by layer."""
+        shared, stack = self.layered.split(grads)
+        transport = self.transports.once
+        if self.splits_any and not self.reduces_shared_early:
+            shared = reduce_scatter_grads(shared, self.shardings, transport)
+        if self.splits_any and not self.reduces_early:
+            shardings = self.layer_shardings
+            stack = lax.map(
+                lambda layer: reduce_scatter_grads(layer, shardings, transport), stack
+            )
+        return {**shared, **stack}

@@ -1,0 +1,135 @@
+"""Batches: how a global batch is split over devices, and how hosts place their part.
+
+A batch leaf is [batch, length, ...]; `layouts.axes.BATCH_DIMS` says which mesh axes
+split these two dims. Further dims are whole.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import AXES, BATCH_DIMS, REPLICA
+from meshpar.layouts.layout import Layout
+
+
+def batch_spec(rank: int, axes: Collection[str] = AXES) -> PartitionSpec:
+    """The spec of a batch leaf.
+
+    Args:
+      rank: number of its dims.
+      axes: the mesh axes to use.
+    """
+    split = [
+        tuple(axis for axis in splits if axis in axes)
+        for splits in itertools.islice(BATCH_DIMS.values(), rank)
+    ]
+    while split and not split[-1]:
+        split.pop()
+    return PartitionSpec(*(dim_axes or None for dim_axes in split))
+
+
+def batch_specs(batch: Any, axes: Collection[str]) -> Any:
+    """`batch_spec` of every leaf of a batch."""
+    return jax.tree.map(lambda x: batch_spec(len(x.shape), axes), batch)
+
+
+def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
+    """The global batch, and the part of one replica, with shardings.
+
+    Args:
+      batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
+      layout: says how they are split.
+      mesh: the device mesh.
+
+    Raises:
+      ValueError: an empty batch, or leaves without a common first dim.
+      LayoutError: a dim that does not divide over its axes.
+    """
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise ValueError("the batch is empty: give at least one array [batch, ...]")
+    if any(not x.shape or x.shape[0] != leaves[0].shape[0] for x in leaves):
+        shapes = [tuple(x.shape) for x in leaves]
+        raise ValueError(f"batch leaves {shapes}: all need the same leading batch dim")
+    layout.check_batch_size(leaves[0].shape[0])
+
+    def leaf(x: Any, lead: tuple[str, ...], parts: int) -> jax.ShapeDtypeStruct:
+        shape = (x.shape[0] // parts, *x.shape[1:])
+        rows, *rest = batch_spec(len(shape))
+        spec = PartitionSpec((*lead, *rows), *rest)
+        sharding = NamedSharding(mesh, spec)
+        _check_divides(x.shape, spec, layout)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    lead = (REPLICA,) if layout.replica > 1 else ()
+    return (
+        jax.tree.map(lambda x: leaf(x, lead, 1), batch),
+        jax.tree.map(lambda x: leaf(x, (), layout.replica), batch),
+    )
+
+
+def _check_divides(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> None:
+    """Checks the dims after the first, which `check_batch_size` holds."""
+    for dim, axes in enumerate(spec):
+        ways = int(np.prod([layout.sizes[axis] for axis in axes or ()]))
+        if dim and shape[dim] % ways:
+            raise LayoutError(
+                f"batch leaf {list(shape)}: dim {dim} does not divide over "
+                f"{'*'.join(axes)}={ways}; use a multiple of {ways}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlacer:
+    """Puts this process's rows of a batch onto its devices.
+
+    Attributes:
+      abstract: the global batch as ShapeDtypeStructs with shardings.
+    """
+
+    abstract: Any
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """Rows of the global batch that this process's devices hold, ascending."""
+        first = jax.tree.leaves(self.abstract)[0]
+        index_map = first.sharding.addressable_devices_indices_map(first.shape)
+        rows = {
+            row
+            for index in index_map.values()
+            for row in range(*index[0].indices(first.shape[0]))
+        }
+        return np.array(sorted(rows))
+
+    def place(self, batch: Any) -> Any:
+        """The global batch as device arrays.
+
+        Args:
+          batch: pytree of host arrays [len(rows), ...].
+
+        Raises:
+          ValueError: a leaf of another shape or dtype than the program was lowered for.
+        """
+        return jax.tree.map(self._place, self.abstract, batch)
+
+    def _place(self, target: jax.ShapeDtypeStruct, x: Any) -> jax.Array:
+        x, shape = np.asarray(x), (len(self.rows), *target.shape[1:])
+        if x.shape != shape or x.dtype != target.dtype:
+            raise ValueError(
+                f"batch leaf {x.dtype}{list(x.shape)}: the program was lowered for "
+                f"{target.dtype}{list(shape)} on this process"
+            )
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = np.arange(*index[0].indices(target.shape[0]))
+            return x[(np.searchsorted(self.rows, wanted), *index[1:])]
+
+        return jax.make_array_from_callback(target.shape, target.sharding, shard)

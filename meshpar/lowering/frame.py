@@ -1,0 +1,229 @@
+"""The frame of a shard_map program: manual axes, specs, keys, weighted sums and means.
+
+Every runner of the shard_map lowering works inside one frame. Its functions run inside
+shard_map, unless they say otherwise.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from meshpar.arrays import Array, Params, abstract, num_bytes
+from meshpar.collectives.shard_keys import for_shard
+from meshpar.collectives.transport import Transports, transports_for
+from meshpar.collectives.varying import vary
+from meshpar.fsdp.sharding import ManualSharding
+from meshpar.fsdp.terms import Shapes, ways_of
+from meshpar.fsdp.zero import Zero
+from meshpar.layouts.axes import BATCH_DIMS, PIPE, REPLICA, TOKEN_AXES
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import Plan, partition_spec
+from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.state import Metrics, cast_params
+from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.model_scope import model_scope
+
+WEIGHT = "weight of the batch"
+"""Among the metrics that are summed: what their means are taken over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """What all parts of one shard_map program share.
+
+    Attributes:
+      layered: the model layer by layer.
+      plan: spec of every leaf.
+      mesh: the device mesh.
+      compute_dtype: dtype of the parameters inside the loss, or None for their own.
+      stage_axes: manual axes beside those that split the batch.
+    """
+
+    layered: LayeredModel
+    plan: Plan
+    mesh: Mesh
+    compute_dtype: Any
+    stage_axes: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.plan.layout
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which this layout splits the batch."""
+        return tuple(axis for axis in TOKEN_AXES if self.mesh.shape[axis] > 1)
+
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        """The axes of the shard_map; all others stay automatic."""
+        return (*self.stage_axes, *self.batch_axes)
+
+    @property
+    def all_manual_axes(self) -> tuple[str, ...]:
+        """The manual axes, and that of replicas around them."""
+        replicas = (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
+        return (*replicas, *self.manual_axes)
+
+    @functools.cached_property
+    def transports(self) -> Transports:
+        """How weights and gradients move."""
+        return transports_for(self.mesh, self.batch_axes)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """{path: spec} of parameters over the manual axes alone."""
+        manual = set(self.manual_axes)
+        return {
+            path: partition_spec(
+                tuple(tuple(a for a in axes if a in manual) for axes in leaf.spec)
+            )
+            for path, leaf in self.plan.parameters.items()
+        }
+
+    @functools.cached_property
+    def shardings(self) -> dict[str, ManualSharding]:
+        """{path: how manual axes split it} of parameters and gradients.
+
+        A tensor that is split over stages stays where it is: nothing gathers it there.
+        """
+        stages, shardings = set(self.stage_axes), {}
+        for path, leaf in self.plan.parameters.items():
+            is_split = any(stages & set(axes) for axes in leaf.spec)
+            spec = tuple(
+                tuple(a for a in axes if a not in stages) for axes in leaf.spec
+            )
+            axes = self.batch_axes if is_split else self.manual_axes
+            shardings[path] = ManualSharding.of(path, spec, axes)
+        return shardings
+
+    def zero(self) -> Zero:
+        """The ZeRO policy of the layout; in ticks where there are stages."""
+        return Zero(
+            layered=self.layered,
+            layout=self.layout,
+            shardings=self.shardings,
+            transports=self.transports,
+            in_ticks=bool(self.stage_axes),
+            cast=self.cast,
+            vary=self.vary,
+        )
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Devices that axes span together."""
+        return ways_of(axes, self.mesh.shape)
+
+    def vary(self, x: Array) -> Array:
+        """Marks an array as differing over the manual axes."""
+        return vary(x, self.all_manual_axes)
+
+    def cast(self, params: Params) -> Params:
+        """Parameters in the dtype of the loss."""
+        return cast_params(params, self.compute_dtype)
+
+    def scope(self) -> Any:
+        """The scope in which the model is traced."""
+        return model_scope(self.layout, self.mesh, self.all_manual_axes)
+
+    def mapped(self, fn: Callable, batch: Any, out_specs: Any) -> Callable:
+        """fn(params, key, batch) as a function of global arrays, run on shards."""
+        if not self.manual_axes:
+            return fn
+        return jax.shard_map(
+            fn,
+            in_specs=(self.specs, PartitionSpec(), batch_specs(batch, self.batch_axes)),
+            out_specs=out_specs,
+            axis_names=set(self.manual_axes),
+        )
+
+    def shard_key(self, key: Array) -> Array:
+        """The key whose draws are this shard's part of the plain key's draws."""
+        rows, *inner = (
+            tuple(axis for axis in axes if axis in self.batch_axes)
+            for axes in BATCH_DIMS.values()
+        )
+        split = [(lax.axis_index(a), self.ways(a)) for a in inner if a]
+        if not rows and not split:
+            return key
+        first = lax.axis_index(rows) if rows else jnp.uint32(0)
+        return for_shard(key, first, *split)
+
+    def weigh(self, loss: Array, aux: Metrics) -> tuple[Array, Metrics]:
+        """The loss times its weight, and all metrics in that unit."""
+        weight = self.vary(jnp.float32(aux.get("weight", 1.0)))
+        metrics = {
+            name: lax.stop_gradient(weight) * self.vary(jnp.float32(x))
+            for name, x in ({"loss": loss} | aux).items()
+            if name != "weight"
+        }
+        given = {"weight": weight} if "weight" in aux else {}
+        return metrics["loss"], {WEIGHT: weight, **metrics, **given}
+
+    def means(self, metrics: Metrics) -> Metrics:
+        """From sums on every device to means, and the weight of the whole batch."""
+        names = [name for name in metrics if name != "weight"]
+        sums = lax.psum(jnp.stack([metrics[name] for name in names]), self.manual_axes)
+        total = dict(zip(names, sums, strict=True))
+        weight = total[WEIGHT]
+        means = {name: x / weight for name, x in total.items()} | {WEIGHT: weight}
+        return means | ({"weight": weight} if "weight" in metrics else {})
+
+    def stage_weights(self, dtype: Any = None) -> Shapes:
+        """{path: whole weight of one pipeline stage}, in the dtype that travels.
+
+        Runs anywhere.
+
+        Args:
+          dtype: another dtype, such as that of sums.
+        """
+        return {
+            path: jax.ShapeDtypeStruct(
+                tuple(
+                    size // self.ways({*axes} & {PIPE})
+                    for size, axes in zip(leaf.shape, leaf.spec, strict=True)
+                ),
+                dtype or self.transports.wire_dtype(leaf.dtype),
+            )
+            for path, leaf in self.plan.weights.items()
+        }
+
+    def stage_shards(self, dtype: Any = None) -> Shapes:
+        """`stage_weights` as the shards that the manual axes make of them."""
+        shards = {}
+        for path, x in self.stage_weights(dtype).items():
+            shape = list(x.shape)
+            for dim, axes in self.shardings[path].splits:
+                shape[dim] //= self.ways(axes)
+            shards[path] = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        return shards
+
+    def activations(self, batch: Any) -> list[jax.ShapeDtypeStruct]:
+        """One device's microbatch between two layers, in the dtype that travels.
+
+        Runs anywhere.
+
+        Args:
+          batch: abstract batch of one replica.
+        """
+        ways = self.layout.num_token_shards * self.layout.microbatches
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // ways, *x.shape[1:]), x.dtype),
+            batch,
+        )
+        params = abstract(self.plan.weights)
+        x = jax.eval_shape(lambda p, b: self.layered.embed(p, b, None), params, rows)
+        return [
+            leaf.update(dtype=self.transports.wire_dtype(leaf.dtype))
+            for leaf in jax.tree.leaves(x)
+        ]
+
+    def activation_bytes(self, batch: Any) -> int:
+        """Bytes of `activations`."""
+        return sum(map(num_bytes, self.activations(batch)))

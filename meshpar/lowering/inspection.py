@@ -1,0 +1,94 @@
+"""Inspection of a lowered program: compiled once, and read back."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from meshpar.contracts.collective import Collective
+from meshpar.contracts.compiler_log import captured_log
+from meshpar.contracts.hlo import parse_hlo
+from meshpar.mesh.platform import platform_of
+
+
+def read_collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> list[Collective]:
+    """The collectives of a program compiled for a mesh."""
+    return parse_hlo(compiled.as_text(), dict(mesh.shape))
+
+
+class Inspection:
+    """One program: lowered and compiled when it is first asked for, and its reading."""
+
+    def __init__(
+        self,
+        lower: Callable[[], jax.stages.Lowered],
+        mesh: Mesh,
+        check: Callable[[list[Collective]], None],
+    ):
+        """Inspects a program.
+
+        Args:
+          lower: lowers it.
+          mesh: the device mesh.
+          check: raises MeshparError if the compiled program must not run.
+        """
+        self._lower, self._mesh, self._check = lower, mesh, check
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The program as StableHLO."""
+        return self._lower()
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program.
+
+        Raises:
+          MeshparError: it could deadlock.
+        """
+        compiled = self.lowered.compile()
+        self._check(read_collectives(compiled, self._mesh))
+        return compiled
+
+    @functools.cached_property
+    def compiler_log(self) -> list[str]:
+        """Lines that the compiler wrote; the program is compiled now if it is not."""
+        with captured_log() as log:
+            _ = self.compiled
+        return log
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """The collectives of the compiled program."""
+        return read_collectives(self.compiled, self._mesh)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the lowered program: equal on processes that may run together."""
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()[:16]
+
+    @property
+    def exposed_bytes(self) -> float:
+        """Bytes that one device sends with no compute scheduled beside them."""
+        return sum(c.wire_bytes for c in self.collectives if not c.overlapped)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on one device at the peak of the program, as compiled."""
+        analysis = self.compiled.memory_analysis()
+        if platform_of(self._mesh).reports_peak:
+            return analysis.peak_memory_in_bytes
+        return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+
+def bytes_per_device(abstract: Any, shardings: Any) -> int:
+    """Bytes that one device holds of a tree of ShapeDtypeStructs."""
+
+    def leaf_bytes(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
+        return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(leaf_bytes, abstract, shardings)))

@@ -1,0 +1,175 @@
+"""Predicts the memory of a training step on one device, by kind, without compiling.
+
+State is exact (it is the plan's). Activations come from tracing one layer: what it
+saves for the backward pass, times the depth, and what it holds while it runs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import Plan
+from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.model_scope import model_scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device during a training step.
+
+    Attributes:
+      parameters: master weights.
+      optimizer: optimizer state.
+      weights: copies in the compute dtype.
+      gradients: as the backward pass holds them.
+      activations: saved by all layers for the backward pass.
+      working: what one layer, or the head, holds while it runs backward: its whole
+        weights, their gradient and its activations.
+      synchronization: state that synchronizes replicas (local SGD).
+    """
+
+    parameters: int
+    optimizer: int
+    weights: int
+    gradients: int
+    activations: int
+    working: int
+    synchronization: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(dataclasses.astuple(self))
+
+
+class TracedLayer(NamedTuple):
+    """Bytes on one device, from tracing one layer and the head of a microbatch.
+
+    Attributes:
+      x: activations between two layers.
+      saved: what a layer saves for its backward pass.
+      running: what a layer holds while it runs backward.
+      head: what embedding and head hold.
+      layer_weights: whole weights of one layer.
+      largest: the largest weight outside the stack, whole.
+    """
+
+    x: int
+    saved: int
+    running: int
+    head: int
+    layer_weights: int
+    largest: int
+
+
+class Held(NamedTuple):
+    """Bytes that a program holds all through the passes of a step, on one device.
+
+    Attributes:
+      weights: copies in the compute dtype.
+      gradients: sums of gradients.
+      activations: saved between forward and backward passes.
+      head_ways: devices that share embedding and head.
+    """
+
+    weights: int
+    gradients: int
+    activations: int
+    head_ways: int = 1
+
+
+def trace_layer(
+    layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any
+) -> TracedLayer:
+    """Traces one layer and the head of one microbatch.
+
+    Args:
+      layered: the model.
+      plan: its weights under a layout.
+      mesh: the device mesh.
+      batch: abstract batch of one replica.
+    """
+    layout = plan.layout
+    shared, stack = layered.split(abstract(plan.weights))
+    layer_weights = abstract_layer(stack)
+    rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
+    ways = layout.num_token_shards * layout.tensor
+    with jax.set_mesh(mesh), model_scope(layout, mesh):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+
+        def layer(weights: Any, x: Any, key: Array) -> Any:
+            return layered.layer(weights, x, key)
+
+        def head(shared: Any, x: Any, rows: Any, key: Array) -> Array:
+            return layered.head_loss(shared, x, rows, key)[0]
+
+        x = jax.eval_shape(layered.embed, shared, rows, key)
+        saved = _residual_bytes(_remat(layer, layout), layer_weights, x, key)
+        return TracedLayer(
+            x=_tree_bytes(x) // ways,
+            saved=saved // ways,
+            running=_residual_bytes(layer, layer_weights, x, key) // ways,
+            head=_residual_bytes(head, shared, x, rows, key) // ways,
+            layer_weights=_tree_bytes(layer_weights) // layout.tensor,
+            largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
+        )
+
+
+def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> Memory:
+    """The peak of one step.
+
+    Args:
+      state: bytes of the training state on one device, by kind.
+      traced: of one layer and the head.
+      held: of the whole step.
+    """
+    # Whole weights and their gradient are gathered, or about to be reduced.
+    layer = 2 * traced.layer_weights + traced.running
+    head = (3 * traced.largest + traced.head) // held.head_ways
+    return Memory(
+        parameters=state["parameters"],
+        optimizer=state["optimizer"],
+        weights=held.weights,
+        gradients=held.gradients,
+        activations=held.activations,
+        working=max(layer, head),
+        synchronization=state["synchronization"],
+    )
+
+
+def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype)
+
+
+def _remat(layer: Callable, layout: Layout) -> Callable:
+    if layout.remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=REMAT_POLICIES[layout.remat]())
+
+
+def _residual_bytes(fn: Callable, weights: Any, *args: Any) -> int:
+    """Bytes that the backward pass of fn(weights, x, ...) saves, weights aside."""
+
+    def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
+        vjp = jax.vjp(lambda weights, x: fn(weights, x, *rest), weights, x)[1]
+        own = jax.tree.leaves(weights)
+        return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
+
+    return _tree_bytes(jax.eval_shape(residuals, weights, *args))
+
+
+def _tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, random keys aside."""
+    return sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    )

@@ -1,0 +1,102 @@
+"""Runners: how a shard_map program runs the layers and adds up gradients.
+
+`scan` runs all layers on every device, `pipeline.runner` runs them stage by stage, and
+`pipeline.pipedream` updates the weights in between.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshpar.arrays import Array, Params
+from meshpar.contracts.collective import Collective
+from meshpar.contracts.contract import DeclaredCollective
+from meshpar.fsdp.terms import LayerPass
+from meshpar.fsdp.zero import Zero
+from meshpar.lowering.frame import Frame
+from meshpar.lowering.memory import Held, TracedLayer
+from meshpar.lowering.state import Metrics, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """Runs the layers of one program; the base of all runners.
+
+    Attributes:
+      frame: the shard_map program around it.
+      zero: when weights are whole and gradients are reduced.
+    """
+
+    frame: Frame
+    zero: Zero
+
+    @property
+    def layer_passes(self) -> list[LayerPass]:
+        """Every pass over the layers in one step."""
+        raise NotImplementedError
+
+    @property
+    def sums_dtype(self) -> Any:
+        """The dtype in which gradients are added up; None where nothing is added."""
+        raise NotImplementedError
+
+    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
+        """Metrics and gradients summed over this shard's samples, inside shard_map."""
+        raise NotImplementedError
+
+    @property
+    def trains(self) -> bool:
+        """Whether the runner updates weights itself (`train_step`)."""
+        return False
+
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step of training, for runners that update weights themselves."""
+        raise NotImplementedError
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the runner evaluates the model itself (`evaluate`)."""
+        return False
+
+    def evaluate(self, params: Params, batch: Any) -> Metrics:
+        """Loss and aux in evaluation mode."""
+        raise NotImplementedError
+
+    @property
+    def reason_not_equal(self) -> str:
+        """Why the steps do not equal those of one device; "" if they do."""
+        return ""
+
+    def declared(
+        self, batch: Any, num_metrics: int
+    ) -> Iterator[DeclaredCollective] | None:
+        """The collectives of a runner that trains itself; None for those of ZeRO."""
+        del batch, num_metrics
+
+    def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
+        """Collectives beside those of ZeRO and of the compiler."""
+        del batch
+        return iter(())
+
+    def held(self, traced: TracedLayer, held: Held) -> Held:
+        """Bytes held all through a step.
+
+        Args:
+          traced: one layer.
+          held: what a program holds that runs all layers in one scan.
+        """
+        del traced
+        return held
+
+    def report(self, trace: Callable[[], TracedLayer]) -> dict[str, Any]:
+        """Sections of a report by name; `trace` traces one layer."""
+        del trace
+        return {}
+
+    @property
+    def may_deadlock(self) -> bool:
+        """Whether devices may take conditionals of their own."""
+        return False
+
+    def check_compiled(self, collectives: list[Collective]) -> None:
+        """Raises MeshparError if the compiled step must not run."""

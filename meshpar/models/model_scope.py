@@ -1,0 +1,33 @@
+"""The scope in which a model is traced: our `constrain` and Flax's logical rules."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import flax.linen as nn
+from jax.sharding import Mesh
+
+from meshpar.layouts import scope as scopes
+from meshpar.layouts.layout import Layout
+
+
+@contextlib.contextmanager
+def model_scope(
+    layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()
+) -> Iterator[scopes.Scope]:
+    """Traces a model under a layout.
+
+    Args:
+      layout: gives the rules.
+      mesh: the device mesh.
+      manual_axes: axes that are manual where the model is traced, inside shard_map.
+    """
+    manual_axes = frozenset(manual_axes)
+    rules = tuple(
+        (name, tuple(axis for axis in axes if axis not in manual_axes))
+        for name, axes in layout.activation_rules.items()
+    )
+    with (
+        scopes.use(layout, mesh, manual_axes) as scope,
+        nn.logical_axis_rules(rules),
+    ):
+        yield scope

@@ -1,0 +1,89 @@
+"""What a pipeline declares: messages between stages, and bytes that stages hold."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshpar.arrays import num_bytes
+from meshpar.contracts.contract import DeclaredCollective
+from meshpar.fsdp.zero import Zero
+from meshpar.layouts.axes import PIPE
+from meshpar.lowering.frame import Frame
+from meshpar.lowering.memory import TracedLayer
+from meshpar.pipeline.executor import Executor
+from meshpar.schedules.ticks import Tables
+
+
+def declared_sends(
+    frame: Frame, executor: Executor, batch: Any
+) -> Iterator[DeclaredCollective]:
+    """Activations and gradients that stages send each other in one step."""
+    num, leaves = frame.layout.pipe, frame.activations(batch)
+    size = sum(map(num_bytes, leaves))
+    sends = executor.num_sends, executor.num_gradient_sends
+    names = "activations to the next stage", "gradients to the stage before"
+    if frame.layout.tensor == 1:
+        for count, why in zip(sends, names, strict=True):
+            runs = count * len(leaves)
+            yield DeclaredCollective("permute", (PIPE,), num, runs, count * size, why)
+        return
+    # Between blocks the model may split activations over `tensor`, or not.
+    count, why = sum(sends), f"at most: {', '.join(names)}"
+    yield DeclaredCollective(
+        "permute", (PIPE,), num, count, count * size, why, bound=True
+    )
+
+
+def declared_vocabulary(
+    frame: Frame, executor: Executor, batch: Any
+) -> Iterator[DeclaredCollective]:
+    """A bound on the all_reduces of embedding and head over all stages.
+
+    In every tick that uses them: x once for the embedding and once for its gradient;
+    for the head x, its gradient and some numbers per token.
+    """
+    if not frame.layout.splits_vocabulary:
+        return
+    ticks = executor.ticks
+    units = ticks("forward") + 3 * ticks("head") + ticks("backward")
+    size = units * frame.activation_bytes(batch)
+    why = f"vocab=pipe: at most {units} activations, for embedding and head"
+    yield DeclaredCollective(
+        "all_reduce", (PIPE,), frame.layout.pipe, 0, size, why, bound=True
+    )
+
+
+def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) -> int:
+    """Bytes of the buffers between ticks on one device.
+
+    Args:
+      tables: the compiled schedule.
+      traced: one layer.
+      rows: layers of one chunk.
+      per_slot: bytes that F leaves for B.
+    """
+    waiting = tables.num_inputs + tables.num_gradients + 3
+    total = (tables.num_saved + 1) * per_slot + waiting * traced.x
+    if tables.num_states:
+        # W needs about what the layer holds while it runs.
+        total += (tables.num_states + 1) * rows * traced.running
+    return total
+
+
+def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
+    """Bytes of (weights, sums of their gradients) that a stage holds all through.
+
+    Whole over the batch axes, but for the stack under zero=3; sums are float32.
+    """
+    weights = gradients = 0
+    shared = frame.layered.split(frame.plan.weights)[0]
+    for path, leaf in frame.plan.weights.items():
+        sharded = zero.gathers_layers and path not in shared
+        axes = {axis for dim in leaf.spec for axis in dim}
+        split = axes if sharded else axes - set(frame.batch_axes)
+        size = math.prod(leaf.shape) // frame.ways(split)
+        weights += size * jnp.dtype(leaf.dtype).itemsize
+        gradients += size * 4
+    return weights, gradients
