@@ -1,120 +1,168 @@
-"""What local SGD declares: contracts of its steps, traffic and memory."""
+"""Contracts of local SGD: declared collectives against those of its compiled steps."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
+from meshpar.arrays import num_bytes
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
 from meshpar.layouts.axes import AXES
 from meshpar.layouts.plan import LeafPlan
-from meshpar.local_sgd.exchange import WHY, SyncState
-from meshpar.local_sgd.schedule import Schedule, Transfer
+from meshpar.local_sgd.exchange import Exchange
+from meshpar.local_sgd.schedule import Actions, Transfer
+from meshpar.local_sgd.steps import LocalSteps
+from meshpar.local_sgd.sync_state import REASONS, SyncState
 
 
-def kept_leaves(sync: SyncState) -> tuple[LeafPlan, ...]:
-    """What one device keeps to synchronize replicas, from the abstract state."""
+class SynchronizedProgram(Protocol):
+    """The parts of a `LocalProgram` whose contracts are checked.
+
+    Attributes:
+      steps: the pure functions of the mode.
+      abstract_state: the state of all replicas, as ShapeDtypeStructs.
+      state_shardings: its shardings.
+      contract: the collectives declared for the inner step.
+      collectives: the collectives of the compiled inner step.
+    """
+
+    @property
+    def steps(self) -> LocalSteps: ...
+    @property
+    def abstract_state(self) -> Any: ...
+    @property
+    def state_shardings(self) -> Any: ...
+    @property
+    def contract(self) -> Contract: ...
+    @property
+    def collectives(self) -> list[Collective]: ...
+
+    def step_program(self, transfer: Transfer | None) -> jax.stages.Compiled:
+        """The compiled step during which a transfer happens."""
+
+    def collectives_of(self, compiled: jax.stages.Compiled, /) -> list[Collective]:
+        """The collectives of a compiled program."""
+
+
+def synchronization_leaves(sync: SyncState) -> tuple[LeafPlan, ...]:
+    """The plan of what one device keeps to synchronize replicas.
+
+    Args:
+      sync: ShapeDtypeStructs with the mesh axes as leading dims.
+    """
     leaves = []
     for name, tree in sync._asdict().items():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
             shape = leaf.shape[len(AXES) :]
-            one = LeafPlan(
+            leaf_plan = LeafPlan(
                 path=name + jax.tree_util.keystr(keys),
                 kind="synchronization",
                 shape=shape,
                 dtype=leaf.dtype,
                 names=None,
                 spec=((),) * len(shape),
-                reason=WHY[name],
-                bytes_per_device=math.prod(shape) * leaf.dtype.itemsize,
+                reason=REASONS[name],
+                bytes_per_device=num_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype)),
             )
-            leaves.append(one)
+            leaves.append(leaf_plan)
     return tuple(leaves)
 
 
-def transfers(program: Any) -> list[Transfer]:
-    """Every kind of transfer that occurs beside a step."""
-    period = (program.mode.staleness + 1) * program.mode.fragments
-    schedule = Schedule(dataclasses.replace(program.mode, period=period))
-    steps = range(1, period * (2 + len(program.outer.rounds)))
-    found = (schedule.actions(step).transfer for step in steps)
-    return [*dict.fromkeys(program.kind(what) for what in found if what is not None)]
+def sent_bytes(exchange: Exchange, actions: Actions) -> float:
+    """Bytes that one device sends to other replicas in a step."""
+    terms = ()
+    if actions.transfer is not None:
+        terms += exchange.terms(actions.transfer)
+    if actions.at_once and actions.launch:
+        terms += exchange.terms_at_once(len(actions.launch), actions.round)
+    return float(Contract(terms).wire_bytes)
 
 
-def contract_beside(program: Any, what: Transfer | None) -> Contract:
-    """The contract of the step beside which `what` travels."""
-    moved = () if what is None else program.outer.terms(what)
+def transfers(program: SynchronizedProgram) -> list[Transfer]:
+    """Every kind of transfer that occurs during a step."""
+    return program.steps.exchange.transfer_kinds
+
+
+def contract_beside(
+    program: SynchronizedProgram, transfer: Transfer | None
+) -> Contract:
+    """The contract of the step during which a transfer happens."""
+    moved = () if transfer is None else program.steps.exchange.terms(transfer)
     return Contract((*program.contract.terms, *moved))
 
 
-def mode_violations(program: Any) -> list[str]:
-    """What any of the compiled steps does against its contract."""
-    found = []
-    for what in (None, *transfers(program)):
-        collectives = program.collectives_of(program.step_program(what))
-        beside = "" if what is None else f"beside {_name(what)}: "
-        lines = contract_beside(program, what).violations(collectives)
-        found += [f"{beside}{line}" for line in lines]
-    if not program.mode.staleness or callable(program.mode.period):
-        declared, moved = synchronization(program)
-        found += [f"at once: {line}" for line in declared.violations(moved)]
-    if program.mode.staleness:
-        for small in (program.steps.launched, program.steps.arrived):
-            moved = _collectives(program, functools.partial(small, 0))
-            found += [f"{small.__name__}: {x}" for x in Contract(()).violations(moved)]
-    return found
+def synchronization(
+    program: SynchronizedProgram,
+) -> tuple[Contract, list[Collective]]:
+    """The contract of synchronizing all fragments, and the collectives found."""
+    steps = program.steps
+    fragments = tuple(range(steps.mode.fragments))
+    at_once = functools.partial(steps.synchronized, fragments, 0)
+    terms = steps.exchange.terms_at_once(len(fragments))
+    return Contract(terms), _collectives(program, at_once)
 
 
-def busiest(program: Any) -> tuple[Contract, list[Collective]]:
-    """Declared and found, of the step beside or after which most travels."""
-    if not transfers(program):
-        contract, found = synchronization(program)
+def mode_violations(program: SynchronizedProgram) -> list[str]:
+    """Violations of the contracts of all programs that the mode runs."""
+    mode, steps, violations = program.steps.mode, program.steps, []
+    for transfer in (None, *transfers(program)):
+        collectives = program.collectives_of(program.step_program(transfer))
+        lines = contract_beside(program, transfer).violations(collectives)
+        beside = "" if transfer is None else f"beside {_parts(transfer)}: "
+        violations += [f"{beside}{line}" for line in lines]
+    if not mode.staleness or callable(mode.period):
+        contract, collectives = synchronization(program)
+        lines = contract.violations(collectives)
+        violations += [f"at once: {line}" for line in lines]
+    if mode.staleness:
+        for local in (steps.launched, steps.arrived):
+            collectives = _collectives(program, functools.partial(local, 0))
+            lines = Contract(()).violations(collectives)
+            violations += [f"{local.__name__}: {line}" for line in lines]
+    return violations
+
+
+def busiest(program: SynchronizedProgram) -> tuple[Contract, list[Collective]]:
+    """The contract of the step that sends most, and the collectives found in it.
+
+    Without staleness it is the inner step together with the synchronization after it.
+    """
+    kinds = transfers(program)
+    if not kinds:
+        contract, collectives = synchronization(program)
         terms = (*program.contract.terms, *contract.terms)
-        return Contract(terms), [*program.collectives, *found]
-    contracts = {what: contract_beside(program, what) for what in transfers(program)}
-    what = max(contracts, key=lambda what: contracts[what].wire_bytes)
-    found = program.collectives_of(program.step_program(what))
-    return contracts[what], found
+        return Contract(terms), [*program.collectives, *collectives]
+    contracts = {kind: contract_beside(program, kind) for kind in kinds}
+    kind = max(contracts, key=lambda kind: contracts[kind].wire_bytes)
+    return contracts[kind], program.collectives_of(program.step_program(kind))
 
 
-def describe_mode(program: Any) -> str:
-    """What is synchronized when, and what that sends."""
-    mode, layout = program.mode, program.layout
-    chunks = mode.num_chunks * mode.fragments
-    terms = program.outer.terms(program.whole_transfer(0), chunks)
-    sent = sum(term.wire_bytes for term in terms)
-    period = mode.period if isinstance(mode.period, int) else None
-    each = f"every {period} steps" if period else "in periods that change"
-    rate = f", {sent / period:.0f} per step" if period else ""
+def describe_mode(exchange: Exchange) -> str:
+    """Says in one line when replicas are synchronized, and the bytes that it sends."""
+    mode = exchange.mode
+    sent = Contract(exchange.terms_at_once(mode.fragments)).wire_bytes
+    every, rate = "in periods that change", ""
+    if not callable(mode.period):
+        every = f"every {mode.period} steps"
+        rate = f", {sent / mode.period:.0f} per step"
     how = f"gossip {mode.gossip.graph}" if mode.gossip else f"merge {mode.merge}"
     return (
-        f"local SGD: {layout.replica} replicas, {mode.fragments} fragment(s) {each},"
-        f" {mode.staleness} steps late, {how}, wire {mode.wire}; a device sends "
-        f"{sent:.0f} bytes over replica for all{rate}"
+        f"local SGD: {exchange.fragments.replicas} replicas, {mode.fragments} "
+        f"fragment(s) {every}, {mode.staleness} steps late, {how}, wire {mode.wire}; a "
+        f"device sends {sent:.0f} bytes over replica for all{rate}"
     )
 
 
-def synchronization(program: Any) -> tuple[Contract, list[Collective]]:
-    """Declared and found, of all fragments synchronized at once."""
-    fragments = tuple(range(program.mode.fragments))
-    chunks = program.mode.num_chunks * program.mode.fragments
-    terms = program.outer.terms(program.whole_transfer(0), chunks)
-    together = functools.partial(program.steps.synchronized, fragments, 0)
-    return Contract(tuple(terms)), _collectives(program, together)
-
-
-def _collectives(program: Any, fn: Callable) -> list[Collective]:
-    """Those of a program from state to state."""
-    with jax.set_mesh(program.mesh):
+def _collectives(program: SynchronizedProgram, fn: Callable) -> list[Collective]:
+    """The collectives of a function from state to state, compiled."""
+    with jax.set_mesh(program.steps.lowering.mesh):
         jitted = jax.jit(fn, out_shardings=program.state_shardings)
-        made = jitted.lower(program.abstract_state).compile()
-    return program.collectives_of(made)
+        compiled = jitted.lower(program.abstract_state).compile()
+    return program.collectives_of(compiled)
 
 
-def _name(what: Transfer) -> str:
-    parts = ("a scatter", what.scatter), ("a gather", what.gather)
-    return " and ".join(name for name, number in parts if number is not None)
+def _parts(transfer: Transfer) -> str:
+    parts = {"a scatter": transfer.scatter, "a gather": transfer.gather}
+    return " and ".join(name for name, number in parts.items() if number is not None)
