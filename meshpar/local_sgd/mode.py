@@ -1,6 +1,6 @@
 """Local SGD with bounded staleness: the mode and its settings.
 
-Each replica trains on its own. Every `period` (H) steps each fragment of the weights is
+Replicas train separately. Every `period` (H) steps each fragment of the weights is
 averaged over the replicas: a snapshot is taken after step t, travels during the next
 steps, moves the global weights by an outer optimizer, and is merged into the replicas
 after step t + `staleness` (s). The bound 0 <= s < H, with s <= H / fragments, is
@@ -56,7 +56,7 @@ def warm_up(steps: int, period: int) -> Callable[[int], int]:
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Local SGD: how replicas that train on their own are synchronized.
+    """Local SGD: how replicas that train separately are synchronized.
 
     Attributes:
       period: H, steps between two synchronizations of a fragment; or a function from
@@ -75,7 +75,7 @@ class LocalSGD:
       damping: updates are multiplied by (1 + s) ** -damping.
 
     Raises:
-      StalenessError: the bound does not hold, or two settings exclude each other.
+      StalenessError: the bound does not hold, or two settings contradict each other.
       MeshparError: an unknown wire format.
 
     Source (damping 1): Zhang et al., Staleness-aware Async-SGD, arXiv:1511.05950.

@@ -1,4 +1,4 @@
-"""The program of local SGD: replicas that train on their own and are synchronized.
+"""The program of local SGD: replicas train separately and are averaged.
 
 The host picks the program of every step from the schedule.
 """
@@ -163,7 +163,7 @@ class LocalProgram(TrainProgram):
         return jax.jit(init, out_shardings=self.state_shardings)
 
     def init(self, seed: int = 0) -> LocalState:
-        """Makes a fresh state: all replicas start with the weights of one device."""
+        """Makes a fresh state: all replicas start with equal weights."""
         with jax.set_mesh(self.mesh):
             return self._init(np.uint32(seed))
 
@@ -217,7 +217,7 @@ class LocalProgram(TrainProgram):
         return tuple(state[4:])
 
     def as_stored(self, state: TrainState, extra: tuple | None = None) -> LocalState:
-        """Returns the whole state; without `extra` the anchor is the average."""
+        """Returns the whole state; without `extra` the average becomes the anchor."""
         if extra is not None:
             return LocalState(*state, *extra)
         with jax.set_mesh(self.mesh):
