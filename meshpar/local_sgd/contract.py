@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -13,7 +13,7 @@ from meshpar.layouts.axes import AXES
 from meshpar.layouts.plan import LeafPlan
 from meshpar.local_sgd.exchange import Exchange
 from meshpar.local_sgd.schedule import Actions, Transfer
-from meshpar.local_sgd.steps import LocalSteps
+from meshpar.local_sgd.steps import LocalState, LocalSteps
 from meshpar.local_sgd.sync_state import REASONS, SyncState
 
 
@@ -31,9 +31,9 @@ class SynchronizedProgram(Protocol):
     @property
     def steps(self) -> LocalSteps: ...
     @property
-    def abstract_state(self) -> Any: ...
+    def abstract_state(self) -> LocalState: ...
     @property
-    def state_shardings(self) -> Any: ...
+    def state_shardings(self) -> LocalState: ...
     @property
     def contract(self) -> Contract: ...
     @property
