@@ -1,4 +1,4 @@
-"""Local SGD with bounded staleness: replicas that train apart and are synchronized."""
+"""Local SGD with bounded staleness: replicas train separately and are averaged."""
 
 from meshpar.local_sgd.gossip import Gossip as Gossip
 from meshpar.local_sgd.merges import Elastic as Elastic

@@ -1,120 +1,150 @@
-"""What local SGD declares: contracts of its steps, traffic and memory."""
+"""Contracts of local SGD: declared collectives against those of its compiled steps."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from meshpar.arrays import num_bytes
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
 from meshpar.layouts.axes import AXES
 from meshpar.layouts.plan import LeafPlan
-from meshpar.local_sgd.exchange import WHY, SyncState
-from meshpar.local_sgd.schedule import Schedule, Transfer
+from meshpar.local_sgd.exchange import Exchange
+from meshpar.local_sgd.schedule import Actions, Transfer
+from meshpar.local_sgd.step_programs import StepPrograms
+from meshpar.local_sgd.sync_state import REASONS, SyncState
+from meshpar.lowering.inspection import read_collectives
 
 
-def kept_leaves(sync: SyncState) -> tuple[LeafPlan, ...]:
-    """What one device keeps to synchronize replicas, from the abstract state."""
+def synchronization_leaves(sync: SyncState) -> tuple[LeafPlan, ...]:
+    """The plan of what one device keeps to synchronize replicas.
+
+    Args:
+      sync: ShapeDtypeStructs with the mesh axes as leading dims.
+    """
     leaves = []
     for name, tree in sync._asdict().items():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
             shape = leaf.shape[len(AXES) :]
-            one = LeafPlan(
+            leaf_plan = LeafPlan(
                 path=name + jax.tree_util.keystr(keys),
                 kind="synchronization",
                 shape=shape,
                 dtype=leaf.dtype,
                 names=None,
                 spec=((),) * len(shape),
-                reason=WHY[name],
-                bytes_per_device=math.prod(shape) * leaf.dtype.itemsize,
+                reason=REASONS[name],
+                bytes_per_device=num_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype)),
             )
-            leaves.append(one)
+            leaves.append(leaf_plan)
     return tuple(leaves)
 
 
-def transfers(program: Any) -> list[Transfer]:
-    """Every kind of transfer that occurs beside a step."""
-    period = (program.mode.staleness + 1) * program.mode.fragments
-    schedule = Schedule(dataclasses.replace(program.mode, period=period))
-    steps = range(1, period * (2 + len(program.outer.rounds)))
-    found = (schedule.actions(step).transfer for step in steps)
-    return [*dict.fromkeys(program.kind(what) for what in found if what is not None)]
+def sent_bytes(exchange: Exchange, actions: Actions) -> float:
+    """Bytes that one device sends to other replicas in a step."""
+    terms = ()
+    if actions.transfer is not None:
+        terms += exchange.terms(actions.transfer)
+    if actions.at_once and actions.launch:
+        terms += exchange.terms_at_once(len(actions.launch), actions.round)
+    return float(Contract(terms).wire_bytes)
 
 
-def contract_beside(program: Any, what: Transfer | None) -> Contract:
-    """The contract of the step beside which `what` travels."""
-    moved = () if what is None else program.outer.terms(what)
-    return Contract((*program.contract.terms, *moved))
+def contract_beside(
+    programs: StepPrograms, step: Contract, transfer: Transfer | None
+) -> Contract:
+    """The contract of the step during which a transfer happens.
+
+    Args:
+      programs: the programs of the mode.
+      step: the contract of the inner step.
+      transfer: the transfer, or None.
+    """
+    moved = () if transfer is None else programs.steps.exchange.terms(transfer)
+    return Contract((*step.terms, *moved))
 
 
-def mode_violations(program: Any) -> list[str]:
-    """What any of the compiled steps does against its contract."""
-    found = []
-    for what in (None, *transfers(program)):
-        collectives = program.collectives_of(program.step_program(what))
-        beside = "" if what is None else f"beside {_name(what)}: "
-        lines = contract_beside(program, what).violations(collectives)
-        found += [f"{beside}{line}" for line in lines]
-    if not program.mode.staleness or callable(program.mode.period):
-        declared, moved = synchronization(program)
-        found += [f"at once: {line}" for line in declared.violations(moved)]
-    if program.mode.staleness:
-        for small in (program.steps.launched, program.steps.arrived):
-            moved = _collectives(program, functools.partial(small, 0))
-            found += [f"{small.__name__}: {x}" for x in Contract(()).violations(moved)]
-    return found
+def synchronization(programs: StepPrograms) -> tuple[Contract, list[Collective]]:
+    """The contract of synchronizing all fragments, and the collectives found."""
+    steps = programs.steps
+    fragments = tuple(range(steps.mode.fragments))
+    at_once = functools.partial(steps.synchronized, fragments, 0)
+    terms = steps.exchange.terms_at_once(len(fragments))
+    return Contract(terms), _collectives(programs, at_once)
 
 
-def busiest(program: Any) -> tuple[Contract, list[Collective]]:
-    """Declared and found, of the step beside or after which most travels."""
-    if not transfers(program):
-        contract, found = synchronization(program)
-        terms = (*program.contract.terms, *contract.terms)
-        return Contract(terms), [*program.collectives, *found]
-    contracts = {what: contract_beside(program, what) for what in transfers(program)}
-    what = max(contracts, key=lambda what: contracts[what].wire_bytes)
-    found = program.collectives_of(program.step_program(what))
-    return contracts[what], found
+def mode_violations(programs: StepPrograms, step: Contract) -> list[str]:
+    """Violations of the contracts of all programs that the mode runs.
+
+    Args:
+      programs: the programs of the mode.
+      step: the contract of the inner step.
+    """
+    mode, steps, violations = programs.steps.mode, programs.steps, []
+    for transfer in (None, *steps.exchange.transfer_kinds):
+        collectives = programs.inspection(transfer).collectives
+        lines = contract_beside(programs, step, transfer).violations(collectives)
+        beside = "" if transfer is None else f"beside {_parts(transfer)}: "
+        violations += [f"{beside}{line}" for line in lines]
+    if not mode.staleness or callable(mode.period):
+        contract, collectives = synchronization(programs)
+        lines = contract.violations(collectives)
+        violations += [f"at once: {line}" for line in lines]
+    if mode.staleness:
+        for local in (steps.launched, steps.arrived):
+            collectives = _collectives(programs, functools.partial(local, 0))
+            lines = Contract(()).violations(collectives)
+            violations += [f"{local.__name__}: {line}" for line in lines]
+    return violations
 
 
-def describe_mode(program: Any) -> str:
-    """What is synchronized when, and what that sends."""
-    mode, layout = program.mode, program.layout
-    chunks = mode.num_chunks * mode.fragments
-    terms = program.outer.terms(program.whole_transfer(0), chunks)
-    sent = sum(term.wire_bytes for term in terms)
-    period = mode.period if isinstance(mode.period, int) else None
-    each = f"every {period} steps" if period else "in periods that change"
-    rate = f", {sent / period:.0f} per step" if period else ""
+def busiest(
+    programs: StepPrograms, step: Contract
+) -> tuple[Contract, list[Collective]]:
+    """The contract of the step that sends most, and the collectives found in it.
+
+    Without staleness it is the inner step together with the synchronization after it.
+
+    Args:
+      programs: the programs of the mode.
+      step: the contract of the inner step.
+    """
+    kinds = programs.steps.exchange.transfer_kinds
+    if not kinds:
+        contract, collectives = synchronization(programs)
+        inner = programs.inspection(None).collectives
+        return Contract((*step.terms, *contract.terms)), [*inner, *collectives]
+    contracts = {kind: contract_beside(programs, step, kind) for kind in kinds}
+    kind = max(contracts, key=lambda kind: contracts[kind].wire_bytes)
+    return contracts[kind], programs.inspection(kind).collectives
+
+
+def describe_mode(exchange: Exchange) -> str:
+    """Says in one line when replicas are synchronized, and the bytes that it sends."""
+    mode = exchange.mode
+    sent = Contract(exchange.terms_at_once(mode.fragments)).wire_bytes
+    every, rate = "in periods that change", ""
+    if not callable(mode.period):
+        every = f"every {mode.period} steps"
+        rate = f", {sent / mode.period:.0f} per step"
     how = f"gossip {mode.gossip.graph}" if mode.gossip else f"merge {mode.merge}"
     return (
-        f"local SGD: {layout.replica} replicas, {mode.fragments} fragment(s) {each},"
-        f" {mode.staleness} steps late, {how}, wire {mode.wire}; a device sends "
-        f"{sent:.0f} bytes over replica for all{rate}"
+        f"local SGD: {exchange.fragments.replicas} replicas, {mode.fragments} "
+        f"fragment(s) {every}, {mode.staleness} steps late, {how}, wire {mode.wire}; a "
+        f"device sends {sent:.0f} bytes over replica for all{rate}"
     )
 
 
-def synchronization(program: Any) -> tuple[Contract, list[Collective]]:
-    """Declared and found, of all fragments synchronized at once."""
-    fragments = tuple(range(program.mode.fragments))
-    chunks = program.mode.num_chunks * program.mode.fragments
-    terms = program.outer.terms(program.whole_transfer(0), chunks)
-    together = functools.partial(program.steps.synchronized, fragments, 0)
-    return Contract(tuple(terms)), _collectives(program, together)
+def _collectives(programs: StepPrograms, fn: Callable) -> list[Collective]:
+    """The collectives of a function from state to state, compiled."""
+    mesh = programs.steps.lowering.mesh
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(fn, out_shardings=programs.state_shardings)
+        compiled = jitted.lower(programs.abstract_state).compile()
+    return read_collectives(compiled, mesh)
 
 
-def _collectives(program: Any, fn: Callable) -> list[Collective]:
-    """Those of a program from state to state."""
-    with jax.set_mesh(program.mesh):
-        jitted = jax.jit(fn, out_shardings=program.state_shardings)
-        made = jitted.lower(program.abstract_state).compile()
-    return program.collectives_of(made)
-
-
-def _name(what: Transfer) -> str:
-    parts = ("a scatter", what.scatter), ("a gather", what.gather)
-    return " and ".join(name for name, number in parts if number is not None)
+def _parts(transfer: Transfer) -> str:
+    parts = {"a scatter": transfer.scatter, "a gather": transfer.gather}
+    return " and ".join(name for name, number in parts.items() if number is not None)

@@ -1,8 +1,8 @@
-"""Gossip: replicas average with neighbours of a graph instead of with all.
+"""Gossip: replicas average with their neighbours in a graph instead of all replicas.
 
-A graph is a sequence of rounds, taken in turn, and a round a doubly stochastic matrix
-W: replica i goes on with the sum over j of W[i, j] x_j. Each offset that occurs is one
-permutation, so only neighbours exchange anything.
+A graph is a sequence of rounds, used in turn. A round is a doubly stochastic matrix W:
+the new weights of replica i are the sum over j of W[i, j] x_j. Each distance between
+neighbours is one collective permute, so only neighbours communicate.
 
 Source: Lian et al., D-PSGD, arXiv:1705.09056; Assran et al., stochastic gradient push,
   arXiv:1811.10792, and Ying et al., arXiv:2110.13363 (exponential graphs).
@@ -11,11 +11,11 @@ Source: Lian et al., D-PSGD, arXiv:1705.09056; Assran et al., stochastic gradien
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.arrays import Array
 from meshpar.collectives.compression import Compression
 from meshpar.errors import MeshparError
 
@@ -24,12 +24,15 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Gossip:
-    """A graph of neighbours.
+    """The graph along which replicas average.
 
     Attributes:
       graph: "ring" (both neighbours, 1/3 each), "exponential" (one neighbour at
         distance 1, 2, 4, ... in turn, which averages exactly after log2 R rounds), or
         matrices [R, R], one per round.
+
+    Raises:
+      MeshparError: an unknown name, or no matrix.
     """
 
     graph: str | Sequence = "ring"
@@ -53,33 +56,36 @@ class Gossip:
     def rounds(self, replicas: int) -> list[np.ndarray]:
         """The mixing matrices [R, R] of all rounds.
 
+        Args:
+          replicas: R.
+
         Raises:
-          MeshparError: a matrix of another size, or that does not keep the average.
+          MeshparError: a matrix has another size, or does not preserve the average.
         """
         if isinstance(self.graph, str):
             return _GRAPHS[self.graph](replicas)
-        made = [np.array(matrix) for matrix in self.graph]
-        for number, w in enumerate(made):
-            if w.shape != (replicas, replicas):
+        matrices = [np.array(matrix) for matrix in self.graph]
+        for number, matrix in enumerate(matrices):
+            if matrix.shape != (replicas, replicas):
                 raise MeshparError(
-                    f"gossip round {number}: a matrix {list(w.shape)} for replica="
-                    f"{replicas}"
+                    f"gossip round {number}: the matrix is {list(matrix.shape)}; "
+                    f"replica={replicas} needs {[replicas, replicas]}"
                 )
-            sums = np.concatenate([w.sum(0), w.sum(1)])
-            if (w < 0).any() or np.abs(sums - 1).max() > 1e-6:
+            sums = np.concatenate([matrix.sum(0), matrix.sum(1)])
+            if (matrix < 0).any() or np.abs(sums - 1).max() > 1e-6:
                 raise MeshparError(
                     f"gossip round {number}: rows and columns have to sum to 1, without"
                     f" negative weights, but sum to {np.round(sums, 4).tolist()}"
                 )
-        return made
+        return matrices
 
 
 def _ring(replicas: int) -> list[np.ndarray]:
-    eye = np.eye(replicas)
-    left, right = np.roll(eye, 1, axis=1), np.roll(eye, -1, axis=1)
+    own = np.eye(replicas)
+    left, right = np.roll(own, 1, axis=1), np.roll(own, -1, axis=1)
     if replicas == 2:
-        return [(eye + left) / 2]
-    return [(eye + left + right) / 3]
+        return [(own + left) / 2]
+    return [(own + left + right) / 3]
 
 
 def _exponential(replicas: int) -> list[np.ndarray]:
@@ -88,9 +94,9 @@ def _exponential(replicas: int) -> list[np.ndarray]:
             f"gossip graph 'exponential' needs a power of 2, not replica={replicas}; "
             "use 'ring'"
         )
-    eye = np.eye(replicas)
-    rounds = range(replicas.bit_length() - 1)
-    return [(eye + np.roll(eye, -(1 << r), axis=1)) / 2 for r in rounds]
+    own = np.eye(replicas)
+    distances = [1 << r for r in range(replicas.bit_length() - 1)]
+    return [(own + np.roll(own, -distance, axis=1)) / 2 for distance in distances]
 
 
 _GRAPHS: dict[str, Callable[[int], list[np.ndarray]]] = {
@@ -99,30 +105,36 @@ _GRAPHS: dict[str, Callable[[int], list[np.ndarray]]] = {
 }
 
 
-def neighbour_offsets(matrix: np.ndarray) -> list[int]:
-    """Distances to the neighbours of a round: each is one permutation."""
+def neighbour_distances(matrix: np.ndarray) -> list[int]:
+    """Distances to the neighbours of a round [R, R]; each is one permute."""
     replicas = len(matrix)
-    own = np.arange(replicas)
-    return [d for d in range(1, replicas) if matrix[own, (own + d) % replicas].any()]
+    rows = np.arange(replicas)
+    return [d for d in range(1, replicas) if matrix[rows, (rows + d) % replicas].any()]
 
 
 def mix_with_neighbours(
-    x: jax.Array, matrix: np.ndarray, axis: str, wire: Compression
-) -> jax.Array:
-    """One round inside shard_map: own weight times x, and what neighbours send.
+    x: Array, matrix: np.ndarray, axis: str, compression: Compression
+) -> Array:
+    """One round of gossip: this replica's share of x plus those of its neighbours.
+
+    Communication: one encoded x sent per neighbour. Call inside shard_map.
 
     Args:
       x: this replica's array [n], float32.
       matrix: [R, R], doubly stochastic.
       axis: mesh axis of the replicas.
-      wire: how it travels.
+      compression: format of what neighbours send.
+
+    Returns:
+      The weighted sum [n], float32.
     """
     replicas, number = len(matrix), lax.axis_index(axis)
-    own, sent = np.arange(replicas), wire.encode(x)
+    rows, sent = np.arange(replicas), compression.encode(x)
     total = jnp.asarray(matrix.diagonal(), x.dtype)[number] * x
-    for distance in neighbour_offsets(matrix):
-        weights = matrix[own, (own + distance) % replicas]
-        pairs = [((i + distance) % replicas, i) for i in own if weights[i]]
-        got = lax.ppermute(sent, axis, pairs)
-        total += jnp.asarray(weights, x.dtype)[number] * wire.decode(got, len(x))
+    for distance in neighbour_distances(matrix):
+        weights = matrix[rows, (rows + distance) % replicas]
+        pairs = [((i + distance) % replicas, i) for i in rows if weights[i]]
+        received = lax.ppermute(sent, axis, pairs)
+        decoded = compression.decode(received, len(x))
+        total += jnp.asarray(weights, x.dtype)[number] * decoded
     return total

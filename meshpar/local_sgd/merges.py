@@ -1,6 +1,7 @@
-"""What a replica makes of averaged weights that arrive.
+"""Merges: how a replica combines its weights with the global weights that arrive.
 
-Each is called with the replica's weights now, those of its snapshot, and what arrived.
+Each merge is called with the replica's weights now, its weights at the snapshot, and
+the weights that arrived, all of the same shape, and returns the replica's new weights.
 """
 
 import dataclasses
@@ -11,29 +12,32 @@ from meshpar.errors import StalenessError
 
 @dataclasses.dataclass(frozen=True)
 class Overwrite:
-    """Takes the global weights; what was learned during the delay is lost."""
+    """Takes the global weights; updates made during the delay are lost."""
 
     def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with."""
+        """Returns the replica's new weights."""
         del now, snapshot
         return arrived
 
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """Takes the global weights and adds what was learned during the delay."""
+    """Takes the global weights and adds the updates made during the delay."""
 
     def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with."""
+        """Returns the replica's new weights."""
         return arrived + (now - snapshot)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lerp:
-    """Between the replica's own weights and the global ones.
+    """Interpolates between the replica's own weights and the global weights.
 
     Attributes:
-      own: weight of the replica's own, 0 to below 1.
+      own: share of the replica's own weights, 0 to below 1.
+
+    Raises:
+      StalenessError: `own` is out of range.
 
     Source: Streaming DiLoCo, arXiv:2501.18512, section 2.3 (alpha).
     """
@@ -43,11 +47,12 @@ class Lerp:
     def __post_init__(self):
         if not 0 <= self.own < 1:
             raise StalenessError(
-                f"Lerp({self.own}): the weight of a replica's own is 0 to below 1"
+                f"Lerp({self.own}): the share of a replica's own weights is 0 to below "
+                "1; use 0.5"
             )
 
     def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with."""
+        """Returns the replica's new weights."""
         del snapshot
         return self.own * now + (1 - self.own) * arrived
 
@@ -61,6 +66,9 @@ class Elastic:
     Attributes:
       alpha: strength of the pull, above 0; replicas * alpha may be at most 1.
 
+    Raises:
+      StalenessError: `alpha` is not positive.
+
     Source: EASGD, arXiv:1412.6651, equations 5 and 6.
     """
 
@@ -71,7 +79,7 @@ class Elastic:
             raise StalenessError(f"Elastic({self.alpha}): use a pull above 0")
 
     def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
-        """What a replica goes on with; `arrived` is the center before it moved."""
+        """Returns the replica's new weights; `arrived` is the old center."""
         return now - self.alpha * (snapshot - arrived)
 
 

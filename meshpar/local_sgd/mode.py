@@ -1,19 +1,20 @@
-"""Local SGD with bounded staleness: what is synchronized when, and how it is merged.
+"""Local SGD with bounded staleness: the mode and its settings.
 
-Replicas train apart. Every `period` (H) steps each fragment of their weights is
-averaged: a snapshot is taken at the end of step t, travels beside the steps that
-follow, moves the global weights by an outer optimizer, and reaches the replicas at the
-end of step t + `staleness` (s). The bound 0 <= s < H, with s <= H / fragments, is held
-when the mode is made, and again whenever a fragment arrives.
+Replicas train separately. Every `period` (H) steps each fragment of the weights is
+averaged over the replicas: a snapshot is taken after step t, travels during the next
+steps, moves the global weights by an outer optimizer, and is merged into the replicas
+after step t + `staleness` (s). The bound 0 <= s < H, with s <= H / fragments, is
+checked when the mode is made and again whenever a fragment arrives.
 
     H=1, s=0, outer SGD(1)        synchronous data parallelism for SGD with momentum
-    s=0, Nesterov outside         DiLoCo
-    fragments, s > 0, `Lerp`      streaming DiLoCo
+    s=0, outer Nesterov           DiLoCo
+    fragments, s > 0, `Lerp`      Streaming DiLoCo
     `Elastic`                     elastic averaging (EASGD)
-    `gossip`                      neighbours instead of an average
+    `gossip`                      averages over neighbours only (D-PSGD)
 
-With Adam inside, H=1 is not synchronous training: every replica divides by moments of
-its own gradients, and the mean of those quotients is not the quotient of the means.
+With Adam as the inner optimizer, H=1 is not synchronous training: every replica divides
+by moments of its own gradients, and the mean of those quotients is not the quotient of
+the means.
 
 Source: Stich, Local SGD, arXiv:1805.09767; Douillard et al., DiLoCo, arXiv:2311.08105
   and Streaming DiLoCo, arXiv:2501.18512 (fragments, delay, lerp, 4-bit wire); Lin et
@@ -22,51 +23,60 @@ Source: Stich, Local SGD, arXiv:1805.09767; Douillard et al., DiLoCo, arXiv:2311
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import optax
 
 from meshpar.collectives.compression import make_compression
 from meshpar.errors import StalenessError
+from meshpar.layouts.layout import Layout
 from meshpar.local_sgd.gossip import Gossip
 from meshpar.local_sgd.merges import Elastic, Merge, Overwrite, Shift
 from meshpar.local_sgd.schedule import Schedule
 
 _CHECKED_STEPS = 100_000
-"""How far a period that is a function of the step is checked beforehand."""
+"""Steps up to which a period that is a function is checked when the mode is made."""
+
+_IDENTITY_STEPS = 10_000
+"""Steps up to which a period that is a function is written into the identity."""
 
 
 def warm_up(steps: int, period: int) -> Callable[[int], int]:
-    """A period that is 1 for some steps first (post-local SGD).
+    """A period of 1 for some steps, then a longer one (post-local SGD).
 
-    With the default outer optimizer and merge those steps are synchronous training.
+    With the default outer optimizer and merge the first steps are synchronous training.
 
-    Source: post-local SGD, arXiv:1808.07217, section 3.
+    Args:
+      steps: steps with a period of 1.
+      period: H after them.
+
+    Source: Lin et al., post-local SGD, arXiv:1808.07217, section 3.
     """
     return lambda step: 1 if step < steps else period
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """The mode: how replicas that train apart are synchronized.
+    """Local SGD: how replicas that train separately are synchronized.
 
     Attributes:
       period: H, steps between two synchronizations of a fragment; or a function from
-        the step at which a period begins to its length. In a period of 1 all fragments
-        are synchronized together and at once.
-      staleness: s, steps between a snapshot and its arrival; 0 waits for it.
-      fragments: equal parts of the weights, synchronized one after the other.
-      outer: optimizer of the global weights, run elementwise on shards: its gradient
-        is global minus average weights. By default SGD(1), which takes the average.
-      merge: what a replica makes of the weights that arrive.
-      wire: "f32", "bf16", "int8", "int4" or "topk:FRACTION", both ways.
-      error_feedback: whether what a lossy wire dropped is sent with the next one.
-      gossip: a graph of neighbours to average with, in place of all replicas.
-      damping: updates that arrive s steps late shrink by (1 + s) ** -damping.
+        the step at which a period begins to its length. A period of 1 synchronizes all
+        fragments at once.
+      staleness: s, steps between a snapshot and its arrival; with 0 the step waits for
+        the synchronization.
+      fragments: F, equal parts of the weights, synchronized one after the other.
+      outer: optimizer of the global weights, run elementwise on shards; its gradient
+        is global minus average weights. The default is SGD(1), which takes the average.
+      merge: how a replica combines its weights with the global weights that arrive.
+      wire: format of what travels, both ways: "f32", "bf16", "int8", "int4" or
+        "topk:FRACTION".
+      error_feedback: whether the error of a lossy format is added to the next message.
+      gossip: a graph; replicas average with its neighbours instead of all replicas.
+      damping: updates are multiplied by (1 + s) ** -damping.
 
     Raises:
-      StalenessError: a bound that does not hold, with the numbers, or parts that do
-        not go together.
+      StalenessError: the bound does not hold, or two settings contradict each other.
+      MeshparError: an unknown wire format.
 
     Source (damping 1): Zhang et al., Staleness-aware Async-SGD, arXiv:1511.05950.
       (error feedback): Karimireddy et al., arXiv:1901.09847.
@@ -92,7 +102,7 @@ class LocalSGD:
         make_compression(self.wire)
         if self.outer is not None and isinstance(self.merge, Elastic):
             raise StalenessError(
-                "merge=Elastic moves the center by itself: leave `outer` out"
+                "merge=Elastic sets the outer optimizer itself: leave `outer` out"
             )
         self._check_gossip()
         if callable(self.period):
@@ -103,16 +113,16 @@ class LocalSGD:
     def _check_gossip(self) -> None:
         if self.gossip is None:
             return
-        for setting, bad in (
+        for setting, excluded in (
             ("outer", self.outer is not None),
             (f"merge={self.merge}", not isinstance(self.merge, Overwrite | Shift)),
             (f"wire={self.wire}", self.wire not in ("f32", "bf16")),
             (f"damping={self.damping}", self.damping != 0),
         ):
-            if bad:
+            if excluded:
                 raise StalenessError(
-                    f"gossip averages weights with neighbours and has no global ones: "
-                    f"leave out {setting}"
+                    "gossip averages weights with neighbours and has no global weights:"
+                    f" leave out {setting}"
                 )
 
     def check_period(self, period: int) -> None:
@@ -121,7 +131,7 @@ class LocalSGD:
         if not isinstance(period, int) or period < 1:
             raise StalenessError(f"period={period!r}: use a whole number of at least 1")
         if callable(self.period) and period == 1:
-            return  # Everything at once.
+            return  # All fragments are synchronized at once, so none is late.
         if s >= period:
             raise StalenessError(
                 f"staleness={s} with period={period}: a synchronization has to arrive "
@@ -130,8 +140,8 @@ class LocalSGD:
             )
         if fragments > period:
             raise StalenessError(
-                f"fragments={fragments} with period={period}: one fragment a step at "
-                f"most; use at most {period} fragments"
+                f"fragments={fragments} with period={period}: at most one fragment is "
+                f"synchronized per step; use at most {period} fragments"
             )
         if s * fragments > period:
             raise StalenessError(
@@ -140,8 +150,50 @@ class LocalSGD:
                 f"most {period // fragments}"
             )
 
+    def reason_unsupported(
+        self,
+        layout: Layout,
+        lowering_name: str,
+        *,
+        asynchronous: bool = False,
+        reorders_layers: bool = False,
+    ) -> str:
+        """Says why local SGD cannot train under a layout; "" if it can.
+
+        Args:
+          layout: the layout.
+          lowering_name: the option `lowering` of `lower`.
+          asynchronous: whether the pipeline's stages update their weights at different
+            times (PipeDream).
+          reorders_layers: whether the pipeline stores its layers in another order than
+            the model.
+        """
+        if layout.replica == 1:
+            return (
+                "mode=LocalSGD synchronizes replicas, and the layout has only one: add "
+                "replica=N, or leave the mode out"
+            )
+        if lowering_name == "auto":
+            return (
+                "lowering=auto compares two programs of one step, and local SGD has "
+                "several per lowering: use shard_map or jit"
+            )
+        if asynchronous:
+            return (
+                f"replica={layout.replica} with schedule={layout.schedule}: local SGD "
+                "synchronizes replicas between steps, and this schedule has no point "
+                "at which all stages have finished a step; use 1f1b"
+            )
+        if reorders_layers:
+            return (
+                f"replica={layout.replica} with a pipeline that stores its layers in "
+                "another order (several chunks per stage, or an uneven depth) is not "
+                "supported; use virtual_stages=1 and a depth that pipe divides"
+            )
+        return ""
+
     def identity(self) -> str:
-        """The mode as text, but for the outer optimizer, whose state tells it."""
+        """The mode as text, without `outer`, whose state shows what it is."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -150,33 +202,41 @@ class LocalSGD:
         period = self.period
         if callable(period):
             schedule = Schedule(self)
-            schedule.check_until(10_000)
+            schedule.check_until(_IDENTITY_STEPS)
             period = schedule.starts
         return f"period={period}, {fields}"
 
     @property
-    def num_chunks(self) -> int:
-        """Pieces in which a fragment travels, one a step."""
+    def num_slices(self) -> int:
+        """S, the slices in which a fragment travels; one is scattered per step."""
         if self.gossip is not None:
             return max(1, self.staleness)
-        # The last step only gathers: a chunk is scattered beside the gather before.
+        # The last step only gathers, and the steps before it gather the previous slice.
         return max(1, self.staleness - 1)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether slices are gathered after the outer step; gossip only mixes."""
+        return self.gossip is None
 
 
 def outer_optimizer(mode: LocalSGD, replicas: int) -> optax.GradientTransformation:
-    """What moves the global weights, but for damping.
+    """The optimizer that moves the global weights, without damping.
+
+    Args:
+      mode: the mode.
+      replicas: R.
 
     Raises:
       StalenessError: an elastic pull that is too strong for so many replicas.
     """
-    outer: Any = mode.outer or optax.sgd(1.0)
-    if isinstance(mode.merge, Elastic):
-        beta = replicas * mode.merge.alpha
-        if beta > 1:
-            raise StalenessError(
-                f"Elastic({mode.merge.alpha}) with replica={replicas}: replicas * alpha"
-                f" = {beta:g} moves the center beyond the average; use at most "
-                f"{1 / replicas:g}"
-            )
-        outer = optax.sgd(beta)
-    return outer
+    if not isinstance(mode.merge, Elastic):
+        return mode.outer or optax.sgd(1.0)
+    beta = replicas * mode.merge.alpha
+    if beta > 1:
+        raise StalenessError(
+            f"Elastic({mode.merge.alpha}) with replica={replicas}: replicas * alpha"
+            f" = {beta:g} moves the center beyond the average; use at most "
+            f"{1 / replicas:g}"
+        )
+    return optax.sgd(beta)

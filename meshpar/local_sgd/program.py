@@ -1,7 +1,6 @@
-"""Local SGD as compiled programs, and the host that runs them in turn.
+"""The program of local SGD: replicas train separately and are averaged.
 
-Which program runs is decided on the host by the schedule, so no program has a
-conditional for it, and none is compiled again as fragments take turns.
+The host picks the program of every step from the schedule.
 """
 
 import dataclasses
@@ -15,143 +14,75 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import Params
+from meshpar.contracts.collective import Collective
+from meshpar.contracts.contract import Contract
+from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.plan import Plan
 from meshpar.local_sgd.clock import Clock
 from meshpar.local_sgd.contract import (
+    busiest,
     describe_mode,
-    kept_leaves,
     mode_violations,
-    transfers,
+    sent_bytes,
+    synchronization_leaves,
 )
-from meshpar.local_sgd.exchange import AXIS, Exchange
+from meshpar.local_sgd.exchange import Exchange
 from meshpar.local_sgd.mode import LocalSGD
-from meshpar.local_sgd.schedule import Schedule, Transfer, check_arrival
-from meshpar.local_sgd.steps import ON_DEVICES, STACKED, WHOLE, LocalState, LocalSteps
+from meshpar.local_sgd.schedule import Actions, Schedule, Transfer
+from meshpar.local_sgd.step_programs import StepPrograms
+from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.program import TrainProgram
 from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import Metrics, TrainState
-from meshpar.mesh.torus import compiler_options
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalProgram(TrainProgram):
-    """A `TrainProgram` of replicas that train apart; made by `lower(mode=LocalSGD())`.
+    """A `TrainProgram` of replicas under local SGD; made by `lower(mode=LocalSGD())`.
 
     Attributes:
-      mode: how they are synchronized.
+      mode: how replicas are synchronized.
       step_batch: the abstract batch of one replica.
+      programs: the compiled programs of the mode.
     """
 
-    mode: LocalSGD = LocalSGD()
+    mode: LocalSGD
     step_batch: Any = None
+    programs: StepPrograms
     _clock: Clock = dataclasses.field(default_factory=Clock, compare=False)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of one replica, and what each device keeps to synchronize it."""
-        kept = kept_leaves(self.abstract_state.sync)
-        return dataclasses.replace(self.lowering.plan, synchronization=kept)
-
-    @functools.cached_property
-    def steps(self) -> LocalSteps:
-        """What replicas do, as pure functions."""
-        return LocalSteps(self.lowering, self.mode)
+        """The plan of one replica, and the state that synchronizes the replicas."""
+        leaves = synchronization_leaves(self.abstract_state.sync)
+        return dataclasses.replace(self.lowering.plan, synchronization=leaves)
 
     @property
-    def outer(self) -> Exchange:
-        """What they exchange."""
-        return self.steps.outer
+    def steps(self) -> LocalSteps:
+        """The pure functions of the mode."""
+        return self.programs.steps
+
+    @property
+    def exchange(self) -> Exchange:
+        """The synchronization of the replicas."""
+        return self.steps.exchange
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """What happens in every step."""
+        """The actions of every step."""
         return Schedule(self.mode)
 
     def _traced(self, fn: Callable) -> Callable:
-        return self.steps.apart(fn)
+        return self.steps.per_replica(fn)
 
-    # Programs.
+    def lower_step(self, kind: Transfer | None) -> jax.stages.Lowered:
+        """The inner step and a transfer of one kind during it, as StableHLO."""
+        return self.programs.inspection(kind).lowered
 
-    @functools.cached_property
-    def lowered(self) -> jax.stages.Lowered:
-        """The inner step as StableHLO."""
-        return self._lower_step(None)
-
-    @functools.cached_property
-    def _compiled(self) -> dict[Transfer | None, jax.stages.Compiled]:
-        return {}
-
-    def _lower_step(self, what: Transfer | None) -> jax.stages.Lowered:
-        stepped, index = self.steps.stepped, ()
-        if what is not None:
-            stepped = functools.partial(self.steps.stepped_beside, what)
-            index = ((jax.ShapeDtypeStruct((), jnp.int32),) * 3,)
-        replicated = NamedSharding(self.mesh, STACKED)
-        with jax.set_mesh(self.mesh):
-            return jax.jit(
-                stepped,
-                donate_argnums=0,
-                out_shardings=(self.state_shardings, replicated),
-                compiler_options=compiler_options(self.mesh),
-            ).lower(self.abstract_state, self.abstract_batch, *index)
-
-    def step_program(self, what: Transfer | None) -> jax.stages.Compiled:
-        """The compiled step beside which `what` travels; numbers do not count."""
-        kind = self.kind(what)
-        if kind not in self._compiled:
-            lowered = self.lowered if kind is None else self._lower_step(kind)
-            made = lowered.compile()
-            self.lowering.check_compiled(self.collectives_of(made))
-            self._compiled[kind] = made
-        return self._compiled[kind]
-
-    def kind(self, what: Transfer | None) -> Transfer | None:
-        """One of all transfers that share a program: which parts there are."""
-        if what is None:
-            return None
-        rounds = max(1, len(self.outer.rounds))
-        together = what.scatter is not None and what.scatter == what.gather
-        return Transfer(
-            fragment=0,
-            scatter=None if what.scatter is None else 0 if together else 1,
-            gather=None if what.gather is None else 0,
-            round=what.round % rounds,
-        )
-
-    @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled inner step, beside which nothing travels."""
-        return self.step_program(None)
-
-    @functools.cached_property
-    def _small(self) -> dict[tuple, Callable]:
-        return {}
-
-    def _run_small(self, fn: Callable, state: LocalState, *static: Any) -> LocalState:
-        """Runs a program that computes next to nothing, compiled once per fragment."""
-        key = fn.__name__, *static
-        if key not in self._small:
-            self._small[key] = jax.jit(
-                functools.partial(fn, *static),
-                donate_argnums=0,
-                out_shardings=self.state_shardings,
-            )
-        with jax.set_mesh(self.mesh):
-            return self._small[key](state)
-
-    @functools.cached_property
-    def _means_of(self) -> Callable[[Metrics], Metrics]:
-        """Metrics [R] to their means, weighted by "weight" if it is among them."""
-
-        def means(metrics: Metrics) -> Metrics:
-            weight = metrics.get("weight", jnp.ones(self.layout.replica))
-            return {
-                name: x.sum() if name == "weight" else (x * weight).sum() / weight.sum()
-                for name, x in metrics.items()
-            }
-
-        return jax.jit(means, out_shardings=self._whole)
+    def step_program(self, transfer: Transfer | None) -> jax.stages.Compiled:
+        """The compiled step during which a transfer of the same kind happens."""
+        return self.programs.inspection(transfer).compiled
 
     def step(self, state: LocalState, batch: Any) -> tuple[LocalState, Metrics]:
         """Runs one training step of all replicas; `state` is donated.
@@ -172,50 +103,41 @@ class LocalProgram(TrainProgram):
         """
         clock, batch = self._clock, self._placed(batch)
         clock.read(state)
-        step = clock.step + 1
-        what, arrive, launch, at_once, number = self.schedule.actions(step)
-        if what is not None and what.taken <= clock.began > 0:
-            what = arrive = None  # Taken before the average that everything began with.
-        if arrive is not None:
-            check_arrival(self.mode, arrive, clock.launched[arrive], step)
-        sent, index = 0.0, ()
-        if what is not None:
-            index = tuple(np.int32(x or 0) for x in what[:3])
-            sent += sum(term.wire_bytes for term in self.outer.terms(what))
-        if not self._compiled:  # All at once: no step stops for the compiler later.
-            for one in (None, *transfers(self)):
-                self.step_program(one)
-        program = self.step_program(what)
-        state, metrics = program(state, batch, *((index,) if index else ()))
-        if arrive is not None:
-            state = self._run_small(self.steps.arrived, state, arrive)
-            clock.arrived[arrive] = step
-        for fragment in launch:
-            clock.launched[fragment] = step
-            if not at_once:
-                state = self._run_small(self.steps.launched, state, fragment)
-        if launch and at_once:
-            number %= max(1, len(self.outer.rounds))
-            state = self._run_small(self.steps.synchronized, state, launch, number)
-            chunks = len(launch) * self.mode.num_chunks
-            terms = self.outer.terms(self.whole_transfer(number), chunks)
-            sent += sum(term.wire_bytes for term in terms)
-            for fragment in launch:
-                clock.arrived[fragment] = step
-        clock.state_step, clock.step = state.step, step
-        ages = [float(step - arrived) for arrived in clock.arrived]
-        each = {f"sync_age/{f}": age for f, age in enumerate(ages)}
-        return state, self._means_of(metrics) | {
-            "replica_bytes": sent,
-            "sync_age": max(ages),
-            **(each if len(ages) > 1 else {}),
+        actions = self.schedule.actions(clock.step + 1)
+        actions = clock.check(actions, self.mode.staleness)
+        state, metrics = self.programs.run(actions.transfer, state, batch)
+        state = self._synchronize(state, actions)
+        clock.advance(actions, state)
+        return state, {
+            **self._means_of(metrics),
+            "replica_bytes": sent_bytes(self.exchange, actions),
+            **clock.sync_ages(),
         }
 
-    def whole_transfer(self, number: int) -> Transfer:
-        """All that a synchronization at once moves of a chunk, in a round."""
-        return Transfer(0, 0, None if self.outer.rounds else 0, number)
+    def _synchronize(self, state: LocalState, actions: Actions) -> LocalState:
+        """Runs the actions that follow the inner step."""
+        run = self.programs.run_small
+        if actions.arrive is not None:
+            state = run(self.steps.arrived, state, actions.arrive)
+        if actions.launch and actions.at_once:
+            number = actions.round % self.exchange.num_rounds
+            return run(self.steps.synchronized, state, actions.launch, number)
+        for fragment in actions.launch:
+            state = run(self.steps.launched, state, fragment)
+        return state
 
-    # Start, evaluation, average.
+    @functools.cached_property
+    def _means_of(self) -> Callable[[Metrics], Metrics]:
+        """Metrics [R] to their means, weighted by "weight" if it is among them."""
+
+        def means(metrics: Metrics) -> Metrics:
+            weight = metrics.get("weight", jnp.ones(self.layout.replica))
+            return {
+                name: x.sum() if name == "weight" else (x * weight).sum() / weight.sum()
+                for name, x in metrics.items()
+            }
+
+        return jax.jit(means, out_shardings=self._whole)
 
     @functools.cached_property
     def _init(self) -> Callable[[Any], LocalState]:
@@ -232,7 +154,7 @@ class LocalProgram(TrainProgram):
         return jax.jit(init, out_shardings=self.state_shardings)
 
     def init(self, seed: int = 0) -> LocalState:
-        """Makes a fresh state: all replicas as one device would start."""
+        """Makes a fresh state: all replicas start with equal weights."""
         with jax.set_mesh(self.mesh):
             return self._init(np.uint32(seed))
 
@@ -252,31 +174,28 @@ class LocalProgram(TrainProgram):
             out_shardings=shardings,
         )
 
+    def evaluate(self, state: LocalState, batch: Any) -> Metrics:
+        """Loss and aux of the average in evaluation mode, and `drift`."""
+        with jax.set_mesh(self.mesh):
+            return self._evaluate(state, self._placed(batch))
+
     @functools.cached_property
-    def _evaluate(self) -> Callable:
-        jitted = jax.jit(self.steps.evaluated, out_shardings=self._whole)
-
-        def call(state: LocalState, batch: Any) -> Metrics:
-            with jax.set_mesh(self.mesh):
-                return jitted(state, batch)
-
-        return call
-
-    # Checkpoints: what any layout can use, and what only this one can.
+    def _evaluate(self) -> Callable[[LocalState, Any], Metrics]:
+        return jax.jit(self.steps.evaluated, out_shardings=self._whole)
 
     @property
     def portable_state(self) -> TrainState:
-        """What `in_model_order` returns, as ShapeDtypeStructs with shardings."""
+        """The state that other layouts can restore, as ShapeDtypeStructs."""
         return TrainState(*self.abstract_state[:4])
 
     @property
     def abstract_extra(self) -> tuple:
-        """What `extra_state` returns, likewise."""
+        """The result of `extra_state`, as ShapeDtypeStructs with shardings."""
         return tuple(self.abstract_state[4:])
 
     @property
     def extra_identity(self) -> str:
-        """The mode, as what is on its way depends on it."""
+        """The mode to which `extra_state` belongs."""
         return self.mode.identity()
 
     def in_model_order(self, state: LocalState) -> TrainState:
@@ -284,11 +203,11 @@ class LocalProgram(TrainProgram):
         return TrainState(*state[:4])
 
     def extra_state(self, state: LocalState) -> tuple:
-        """What is on its way, the global weights and their optimizer."""
+        """Traveling fragments, the global weights and their optimizer state."""
         return tuple(state[4:])
 
     def as_stored(self, state: TrainState, extra: tuple | None = None) -> LocalState:
-        """The whole state; without `extra` replicas begin anew with their average."""
+        """Returns the whole state; without `extra` the average becomes the anchor."""
         if extra is not None:
             return LocalState(*state, *extra)
         with jax.set_mesh(self.mesh):
@@ -296,14 +215,30 @@ class LocalProgram(TrainProgram):
                 *state
             )
 
-    # Contracts.
-
     def violations(self) -> list[str]:
-        """What any of the compiled steps does against its contract."""
-        return mode_violations(self)
+        """Violations of the contracts of all programs that the mode runs."""
+        return mode_violations(self.programs, self.contract)
+
+    @property
+    def busiest(self) -> tuple[Contract, list[Collective]]:
+        """Declared and found, of the step that moves most."""
+        return busiest(self.programs, self.contract)
+
+    @property
+    def mode_text(self) -> str:
+        """How replicas are synchronized, and the bytes that this sends."""
+        return describe_mode(self.exchange)
+
+    @property
+    def reason_not_equal(self) -> str:
+        """Replicas train separately on purpose."""
+        return (
+            "replicas that train apart do not equal one device: verify the layout with "
+            "data in place of replica"
+        )
 
     def __str__(self) -> str:
-        return describe_mode(self)
+        return self.mode_text
 
 
 def make_program(
@@ -318,31 +253,37 @@ def make_program(
 
     Args:
       lowering: the step of one replica, on the mesh of all.
-      mode: how they are synchronized.
+      mode: how replicas are synchronized.
       abstract_state: state of one replica.
       abstract_batch: the global batch.
       step_batch: the part of one replica.
-      why_auto: what schedule=auto took, and why.
+      why_auto: the schedule that schedule=auto took, and why.
+
+    Raises:
+      LayoutError: weights that are not floating point.
+      MeshparError: a gossip graph that does not fit the number of replicas.
+      StalenessError: an elastic pull that is too strong for so many replicas.
     """
     mesh = lowering.mesh
+    stacked = with_replicas(abstract_state, 1, mesh.shape[REPLICA], REPLICA)
+    steps = LocalSteps(lowering, mode)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(steps.started, *stacked)
 
-    def placed(spec: PartitionSpec) -> Callable:
-        return lambda leaf: leaf.update(sharding=NamedSharding(mesh, spec))
+    def placed(leaves: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), leaves)
 
-    stacked = with_replicas(abstract_state, 1, mesh.shape[AXIS], AXIS)
-    program = LocalProgram(
+    counts = placed((state.began, state.launched, state.arrived), REPLICATED)
+    state = LocalState(*stacked, placed(state.sync, PER_DEVICE), *counts)
+    programs = StepPrograms(steps, state, abstract_batch)
+    return LocalProgram(
         lowering=lowering,
-        abstract_state=None,
+        abstract_state=state,
         abstract_batch=abstract_batch,
+        inspection=programs.inspection(None),
+        programs=programs,
         why_auto=why_auto,
         mode=mode,
         step_batch=step_batch,
-    )
-    with jax.set_mesh(mesh):
-        state = jax.eval_shape(program.steps.started, *stacked)
-    counts = state.began, state.launched, state.arrived
-    counts = jax.tree.map(placed(WHOLE), counts)
-    sync = jax.tree.map(placed(ON_DEVICES), state.sync)
-    return dataclasses.replace(
-        program, abstract_state=LocalState(*stacked, sync, *counts)
     )

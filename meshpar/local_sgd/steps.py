@@ -1,8 +1,8 @@
-"""Local SGD as pure functions: what replicas do apart, and what they exchange.
+"""Local SGD as pure functions: the inner steps of all replicas, and their exchange.
 
 The inner step is the lowered step of one replica inside a shard_map that is manual over
-`replica`: nothing in it can cross that axis. What crosses it stands in `outer_sync`, in
-the same program as the step beside which it travels.
+`replica`, so no collective in it can cross that axis. The collectives that cross it are
+in `exchange`; they are traced into the same program as the step during which they run.
 """
 
 import dataclasses
@@ -17,35 +17,38 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Params
 from meshpar.collectives.compression import TILE
-from meshpar.layouts.axes import AXES
-from meshpar.local_sgd.exchange import AXIS, Exchange, SyncState
+from meshpar.layouts.axes import AXES, REPLICA
+from meshpar.local_sgd.exchange import Exchange, make_exchange
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.schedule import Transfer
+from meshpar.local_sgd.sync_state import SyncState
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.mesh.platform import platform_of
 from meshpar.models.model_scope import model_scope
 
-STACKED, WHOLE, ON_DEVICES = (
-    PartitionSpec(AXIS),
-    PartitionSpec(),
-    PartitionSpec(*AXES),
-)
-"""Specs of what replicas have in front, of numbers, and of what each device keeps."""
+STACKED = PartitionSpec(REPLICA)
+"""Spec of arrays [R, ...], one row per replica."""
+
+REPLICATED = PartitionSpec()
+"""Spec of numbers that all devices hold."""
+
+PER_DEVICE = PartitionSpec(*AXES)
+"""Spec of arrays [mesh..., ...], one part per device."""
 
 
 class LocalState(NamedTuple):
-    """All that training carries from step to step, of all replicas.
+    """The training state of all replicas.
 
     Attributes:
       step: steps done, int32 scalar.
       seed: seed of the run, uint32 scalar.
       params: {path: [R, ...]}, the master weights of every replica.
       optimizer_state: the inner optax state, every leaf [R, ...].
-      sync: a `SyncState`, every leaf with the mesh in front: what each device keeps.
+      sync: a `SyncState`, every leaf with the mesh axes as leading dims.
       began: int32 scalar, the step at which `sync` was made.
       launched: int32 [F], the step of every fragment's last snapshot; -1 before.
-      arrived: int32 [F], the step after which it last reached the replicas.
+      arrived: int32 [F], the step after which every fragment was merged last.
     """
 
     step: jax.Array
@@ -59,19 +62,29 @@ class LocalState(NamedTuple):
 
 
 class _ReplicaState(TrainState):
-    """The state of one replica, inside shard_map: its noise is its own."""
+    """The state of one replica inside shard_map, with random keys of its own."""
 
     def key(self) -> jax.Array:
         """The random key of this step on this replica."""
-        return jax.random.fold_in(super().key(), lax.axis_index(AXIS))
+        return jax.random.fold_in(super().key(), lax.axis_index(REPLICA))
 
 
 def _first(tree: Any) -> Any:
+    """Leaves [1, ...] to [...]."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _in_front(tree: Any) -> Any:
+def _stacked(tree: Any) -> Any:
+    """Leaves [...] to [1, ...]."""
     return jax.tree.map(lambda x: x[None], tree)
+
+
+def _without_mesh_dims(sync: SyncState) -> SyncState:
+    return jax.tree.map(lambda x: x.reshape(x.shape[len(AXES) :]), sync)
+
+
+def _with_mesh_dims(sync: SyncState) -> SyncState:
+    return jax.tree.map(lambda x: x.reshape((1,) * len(AXES) + x.shape), sync)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,121 +100,130 @@ class LocalSteps:
     mode: LocalSGD
 
     @functools.cached_property
-    def outer(self) -> Exchange:
-        """What replicas exchange."""
-        unit = TILE if platform_of(self.lowering.mesh).tiles_vectors else 1
-        return Exchange(
-            self.mode, self.lowering.plan, dict(self.lowering.mesh.shape), unit
-        )
+    def exchange(self) -> Exchange:
+        """The synchronization of the replicas."""
+        mesh = self.lowering.mesh
+        tile = TILE if platform_of(mesh).tiles_vectors else 1
+        return make_exchange(self.mode, self.lowering.plan, dict(mesh.shape), tile)
 
-    # What one replica does.
+    def per_replica(self, fn: Callable) -> Callable:
+        """Runs fn(TrainState, batch) on every replica separately; results [R, ...]."""
 
-    def apart(self, fn: Callable) -> Callable:
-        """fn(TrainState, batch) of every replica on its own; results [R, ...]."""
-
-        def one(numbers: tuple, stacked: tuple, batch: Any) -> Any:
+        def on_one(numbers: tuple, stacked: tuple, batch: Any) -> Any:
             state = _ReplicaState(*numbers, *_first(stacked))
-            with model_scope(
-                self.lowering.plan.layout,
-                self.lowering.mesh,
-                self.lowering.replica_axes,
-            ):
-                return _in_front(fn(state, batch))
+            layout = self.lowering.plan.layout
+            axes = self.lowering.replica_axes
+            with model_scope(layout, self.lowering.mesh, axes):
+                return _stacked(fn(state, batch))
 
-        def apart(state: LocalState, batch: Any) -> Any:
+        def on_all(state: LocalState, batch: Any) -> Any:
             stacked = state.params, state.optimizer_state
             return jax.shard_map(
-                one,
-                in_specs=(WHOLE, STACKED, STACKED),
+                on_one,
+                in_specs=(REPLICATED, STACKED, STACKED),
                 out_specs=STACKED,
-                axis_names={AXIS},
+                axis_names={REPLICA},
                 check_vma=self.lowering.types_replicas,
             )((state.step, state.seed), stacked, batch)
 
-        return apart
+        return on_all
 
-    # What replicas exchange.
+    @property
+    def _stacked_specs(self) -> dict[str, PartitionSpec]:
+        """{path: spec} of the weights of all replicas, [R, ...]."""
+        specs = self.lowering.plan.specs
+        return {path: PartitionSpec(REPLICA, *spec) for path, spec in specs.items()}
 
-    def _on_devices(
+    def _per_device(
         self, fn: Callable, params: Params, sync: SyncState, *rest: Any
     ) -> tuple[Params, SyncState]:
-        """fn(params, sync, *rest) -> (params, sync) on every device's own shards."""
-        specs = {
-            path: PartitionSpec(AXIS, *self.lowering.plan.specs[path])
-            for path in params
-        }
-        lead = len(AXES)
+        """Runs fn(params, sync, *rest) -> (params, sync) on every device's shards."""
+        stacked = self._stacked_specs
+        specs = {path: stacked[path] for path in params}
 
-        def one(params: Params, sync: SyncState, *rest: Any) -> tuple:
-            sync = jax.tree.map(lambda x: x.reshape(x.shape[lead:]), sync)
+        def on_one(params: Params, sync: SyncState, *rest: Any) -> tuple:
+            sync = _without_mesh_dims(sync)
             params, sync = fn(_first(params), sync, *rest)
-            sync = jax.tree.map(lambda x: x.reshape((1,) * lead + x.shape), sync)
-            return _in_front(params), sync
+            sync = _with_mesh_dims(sync)
+            return _stacked(params), sync
 
         return jax.shard_map(
-            one,
-            in_specs=(specs, ON_DEVICES, *(WHOLE for _ in rest)),
-            out_specs=(specs, ON_DEVICES),
+            on_one,
+            in_specs=(specs, PER_DEVICE, *(REPLICATED for _ in rest)),
+            out_specs=(specs, PER_DEVICE),
             check_vma=False,
         )(params, sync, *rest)
 
     def stepped(self, state: LocalState, batch: Any) -> tuple[LocalState, Metrics]:
         """The inner step of all replicas; metrics [R]."""
 
-        def one(state: TrainState, batch: Any) -> tuple:
+        def step(state: TrainState, batch: Any) -> tuple:
             new, metrics = self.lowering.train_step(state, batch)
             metrics = {name: jnp.float32(x) for name, x in metrics.items()}
             return new.params, new.optimizer_state, metrics
 
-        params, optimizer_state, metrics = self.apart(one)(state, batch)
+        params, optimizer_state, metrics = self.per_replica(step)(state, batch)
         new = state._replace(
             step=state.step + 1, params=params, optimizer_state=optimizer_state
         )
         return new, metrics
 
     def stepped_beside(
-        self, what: Transfer, state: LocalState, batch: Any, index: tuple
+        self, kind: Transfer, state: LocalState, batch: Any, index: tuple
     ) -> tuple[LocalState, Metrics]:
-        """The inner step, and what travels beside it."""
+        """The inner step and a transfer during it.
 
-        def move(params: Params, sync: SyncState, *index: Any) -> tuple:
-            return params, self.outer.transfer(sync, what, index)
+        Args:
+          kind: from `Transfer.kind`.
+          state: the state of all replicas.
+          batch: the global batch.
+          index: (fragment, slice to scatter, slice to gather), int32 scalars.
+        """
 
-        sync = self._on_devices(move, {}, state.sync, *index)[1]
+        def transfer(params: Params, sync: SyncState, *index: Any) -> tuple:
+            return params, self.exchange.transfer(sync, kind, index)
+
+        sync = self._per_device(transfer, {}, state.sync, *index)[1]
         state, metrics = self.stepped(state, batch)
         return state._replace(sync=sync), metrics
 
     def launched(self, fragment: int, state: LocalState) -> LocalState:
-        """The snapshot of a fragment taken."""
+        """The state after the snapshot of a fragment."""
 
         def launch(params: Params, sync: SyncState) -> tuple:
-            return params, self.outer.launch(params, sync, fragment)
+            return params, self.exchange.launch(params, sync, fragment)
 
-        params, sync = self._on_devices(launch, state.params, state.sync)
+        params, sync = self._per_device(launch, state.params, state.sync)
         launched = state.launched.at[fragment].set(state.step)
         return state._replace(params=params, sync=sync, launched=launched)
 
     def arrived(self, fragment: int, state: LocalState) -> LocalState:
-        """A fragment merged into the replicas."""
+        """The state after a fragment is merged into the replicas."""
 
         def arrive(params: Params, sync: SyncState) -> tuple:
-            return self.outer.arrive(params, sync, fragment)
+            return self.exchange.arrive(params, sync, fragment)
 
-        params, sync = self._on_devices(arrive, state.params, state.sync)
+        params, sync = self._per_device(arrive, state.params, state.sync)
         arrived = state.arrived.at[fragment].set(state.step)
         return state._replace(params=params, sync=sync, arrived=arrived)
 
     def synchronized(
         self, fragments: tuple[int, ...], number: int, state: LocalState
     ) -> LocalState:
-        """Whole synchronizations of fragments, which nothing hides."""
+        """The state after fragments are synchronized at once, hidden by no compute.
+
+        Args:
+          fragments: their numbers.
+          number: round of the gossip graph.
+          state: the state of all replicas.
+        """
 
         def synchronize(params: Params, sync: SyncState) -> tuple:
             for fragment in fragments:
-                params, sync = self.outer.at_once(params, sync, fragment, number)
+                params, sync = self.exchange.at_once(params, sync, fragment, number)
             return params, sync
 
-        params, sync = self._on_devices(synchronize, state.params, state.sync)
+        params, sync = self._per_device(synchronize, state.params, state.sync)
         return state._replace(
             params=params,
             sync=sync,
@@ -216,19 +238,17 @@ class LocalSteps:
         params: Params,
         optimizer_state: Any,
     ) -> LocalState:
-        """The state in which replicas [R, ...] begin, their average the global one."""
+        """The state in which replicas [R, ...] begin; their average is the anchor."""
 
         def start(params: Params) -> SyncState:
-            whole = {path: lax.pmean(x[0], AXIS) for path, x in params.items()}
-            sync = self.outer.init(whole)
-            return jax.tree.map(lambda x: x.reshape((1,) * len(AXES) + x.shape), sync)
+            average = {path: lax.pmean(x[0], REPLICA) for path, x in params.items()}
+            return _with_mesh_dims(self.exchange.init(average))
 
-        specs = {
-            path: PartitionSpec(AXIS, *s)
-            for path, s in self.lowering.plan.specs.items()
-        }
         sync = jax.shard_map(
-            start, in_specs=(specs,), out_specs=ON_DEVICES, check_vma=False
+            start,
+            in_specs=(self._stacked_specs,),
+            out_specs=PER_DEVICE,
+            check_vma=False,
         )(params)
         fragments = self.mode.fragments
         never = jnp.full(fragments, -1, jnp.int32)
@@ -238,21 +258,28 @@ class LocalSteps:
         )
 
     def evaluated(self, state: LocalState, batch: Any) -> Metrics:
-        """Loss and aux of the average, and how far replicas are from it (`drift`)."""
+        """Loss and aux of the average, and `drift`, the replicas' distance to it.
 
-        def one(state: TrainState, batch: Any) -> Metrics:
-            average = {path: lax.pmean(x, AXIS) for path, x in state.params.items()}
-            metrics = self.lowering.evaluate(state._replace(params=average), batch)
+        Drift is the mean L2 distance, relative to the norm of the average.
+        """
+
+        def evaluate(state: TrainState, batch: Any) -> Metrics:
+            average = {path: lax.pmean(x, REPLICA) for path, x in state.params.items()}
+            metrics = self.lowering.evaluate(average, batch)
             weight = jnp.float32(metrics.get("weight", 1.0))
-            total = lax.psum(weight, AXIS)
-            means = {k: lax.psum(weight * x, AXIS) / total for k, x in metrics.items()}
-            apart = sum(
+            total = lax.psum(weight, REPLICA)
+            means = {
+                name: lax.psum(weight * x, REPLICA) / total
+                for name, x in metrics.items()
+            }
+            distance = sum(
                 jnp.sum(jnp.square(state.params[path] - x))
                 for path, x in average.items()
             )
-            size = sum(jnp.sum(jnp.square(x)) for x in average.values())
-            drift = lax.pmean(jnp.sqrt(apart), AXIS) / jnp.sqrt(size)
-            given = {"weight": total} if "weight" in metrics else {}
-            return means | given | {"drift": drift}
+            norm = sum(jnp.sum(jnp.square(x)) for x in average.values())
+            drift = lax.pmean(jnp.sqrt(distance), REPLICA) / jnp.sqrt(norm)
+            if "weight" in metrics:
+                means["weight"] = total
+            return means | {"drift": drift}
 
-        return jax.tree.map(lambda x: x[0], self.apart(one)(state, batch))
+        return _first(self.per_replica(evaluate)(state, batch))

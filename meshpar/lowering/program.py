@@ -354,7 +354,11 @@ class TrainProgram(Program):
 
 
 def inspect_step(
-    lowering: Lowering, step: Callable, abstract_state: Any, *arguments: Any
+    lowering: Lowering,
+    step: Callable,
+    abstract_state: Any,
+    *arguments: Any,
+    metrics_spec: PartitionSpec | None = None,
 ) -> Inspection:
     """Inspects step(state, *arguments) -> (state, metrics), which donates its state.
 
@@ -363,8 +367,9 @@ def inspect_step(
       step: the step, a function to trace.
       abstract_state: ShapeDtypeStructs with shardings.
       *arguments: abstract arguments after the state.
+      metrics_spec: spec of the metrics; on all devices by default.
     """
-    mesh = lowering.mesh
+    mesh, metrics_spec = lowering.mesh, metrics_spec or PartitionSpec()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
 
     def lower() -> jax.stages.Lowered:
@@ -372,7 +377,7 @@ def inspect_step(
             return jax.jit(
                 step,
                 donate_argnums=0,
-                out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+                out_shardings=(shardings, NamedSharding(mesh, metrics_spec)),
                 compiler_options=compiler_options(mesh),
             ).lower(abstract_state, *arguments)
 

@@ -154,11 +154,18 @@ def test_tpu_synchronizations_hide_behind_the_layers():
         mode=mode,
     )
     middle = next(
-        t for t in contract.transfers(program) if None not in (t.scatter, t.gather)
+        t
+        for t in program.steps.exchange.transfer_kinds
+        if None not in (t.scatter, t.gather)
     )
     text = program.step_program(middle).as_text()
     found = hlo.parse_hlo(text, dict(program.mesh.shape))
-    assert contract.contract_beside(program, middle).violations(found) == []
+    assert (
+        contract.contract_beside(program.programs, program.contract, middle).violations(
+            found
+        )
+        == []
+    )
     across = [one for one in found if "replica" in one.axes]
     assert {one.kind for one in across} == {"all_to_all", "all_gather"}
     assert all(one.overlapped for one in across)

@@ -1,4 +1,4 @@
-"""Checkpoints of replicas that train apart, also while something is on its way."""
+"""Checkpoints of local SGD, also while a fragment travels."""
 
 import contextlib
 import dataclasses
@@ -6,19 +6,20 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.regression import ADAM, NESTEROV, STEPS, lowered, rows, trained
+from support.regression import ADAM, NESTEROV, STEPS, lower, rows, train
 from support.tiny_models import host, relative_error
 
 import meshpar
+from meshpar import local_sgd
 from meshpar.checkpoint.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of 11 steps with a synchronization on its way, and its program."""
+    """A checkpoint after 8 steps, in which a fragment travels, and its program."""
     mode = meshpar.LocalSGD(6, staleness=4, outer=NESTEROV, wire="int8")
-    program = lowered("replica=2,fsdp=2", ADAM, mode=mode)
-    state, _ = trained(program, 8)
+    program = lower("replica=2,fsdp=2", ADAM, mode=mode)
+    state, _ = train(program, 8)
     folder = tmp_path_factory.mktemp("run") / "c"
     with contextlib.closing(opened(folder, program)) as checkpoints:
         extra = program.extra_state(state)
@@ -41,51 +42,51 @@ def restored(folder, program):
         return checkpoints.restore()
 
 
-def test_resumes_bit_for_bit_while_a_synchronization_is_on_its_way(saved):
+def test_resumes_bit_for_bit_while_a_fragment_travels(saved):
     folder, program, _ = saved
-    found = restored(folder, program)
-    assert found.note == ""
-    state = program.as_stored(found.state, found.extra)
+    checkpoint = restored(folder, program)
+    assert checkpoint.note == ""
+    state = program.as_stored(checkpoint.state, checkpoint.extra)
     for step in range(9, STEPS + 1):
         state, _ = program.step(state, rows(step))
-    want = trained(program)[0]
-    for got, unbroken in zip(*map(jax.tree.leaves, (state, want)), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(unbroken))
+    unbroken = train(program)[0]
+    for resumed, want in zip(*map(jax.tree.leaves, (state, unbroken)), strict=True):
+        np.testing.assert_array_equal(np.asarray(resumed), np.asarray(want))
 
 
 @pytest.mark.parametrize(
-    "layout, kept",
+    "layout, note",
     [
         ("replica=2,tensor=2", "kept apart"),
         ("replica=4", "replaced by their average"),
         ("data=2", "replaced by their average"),
     ],
 )
-def test_restores_onto_other_replicas_through_the_average(saved, layout, kept):
+def test_restores_onto_other_replicas_through_the_average(saved, layout, note):
     folder, program, before = saved
     mode = program.mode if "replica" in layout else None
-    other = lowered(layout, ADAM, mode=mode)
-    found = restored(folder, other)
-    assert "2 replicas" in found.note and kept in found.note
-    state = other.as_stored(found.state, found.extra)
+    other = lower(layout, ADAM, mode=mode)
+    checkpoint = restored(folder, other)
+    assert "2 replicas" in checkpoint.note and note in checkpoint.note
+    state = other.as_stored(checkpoint.state, checkpoint.extra)
     average = {path: x.mean(0) for path, x in before.params.items()}
     assert relative_error(host(other.weights(state)), average) < 1e-6
-    if kept == "kept apart":
+    if note == "kept apart":
         for path, x in host(state.params).items():
             np.testing.assert_array_equal(x, before.params[path])
-    for step in range(9, STEPS + 1):  # Nothing waits for what was on its way.
+    for step in range(9, STEPS + 1):  # No arrival of the dropped fragment.
         state, metrics = other.step(state, rows(step))
     assert np.isfinite(metrics["loss"])
 
 
-def test_another_mode_does_not_take_up_what_was_on_its_way(saved):
-    """Its shapes are the same, but its schedule is not."""
+def test_another_mode_drops_the_traveling_fragment(saved):
+    """Its shapes are equal, but its schedule differs."""
     folder, program, before = saved
     mode = dataclasses.replace(program.mode, period=7)
-    other = lowered("replica=2,fsdp=2", ADAM, mode=mode)
-    found = restored(folder, other)
-    assert "kept apart" in found.note and found.extra is None
-    state = other.as_stored(found.state, found.extra)
+    other = lower("replica=2,fsdp=2", ADAM, mode=mode)
+    checkpoint = restored(folder, other)
+    assert "kept apart" in checkpoint.note and checkpoint.extra is None
+    state = other.as_stored(checkpoint.state, checkpoint.extra)
     for path, x in host(state.params).items():
         np.testing.assert_array_equal(x, before.params[path])
     for step in range(9, STEPS + 1):
@@ -93,23 +94,23 @@ def test_another_mode_does_not_take_up_what_was_on_its_way(saved):
     assert np.isfinite(metrics["loss"])
 
 
-def test_modes_are_told_apart():
-    warm = meshpar.LocalSGD(meshpar.warm_up(8, 4))
-    assert warm.identity() == meshpar.LocalSGD(meshpar.warm_up(8, 4)).identity()
-    others = [meshpar.LocalSGD(meshpar.warm_up(9, 4)), meshpar.LocalSGD(4)]
+def test_identities_differ_between_modes():
+    warm = meshpar.LocalSGD(local_sgd.warm_up(8, 4))
+    assert warm.identity() == meshpar.LocalSGD(local_sgd.warm_up(8, 4)).identity()
+    others = [meshpar.LocalSGD(local_sgd.warm_up(9, 4)), meshpar.LocalSGD(4)]
     others += [meshpar.LocalSGD(8, staleness=1), meshpar.LocalSGD(8, staleness=2)]
     assert len({mode.identity() for mode in (warm, *others)}) == 5
 
 
 def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
-    program = lowered("data=2", ADAM)
-    state, _ = trained(program, 3)
+    program = lower("data=2", ADAM)
+    state, _ = train(program, 3)
     with contextlib.closing(opened(tmp_path / "c", program)) as checkpoints:
         checkpoints.save(3, state, {})
     mode = meshpar.LocalSGD(4, staleness=1)
-    other = lowered("replica=4", ADAM, mode=mode)
-    found = restored(tmp_path / "c", other)
-    new = other.as_stored(found.state, found.extra)
+    other = lower("replica=4", ADAM, mode=mode)
+    checkpoint = restored(tmp_path / "c", other)
+    new = other.as_stored(checkpoint.state, checkpoint.extra)
     for path, x in host(new.params).items():
         np.testing.assert_array_equal(x, np.stack([state.params[path]] * 4))
     new, _ = other.step(new, rows(4))

@@ -1,4 +1,4 @@
-"""A small regression under local SGD, and the papers' recurrences for it, plainly."""
+"""A small regression under local SGD, and the papers' recurrences for it in numpy."""
 
 import functools
 
@@ -10,12 +10,16 @@ from flax import nnx
 from support.tiny_models import host
 
 import meshpar
+from meshpar import local_sgd
 
 ROWS, STEPS = 16, 14
 
+SGD, MOMENTUM, ADAM = optax.sgd(0.1), optax.sgd(0.05, 0.9), optax.adam(1e-2)
+NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
+
 
 class Regression(nnx.Module):
-    """Two layers; its parameters fill several blocks of a quantized wire."""
+    """Two layers; their parameters fill several blocks of a quantized wire."""
 
     def __init__(self, rngs):
         self.up = nnx.Param(
@@ -29,8 +33,8 @@ class Regression(nnx.Module):
 
 def loss(model, batch):
     hidden = jnp.tanh(batch["x"] @ model.up[...])
-    made = hidden @ model.down[...] + model.bias[...][None]
-    return jnp.square(made - batch["y"]).mean()
+    outputs = hidden @ model.down[...] + model.bias[...][None]
+    return jnp.square(outputs - batch["y"]).mean()
 
 
 MODEL = meshpar.from_nnx(Regression, loss)
@@ -43,17 +47,23 @@ def rows(seed):
     return {"x": x, "y": y.astype(np.float32)}
 
 
-def lowered(layout, optimizer, **options):
+def rows_of(replica, replicas, batch):
+    """One replica's part of a batch."""
+    return jax.tree.map(lambda x: np.split(x, replicas)[replica], batch)
+
+
+def lower(layout, optimizer, **options):
     devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
     return meshpar.lower(MODEL, optimizer, layout, rows(0), devices=devices, **options)
 
 
-def trained(program, steps=STEPS):
-    state, seen = program.init(0), []
+def train(program, steps=STEPS):
+    """The state after some steps, and the metrics of each."""
+    state, metrics_of_steps = program.init(0), []
     for step in range(1, steps + 1):
         state, metrics = program.step(state, rows(step))
-        seen.append(metrics)
-    return state, seen
+        metrics_of_steps.append(metrics)
+    return state, metrics_of_steps
 
 
 @functools.cache
@@ -66,113 +76,124 @@ def flat(params):
 
 
 def like(params, vector):
-    made, offset = {}, 0
+    """The inverse of `flat`."""
+    unflattened, offset = {}, 0
     for path, x in params.items():
-        made[path] = jnp.asarray(vector[offset : offset + x.size].reshape(x.shape))
+        part = vector[offset : offset + x.size]
+        unflattened[path] = jnp.asarray(part.reshape(x.shape))
         offset += x.size
-    return made
+    return unflattened
 
 
-class Int8:
-    """The wire written down plainly: 256 numbers share a scale, an eighth of a byte."""
-
-    largest = 127
-
-    def __call__(self, x):
-        blocks = np.pad(x, (0, -len(x) % 256)).reshape(-1, 256)
-        scale = np.abs(blocks).max(1, keepdims=True) / np.float32(self.largest)
-        numbers = np.round(blocks / np.where(scale == 0, 1, scale))
-        return (numbers * scale).reshape(-1)[: len(x)].astype(np.float32)
+def quantize(x, largest):
+    """Integers up to `largest`; 256 numbers share a scale."""
+    blocks = np.pad(x, (0, -len(x) % 256)).reshape(-1, 256)
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(largest)
+    numbers = np.round(blocks / np.where(scale == 0, 1, scale))
+    return (numbers * scale).reshape(-1)[: len(x)].astype(np.float32)
 
 
-class Int4(Int8):
-    largest = 7
+WIRES = {
+    "f32": lambda x: x,
+    "bf16": lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)),
+    "int8": lambda x: quantize(x, 127),
+    "int4": lambda x: quantize(x, 7),
+}
+"""{wire: numbers as they arrive}."""
 
 
-def bf16(x):
-    return np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
+def merge(rule, now, snapshot, arrived):
+    """A replica's new weights."""
+    match rule:
+        case local_sgd.Overwrite():
+            return arrived
+        case local_sgd.Shift():
+            return arrived + now - snapshot
+        case local_sgd.Lerp():
+            return rule.own * now + (1 - rule.own) * arrived
+        case local_sgd.Elastic():
+            return now - rule.alpha * (snapshot - arrived)
 
 
-LOSSY = {"int8": Int8(), "int4": Int4(), "bf16": bf16}
+def synchronizations(mode, steps):
+    """(step of the snapshot, step of the arrival, fragment, round) of each."""
+    begins, number, events = 0, 0, []
+    while begins < steps:
+        period = mode.period(begins) if callable(mode.period) else mode.period
+        together = callable(mode.period) and period == 1
+        for f in range(mode.fragments):
+            due = 1 if together else (f + 1) * period // mode.fragments
+            taken = begins + due
+            arrival = taken if together else taken + mode.staleness
+            events.append((taken, arrival, f, number))
+        begins, number = begins + period, number + 1
+    return events
+
+
+class Center:
+    """The global weights, flat, and their outer optimizer."""
+
+    def __init__(self, mode, replicas, weights, fragments):
+        self.mode, self.weights, self.fragments = mode, weights, fragments
+        self.wire = WIRES[mode.wire]
+        self.optimizer = mode.outer or optax.sgd(1.0)
+        self.states = [self.optimizer.init(jnp.asarray(weights[f])) for f in fragments]
+        self.dropped_up = np.zeros((replicas, len(weights)), np.float32)
+        self.dropped_down = np.zeros(len(weights), np.float32)
+
+    def step(self, number, snapshots):
+        """Moves a fragment by [R, fragment]; returns the part that replicas receive."""
+        mode, fragment = self.mode, self.fragments[number]
+        old = self.weights[fragment].copy()
+        differences = []
+        for dropped, snapshot in zip(self.dropped_up, snapshots, strict=True):
+            x = snapshot - old + dropped[fragment]
+            sent = self.wire(x)
+            dropped[fragment] = x - sent if mode.error_feedback else 0
+            differences.append(sent)
+        mean = np.mean(differences, axis=0)
+        elastic = isinstance(mode.merge, local_sgd.Elastic)
+        if elastic:
+            update = len(snapshots) * mode.merge.alpha * mean
+        else:
+            state, weights = self.states[number], jnp.asarray(old)
+            update, self.states[number] = self.optimizer.update(-mean, state, weights)
+            update = np.asarray(update) * (1 + mode.staleness) ** -mode.damping
+        x = update + self.dropped_down[fragment]
+        self.dropped_down[fragment] = x - self.wire(x) if mode.error_feedback else 0
+        self.weights[fragment] = old + self.wire(x)
+        return old if elastic else self.weights[fragment].copy()
 
 
 def reference(program, mode, inner, steps=STEPS):
     """Params of every replica after `steps`, from the recurrences of the papers."""
-    replicas, count = program.layout.replica, mode.fragments
+    replicas, size = program.layout.replica, program.exchange.fragments.fragment_size
     start = host(program.model.init(jax.random.key(0)))
-    size = program.outer.chunk_size * mode.num_chunks
     params = [start] * replicas
     states = [inner.init(start) for _ in params]
-    center = flat(start)
-    pieces = [slice(f * size, (f + 1) * size) for f in range(count)]
-    outer = mode.outer or optax.sgd(1.0)
-    memory = [outer.init(jnp.asarray(center[piece])) for piece in pieces]
-    wire = LOSSY.get(mode.wire, lambda x: x)
-    dropped_up = np.zeros((replicas, len(center)), np.float32)
-    dropped_down = np.zeros(len(center), np.float32)
-    begins, period, number, flying = 0, None, -1, []
-
-    def center_step(f, snapshots):
-        """What comes back to every replica: [R, fragment]."""
-        piece = pieces[f]
-        old = center[piece].copy()
-        if mode.gossip is not None:
-            matrix = np.asarray(mode.gossip.rounds(replicas))
-            matrix = matrix[flying_number % len(matrix)]
-            return np.array(matrix @ snapshots, np.float32)
-        differences = []
-        for r in range(replicas):
-            x = snapshots[r] - old + dropped_up[r, piece]
-            sent = wire(x)
-            dropped_up[r, piece] = x - sent if mode.error_feedback else 0
-            differences.append(sent)
-        mean = np.mean(differences, axis=0)
-        elastic = isinstance(mode.merge, meshpar.Elastic)
-        if elastic:
-            update = replicas * mode.merge.alpha * mean
-        else:
-            update, memory[f] = outer.update(-mean, memory[f], jnp.asarray(old))
-            update = np.asarray(update) * (1 + mode.staleness) ** -mode.damping
-        x = update + dropped_down[piece]
-        dropped_down[piece] = x - wire(x) if mode.error_feedback else 0
-        center[piece] = old + wire(x)
-        return np.tile(old if elastic else center[piece], (replicas, 1))
-
+    fragments = [slice(f * size, (f + 1) * size) for f in range(mode.fragments)]
+    center = Center(mode, replicas, flat(start), fragments)
+    events, snapshots = synchronizations(mode, steps), {}
     for step in range(1, steps + 1):
         for r in range(replicas):
-            own = jax.tree.map(lambda x, r=r: np.split(x, replicas)[r], rows(step))
-            g = gradient()(params[r], own)
-            update, states[r] = inner.update(g, states[r], params[r])
+            gradients = gradient()(params[r], rows_of(r, replicas, rows(step)))
+            update, states[r] = inner.update(gradients, states[r], params[r])
             params[r] = optax.apply_updates(params[r], update)
-        if period is None or step > begins + period:
-            begins = step - 1
-            period = mode.period(begins) if callable(mode.period) else mode.period
-            number += 1
-        together = callable(mode.period) and period == 1
-        delay = 0 if together else mode.staleness
-        for f in range(count):
-            due = 1 if together else (f + 1) * period // count
-            if step - begins == due:
-                taken = np.stack([flat(p)[pieces[f]] for p in params])
-                flying.append((step + delay, f, taken, number))
-        for one in [one for one in flying if one[0] == step]:
-            flying.remove(one)
-            _, f, taken, flying_number = one
-            back = center_step(f, taken)
+        for taken, arrival, f, number in events:
+            if taken == step:
+                snapshots[f, number] = np.stack([flat(p)[fragments[f]] for p in params])
+            if arrival != step:
+                continue
+            before = snapshots.pop((f, number))
+            if mode.gossip is None:
+                arrived = [center.step(f, before)] * replicas
+            else:
+                matrices = mode.gossip.rounds(replicas)
+                matrix = np.asarray(matrices[number % len(matrices)])
+                arrived = np.array(matrix @ before, np.float32)
             for r in range(replicas):
-                now = flat(params[r])
-                mine = now[pieces[f]]
-                now[pieces[f]] = {
-                    meshpar.Overwrite: lambda a, x, s: a,
-                    meshpar.Shift: lambda a, x, s: a + x - s,
-                    meshpar.Lerp: lambda a, x, s: (
-                        mode.merge.own * x + (1 - mode.merge.own) * a
-                    ),
-                    meshpar.Elastic: lambda a, x, s: x - mode.merge.alpha * (s - a),
-                }[type(mode.merge)](back[r], mine, taken[r])
-                params[r] = like(start, now)
+                weights = flat(params[r])
+                now = weights[fragments[f]]
+                weights[fragments[f]] = merge(mode.merge, now, before[r], arrived[r])
+                params[r] = like(start, weights)
     return params
-
-
-SGD, MOMENTUM, ADAM = optax.sgd(0.1), optax.sgd(0.05, 0.9), optax.adam(1e-2)
-NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
