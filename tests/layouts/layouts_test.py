@@ -1,5 +1,7 @@
 """Layout strings, rules and activation names."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import layouts
 from meshpar.errors import LayoutError
+from meshpar.layouts import grammar
 from meshpar.layouts.layout import Layout
 from meshpar.mesh.mesh import make_mesh
 
@@ -29,8 +32,8 @@ def test_string_round_trip(text):
     assert hash(layout) == hash(layouts.parse(text))
 
 
-def test_mapping_and_string_are_the_same():
-    made = Layout(
+def test_mapping_and_string_give_equal_layouts():
+    layout = Layout(
         fsdp=2,
         params={"mlp": ("fsdp", "tensor"), "embed": None},
         paths={"w.*": ("embed", None)},
@@ -39,7 +42,58 @@ def test_mapping_and_string_are_the_same():
     text = (
         "fsdp=2,params.mlp=fsdp+tensor,params.embed=none,paths.w.*=embed/none,allow=b"
     )
-    assert layouts.parse(text) == made
+    assert layouts.parse(text) == layout
+
+
+@pytest.mark.parametrize(
+    "layout, text",
+    [
+        (Layout(fsdp=2), "fsdp=2,zero=3"),
+        (Layout(fsdp=2, pipe=2), "pipe=2,fsdp=2,zero=2"),
+        (Layout(zero=3), "data=1"),
+        (Layout(data=2, schedule="auto", remat="none"), " data=2 , microbatches=1 "),
+        (Layout(params={"mlp": "data"}), "params.mlp=data"),
+        (Layout(params=(("mlp", ("data",)),)), "params.mlp=data"),
+    ],
+)
+def test_layouts_are_equal_by_meaning(layout, text):
+    assert layout == layouts.parse(text) == layouts.parse(str(layout))
+    assert hash(layout) == hash(layouts.parse(text))
+    assert layout != dataclasses.replace(layout, data=4)
+    assert layout != str(layout)
+
+
+def test_default_zero_level_follows_a_replaced_field():
+    replaced = dataclasses.replace(layouts.parse("fsdp=4"), pipe=2)
+    assert replaced == layouts.parse("fsdp=4,pipe=2")
+    assert replaced.zero is None and replaced.zero_level == 2
+    assert Layout(fsdp=4).zero is None and Layout(fsdp=4).zero_level == 3
+    assert Layout(fsdp=4, zero=1).zero_level == 1
+
+
+@pytest.mark.parametrize(
+    "former, text",
+    [
+        ("pipe=2,stash=residuals", "pipe=2,save=residuals"),
+        ("pipe=2,control=uniform", "pipe=2,tick_loop=uniform"),
+        ("data=2,waive=idle_devices,waive=b", "data=2,allow=idle_devices,allow=b"),
+    ],
+)
+def test_former_option_names_parse_with_one_warning(former, text, caplog):
+    grammar._current_name.cache_clear()
+    layout = layouts.parse(text)
+    assert not caplog.records
+    assert layouts.parse(former) == layouts.parse(former) == layout
+    assert str(layout) == text
+    [record] = caplog.records
+    old, new = (t.split(",")[1].split("=")[0] for t in (former, text))
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == f"layout option {old}= is now called {new}="
+
+
+def test_former_and_new_name_of_an_option_together_are_an_error():
+    with pytest.raises(LayoutError, match="save is given twice"):
+        layouts.parse("pipe=2,stash=residuals,save=residuals")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +104,7 @@ def test_mapping_and_string_are_the_same():
         ("data=two", ["data='two'", "whole number"]),
         ("data=0", ["data=0", "at least 1"]),
         ("data=-2", ["data='-2'"]),
-        ("data=2,data=2", ["data stands twice"]),
+        ("data=2,data=2", ["data is given twice"]),
         ("data=2 fsdp=2", ["whole number"]),
         ("data=2,,fsdp=2", ["name=value"]),
         ("fsdp=2,zero=4", ["zero=4", "1, 2 or 3"]),
@@ -75,6 +129,9 @@ def test_batch_must_divide():
     layout.check_batch_size(16)
     with pytest.raises(LayoutError, match="multiple of 8 .the nearest is 8"):
         layout.check_batch_size(10)
+    replicas = layouts.parse("replica=2,data=2")
+    with pytest.raises(LayoutError, match=r"replica\*data\*fsdp.*=2\*2\*1\*1=4; use"):
+        replicas.check_batch_size(2)
 
 
 def test_constrain_outside_a_layout_does_nothing():
@@ -123,7 +180,7 @@ def test_constrain_errors(shape, names, words):
 
 def test_jitted_functions_inside_a_model_follow_each_layout():
     inner = jax.jit(lambda x_BLF: layouts.constrain(x_BLF, "batch", "length", "mlp"))
-    found = []
+    specs = []
     for text in ("data=4,tensor=2", "data=4,tensor=2,activations.mlp=none"):
         layout = layouts.parse(text)
         mesh = make_mesh(layout)
@@ -134,5 +191,5 @@ def test_jitted_functions_inside_a_model_follow_each_layout():
             assert scope.names_used == {"batch", "length", "mlp"}
             return y_BLF
 
-        found.append(jax.jit(f)(jnp.ones((8, 4, 6))).sharding.spec)
-    assert found == [PartitionSpec("data", None, "tensor"), PartitionSpec("data")]
+        specs.append(jax.jit(f)(jnp.ones((8, 4, 6))).sharding.spec)
+    assert specs == [PartitionSpec("data", None, "tensor"), PartitionSpec("data")]
