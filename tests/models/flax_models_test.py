@@ -96,7 +96,7 @@ def test_no_parameters_and_bad_losses_are_errors():
 def test_aux_cannot_hide_the_metrics():
     hidden = meshpar.from_nnx(Free, lambda m, b: (m(b["x"]).mean(), {"loss": 0.0}))
     data = {"x": np.ones((8, 4), np.float32)}
-    with pytest.raises(ValueError, match="'loss'. is a metric of its own"):
+    with pytest.raises(ValueError, match="'loss'. has the name of a metric"):
         meshpar.lower(hidden, optax.sgd(1), "data=8", data)
 
 
