@@ -12,6 +12,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from meshpar.arrays import Array
+from meshpar.collectives.varying import vary
 from meshpar.layouts.scope import activation_spec, constrain, current_scope
 
 
@@ -57,13 +58,9 @@ def on_shards(
             check_vma=False,
         )
 
-    def vary(x: Array) -> Array:
-        missing = manual_axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
     @jax.custom_vjp
     def run(*arrays: Array) -> Array:
-        return vary(mapped(kernel)(*arrays))
+        return vary(mapped(kernel)(*arrays), tuple(manual_axes))
 
     def forward(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
         return run(*arrays), arrays
@@ -72,7 +69,8 @@ def on_shards(
         def transposed(gradient: Array, *arrays: Array) -> tuple[Array, ...]:
             return jax.vjp(kernel, *arrays)[1](gradient)
 
-        return jax.tree.map(vary, mapped(transposed)(gradient, *arrays))
+        gradients = mapped(transposed)(gradient, *arrays)
+        return tuple(vary(x, tuple(manual_axes)) for x in gradients)
 
     run.defvjp(forward, backward)
     return run(*arrays)
