@@ -28,7 +28,11 @@ def test_abstract_arrays_and_layers():
 
 def test_optimizer_leaves_know_their_parameter():
     params = {"a/w": jnp.ones(2), "b": jnp.ones(3)}
-    state = optax.adam(1e-3).init(params)
+    state = optax.inject_hyperparams(optax.adam)(1e-3).init(params)
+    hyperparams = state.hyperparams
     leaves = jax.tree_util.tree_leaves_with_path(state)
     paths = [arrays.parameter_path(keys, params) for keys, _ in leaves]
+    assert "learning_rate" in hyperparams and set(paths) == {None, "a/w", "b"}
+    moments = jax.tree_util.tree_leaves_with_path(state.inner_state)
+    paths = [arrays.parameter_path(keys, params) for keys, _ in moments]
     assert paths == [None, "a/w", "b", "a/w", "b"]

@@ -21,16 +21,29 @@ FORMER_NAMES = {"stash": "save", "control": "tick_loop", "waive": "allow"}
 """{former name: name} of options; layout strings may still use the former name."""
 
 
-def quote(text: str) -> str:
+def _quote(text: str) -> str:
     """A regex or name for a layout string, in JSON quotes if it needs them."""
     return text if re.fullmatch(r"[\w/*.^$-]+", text) else json.dumps(text)
 
 
-def rule_item(kind: str, name: str, entry: Iterable[Any]) -> str:
+def _rule_item(kind: str, name: str, entry: Iterable[Any]) -> str:
     """The item of one rule, such as params.mlp=fsdp+tensor."""
     parts = ["none" if part is None else str(part) for part in entry]
     text = RULES[kind].join(parts) or "none"
-    return f"{kind}.{quote(name)}={quote(text) if kind == 'paths' else text}"
+    return f"{kind}.{_quote(name)}={_quote(text) if kind == 'paths' else text}"
+
+
+def write_items(values: Mapping[str, Any]) -> str:
+    """The layout string of {name: value of a Layout's field}."""
+    items = []
+    for name, value in values.items():
+        if name in RULES:
+            items += [_rule_item(name, *rule) for rule in value]
+        elif name in REGEXES:
+            items += [f"{name}={_quote(regex)}" for regex in value]
+        else:
+            items.append(f"{name}={value}")
+    return ",".join(items)
 
 
 @functools.cache

@@ -15,13 +15,22 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import AXES, BATCH_AXES, BATCH_DIMS, PIPE, REPLICA, TOKEN_AXES
-from meshpar.layouts.grammar import REGEXES, RULES, quote, read_items, rule_item
+from meshpar.layouts.axes import (
+    AXES,
+    BATCH_AXES,
+    BATCH_DIMS,
+    DATA,
+    PIPE,
+    REPLICA,
+    TOKEN_AXES,
+)
+from meshpar.layouts.grammar import REGEXES, read_items, write_items
+from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
-from meshpar.schedules.published import SCHEDULES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,7 +111,8 @@ class Layout:
                 f"zero={self.zero} shards over the fsdp axis, which has size 1; "
                 f"use fsdp=N,zero={self.zero} in place of data=N"
             )
-        self._check_pipeline()
+        options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
+        check_pipeline_options(self.pipe, options, DEFAULTS)
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(self.remat, ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={self.remat!r} ({known})")
@@ -118,7 +128,7 @@ class Layout:
             )
 
     def _canonical_rules(self) -> dict[str, tuple]:
-        """Rules and regexes as the fields hold them: sorted tuples, checked."""
+        """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         paths = tuple((regex, tuple(names)) for regex, names in paths)
         regexes = {}
@@ -136,30 +146,6 @@ class Layout:
             "paths": paths,
             **regexes,
         }
-
-    def _check_pipeline(self) -> None:
-        for name in _PIPELINE_OPTIONS:
-            value, default = getattr(self, name), DEFAULTS[name]
-            if self.pipe == 1 and value != default:
-                raise LayoutError(
-                    f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or "
-                    f"leave {name} out"
-                )
-        known = ("auto", *SCHEDULES)
-        if self.schedule not in known:
-            hint = nearest(self.schedule, known)
-            raise LayoutError(f"schedule={self.schedule!r} ({hint})")
-        for name, known in (
-            ("vocab", ("edge", PIPE)),
-            ("save", ("inputs", "residuals")),
-            ("tick_loop", ("phases", "uniform")),
-        ):
-            if (value := getattr(self, name)) not in known:
-                raise LayoutError(f"{name}={value!r}: use {' or '.join(known)}")
-        if not re.fullmatch(r"(\d+(/\d+)*)?", self.partition):
-            raise LayoutError(
-                f"partition={self.partition!r}: write numbers of layers, as in 3/3/2"
-            )
 
     @property
     def zero_level(self) -> int:
@@ -240,19 +226,14 @@ class Layout:
         return hash(str(self))
 
     def __str__(self) -> str:
-        parts = [f"{axis}={n}" for axis, n in self.sizes.items() if n > 1] or ["data=1"]
+        values: dict[str, Any] = {a: n for a, n in self.sizes.items() if n > 1}
+        values = values or {DATA: 1}
         if self.fsdp > 1:
-            parts.append(f"zero={self.zero_level}")
+            values["zero"] = self.zero_level
         for name in _OPTIONS:
             if (value := getattr(self, name)) != DEFAULTS[name]:
-                parts.append(f"{name}={value}")
-        for kind in RULES:
-            entries = getattr(self, kind)
-            parts += [rule_item(kind, *entry) for entry in entries]
-        for kind in REGEXES:
-            regexes = getattr(self, kind)
-            parts += [f"{kind}={quote(regex)}" for regex in regexes]
-        return ",".join(parts)
+                values[name] = value
+        return write_items(values)
 
 
 def parse(text: str) -> Layout:
@@ -261,7 +242,7 @@ def parse(text: str) -> Layout:
     Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
     ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``, ``prefetch=REGEX`` and
     ``allow=REGEX``; a regex with other characters than letters, digits and
-    ``_/*.^$-`` stands in JSON quotes. ``parse(str(layout)) == layout``.
+    ``_/*.^$-`` needs JSON quotes. ``parse(str(layout)) == layout``.
 
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.
@@ -283,12 +264,4 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(Layout)}
 
 _check_axis_fields(tuple(DEFAULTS))
 
-_PIPELINE_OPTIONS = (
-    "schedule",
-    "virtual_stages",
-    "partition",
-    "vocab",
-    "save",
-    "tick_loop",
-)
-_OPTIONS = tuple(n for n in DEFAULTS if n not in (*AXES, "zero", *RULES, *REGEXES))
+_OPTIONS = tuple(name for name in DEFAULTS if name not in (*AXES, "zero"))

@@ -111,6 +111,12 @@ def test_former_and_new_name_of_an_option_together_are_an_error():
         ("params=3", ["'params'"]),
         ('paths."["=embed', ["not a regex"]),
         ("params.mlp=fsdp+fsdp", ["once"]),
+        ("data=2,save=residuals", ["save=residuals is for pipelines", "add pipe=N"]),
+        ("pipe=2,schedule=1fb1", ["schedule='1fb1'", "did you mean '1f1b'"]),
+        ("pipe=2,tick_loop=phase", ["tick_loop='phase'", "phases or uniform"]),
+        ("pipe=2,partition=3-3", ["partition='3-3'", "as in 3/3/2"]),
+        ("fsdp=2,zero=2,prefetch=mlp", ["prefetch=mlp gathers weights", "zero=3"]),
+        ("min_shard_size=x", ["min_shard_size='x'", "whole number"]),
     ],
 )
 def test_errors_of_strings_name_the_remedy(text, words):

@@ -92,6 +92,9 @@ def test_factored_optimizer_state_follows_its_parameter():
     column = next(v for k, v in leaves.items() if "v_col" in k and "head" in k)
     assert {row.spec, column.spec} == {(("fsdp",),), (("tensor",),)}
     assert row.shape != column.shape
+    assert "head (8, 32): less one dim" in row.reason
+    scalar = next(leaf for leaf in plan.optimizer if not leaf.shape)
+    assert scalar.spec == () and scalar.reason == "no parameter's: whole"
 
 
 def unnamed(shape=(8, 16)):
@@ -151,7 +154,9 @@ def test_allowances_and_path_rules():
     assert resolve("fsdp=2,allow=free", unnamed()).parameters["free/w"].spec == ((), ())
     named = resolve("fsdp=2,paths.free=embed/none", unnamed())
     assert named.parameters["free/w"].partition_spec == P("fsdp", None)
-    assert resolve("data=8", unnamed()).parameters["free/w"].spec == ((), ())
+    for text in ("data=8", "pipe=3"):
+        free = resolve(text, unnamed()).parameters["free/w"]
+        assert free.spec == ((), ()) and free.reason == "no axis shards it"
 
 
 def test_mesh_axis_names_are_dim_names_too():

@@ -80,11 +80,22 @@ def test_gradients_of_the_layered_loss_are_those_of_the_plain_loss():
 
 
 def test_each_layer_draws_its_own_noise_from_the_key():
-    model = meshpar.from_nnx(Outer, LAYERS)
+    layers = dataclasses.replace(
+        LAYERS,
+        embed=lambda module, batch: jnp.zeros((32, EMBED)),
+        layer=lambda layer, x_BD: x_BD + layer.dropout(jnp.full_like(x_BD, 0.5)),
+        head_loss=lambda module, x_BD, batch: (
+            x_BD.mean(),
+            {"mixed": ((x_BD > 0) & (x_BD < DEPTH)).mean()},
+        ),
+    )
+    model = meshpar.from_nnx(Outer, layers)
     params = model.init(jax.random.key(0))
     keys = [jax.random.key(number) for number in (0, 0, 1)]
-    losses = [float(model.loss(params, BATCH, key)[0]) for key in keys]
-    assert losses[0] == losses[1] != losses[2]
+    losses = [model.loss(params, BATCH, key) for key in keys]
+    assert losses[0][0] == losses[1][0] != losses[2][0]
+    # Of 3 draws, all are equal in 2 of 8 cases; with one mask they always are.
+    assert 0.5 < losses[0][1]["mixed"] < 1
 
 
 def test_an_evaluation_loss_of_its_own_is_not_run_layer_by_layer():
