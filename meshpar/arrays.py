@@ -1,8 +1,8 @@
-"""Arrays and trees of arrays: the types and small functions that every room uses.
+"""Arrays and trees of arrays: types and small functions that every room uses.
 
-Shape letters, for the whole repository: B batch, L length, D embed, F mlp, N heads,
-K kv_heads, H head_dim, V vocab, M microbatches. A suffix such as ``x_BLD`` gives the
-logical dims of an array, also where the value is one shard of it.
+Shape letters, for the whole repository: B batch, L length, C length of one loss block,
+D embed, F mlp, N heads, K kv_heads, H head_dim, V vocab, M microbatches. A suffix such
+as ``x_BLD`` gives the logical dims of an array, also if the value is one shard of it.
 """
 
 import math
@@ -18,7 +18,7 @@ Params = dict[str, Array]
 
 
 def num_bytes(x: Any) -> int:
-    """Bytes of one array or ShapeDtypeStruct."""
+    """Bytes of one array, or of anything with a shape and a dtype."""
     return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
@@ -28,18 +28,18 @@ def abstract(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def abstract_layer(stack: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """One layer of a stack {path: [depth, ...]}, as ShapeDtypeStructs."""
+    """{path: ShapeDtypeStruct} of one layer of a stack {path: [depth, ...]}."""
     return {
         path: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for path, x in stack.items()
     }
 
 
 def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
-    """The parameter to which a leaf of the optimizer state belongs, if to any.
+    """Path of the parameter that a leaf of the optimizer state belongs to, or None.
 
     Args:
       keys: key path of the leaf (`jax.tree_util.tree_flatten_with_path`).
-      params: the parameters' paths.
+      params: paths of the parameters; a dict with the paths as keys will do.
     """
-    found = (key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
-    return next((path for path in found if path in params), None)
+    paths = (key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
+    return next((path for path in paths if path in params), None)

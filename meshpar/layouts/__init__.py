@@ -1,4 +1,4 @@
-"""Layouts: what goes where. Axis sizes and named-dim rules, and their resolution."""
+"""Layouts: axis sizes and named-dim rules, and the sharding of every leaf by them."""
 
 from meshpar.layouts.axes import AXES as AXES
 from meshpar.layouts.axes import BATCH_AXES as BATCH_AXES

@@ -1,29 +1,32 @@
 """Mesh axes: one record per axis of a device mesh.
 
-A record says what the axis splits and where it may lie. Layouts, rules, meshes, batches
-and contracts are derived from the records, so no other file names an axis in a string.
+A record says what its axis splits and which links the axis may cross. Layouts, rules,
+meshes, batches and contracts follow the records. A new axis is one record here and one
+field of `Layout`; no other file writes an axis name as a string.
 """
 
 import dataclasses
 
+REPLICA, PIPE, DATA, FSDP, TENSOR = "replica", "pipe", "data", "fsdp", "tensor"
+
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """What one mesh axis does.
+    """Properties of one mesh axis.
 
     Attributes:
-      name: as it stands in layout strings and in `jax.sharding.Mesh.axis_names`.
-      doc: one line of documentation.
+      name: in layout strings and in `jax.sharding.Mesh.axis_names`.
+      doc: one line of documentation, for generated pages: a verb and its object.
       splits_batch: dims of a batch leaf that the axis splits, "batch" or "length".
-      param_dims: dims of parameters that the default rules split over it.
-      activation_dims: dims of activations that the default rules split over it.
-      gathers_weights: whether weights are sharded along it and gathered before use;
-        otherwise each device computes with what it holds.
-      manual: whether the shard_map lowering writes its collectives; otherwise the
-        compiler inserts them.
-      crosses_slices: whether it may cross the slow links between slices (DCN).
-      needs_sharded_params: whether an axis larger than 1 that shards no parameter is
-        an error.
+      param_dims: dims of parameters that the default rules split over the axis.
+      activation_dims: dims of activations that the default rules split over the axis.
+      gathers_weights: whether weights are sharded along the axis and gathered before
+        use; otherwise each device computes with the shard that it holds.
+      manual: whether the shard_map lowering writes the collectives of the axis;
+        otherwise the compiler inserts them.
+      crosses_slices: whether the axis may cross the slow links between slices (DCN).
+      needs_sharded_params: whether a layout is refused if the axis is larger than 1
+        and shards no parameter.
     """
 
     name: str
@@ -39,25 +42,25 @@ class Axis:
 
 RECORDS: tuple[Axis, ...] = (
     Axis(
-        "replica",
-        "replicas that train apart and are synchronized now and then (local SGD)",
+        REPLICA,
+        "holds replicas that train apart and synchronize now and then (local SGD)",
         crosses_slices=True,
     ),
     Axis(
-        "pipe",
+        PIPE,
         "splits the stack of layers into stages (pipeline parallelism)",
         param_dims=("layers",),
         crosses_slices=True,
         needs_sharded_params=True,
     ),
     Axis(
-        "data",
+        DATA,
         "splits the batch and replicates parameters (data parallelism)",
         splits_batch=("batch",),
         crosses_slices=True,
     ),
     Axis(
-        "fsdp",
+        FSDP,
         "splits the batch and shards the training state (ZeRO)",
         splits_batch=("batch",),
         param_dims=("embed",),
@@ -65,7 +68,7 @@ RECORDS: tuple[Axis, ...] = (
         needs_sharded_params=True,
     ),
     Axis(
-        "tensor",
+        TENSOR,
         "splits heads, mlp and vocab, and the length between blocks (Megatron)",
         param_dims=("mlp", "heads", "kv_heads", "vocab"),
         activation_dims=("residual_length", "mlp", "heads", "kv_heads", "vocab"),
@@ -77,8 +80,6 @@ RECORDS: tuple[Axis, ...] = (
 
 AXES: tuple[str, ...] = tuple(axis.name for axis in RECORDS)
 """Names of the mesh axes, outer to inner."""
-
-REPLICA, PIPE, DATA, FSDP, TENSOR = AXES
 
 
 def names_of(**traits: object) -> tuple[str, ...]:
@@ -96,14 +97,14 @@ BATCH_DIMS: dict[str, tuple[str, ...]] = {
 }
 """{dim of a batch leaf: the axes that split it}, in the order of a leaf's dims.
 
-Each replica has its own part of the batch.
+`replica` is not among them: each replica reads its own part of the global batch.
 """
 
 BATCH_AXES: tuple[str, ...] = BATCH_DIMS["batch"]
-"""The axes over which the rows of a batch are split."""
+"""The axes that split the rows of a batch."""
 
-TOKEN_AXES: tuple[str, ...] = sum(BATCH_DIMS.values(), ())
-"""The axes over which a batch is split in any of its dims."""
+TOKEN_AXES: tuple[str, ...] = tuple(axis.name for axis in RECORDS if axis.splits_batch)
+"""The axes that split any dim of a batch."""
 
 SLOW_AXES: tuple[str, ...] = names_of(crosses_slices=True)
 """The axes that may cross the links between slices (DCN)."""

@@ -12,29 +12,43 @@ from meshpar.errors import LayoutError, nearest
 _ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"])*)')
 
 RULES = {"params": "+", "activations": "+", "paths": "/"}
-"""Items of the form KIND.NAME=ENTRY, and what stands between the parts of ENTRY."""
+"""{kind: separator} of items KIND.NAME=PART[separator PART]..."""
 
 REGEXES = ("prefetch", "allow")
-"""Items that hold a regex and may stand several times."""
+"""Items that hold a regex and may be repeated."""
 
 FORMER_NAMES = {"stash": "save", "control": "tick_loop", "waive": "allow"}
-"""Options that had another name; layout strings may still use it."""
+"""{former name: name} of options; layout strings may still use the former name."""
 
 
-def quote(text: str) -> str:
-    """A regex or name as it stands in a layout string."""
+def _quote(text: str) -> str:
+    """A regex or name for a layout string, in JSON quotes if it needs them."""
     return text if re.fullmatch(r"[\w/*.^$-]+", text) else json.dumps(text)
 
 
-def rule_item(kind: str, name: str, entry: Iterable[Any]) -> str:
-    """The item that says one rule."""
+def _rule_item(kind: str, name: str, entry: Iterable[Any]) -> str:
+    """The item of one rule, such as params.mlp=fsdp+tensor."""
     parts = ["none" if part is None else str(part) for part in entry]
     text = RULES[kind].join(parts) or "none"
-    return f"{kind}.{quote(name)}={quote(text) if kind == 'paths' else text}"
+    return f"{kind}.{_quote(name)}={_quote(text) if kind == 'paths' else text}"
+
+
+def write_items(values: Mapping[str, Any]) -> str:
+    """The layout string of {name: value of a Layout's field}."""
+    items = []
+    for name, value in values.items():
+        if name in RULES:
+            items += [_rule_item(name, *rule) for rule in value]
+        elif name in REGEXES:
+            items += [f"{name}={_quote(regex)}" for regex in value]
+        else:
+            items.append(f"{name}={value}")
+    return ",".join(items)
 
 
 @functools.cache
 def _current_name(key: str) -> str:
+    """The name of an option; warns once per process of a former name."""
     if key not in FORMER_NAMES:
         return key
     name = FORMER_NAMES[key]
@@ -51,10 +65,10 @@ def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       text: the string.
-      defaults: {name: default} of everything that a layout has.
+      defaults: {name: default} of every field of a layout.
 
     Returns:
-      {name: value} of what the string says.
+      {name: value} of the fields that the string gives.
 
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.
@@ -67,13 +81,12 @@ def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
             rest = text[position:].split(",")[0]
             raise LayoutError(f'{rest!r} in layout "{text}": write name=value')
         position = item.end() + 1
-        key, value = item.group(1).strip(), item.group(2).strip()
-        key = _current_name(key)
+        key, value = _current_name(item.group(1).strip()), item.group(2).strip()
         kind, _, name = key.partition(".")
         if kind in RULES and name:
             rules, name = values.setdefault(kind, {}), _unquote(name)
             if name in rules:
-                raise LayoutError(f'{key} stands twice in layout "{text}"')
+                raise LayoutError(f'{key} is given twice in layout "{text}"')
             parts = _unquote(value).split(RULES[kind])
             entry = tuple(None if part == "none" else part for part in parts)
             rules[name] = () if kind != "paths" and entry == (None,) else entry
@@ -83,7 +96,7 @@ def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
             known = nearest(key, [*defaults, "params.DIM", "activations.DIM"])
             raise LayoutError(f'{key!r} in layout "{text}" ({known})')
         elif key in values:
-            raise LayoutError(f'{key} stands twice in layout "{text}"')
+            raise LayoutError(f'{key} is given twice in layout "{text}"')
         elif isinstance(defaults[key], str):
             values[key] = value
         elif not re.fullmatch(r"\d+", value):

@@ -7,7 +7,7 @@ one string::
 
     layouts.parse("data=2,fsdp=2,tensor=2,zero=3,microbatches=4,remat=full")
 
-What a model calls, `layouts.constrain` and `layouts.remat`, stands in `scope`.
+Models call `layouts.constrain` and `layouts.remat`, which are in `scope`.
 """
 
 import dataclasses
@@ -15,55 +15,68 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import AXES, BATCH_AXES, PIPE, TOKEN_AXES
-from meshpar.layouts.grammar import REGEXES, RULES, quote, read_items, rule_item
+from meshpar.layouts.axes import (
+    AXES,
+    BATCH_AXES,
+    BATCH_DIMS,
+    DATA,
+    PIPE,
+    REPLICA,
+    TOKEN_AXES,
+)
+from meshpar.layouts.grammar import REGEXES, read_items, write_items
+from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
-from meshpar.schedules.published import SCHEDULES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Axis sizes, rules and options of one parallel layout.
+    """Axis sizes, options and rules of one parallel layout.
+
+    Two layouts are equal if their strings are: ``Layout(fsdp=2, zero=3)`` is
+    ``Layout(fsdp=2)``.
 
     Attributes:
-      replica: number of replicas that train apart and are synchronized now and then;
-        needs `lower(mode=LocalSGD(...))`.
-      pipe: size of the axis over which the layers are split (pipeline stages).
-      data: size of the axis over which parameters are replicated (data parallelism).
-      fsdp: size of the axis over which training state is sharded (ZeRO).
+      replica: number of replicas that train apart and synchronize now and then; needs
+        `lower(mode=LocalSGD(...))`.
+      pipe: number of pipeline stages, which split the layers.
+      data: size of the axis that splits the batch and replicates parameters.
+      fsdp: size of the axis that splits the batch and shards training state (ZeRO).
       tensor: size of the axis that splits heads, mlp and vocab (Megatron).
-      zero: what `fsdp` shards: 1 optimizer state, 2 + gradients, 3 + parameters. By
-        default 3, and 2 in a pipeline, where 3 gathers in every tick.
-      microbatches: gradient-accumulation steps per training step; a pipeline has them
-        in flight together.
-      schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zb_h1", "pipedream"
-        (asynchronous), one of your own (`schedules.register`), or "auto": interleaved
-        where `virtual_stages` allow it, and 1f1b.
+      zero: training state that `fsdp` shards: 1 optimizer state, 2 + gradients, 3 +
+        parameters. None means 3, or 2 in a pipeline, where zero=3 would gather the
+        weights again in every tick. `zero_level` is the level in force.
+      microbatches: gradient-accumulation steps per training step; a pipeline has
+        several of them in flight.
+      schedule: pipeline schedule: "gpipe", "1f1b", "interleaved", "zb_h1", "pipedream"
+        (asynchronous), a name given to `schedules.register`, or "auto": interleaved
+        if `virtual_stages` fit the model, else 1f1b.
       virtual_stages: chunks of layers per stage (interleaved schedules).
-      partition: layers of every chunk in the order of the model, as in "3/3/2"; even
-        by default.
-      vocab: where a pipeline runs embedding and head: on the stages at its "edge", or
-        split by vocabulary over all stages ("pipe").
-      save: what a stage keeps from its forward pass: "inputs", to run it again, or
-        "residuals", whatever `remat` keeps of its layers.
-      tick_loop: how a pipeline's ticks become a program: "phases", a straight loop for
-        every run of equal ticks, or "uniform", one loop with conditionals that all
-        stages take together, which compiles faster.
+      partition: number of layers of each chunk in the order of the model, such as
+        "3/3/2"; equal numbers by default.
+      vocab: stages of a pipeline that run embedding and head: "edge" the first and the
+        last, "pipe" all, each with a slice of the vocabulary.
+      save: activations that a stage keeps for the backward pass: "inputs" keeps its
+        input and runs the stage again, "residuals" keeps those that `remat` allows.
+      tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
+        of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots" or "full".
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
-      params: rules {dim name: axis, axes or None} laid over `PARAM_RULES`.
-      activations: rules laid over `ACTIVATION_RULES`.
-      paths: (regex, dim names) pairs that name parameters the model left unnamed.
-      prefetch: regexes of parameters in the stack of layers that zero=3 gathers one
-        layer ahead, beside the layer before.
-      allow: regexes of parameter paths whose rule may be dropped, or "idle_devices",
-        or "slow_links", over which any axis may lie then.
+      params: rules {dim name: axis, axes or None} that override `PARAM_RULES`.
+      activations: rules that override `ACTIVATION_RULES`.
+      paths: (regex, dim names) pairs that name the dims of unnamed parameters.
+      prefetch: regexes of parameters of the layers; zero=3 gathers them one layer
+        ahead, while the layer before them computes.
+      allow: regexes of parameters whose rules may be dropped where they do not fit;
+        "idle_devices" allows devices beside the layout, "slow_links" any axis over the
+        links between slices.
 
     Raises:
-      LayoutError: a size, option or rule that cannot be meant.
+      LayoutError: a size, option or rule that is out of range or does not exist.
     """
 
     replica: int = 1
@@ -98,7 +111,8 @@ class Layout:
                 f"zero={self.zero} shards over the fsdp axis, which has size 1; "
                 f"use fsdp=N,zero={self.zero} in place of data=N"
             )
-        self._check_pipeline()
+        options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
+        check_pipeline_options(self.pipe, options, DEFAULTS)
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(self.remat, ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={self.remat!r} ({known})")
@@ -114,13 +128,13 @@ class Layout:
             )
 
     def _canonical_rules(self) -> dict[str, tuple]:
-        """Rules and regexes in the form in which they are kept, checked."""
+        """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         paths = tuple((regex, tuple(names)) for regex, names in paths)
         regexes = {}
         for kind in REGEXES:
-            given = getattr(self, kind)
-            regexes[kind] = (given,) if isinstance(given, str) else tuple(given)
+            value = getattr(self, kind)
+            regexes[kind] = (value,) if isinstance(value, str) else tuple(value)
         for regex in (*dict(paths), *itertools.chain(*regexes.values())):
             try:
                 re.compile(regex)
@@ -133,33 +147,9 @@ class Layout:
             **regexes,
         }
 
-    def _check_pipeline(self) -> None:
-        for name in _PIPELINE_OPTIONS:
-            value, default = getattr(self, name), DEFAULTS[name]
-            if self.pipe == 1 and value != default:
-                raise LayoutError(
-                    f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or "
-                    f"leave {name} out"
-                )
-        known = ("auto", *SCHEDULES)
-        if self.schedule not in known:
-            hint = nearest(self.schedule, known)
-            raise LayoutError(f"schedule={self.schedule!r} ({hint})")
-        for name, known in (
-            ("vocab", ("edge", PIPE)),
-            ("save", ("inputs", "residuals")),
-            ("tick_loop", ("phases", "uniform")),
-        ):
-            if (value := getattr(self, name)) not in known:
-                raise LayoutError(f"{name}={value!r}: use {' or '.join(known)}")
-        if not re.fullmatch(r"(\d+(/\d+)*)?", self.partition):
-            raise LayoutError(
-                f"partition={self.partition!r}: write numbers of layers, as in 3/3/2"
-            )
-
     @property
     def zero_level(self) -> int:
-        """The ZeRO level in force: `zero`, or its default for this layout."""
+        """The ZeRO level in force: `zero`, or the default for this layout."""
         if self.zero is not None:
             return self.zero
         return 3 if self.pipe == 1 or self.fsdp == 1 else 2
@@ -171,22 +161,34 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """Devices that this layout fills."""
+        """Number of devices that this layout fills."""
         return math.prod(self.sizes.values())
 
     @property
     def num_batch_shards(self) -> int:
-        """Shards into which the rows of one replica's batch are split."""
+        """Number of shards of the rows of one replica's batch."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     @property
     def num_token_shards(self) -> int:
-        """Shards into which all dims of one replica's batch are split."""
+        """Number of shards of one replica's batch, over all dims of its leaves."""
         return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
+
+    def batch_spec(self, rank: int) -> tuple[tuple[str, ...], ...]:
+        """Mesh axes that split each dim of a batch leaf; () leaves a dim whole.
+
+        Args:
+          rank: number of dims of the leaf: [batch, length, ...], or fewer.
+
+        Returns:
+          One tuple of axes per dim, whatever the sizes of the axes.
+        """
+        axes = tuple(BATCH_DIMS.values())[:rank]
+        return axes + ((),) * (rank - len(axes))
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether all stages of a pipeline hold a slice of the vocabulary."""
+        """Whether every stage of a pipeline holds a slice of the vocabulary."""
         return self.vocab == PIPE
 
     @property
@@ -203,16 +205,18 @@ class Layout:
         return ACTIVATION_RULES | dict(self.activations)
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raises LayoutError unless the batch splits over devices and microbatches."""
-        unit = self.replica * self.num_batch_shards * self.microbatches
-        apart = self.replica > 1
+        """Raises LayoutError unless the batch divides over devices and microbatches."""
+        factors = {axis: self.sizes[axis] for axis in BATCH_AXES}
+        if self.replica > 1:
+            factors = {REPLICA: self.replica} | factors
+        factors["microbatches"] = self.microbatches
+        unit = math.prod(factors.values())
         if batch_size < 1 or batch_size % unit:
             near = max(unit, round(batch_size / unit) * unit)
             raise LayoutError(
-                f"batch={batch_size} does not divide over {'replica*' * apart}data*fsdp"
-                f"*microbatches={f'{self.replica}*' * apart}{self.data}*{self.fsdp}*"
-                f"{self.microbatches}={unit}; use a multiple of {unit} (the nearest is "
-                f"{near}), or a smaller layout"
+                f"batch={batch_size} does not divide over {'*'.join(factors)}="
+                f"{'*'.join(map(str, factors.values()))}={unit}; use a multiple of "
+                f"{unit} (the nearest is {near}), or a smaller layout"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -222,19 +226,14 @@ class Layout:
         return hash(str(self))
 
     def __str__(self) -> str:
-        parts = [f"{axis}={n}" for axis, n in self.sizes.items() if n > 1] or ["data=1"]
+        values: dict[str, Any] = {a: n for a, n in self.sizes.items() if n > 1}
+        values = values or {DATA: 1}
         if self.fsdp > 1:
-            parts.append(f"zero={self.zero_level}")
+            values["zero"] = self.zero_level
         for name in _OPTIONS:
             if (value := getattr(self, name)) != DEFAULTS[name]:
-                parts.append(f"{name}={value}")
-        for kind in RULES:
-            entries = getattr(self, kind)
-            parts += [rule_item(kind, *entry) for entry in entries]
-        for kind in REGEXES:
-            regexes = getattr(self, kind)
-            parts += [f"{kind}={quote(regex)}" for regex in regexes]
-        return ",".join(parts)
+                values[name] = value
+        return write_items(values)
 
 
 def parse(text: str) -> Layout:
@@ -243,7 +242,7 @@ def parse(text: str) -> Layout:
     Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
     ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``, ``prefetch=REGEX`` and
     ``allow=REGEX``; a regex with other characters than letters, digits and
-    ``_/*.^$-`` stands in JSON quotes. ``parse(str(layout)) == layout``.
+    ``_/*.^$-`` needs JSON quotes. ``parse(str(layout)) == layout``.
 
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.
@@ -251,12 +250,18 @@ def parse(text: str) -> Layout:
     return Layout(**read_items(text, DEFAULTS))
 
 
-_PIPELINE_OPTIONS = (
-    *("schedule", "virtual_stages", "partition", "vocab", "save", "tick_loop"),
-)
-_OPTIONS = (
-    "microbatches",
-    *_PIPELINE_OPTIONS,
-    *("remat", "min_shard_size"),
-)
-DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
+def _check_axis_fields(fields: tuple[str, ...]) -> None:
+    """Asserts that the fields before `zero` are the axes, outer to inner."""
+    sizes = fields[: fields.index("zero")]
+    assert sizes == AXES, (
+        f"Layout has the axis sizes {', '.join(sizes)} before zero, but axes.RECORDS "
+        f"are {', '.join(AXES)}; give Layout one field per record, in their order"
+    )
+
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Layout)}
+"""{name: default} of every field of a layout."""
+
+_check_axis_fields(tuple(DEFAULTS))
+
+_OPTIONS = tuple(name for name in DEFAULTS if name not in (*AXES, "zero"))

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """Shape, dtype and dim names of one parameter; names None if nobody gave any."""
+    """Shape, dtype and dim names of one parameter; names is None if it has none."""
 
     shape: tuple[int, ...]
     dtype: Any

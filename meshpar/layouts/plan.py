@@ -1,8 +1,7 @@
-"""Strict resolution: a layout's rules laid over one model, a spec for every leaf.
+"""Plans: the sharding of every leaf of the training state under one layout.
 
-A `Plan` says for every parameter, gradient and optimizer leaf how it is sharded, which
-rule decided and why, and what it costs per device. What cannot be honoured is an error
-that names the tensor, the rule and the remedy; nothing is silently replicated.
+A `Plan` gives for every parameter, gradient and optimizer leaf its mesh axes, the rule
+that decided them, and its bytes per device. `resolve.make_plan` makes it.
 """
 
 import dataclasses
@@ -30,10 +29,10 @@ class LeafPlan:
       path: the parameter's path, or the optimizer leaf's key path.
       kind: "parameter", "weight", "gradient", "optimizer" or "synchronization".
       shape: logical shape.
-      dtype: its dtype.
-      names: dim names, None where the leaf has none.
+      dtype: dtype.
+      names: dim names, or None if the leaf has none.
       spec: mesh axes per dim.
-      reason: which rule won or lost for each dim.
+      reason: the rule that decided each dim, and why another one did not.
       bytes_per_device: bytes of one device's shard.
     """
 
@@ -48,7 +47,7 @@ class LeafPlan:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """The spec as jax takes it."""
+        """The spec as a PartitionSpec."""
         return partition_spec(self.spec)
 
 
@@ -58,14 +57,15 @@ class Plan:
 
     Attributes:
       layout: the layout.
-      parameters: {path: LeafPlan} of the master weights, which the optimizer updates:
-        sharded over every axis, whatever `zero` says.
-      weights: the copies that the loss computes with, in its dtype: whole over `fsdp`
-        during a step under zero=1 and 2, and one layer at a time under zero=3.
-      gradients: as the backward pass holds them, in the dtype of the weights.
+      parameters: {path: LeafPlan} of the master weights, which the optimizer updates;
+        sharded over every axis at every ZeRO level.
+      weights: {path: LeafPlan} of the copies that the loss computes with, in the
+        compute dtype; whole over `fsdp` under zero=1 and 2, sharded under zero=3, which
+        gathers one layer at a time.
+      gradients: {path: LeafPlan} in the backward pass, in the dtype of the weights.
       optimizer: one LeafPlan per optimizer leaf, in tree order.
       optimizer_specs: PartitionSpecs with the structure of the optimizer state.
-      synchronization: what each device keeps to synchronize replicas (local SGD).
+      synchronization: one LeafPlan per tensor that synchronizes replicas (local SGD).
     """
 
     layout: Layout
@@ -78,22 +78,26 @@ class Plan:
 
     @property
     def specs(self) -> dict[str, PartitionSpec]:
-        """{path: spec} of master weights, and of gradients when the optimizer runs."""
+        """{path: spec} of master weights, and of the gradients the optimizer gets."""
         return {path: leaf.partition_spec for path, leaf in self.parameters.items()}
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes on one device by kind, exact.
+        """{kind: bytes} on one device, exact.
 
-        Parameters and optimizer state live from step to step. Weights and gradients
-        live within a step; under zero=3 the weights' shards are counted, without the
-        layer that is gathered.
+        Parameters and optimizer state live from step to step, weights and gradients
+        within a step. Under zero=3 the weights' shards are counted, without the layer
+        that is gathered.
         """
+        leaves = {
+            "parameters": self.parameters.values(),
+            "optimizer": self.optimizer,
+            "weights": self.weights.values(),
+            "gradients": self.gradients.values(),
+            "synchronization": self.synchronization,
+        }
         return {
-            "parameters": sum(p.bytes_per_device for p in self.parameters.values()),
-            "optimizer": sum(p.bytes_per_device for p in self.optimizer),
-            "weights": sum(p.bytes_per_device for p in self.weights.values()),
-            "gradients": sum(p.bytes_per_device for p in self.gradients.values()),
-            "synchronization": sum(p.bytes_per_device for p in self.synchronization),
+            kind: sum(leaf.bytes_per_device for leaf in plans)
+            for kind, plans in leaves.items()
         }
 
     def __str__(self) -> str:

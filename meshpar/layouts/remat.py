@@ -1,4 +1,4 @@
-"""Rematerialization policies: what the backward pass of a layer may reuse."""
+"""Rematerialization policies: the values that a layer's backward pass may reuse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,4 +9,4 @@ REMAT_POLICIES: dict[str, Callable[[], Any]] = {
     "full": lambda: jax.checkpoint_policies.nothing_saveable,
     "dots": lambda: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-"""What the backward pass may reuse; `none` wraps nothing and saves everything."""
+"""{value of remat=: function that makes the policy}; remat=none wraps nothing."""

@@ -1,41 +1,76 @@
-"""Resolves a layout for one model: the spec of every leaf, or every problem found."""
+"""Resolves a layout for one model: the sharding of every leaf, or every problem."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.tree_util import DictKey, keystr, tree_flatten_with_path, tree_unflatten
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
+from meshpar.arrays import num_bytes, parameter_path
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import FSDP, names_of
+from meshpar.layouts.axes import FSDP, PIPE, names_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
-from meshpar.layouts.plan import LeafPlan, Plan, Spec, partition_spec
+from meshpar.layouts.plan import LeafPlan, Plan, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resolved:
+    """Dim names of one tensor, mesh axes per dim, and the reason for them."""
+
+    names: tuple | None
+    spec: Spec
+    reason: str
 
 
 class _Resolver:
-    """Resolves parameters one by one and collects every problem found."""
+    """Resolves parameters one by one and collects every problem."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
         self.rules = layout.param_rules
         self.sizes = layout.sizes
-        self.shards_params = layout.fsdp > 1 or layout.tensor > 1
+        # Pipelines leave unnamed parameters whole; the other axes want names.
+        self.needs_names = any(
+            self.sizes[axis] > 1
+            for axis in names_of(needs_sharded_params=True)
+            if axis != PIPE
+        )
         self.problems: list[str] = []
         self.names_seen: set[str] = set()
         self.paths_used: set[str] = set()
         self.allowances_used: set[str] = {"idle_devices", "slow_links"}
 
-    def allowed(self, path: str) -> bool:
-        hits = {regex for regex in self.layout.allow if re.search(regex, path)}
-        self.allowances_used |= hits
-        return bool(hits)
+    def resolve(self, path: str, param: Param) -> _Resolved:
+        """The sharding of one parameter by the rules."""
+        names = self._names(path, param)
+        if names is None:
+            reason = "allowed: unnamed" if self.needs_names else "no axis shards it"
+            return _Resolved(None, _whole(param.shape), reason)
+        spec, reasons = [], []
+        for dim, (name, size) in enumerate(zip(names, param.shape, strict=True)):
+            axes, why = self._axes(path, name), ""
+            if FSDP in axes and param.size < self.layout.min_shard_size:
+                axes = tuple(axis for axis in axes if axis != FSDP)
+                why = f" ({param.size} < min_shard_size={self.layout.min_shard_size})"
+            if taken := [axis for axis in axes if any(axis in used for used in spec)]:
+                self._refuse_second_dim(path, names, name, taken[0])
+                axes = tuple(axis for axis in axes if axis not in taken)
+                why = f" ({taken[0]} taken by an earlier dim, allowed)"
+            ways = math.prod(self.sizes[axis] for axis in axes)
+            if size % ways:
+                self._refuse_remainder(path, param, dim, name, axes)
+                axes, why = (), f" ({size} does not divide over {ways}, allowed)"
+            spec.append(axes)
+            reasons.append(f"{name or '-'}->{'*'.join(axes) or 'whole'}{why}")
+        return _Resolved(names, tuple(spec), ", ".join(reasons))
 
-    def names(self, path: str, param: Param) -> tuple | None:
-        """Dim names from the model, or else from the first path rule that matches."""
+    def _names(self, path: str, param: Param) -> tuple | None:
+        """Dim names from the model, or from the first path rule that matches."""
         if param.names is not None:
             return param.names
         for regex, names in self.layout.paths:
@@ -50,20 +85,20 @@ class _Resolver:
                 return (None,) * len(param.shape)
         if not param.shape:
             return ()
-        if self.shards_params and not self.allowed(path):
+        if self.needs_names and not self._allowed(path):
             self.problems.append(
-                f"{path} {param.shape}: nobody named its dims; annotate it in the "
+                f"{path} {param.shape}: its dims have no names; annotate it in the "
                 f"model, name it with paths.REGEX=DIM/DIM, or allow it with "
                 f"allow={re.escape(path)}"
             )
         return None
 
-    def axes(self, path: str, name: Any) -> tuple[str, ...]:
+    def _axes(self, path: str, name: Any) -> tuple[str, ...]:
         """Mesh axes that the rules give to one dim name (or tuple of names)."""
         if name is None:
             return ()
         if isinstance(name, tuple):
-            return tuple(a for part in name for a in self.axes(path, part))
+            return tuple(axis for part in name for axis in self._axes(path, part))
         self.names_seen.add(name)
         if name not in self.rules:
             self.problems.append(
@@ -71,45 +106,35 @@ class _Resolver:
                 f"params.{name}=AXIS or params.{name}=none to the layout"
             )
             return ()
-        return tuple(a for a in self.rules[name] if self.sizes[a] > 1)
+        return tuple(axis for axis in self.rules[name] if self.sizes[axis] > 1)
 
-    def spec(self, path: str, param: Param) -> tuple[tuple | None, Spec, str]:
-        """Names, axes per dim and the reason, for one parameter."""
-        names = self.names(path, param)
-        if names is None:
-            why = "allowed: unnamed" if self.shards_params else "no axis shards it"
-            return None, ((),) * len(param.shape), why
-        spec, reasons = [], []
-        for dim, (name, size) in enumerate(zip(names, param.shape, strict=True)):
-            axes, why = self.axes(path, name), ""
-            if FSDP in axes and param.size < self.layout.min_shard_size:
-                axes = tuple(a for a in axes if a != FSDP)
-                why = f" ({param.size} < min_shard_size={self.layout.min_shard_size})"
-            if taken := [a for a in axes if any(a in other for other in spec)]:
-                if not self.allowed(path):
-                    self.problems.append(
-                        f"{path} {dict(enumerate(names))}: two dims on axis "
-                        f"{taken[0]!r}; map one to none (params.{name}=none), or keep "
-                        f"the first with allow={re.escape(path)}"
-                    )
-                axes = tuple(a for a in axes if a not in taken)
-                why = f" ({taken[0]} taken by an earlier dim, allowed)"
-            ways = math.prod(self.sizes[a] for a in axes)
-            if size % ways:
-                if not self.allowed(path):
-                    self.problems.append(
-                        f"{path} {param.shape}: dim {dim} ({name}={size}) does not "
-                        f"divide over {'*'.join(axes)}={ways}; change the size or the "
-                        f"axis, map it to none (params.{name}=none), or allow it with "
-                        f"allow={re.escape(path)}"
-                    )
-                axes, why = (), f" ({size} does not divide over {ways}, allowed)"
-            spec.append(axes)
-            reasons.append(f"{name or '-'}->{'*'.join(axes) or 'whole'}{why}")
-        return names, tuple(spec), ", ".join(reasons)
+    def _allowed(self, path: str) -> bool:
+        matches = {regex for regex in self.layout.allow if re.search(regex, path)}
+        self.allowances_used |= matches
+        return bool(matches)
 
-    def finish(self, specs: Mapping[str, Spec]) -> None:
-        """Adds what only the whole model shows, and raises if anything is wrong."""
+    def _refuse_second_dim(self, path: str, names: tuple, name: Any, axis: str) -> None:
+        if not self._allowed(path):
+            self.problems.append(
+                f"{path} {dict(enumerate(names))}: two dims on axis {axis!r}; map one "
+                f"to none (params.{name}=none), or keep the first with "
+                f"allow={re.escape(path)}"
+            )
+
+    def _refuse_remainder(
+        self, path: str, param: Param, dim: int, name: Any, axes: tuple[str, ...]
+    ) -> None:
+        if not self._allowed(path):
+            ways = math.prod(self.sizes[axis] for axis in axes)
+            self.problems.append(
+                f"{path} {param.shape}: dim {dim} ({name}={param.shape[dim]}) does not "
+                f"divide over {'*'.join(axes)}={ways}; change the size or the axis, "
+                f"map it to none (params.{name}=none), or allow it with "
+                f"allow={re.escape(path)}"
+            )
+
+    def finish(self, specs: list[Spec]) -> None:
+        """Adds the problems that only the whole model shows, and raises if any."""
         layout = self.layout
         for name, _ in layout.params:
             if name not in self.names_seen:
@@ -123,7 +148,7 @@ class _Resolver:
         for regex in layout.allow:
             if regex not in self.allowances_used:
                 self.problems.append(f"allowance {regex!r} allows nothing; remove it")
-        used = {axis for spec in specs.values() for axes in spec for axis in axes}
+        used = {axis for spec in specs for axes in spec for axis in axes}
         for axis in names_of(needs_sharded_params=True):
             if self.sizes[axis] > 1 and axis not in used:
                 self.problems.append(
@@ -137,18 +162,69 @@ class _Resolver:
             )
 
 
+def _whole(shape: tuple[int, ...]) -> Spec:
+    return ((),) * len(shape)
+
+
 def _without_fsdp(spec: Spec) -> Spec:
-    return tuple(tuple(a for a in axes if a != FSDP) for axes in spec)
+    return tuple(tuple(axis for axis in axes if axis != FSDP) for axes in spec)
 
 
 def _reduced_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> Spec | None:
     """Spec of an optimizer leaf that lacks one dim of its parameter (Adafactor)."""
-    found = {
+    specs = {
         spec[:d] + spec[d + 1 :]
         for d in range(len(param.shape))
         if param.shape[:d] + param.shape[d + 1 :] == shape
     }
-    return found.pop() if len(found) == 1 else None
+    return specs.pop() if len(specs) == 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeafPlans:
+    """Makes the plans of parameters, weights, gradients and optimizer leaves."""
+
+    layout: Layout
+    params: Mapping[str, Param]
+    resolved: Mapping[str, _Resolved]
+
+    def leaf(self, path: str, kind: str, x: Any, resolved: _Resolved) -> LeafPlan:
+        """The plan of one tensor; `x` has its shape and its dtype."""
+        names, spec, reason = resolved.names, resolved.spec, resolved.reason
+        ways = math.prod(self.layout.sizes[axis] for axes in spec for axis in axes)
+        size, shape = num_bytes(x) // ways, tuple(x.shape)
+        return LeafPlan(path, kind, shape, x.dtype, names, spec, reason, size)
+
+    def follow(
+        self, kind: str, sharded_from: int, float_dtype: Any = None
+    ) -> dict[str, LeafPlan]:
+        """Plans that follow the parameters, whole over `fsdp` below a ZeRO level."""
+        plans = {}
+        for path, param in self.params.items():
+            resolved, dtype = self.resolved[path], param.dtype
+            spec = _without_fsdp(resolved.spec)
+            if self.layout.zero_level < sharded_from and spec != resolved.spec:
+                reason = f"; whole over fsdp: zero={self.layout.zero_level}"
+                resolved = _Resolved(resolved.names, spec, resolved.reason + reason)
+            if float_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                dtype = float_dtype
+            x = jax.ShapeDtypeStruct(param.shape, dtype)
+            plans[path] = self.leaf(path, kind, x, resolved)
+        return plans
+
+    def optimizer_leaf(self, keys: tuple, x: Any) -> LeafPlan:
+        """The plan of one leaf of the optimizer state; it follows its parameter."""
+        path = parameter_path(keys, self.params)
+        resolved = _Resolved(None, _whole(x.shape), "no parameter's: whole")
+        if path is not None:
+            resolved, param = self.resolved[path], self.params[path]
+            if x.shape != param.shape:
+                spec = _reduced_spec(param, resolved.spec, x.shape)
+                reason = f"{x.shape} of {path} {param.shape}: " + (
+                    "less one dim" if spec else "another shape, whole"
+                )
+                resolved = _Resolved(None, spec or _whole(x.shape), reason)
+        return self.leaf(keystr(keys), "optimizer", x, resolved)
 
 
 def make_plan(
@@ -169,60 +245,20 @@ def make_plan(
     Raises:
       LayoutError: every rule that cannot be honoured, each with its remedy.
 
-    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5 (what each level
-      shards).
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5 (the state that each
+      level shards).
     """
-    resolver, sizes = _Resolver(layout), layout.sizes
-    resolved = {path: resolver.spec(path, param) for path, param in params.items()}
-    full = {path: spec for path, (_, spec, _) in resolved.items()}
-    resolver.finish(full)
-
-    def leaf(path, kind, shape, dtype, names, spec, reason) -> LeafPlan:
-        ways = math.prod(sizes[a] for axes in spec for a in axes)
-        size = math.prod(shape) * np.dtype(dtype).itemsize // ways
-        return LeafPlan(path, kind, tuple(shape), dtype, names, spec, reason, size)
-
-    def dtype_inside(param: Param) -> Any:
-        floats = jnp.issubdtype(param.dtype, jnp.floating)
-        return compute_dtype if compute_dtype is not None and floats else param.dtype
-
-    def follow(kind: str, shards_from: int) -> dict[str, LeafPlan]:
-        plans = {}
-        for path, param in params.items():
-            names, spec, reason = resolved[path]
-            if layout.zero_level < shards_from and spec != _without_fsdp(spec):
-                spec = _without_fsdp(spec)
-                reason += f"; whole over fsdp: zero={layout.zero_level}"
-            dtype = param.dtype if kind == "parameter" else dtype_inside(param)
-            plans[path] = leaf(path, kind, param.shape, dtype, names, spec, reason)
-        return plans
-
-    optimizer, specs = [], []
+    resolver = _Resolver(layout)
+    resolved = {path: resolver.resolve(path, param) for path, param in params.items()}
+    resolver.finish([leaf.spec for leaf in resolved.values()])
+    plans = _LeafPlans(layout, params, resolved)
     leaves, treedef = tree_flatten_with_path(optimizer_state)
-    for keys, value in leaves:
-        path = next(
-            (k.key for k in keys if isinstance(k, DictKey) and k.key in params), None
-        )
-        names, spec, reason = None, ((),) * len(value.shape), "no parameter's: whole"
-        if path is not None:
-            names, spec, reason = resolved[path]
-            if value.shape != params[path].shape:
-                names, reduced = None, _reduced_spec(params[path], spec, value.shape)
-                spec = reduced or ((),) * len(value.shape)
-                reason = f"{value.shape} of {path} {params[path].shape}: " + (
-                    "less one dim" if reduced else "another shape, whole"
-                )
-        optimizer.append(
-            leaf(
-                keystr(keys), "optimizer", value.shape, value.dtype, names, spec, reason
-            )
-        )
-        specs.append(partition_spec(spec))
+    optimizer = tuple(plans.optimizer_leaf(keys, leaf) for keys, leaf in leaves)
     return Plan(
         layout=layout,
-        parameters=follow("parameter", shards_from=1),
-        weights=follow("weight", shards_from=3),
-        gradients=follow("gradient", shards_from=2),
-        optimizer=tuple(optimizer),
-        optimizer_specs=tree_unflatten(treedef, specs),
+        parameters=plans.follow("parameter", sharded_from=1),
+        weights=plans.follow("weight", 3, compute_dtype),
+        gradients=plans.follow("gradient", 2, compute_dtype),
+        optimizer=optimizer,
+        optimizer_specs=tree_unflatten(treedef, [x.partition_spec for x in optimizer]),
     )

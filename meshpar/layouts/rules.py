@@ -11,7 +11,7 @@ Rule = str | Iterable[str] | None
 
 
 def _default_rules(field: str, *whole_dims: str) -> dict[str, tuple[str, ...]]:
-    """{dim: axes} as the records of the axes say; `whole_dims` are split by none."""
+    """{dim: axes} from a field of the axis records; no axis splits `whole_dims`."""
     rules: dict[str, tuple[str, ...]] = {dim: () for dim in whole_dims}
     for axis in RECORDS:
         for dim in getattr(axis, field):
@@ -20,14 +20,15 @@ def _default_rules(field: str, *whole_dims: str) -> dict[str, tuple[str, ...]]:
 
 
 _OWN_DIMS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
-"""An axis name is a dim name too: models annotated with mesh axes work as they are."""
+"""Axis names are dim names too, for models that are annotated with mesh axes."""
 
 PARAM_RULES: dict[str, tuple[str, ...]] = (
     _default_rules("param_dims", "head_dim", "kv", "length") | _OWN_DIMS
 )
-"""Default rules for parameters: Megatron's for `tensor`, the embed dim for `fsdp`.
+"""Default rules for parameters.
 
-The stack of layers is cut into the stages of a pipeline.
+`tensor` splits the dims that Megatron splits, `fsdp` the embed dim, `pipe` the stack of
+layers.
 """
 
 _ACTIVATION_DIMS: dict[str, tuple[str, ...]] = BATCH_DIMS | _default_rules(
@@ -38,7 +39,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     **{f"activation_{dim}": axes for dim, axes in _ACTIVATION_DIMS.items()},
     **_OWN_DIMS,
 }
-"""Default rules for activations, for `constrain` and for Flax's own functions.
+"""Default rules for activations, in `constrain` and in Flax's own functions.
 
 Public Flax models often write `activation_embed` for the embed dim of an activation.
 `residual_length` is the length of the stream between blocks (sequence parallelism).
@@ -49,7 +50,7 @@ def rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
     """The mesh axes of one rule.
 
     Raises:
-      LayoutError: an axis that does not exist, or that stands in the rule twice.
+      LayoutError: an axis that does not exist, or an axis given twice.
     """
     axes = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
     for axis in axes:
@@ -58,7 +59,7 @@ def rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
                 f"rule {name!r} -> {axis!r}: no such mesh axis ({nearest(axis, AXES)})"
             )
     if len(set(axes)) != len(axes):
-        raise LayoutError(f"rule {name!r} -> {axes}: an axis may stand there once")
+        raise LayoutError(f"rule {name!r} -> {axes}: give each axis once")
     return axes
 
 

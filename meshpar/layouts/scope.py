@@ -1,7 +1,7 @@
-"""The layout that a model is traced under: `constrain`, `remat` and what was named.
+"""The layout that a model is traced under, and the functions that follow it.
 
-Models name their activations with `constrain` and their layer boundary with `remat`;
-both do nothing outside a layout, so a model runs unchanged without meshpar.
+Models name the dims of activations with `constrain` and mark their layers with `remat`.
+Outside a layout both do nothing, so that a model runs alone too.
 """
 
 import contextlib
@@ -14,17 +14,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import REMAT_POLICIES
 
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """The layout and mesh that a traced model runs under, and what it named.
+    """The layout and mesh that a model is traced under, and the names it used.
 
-    Over the manual axes (inside shard_map) the model sees shards already.
+    A scope is a key of jax's tracing caches: a jitted function inside a model is traced
+    again under every layout.
 
-    Each one is a key of jax's tracing caches, so that a jitted function inside a model
-    is traced anew under every layout.
+    Attributes:
+      layout: the layout.
+      mesh: the mesh.
+      manual_axes: axes of the shard_map around the model, over which it sees shards.
+      names_used: dim names that `constrain` saw.
+      vocabulary_used: {function of `ops.vocabulary`: size of the vocabulary it saw}.
+      remat_used: whether the model called `remat`.
     """
 
     layout: Layout
@@ -46,27 +53,27 @@ def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator
 
 
 def current_scope() -> Scope | None:
-    """The scope that the model being traced runs under; None outside a layout."""
+    """The scope of the model that is being traced; None outside a layout."""
     return _scope.value
 
 
 def activation_spec(
     scope: Scope, shape: Sequence[int], names: Sequence[str | None]
 ) -> PartitionSpec:
-    """The axes of an activation's dims, but for the manual ones of the scope.
+    """The axes that split an activation's dims, without the manual axes of the scope.
 
     Raises:
       LayoutError: a wrong number of names, a name without a rule, a dim that does not
         divide, or an axis that two dims ask for.
     """
-    what = f"constrain(x{list(shape)}, {', '.join(map(repr, names))})"
+    call = f"constrain(x{list(shape)}, {', '.join(map(repr, names))})"
     if len(names) != len(shape):
-        raise LayoutError(f"{what}: {len(names)} names for {len(shape)} dims")
+        raise LayoutError(f"{call}: {len(names)} names for {len(shape)} dims")
     rules, sizes, entries = scope.layout.activation_rules, dict(scope.mesh.shape), []
     for size, name in zip(shape, names, strict=True):
         if name is not None and name not in rules:
             raise LayoutError(
-                f"{what}: no rule for {name!r} ({nearest(name, rules)}); add "
+                f"{call}: no rule for {name!r} ({nearest(name, rules)}); add "
                 f"activations.{name}=AXIS or activations.{name}=none to the layout"
             )
         axes = tuple(
@@ -77,7 +84,7 @@ def activation_spec(
         ways = math.prod(sizes[a] for a in axes)
         if size % ways:
             raise LayoutError(
-                f"{what}: {name}={size} does not divide over {'*'.join(axes)}={ways}; "
+                f"{call}: {name}={size} does not divide over {'*'.join(axes)}={ways}; "
                 f"change the size, or set activations.{name}=none"
             )
         scope.names_used.add(name)
@@ -87,19 +94,17 @@ def activation_spec(
         twice = next(axis for axis in flat if flat.count(axis) > 1)
         first = next(n for n, axes in zip(names, entries, strict=True) if twice in axes)
         raise LayoutError(
-            f"{what}: two dims on axis {twice!r}; map one of them to none, as in "
+            f"{call}: two dims on axis {twice!r}; map one of them to none, as in "
             f"activations.{first}=none"
         )
-    return PartitionSpec(
-        *(axes[0] if len(axes) == 1 else axes or None for axes in entries)
-    )
+    return partition_spec(tuple(entries))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Names the dims of an activation, and shards it as the layout in use says.
+    """Names the dims of an activation and shards it by the layout in use.
 
-    Works on automatic mesh axes (a sharding constraint) and on explicit ones (a
-    reshard); returns `x` as it is outside a layout.
+    On automatic mesh axes it is a sharding constraint, on explicit axes a reshard.
+    Outside a layout it returns `x`.
 
     Args:
       x: an array of any dtype.
@@ -114,7 +119,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         return x
     spec = activation_spec(scope, x.shape, names)
     if scope.manual_axes:
-        # The mesh at hand inside shard_map knows which axes are manual.
+        # Inside shard_map, jax's own mesh knows which axes are manual.
         sizes = scope.mesh.shape
         free = any(n > 1 for a, n in sizes.items() if a not in scope.manual_axes)
         return jax.lax.with_sharding_constraint(x, spec) if free else x
@@ -124,7 +129,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def remat(fn: Callable, transform: Callable = jax.checkpoint) -> Callable:
-    """Rematerializes a layer in the backward pass, as the layout in use says.
+    """Rematerializes a layer in the backward pass, by the policy of the layout in use.
 
     Wrap the function that runs one layer, inside the scan over layers.
 

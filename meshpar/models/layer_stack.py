@@ -1,8 +1,8 @@
 """The layered form of a model: embed, a stack of equal layers, head with loss.
 
-The explicit lowering and pipelines need to hold one layer at a time. A model says how
-with `Stages`; `from_nnx` turns that into the pure functions of `Staged`, from which the
-whole loss follows, so that the model is said once.
+The shard_map lowering and pipelines hold one layer at a time. Users describe an NNX
+model with `LayerStack`; `from_nnx` turns it into the pure functions of `LayeredModel`.
+The whole loss is made from these functions, so that a model is written once.
 """
 
 import dataclasses
@@ -28,11 +28,14 @@ class LayerStack:
         every variable has the number of layers as its first dim (`nnx.vmap`).
       embed: (module, batch) -> x, any pytree of activations.
       layer: (one layer's module, x) -> x of the same shapes.
-      head_loss: (module, x, batch) -> loss or (loss, aux), a mean over the batch.
+      head_loss: (module, x, batch) -> loss or (loss, aux): a mean over the batch, and
+        a dict of scalar metrics. aux["weight"], if given, is the weight of this mean
+        against those of other parts of the batch (its number of tokens, for example);
+        a part of weight 0 still needs a finite loss.
 
     `embed` and `head_loss` may use every variable outside the stack. All three see one
-    shard of the batch: a loop inside them (`lax.scan`) has to start from values that
-    come from the activations, or to carry nothing.
+    shard of the batch: a loop inside them (`lax.scan`) has to carry values that are
+    computed from the activations, or to carry nothing.
     """
 
     stack: str
@@ -44,7 +47,7 @@ class LayerStack:
 def scan_layers(
     layer: Callable[[Params, Any, Key], Any], stack: Params, x: Any, key: Key
 ) -> Any:
-    """Runs a stack of layers, each rematerialized as the layout in use says.
+    """Runs a stack of layers, each rematerialized by the layout in use.
 
     Args:
       layer: (parameters of one layer, x, key) -> x.
@@ -55,15 +58,15 @@ def scan_layers(
     depth = len(next(iter(stack.values())))
 
     @remat
-    def body(x: Any, one: tuple[Params, Array]) -> tuple[Any, None]:
-        params, i = one
+    def body(x: Any, step: tuple[Params, Array]) -> tuple[Any, None]:
+        params, i = step
         return layer(params, x, fold_key(key, i)), None
 
     return jax.lax.scan(body, x, (stack, jnp.arange(depth)))[0]
 
 
 def fold_key(key: Key, number: Any) -> Key:
-    """`fold_in`, or None without a key."""
+    """`jax.random.fold_in`; None stays None."""
     return None if key is None else jax.random.fold_in(key, number)
 
 
@@ -72,12 +75,13 @@ class LayeredModel:
     """A model as pure functions over {path: array}, layer by layer.
 
     Attributes:
-      prefix: what the paths of stacked parameters begin with, such as "blocks/".
+      prefix: first part of the paths of stacked parameters, such as "blocks/".
       depth: number of layers, the first dim of every stacked parameter.
       embed: (shared parameters, batch, key) -> x.
       layer: (parameters of one layer, x, key) -> x.
       head_loss: (shared parameters, x, batch, key) -> (loss, aux).
-      evaluates: whether evaluation, too, is what the stages say.
+      evaluates: whether evaluation runs these functions too, without a key; False if
+        the model has an evaluation loss of its own.
     """
 
     prefix: str
@@ -88,7 +92,7 @@ class LayeredModel:
     evaluates: bool = True
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Shared entries and those of the stack."""
+        """(shared entries, entries of the stack) of {path: anything}."""
         shared = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
         return shared, {p: x for p, x in params.items() if p not in shared}
 
@@ -99,60 +103,61 @@ class LayeredModel:
         key: Key,
         scan: Callable[[Callable, Params, Any, Key], Any] = scan_layers,
     ) -> tuple[Array, dict]:
-        """The whole model: (loss, aux).
+        """The loss of the whole model: (loss, aux).
 
         Args:
           params: {path: array}.
           batch: the batch.
           key: random key, or None for evaluation.
-          scan: runs the stack; as `scan_layers`.
+          scan: runs the stack, with the arguments of `scan_layers`.
         """
         shared, stack = self.split(params)
         x = self.embed(shared, batch, fold_key(key, 0))
         x = scan(self.layer, stack, x, fold_key(key, 1))
-        x, shared = _gradients_together((x, shared))
+        x, shared = _join_gradients((x, shared))
         loss, aux = self.head_loss(shared, x, batch, fold_key(key, 2))
-        return _before_its_gradient(loss), aux
+        return _before_backward(loss), aux
 
 
 @jax.custom_vjp
-def _gradients_together(values: Any) -> Any:
-    """The values; no gradient of them is used before all of them are made.
+def _join_gradients(values: Any) -> Any:
+    """Identity whose backward pass finishes all gradients before any of them is used.
 
-    The head's gradient is summed in float32. Compilers put off its cast, and what
-    follows, until the layers' backward pass is over.
+    The head's gradient is summed in float32. Without this barrier compilers delay its
+    cast, and the reduction after it, until the layers' backward pass is over.
     """
     return values
 
 
-def _together(_: None, gradients: Any) -> tuple[Any]:
-    flat, tree = jax.tree.flatten(gradients, is_leaf=_is_zero)
-    made = iter(jax.lax.optimization_barrier([g for g in flat if not _is_zero(g)]))
-    return (tree.unflatten([None if _is_zero(g) else next(made) for g in flat]),)
+def _gradients_barrier(_: None, gradients: Any) -> tuple[Any]:
+    leaves, tree = jax.tree.flatten(gradients, is_leaf=_is_zero)
+    nonzero = jax.lax.optimization_barrier([g for g in leaves if not _is_zero(g)])
+    joined = iter(nonzero)
+    return (tree.unflatten([None if _is_zero(g) else next(joined) for g in leaves]),)
 
 
 def _is_zero(gradient: Any) -> bool:
     return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
-_gradients_together.defvjp(
-    lambda values: (jax.tree.map(lambda one: one.value, values), None),
-    _together,
+_join_gradients.defvjp(
+    lambda values: (jax.tree.map(lambda primal: primal.value, values), None),
+    _gradients_barrier,
     symbolic_zeros=True,
 )
 
 
 @jax.custom_vjp
-def _before_its_gradient(loss: Array) -> Array:
-    """The loss itself, made before the backward pass begins.
+def _before_backward(loss: Array) -> Array:
+    """Identity that computes the loss before the backward pass begins.
 
-    Where the backward pass computes it again (`remat`, chunked losses) nothing waits
-    for it, and compilers put it last: the head would stay gathered all the while.
+    Without this barrier nothing waits for the loss where the backward pass computes it
+    again (`remat`, loss blocks); compilers put it last and keep the head gathered.
     """
     return loss
 
 
-_before_its_gradient.defvjp(
+_before_backward.defvjp(
     lambda loss: (loss, loss),
     lambda loss, gradient: jax.lax.optimization_barrier((gradient, loss))[:1],
 )

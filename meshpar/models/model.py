@@ -1,12 +1,12 @@
-"""One model contract for Flax NNX and Flax Linen.
+"""The contract of a model, the same for Flax NNX and Flax Linen.
 
-A `Model` is what every lowering and strategy sees: named parameter shapes, a pure
-`init` and a pure `loss`. Parameters are a flat dict {path: array}, the same whatever
-the mesh, so checkpoints and reports do not depend on the layout.
+Every lowering and strategy sees a `Model`: named parameter shapes, a pure `init` and a
+pure `loss`. Parameters are a flat dict {path: array} with the same paths on every mesh,
+so that checkpoints and reports do not depend on the layout.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ class Model:
       params: {path: Param}, in the order of the model.
       init: key -> parameters.
       loss: (params, batch, key) -> (loss, aux); `aux` holds scalars.
-      evaluation_loss: the same with dropout and the like off, (params, batch).
+      evaluation_loss: (params, batch) -> (loss, aux) in evaluation mode, without
+        dropout.
       bind: params -> the callable model (an NNX module, or Linen's `apply`).
-      layered: the model layer by layer, for the explicit lowering; None without.
+      layered: the model layer by layer, which the shard_map lowering needs; None if the
+        model has no such form.
     """
 
     params: Mapping[str, Param]
@@ -38,7 +40,12 @@ class Model:
 
 
 def loss_and_aux(result: Any) -> tuple[Array, dict]:
-    """(loss, aux) from what a loss function returned, checked."""
+    """(loss, aux) from the result of a loss function.
+
+    Raises:
+      ValueError: a loss or a metric that is not a scalar, or a metric with the name of
+        one that every step reports.
+    """
     loss, aux = result if isinstance(result, tuple) else (result, {})
     if jnp.ndim(loss):
         raise ValueError(
@@ -47,7 +54,10 @@ def loss_and_aux(result: Any) -> tuple[Array, dict]:
         )
     for name, value in aux.items():
         if name in ("loss", "grad_norm"):
-            raise ValueError(f"aux[{name!r}] is a metric of its own; rename it")
+            raise ValueError(
+                f"aux[{name!r}] has the name of a metric that every step reports; "
+                "rename it"
+            )
         if jnp.ndim(value):
             raise ValueError(
                 f"aux[{name!r}] has shape {jnp.shape(value)}; aux holds scalars"
@@ -56,7 +66,11 @@ def loss_and_aux(result: Any) -> tuple[Array, dict]:
 
 
 def checked_params(params: dict[str, Param]) -> dict[str, Param]:
-    """Pads names to all dims, as a PartitionSpec is, and refuses too many."""
+    """Parameters whose names are padded with None to all dims, as a PartitionSpec is.
+
+    Raises:
+      ValueError: no parameters, or one with more names than dims.
+    """
     if not params:
         raise ValueError("the model has no parameters")
     for path, param in params.items():
@@ -71,8 +85,3 @@ def checked_params(params: dict[str, Param]) -> dict[str, Param]:
         names = param.names + (None,) * missing
         params[path] = dataclasses.replace(param, names=names)
     return params
-
-
-def join_path(keys: Iterable[Any]) -> str:
-    """The path of a parameter from its keys."""
-    return "/".join(map(str, keys))

@@ -1,1 +1,5 @@
-"""Layout-aware functions that models call."""
+"""Functions that models call and that follow the layout in use."""
+
+from meshpar.ops import attention as attention
+from meshpar.ops import kernels as kernels
+from meshpar.ops import vocabulary as vocabulary

@@ -1,7 +1,8 @@
 """Causal attention by platform: cuDNN on GPUs, splash attention on TPUs, or plain jnp.
 
-All are equal within the rounding of the dtype. The kernels never hold the matrix of
-scores [B, N, L, L]; the plain form does, and runs everywhere.
+All forms are equal within the rounding of the dtype. The kernels never hold the scores
+[B, N, L, L]; plain jnp holds them and runs on every platform. Shape letters are those
+of `meshpar.arrays`.
 """
 
 import jax
@@ -16,57 +17,61 @@ from meshpar.mesh.platform import GPU, TPU, platform_named, traced_platform
 from meshpar.ops.kernels import on_shards
 
 _TILE = 128
-_NAMES = ("batch", "length", "heads", "head_dim")
+_DIM_NAMES = ("batch", "length", "heads", "head_dim")
 
 
 def causal_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
-    """Softmax attention of every position to itself and those before it.
+    """Softmax attention of every position to itself and the positions before it.
 
     Args:
-      q_BLNH: queries.
+      q_BLNH: queries, any float dtype; cuDNN needs bfloat16 or float16, splash a length
+        that is a multiple of 128, and other arrays take plain jnp.
       k_BLKH: keys; K divides N (grouped-query attention).
       v_BLKH: values.
 
     Returns:
       y_BLNH, in the dtype of the queries.
 
+    Raises:
+      LayoutError: a dim that does not divide over its axes.
+
     Source: Vaswani et al., arXiv:1706.03762, section 3.2.1; Dao et al.,
       FlashAttention, arXiv:2205.14135; Ainslie et al., GQA, arXiv:2305.13245.
     """
     platform = traced_platform()
     if platform is TPU and splash_fits(q_BLNH):
-        return on_shards(splash, _NAMES, q_BLNH, k_BLKH, v_BLKH)
+        return on_shards(splash, _DIM_NAMES, q_BLNH, k_BLKH, v_BLKH)
     half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
     if platform is GPU and half and platform_named(jax.default_backend()) is GPU:
-        return on_shards(cudnn, _NAMES, q_BLNH, k_BLKH, v_BLKH)
+        return on_shards(cudnn, _DIM_NAMES, q_BLNH, k_BLKH, v_BLKH)
     return reference(q_BLNH, k_BLKH, v_BLKH)
 
 
 def reference(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
-    """Plain jnp; holds all scores."""
+    """Attention in plain jnp; holds all scores."""
     return jax.nn.dot_product_attention(
         q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation="xla"
     )
 
 
 def cudnn(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
-    """CuDNN's flash attention; half precision only."""
+    """Flash attention by cuDNN; half precision only."""
     return jax.nn.dot_product_attention(
         q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation="cudnn"
     )
 
 
 def splash_fits(q_BLNH: Array) -> bool:
-    """Whether the length comes in the kernel's tiles; heads are padded to theirs."""
+    """Whether the length is a multiple of the kernel's tile."""
     return q_BLNH.shape[1] % _TILE == 0
 
 
 def splash(
     q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, interpret: bool = False
 ) -> Array:
-    """Pallas splash attention; `interpret` runs it anywhere, slowly.
+    """Pallas splash attention; `interpret` runs it on any platform, slowly.
 
-    Heads are filled up with zeros to whole tiles: more FLOPs, but never all scores.
+    Each head's dim is padded with zeros to whole tiles, which costs FLOPs.
     """
     length, heads, head_dim = q_BLNH.shape[1:]
     block = next(size for size in (512, 256, 128) if length % size == 0)
@@ -88,8 +93,8 @@ def splash(
         interpret=interpret,
     )
     q_BLNH *= jnp.asarray(head_dim**-0.5, q_BLNH.dtype)
-    fill = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
+    padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
     y_BNLH = jax.vmap(kernel)(
-        *(jnp.pad(x, fill).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+        *(jnp.pad(x, padding).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     )
     return y_BNLH.swapaxes(1, 2)[..., :head_dim]

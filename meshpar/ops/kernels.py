@@ -1,7 +1,8 @@
 """Kernels that no compiler can partition (Pallas, cuDNN), run on each device's shard.
 
-Under `jit` such a kernel sees a global array, under the explicit lowering one that is
-still split over `tensor`; `on_shards` makes the remaining axes manual around it.
+Under the jit lowering such a kernel would see a global array, under the shard_map
+lowering an array that the compiler still splits over `tensor`. `on_shards` makes the
+remaining axes manual around the kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,25 +12,30 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from meshpar.arrays import Array
+from meshpar.collectives.varying import vary
 from meshpar.layouts.scope import activation_spec, constrain, current_scope
 
 
 def on_shards(
     kernel: Callable[..., Array], names: Sequence[str | None], *arrays: Array
 ) -> Array:
-    """Runs a kernel on the shards of arrays, as the layout in use splits them.
+    """Runs a kernel on the shards of arrays under the layout in use.
 
-    The kernel is differentiated as a whole: its backward pass runs it again and keeps
-    nothing but its arguments.
+    The forward pass keeps only the arguments; the backward pass runs the kernel again
+    and differentiates it as a whole.
 
     Args:
-      kernel: differentiable function of arrays to one array, all with the same dims;
-        it gets shards and returns a shard.
+      kernel: differentiable function of arrays to one array, all with the same dim
+        names; it gets shards and returns a shard.
       names: dim names of every array and of the result.
       *arrays: the arguments.
 
+    Returns:
+      The global result, or its shard over the axes that were manual before.
+
     Raises:
-      LayoutError: as `scope.constrain`.
+      LayoutError: a wrong number of names, a name without a rule, a dim that does not
+        divide, or an axis that two dims ask for.
     """
     scope = current_scope()
     if scope is None:
@@ -42,7 +48,7 @@ def on_shards(
     manual_axes = scope.manual_axes
 
     def mapped(fn: Callable) -> Callable:
-        # Kernels do not say over which axes their results vary, so it is said here.
+        # Kernels do not type the axes over which their results vary; `vary` does.
         return jax.shard_map(
             _untyped(fn),
             mesh=None if manual_axes else scope.mesh,
@@ -52,13 +58,9 @@ def on_shards(
             check_vma=False,
         )
 
-    def vary(x: Array) -> Array:
-        missing = manual_axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
     @jax.custom_vjp
     def run(*arrays: Array) -> Array:
-        return vary(mapped(kernel)(*arrays))
+        return vary(mapped(kernel)(*arrays), tuple(manual_axes))
 
     def forward(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
         return run(*arrays), arrays
@@ -67,16 +69,17 @@ def on_shards(
         def transposed(gradient: Array, *arrays: Array) -> tuple[Array, ...]:
             return jax.vjp(kernel, *arrays)[1](gradient)
 
-        return jax.tree.map(vary, mapped(transposed)(gradient, *arrays))
+        gradients = mapped(transposed)(gradient, *arrays)
+        return tuple(vary(x, tuple(manual_axes)) for x in gradients)
 
     run.defvjp(forward, backward)
     return run(*arrays)
 
 
 def _untyped(fn: Callable) -> Callable:
-    """The function traced on arrays that do not say over which axes they vary.
+    """The function traced on arrays whose types have no varying axes.
 
-    Inside, derivatives are already taken: their own checks of such types would fail.
+    The derivatives inside a traced kernel would fail their checks of such types.
     """
 
     def call(*arrays: Any) -> Any:

@@ -1,14 +1,13 @@
-"""Layout strings, rules and activation names."""
+"""Layouts: strings, equality, defaults and rules."""
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import layouts
 from meshpar.errors import LayoutError
+from meshpar.layouts import grammar
 from meshpar.layouts.layout import Layout
-from meshpar.mesh.mesh import make_mesh
 
 
 @pytest.mark.parametrize(
@@ -29,8 +28,8 @@ def test_string_round_trip(text):
     assert hash(layout) == hash(layouts.parse(text))
 
 
-def test_mapping_and_string_are_the_same():
-    made = Layout(
+def test_mapping_and_string_give_equal_layouts():
+    layout = Layout(
         fsdp=2,
         params={"mlp": ("fsdp", "tensor"), "embed": None},
         paths={"w.*": ("embed", None)},
@@ -39,7 +38,58 @@ def test_mapping_and_string_are_the_same():
     text = (
         "fsdp=2,params.mlp=fsdp+tensor,params.embed=none,paths.w.*=embed/none,allow=b"
     )
-    assert layouts.parse(text) == made
+    assert layouts.parse(text) == layout
+
+
+@pytest.mark.parametrize(
+    "layout, text",
+    [
+        (Layout(fsdp=2), "fsdp=2,zero=3"),
+        (Layout(fsdp=2, pipe=2), "pipe=2,fsdp=2,zero=2"),
+        (Layout(zero=3), "data=1"),
+        (Layout(data=2, schedule="auto", remat="none"), " data=2 , microbatches=1 "),
+        (Layout(params={"mlp": "data"}), "params.mlp=data"),
+        (Layout(params=(("mlp", ("data",)),)), "params.mlp=data"),
+    ],
+)
+def test_layouts_are_equal_by_meaning(layout, text):
+    assert layout == layouts.parse(text) == layouts.parse(str(layout))
+    assert hash(layout) == hash(layouts.parse(text))
+    assert layout != dataclasses.replace(layout, data=4)
+    assert layout != str(layout)
+
+
+def test_default_zero_level_follows_a_replaced_field():
+    replaced = dataclasses.replace(layouts.parse("fsdp=4"), pipe=2)
+    assert replaced == layouts.parse("fsdp=4,pipe=2")
+    assert replaced.zero is None and replaced.zero_level == 2
+    assert Layout(fsdp=4).zero is None and Layout(fsdp=4).zero_level == 3
+    assert Layout(fsdp=4, zero=1).zero_level == 1
+
+
+@pytest.mark.parametrize(
+    "former, text",
+    [
+        ("pipe=2,stash=residuals", "pipe=2,save=residuals"),
+        ("pipe=2,control=uniform", "pipe=2,tick_loop=uniform"),
+        ("data=2,waive=idle_devices,waive=b", "data=2,allow=idle_devices,allow=b"),
+    ],
+)
+def test_former_option_names_parse_with_one_warning(former, text, caplog):
+    grammar._current_name.cache_clear()
+    layout = layouts.parse(text)
+    assert not caplog.records
+    assert layouts.parse(former) == layouts.parse(former) == layout
+    assert str(layout) == text
+    [record] = caplog.records
+    old, new = (t.split(",")[1].split("=")[0] for t in (former, text))
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == f"layout option {old}= is now called {new}="
+
+
+def test_former_and_new_name_of_an_option_together_are_an_error():
+    with pytest.raises(LayoutError, match="save is given twice"):
+        layouts.parse("pipe=2,stash=residuals,save=residuals")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +100,7 @@ def test_mapping_and_string_are_the_same():
         ("data=two", ["data='two'", "whole number"]),
         ("data=0", ["data=0", "at least 1"]),
         ("data=-2", ["data='-2'"]),
-        ("data=2,data=2", ["data stands twice"]),
+        ("data=2,data=2", ["data is given twice"]),
         ("data=2 fsdp=2", ["whole number"]),
         ("data=2,,fsdp=2", ["name=value"]),
         ("fsdp=2,zero=4", ["zero=4", "1, 2 or 3"]),
@@ -61,78 +111,26 @@ def test_mapping_and_string_are_the_same():
         ("params=3", ["'params'"]),
         ('paths."["=embed', ["not a regex"]),
         ("params.mlp=fsdp+fsdp", ["once"]),
+        ("data=2,save=residuals", ["save=residuals is for pipelines", "add pipe=N"]),
+        ("pipe=2,schedule=1fb1", ["schedule='1fb1'", "did you mean '1f1b'"]),
+        ("pipe=2,tick_loop=phase", ["tick_loop='phase'", "phases or uniform"]),
+        ("pipe=2,partition=3-3", ["partition='3-3'", "as in 3/3/2"]),
+        ("fsdp=2,zero=2,prefetch=mlp", ["prefetch=mlp gathers weights", "zero=3"]),
+        ("min_shard_size=x", ["min_shard_size='x'", "whole number"]),
     ],
 )
-def test_wrong_strings_say_what_to_do(text, words):
+def test_errors_of_strings_name_the_remedy(text, words):
     with pytest.raises(LayoutError) as error:
         layouts.parse(text)
     for word in words:
         assert word in str(error.value)
 
 
-def test_batch_must_divide():
+def test_batch_has_to_divide():
     layout = layouts.parse("data=2,fsdp=2,microbatches=2")
     layout.check_batch_size(16)
     with pytest.raises(LayoutError, match="multiple of 8 .the nearest is 8"):
         layout.check_batch_size(10)
-
-
-def test_constrain_outside_a_layout_does_nothing():
-    x = jnp.ones((2, 3))
-    assert layouts.constrain(x, "anything", "at all") is x
-    assert layouts.remat(abs) is abs
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_constrain_shards_on_automatic_and_explicit_axes(kind):
-    layout = layouts.parse("data=2,fsdp=2,tensor=2")
-    mesh = make_mesh(layout, axis_type=kind)
-
-    @jax.jit
-    def f(x_BLF):
-        with layouts.use(layout, mesh):
-            return layouts.constrain(2 * x_BLF, "batch", "length", "mlp")
-
-    with jax.set_mesh(mesh):
-        y_BLF = f(jnp.ones((8, 4, 6)))
-    assert y_BLF.sharding.spec == PartitionSpec(("data", "fsdp"), None, "tensor")
-    assert (y_BLF == 2).all()
-
-
-@pytest.mark.parametrize(
-    "shape, names, words",
-    [
-        ((8, 4), ("batch",), ["1 names for 2 dims"]),
-        ((8, 4), ("batch", "lenght"), ["did you mean 'length'"]),
-        ((6, 4), ("batch", "length"), ["batch=6 does not divide over data*fsdp=4"]),
-        (
-            (8, 4),
-            ("mlp", "heads"),
-            ["two dims on axis 'tensor'", "activations.mlp=none"],
-        ),
-    ],
-)
-def test_constrain_errors(shape, names, words):
-    layout = layouts.parse("data=2,fsdp=2,tensor=2")
-    with layouts.use(layout, make_mesh(layout)):
-        with pytest.raises(LayoutError) as error:
-            layouts.constrain(jnp.ones(shape), *names)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_jitted_functions_inside_a_model_follow_each_layout():
-    inner = jax.jit(lambda x_BLF: layouts.constrain(x_BLF, "batch", "length", "mlp"))
-    found = []
-    for text in ("data=4,tensor=2", "data=4,tensor=2,activations.mlp=none"):
-        layout = layouts.parse(text)
-        mesh = make_mesh(layout)
-
-        def f(x_BLF, layout=layout, mesh=mesh):
-            with layouts.use(layout, mesh) as scope:
-                y_BLF = inner(x_BLF)
-            assert scope.names_used == {"batch", "length", "mlp"}
-            return y_BLF
-
-        found.append(jax.jit(f)(jnp.ones((8, 4, 6))).sharding.spec)
-    assert found == [PartitionSpec("data", None, "tensor"), PartitionSpec("data")]
+    replicas = layouts.parse("replica=2,data=2")
+    with pytest.raises(LayoutError, match=r"replica\*data\*fsdp.*=2\*2\*1\*1=4; use"):
+        replicas.check_batch_size(2)

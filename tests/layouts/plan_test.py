@@ -1,4 +1,4 @@
-"""Strict resolution: what each leaf gets, and every way in which it can fail."""
+"""Plans: the sharding of each leaf, and every error of a layout that does not fit."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import layouts
+from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.layouts.param import Param
 from meshpar.layouts.resolve import make_plan
@@ -18,26 +19,25 @@ PARAMS = {
 }
 
 
-def plan(text, params=None, optimizer=None):
+def resolve(text, params=None, optimizer=None):
     params = params or PARAMS
-    abstract = {k: jax.ShapeDtypeStruct(p.shape, p.dtype) for k, p in params.items()}
-    state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, abstract)
+    state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, abstract(params))
     return make_plan(layouts.parse(text), params, state)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_zero_says_what_is_sharded(zero):
-    made = plan(f"fsdp=4,tensor=2,zero={zero}")
+def test_zero_level_decides_the_sharded_state(zero):
+    plan = resolve(f"fsdp=4,tensor=2,zero={zero}")
     whole, shard = P(None, None, "tensor"), P(None, "fsdp", "tensor")
-    assert made.specs["mlp/up"] == shard
-    assert made.weights["mlp/up"].partition_spec == (shard if zero == 3 else whole)
-    assert made.gradients["mlp/up"].partition_spec == (shard if zero >= 2 else whole)
-    assert made.optimizer_specs[0].mu["mlp/up"] == shard
-    assert made.optimizer_specs[0].count == P()
-    # The norm's 8 elements are whole over tensor.
+    assert plan.specs["mlp/up"] == shard
+    assert plan.weights["mlp/up"].partition_spec == (shard if zero == 3 else whole)
+    assert plan.gradients["mlp/up"].partition_spec == (shard if zero >= 2 else whole)
+    assert plan.optimizer_specs[0].mu["mlp/up"] == shard
+    assert plan.optimizer_specs[0].count == P()
+    # The norm's 8 elements stay whole over tensor.
     over_tensor = 4 * ((3 * 8 * 16 + 8 * 32) // 2 + 8)
     both = 4 * ((3 * 8 * 16 + 8 * 32) // 8 + 8 // 4)
-    assert made.bytes_per_device() == {
+    assert plan.bytes_per_device() == {
         "parameters": both,
         "optimizer": 2 * both + 4,
         "weights": both if zero == 3 else over_tensor,
@@ -59,13 +59,12 @@ def test_state_of_7_5_billion_parameters_is_as_in_the_zero_paper(layout, gigabyt
     """16 bytes per parameter in mixed precision, over 64 devices.
 
     Weights and gradients in the compute dtype take 2 bytes each; float32 master
-    weights and Adam's two moments take 12. The paper's figures in its Figure 1.
+    weights and Adam's two moments take 12. The numbers are those of Figure 1.
     """
     params = {"w": Param((1_171_875, 6400), jnp.float32, (None, "embed"))}
-    abstract = {"w": jax.ShapeDtypeStruct(params["w"].shape, jnp.float32)}
-    state = jax.eval_shape(optax.adam(1e-3).init, abstract)
-    made = make_plan(layouts.parse(layout), params, state, jnp.bfloat16)
-    size = made.bytes_per_device()
+    state = jax.eval_shape(optax.adam(1e-3).init, abstract(params))
+    plan = make_plan(layouts.parse(layout), params, state, jnp.bfloat16)
+    size = plan.bytes_per_device()
     count = 4  # Adam's step counter.
     n = 64 if "fsdp" in layout else 1
     zero = int(layout[-1]) if n > 1 else 0
@@ -76,23 +75,26 @@ def test_state_of_7_5_billion_parameters_is_as_in_the_zero_paper(layout, gigabyt
     assert round(sum(size.values()) / 1e9, 1) == gigabytes
 
 
-def test_plan_tells_reasons_and_bytes():
-    made = plan("fsdp=4,tensor=2,min_shard_size=100")
-    norm = made.parameters["norm"]
+def test_plan_gives_reasons_and_bytes():
+    plan = resolve("fsdp=4,tensor=2,min_shard_size=100")
+    norm = plan.parameters["norm"]
     assert norm.partition_spec == P(None) and norm.bytes_per_device == 32
     assert "8 < min_shard_size=100" in norm.reason
-    assert "embed->fsdp" in made.parameters["head"].reason
-    text = str(made)
+    assert "embed->fsdp" in plan.parameters["head"].reason
+    text = str(plan)
     assert "mlp/up" in text and "layers->whole, embed->fsdp, mlp->tensor" in text
 
 
 def test_factored_optimizer_state_follows_its_parameter():
-    made = plan("fsdp=4,tensor=2", optimizer=optax.adafactor(1e-3, 4))
-    leaves = {leaf.path: leaf for leaf in made.optimizer}
+    plan = resolve("fsdp=4,tensor=2", optimizer=optax.adafactor(1e-3, 4))
+    leaves = {leaf.path: leaf for leaf in plan.optimizer}
     row = next(v for k, v in leaves.items() if "v_row" in k and "head" in k)
     column = next(v for k, v in leaves.items() if "v_col" in k and "head" in k)
     assert {row.spec, column.spec} == {(("fsdp",),), (("tensor",),)}
     assert row.shape != column.shape
+    assert "head (8, 32): less one dim" in row.reason
+    scalar = next(leaf for leaf in plan.optimizer if not leaf.shape)
+    assert scalar.spec == () and scalar.reason == "no parameter's: whole"
 
 
 def unnamed(shape=(8, 16)):
@@ -107,7 +109,7 @@ def unnamed(shape=(8, 16)):
             None,
             ["mlp/up", "dim 1 (embed=8) does not divide over fsdp=3", "allow="],
         ),
-        ("fsdp=2", unnamed(), ["free/w (8, 16): nobody named its dims", "paths."]),
+        ("fsdp=2", unnamed(), ["free/w (8, 16): its dims have no names", "paths."]),
         (
             "fsdp=2,params.vocabb=fsdp",
             None,
@@ -130,37 +132,41 @@ def unnamed(shape=(8, 16)):
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_an_error(text, params, words):
+def test_layouts_that_do_not_fit_are_errors(text, params, words):
     with pytest.raises(LayoutError) as error:
-        plan(text, params)
+        resolve(text, params)
     for word in words:
         assert word in str(error.value)
 
 
 def test_all_problems_are_reported_at_once():
     with pytest.raises(LayoutError) as error:
-        plan("fsdp=3,params.nothing=fsdp", unnamed())
+        resolve("fsdp=3,params.nothing=fsdp", unnamed())
     assert len(str(error.value).splitlines()) > 5
 
 
 def test_allowances_and_path_rules():
-    made = plan("fsdp=3,allow=.", PARAMS | {"x": Param((9,), jnp.float32, ("embed",))})
-    assert made.parameters["head"].partition_spec == P(None, None)
-    assert "does not divide over 3, allowed" in made.parameters["head"].reason
-    assert plan("fsdp=2,allow=free", unnamed()).parameters["free/w"].spec == ((), ())
-    named = plan("fsdp=2,paths.free=embed/none", unnamed())
+    plan = resolve(
+        "fsdp=3,allow=.", PARAMS | {"x": Param((9,), jnp.float32, ("embed",))}
+    )
+    assert plan.parameters["head"].partition_spec == P(None, None)
+    assert "does not divide over 3, allowed" in plan.parameters["head"].reason
+    assert resolve("fsdp=2,allow=free", unnamed()).parameters["free/w"].spec == ((), ())
+    named = resolve("fsdp=2,paths.free=embed/none", unnamed())
     assert named.parameters["free/w"].partition_spec == P("fsdp", None)
-    assert plan("data=8", unnamed()).parameters["free/w"].spec == ((), ())
+    for text in ("data=8", "pipe=3"):
+        free = resolve(text, unnamed()).parameters["free/w"]
+        assert free.spec == ((), ()) and free.reason == "no axis shards it"
 
 
 def test_mesh_axis_names_are_dim_names_too():
     params = {"w": Param((8, 16), jnp.float32, ("fsdp", "tensor"))}
-    made = plan("fsdp=4,tensor=2", params)
-    assert made.parameters["w"].partition_spec == P("fsdp", "tensor")
+    plan = resolve("fsdp=4,tensor=2", params)
+    assert plan.parameters["w"].partition_spec == P("fsdp", "tensor")
 
 
 def test_several_axes_on_one_dim():
     params = {"w": Param((8, 16), jnp.float32, (("embed", "mlp"), None))}
-    made = plan("fsdp=4,tensor=2", params)
-    assert made.parameters["w"].partition_spec == P(("fsdp", "tensor"), None)
-    assert made.parameters["w"].bytes_per_device == 8 * 16 * 4 // 8
+    plan = resolve("fsdp=4,tensor=2", params)
+    assert plan.parameters["w"].partition_spec == P(("fsdp", "tensor"), None)
+    assert plan.parameters["w"].bytes_per_device == 8 * 16 * 4 // 8

@@ -1,4 +1,4 @@
-"""One contract for NNX and Linen models."""
+"""NNX and Linen models keep one contract."""
 
 import flax.linen as nn
 import jax
@@ -21,18 +21,18 @@ def test_names_shapes_and_paths(framework):
 
 
 def test_init_follows_the_key_and_matches_the_contract(framework):
-    made = model(framework)
-    init = jax.jit(made.init)
+    tiny = model(framework)
+    init = jax.jit(tiny.init)
     first, again, other = (init(jax.random.key(k)) for k in (0, 0, 1))
-    assert first.keys() == made.params.keys()
+    assert first.keys() == tiny.params.keys()
     for path, value in first.items():
-        assert value.shape == made.params[path].shape
+        assert value.shape == tiny.params[path].shape
         np.testing.assert_array_equal(value, again[path])
     assert (first["embedding"] != other["embedding"]).any()
 
 
-class Free(nnx.Module):
-    """A module out of Flax's own box, nothing annotated."""
+class Unannotated(nnx.Module):
+    """A module of Flax's own layers, without dim names."""
 
     def __init__(self, rngs):
         self.first = nnx.Linear(4, 8, rngs=rngs)
@@ -43,14 +43,16 @@ class Free(nnx.Module):
 
 
 def test_unannotated_models_run_with_path_rules():
-    free = meshpar.from_nnx(Free, lambda m, b: jnp.mean(m(b["x"]) ** 2))
+    unannotated = meshpar.from_nnx(
+        Unannotated, lambda module, batch: jnp.mean(module(batch["x"]) ** 2)
+    )
     data = {"x": np.ones((8, 4), np.float32)}
     layout = meshpar.Layout(
         fsdp=2,
         tensor=4,
         paths={"first/kernel": ("embed", "mlp"), "bias|scale": ("mlp",)},
     )
-    program = meshpar.lower(free, optax.adam(1e-3), layout, data)
+    program = meshpar.lower(unannotated, optax.adam(1e-3), layout, data)
     state, metrics = program.step(program.init(0), data)
     assert np.isfinite(float(metrics["loss"]))
     kernel = state.params["first/kernel"].sharding.spec
@@ -64,43 +66,49 @@ def test_older_metadata_and_tuples_of_names():
             self.a = nnx.Param(init(rngs.params(), (4, 2)))
             self.b = nnx.Param(jnp.ones((4,)), out_sharding=(("embed", "mlp"),))
 
-    old = meshpar.from_nnx(Old, lambda m, b: m.b[...].sum())
+    old = meshpar.from_nnx(Old, lambda module, batch: module.b[...].sum())
     assert old.params["b"].names == (("embed", "mlp"),)
 
 
 def test_running_state_is_refused_by_name():
-    class Batchy(nnx.Module):
+    class WithBatchNorm(nnx.Module):
         def __init__(self, rngs):
             self.norm = nnx.BatchNorm(4, rngs=rngs)
 
     with pytest.raises(ValueError, match="norm/mean.*BatchStat.*GroupNorm"):
-        meshpar.from_nnx(Batchy, lambda m, b: 0.0)
+        meshpar.from_nnx(WithBatchNorm, lambda module, batch: 0.0)
 
     module = nn.BatchNorm(use_running_average=False)
     with pytest.raises(ValueError, match="batch_stats.*GroupNorm"):
-        meshpar.from_linen(module, lambda a, b: 0.0, jnp.ones((2, 4)))
+        meshpar.from_linen(module, lambda apply, batch: 0.0, jnp.ones((2, 4)))
 
 
 def test_no_parameters_and_bad_losses_are_errors():
     with pytest.raises(ValueError, match="no parameters"):
-        meshpar.from_nnx(lambda rngs: nnx.Dropout(0.5, rngs=rngs), lambda m, b: 0.0)
+        meshpar.from_nnx(
+            lambda rngs: nnx.Dropout(0.5, rngs=rngs), lambda module, batch: 0.0
+        )
     data = {"x": np.ones((8, 4), np.float32)}
-    vector = meshpar.from_nnx(Free, lambda m, b: m(b["x"]))
+    vector = meshpar.from_nnx(Unannotated, lambda module, batch: module(batch["x"]))
     with pytest.raises(ValueError, match=r"loss of shape \(8, 8\)"):
         meshpar.lower(vector, optax.sgd(1), "data=8", data)
-    aux = meshpar.from_nnx(Free, lambda m, b: (m(b["x"]).mean(), {"y": m(b["x"])}))
+    aux = meshpar.from_nnx(
+        Unannotated, lambda m, batch: (m(batch["x"]).mean(), {"y": m(batch["x"])})
+    )
     with pytest.raises(ValueError, match=r"aux\['y'\] has shape \(8, 8\)"):
         meshpar.lower(aux, optax.sgd(1), "data=8", data)
 
 
 def test_aux_cannot_hide_the_metrics():
-    hidden = meshpar.from_nnx(Free, lambda m, b: (m(b["x"]).mean(), {"loss": 0.0}))
+    hidden = meshpar.from_nnx(
+        Unannotated, lambda module, batch: (module(batch["x"]).mean(), {"loss": 0.0})
+    )
     data = {"x": np.ones((8, 4), np.float32)}
-    with pytest.raises(ValueError, match="'loss'. is a metric of its own"):
+    with pytest.raises(ValueError, match="'loss'. has the name of a metric"):
         meshpar.lower(hidden, optax.sgd(1), "data=8", data)
 
 
-def test_linen_keyword_inputs_and_own_streams():
+def test_linen_keyword_inputs_and_random_streams():
     class Noisy(nn.Module):
         @nn.compact
         def __call__(self, x, scale, train=False):
@@ -124,7 +132,7 @@ def test_linen_keyword_inputs_and_own_streams():
 
 
 def test_linen_logical_constraints_follow_the_layout():
-    """Unmodified Linen code names activations with Flax's own function."""
+    """Linen models may name activations with Flax's own function."""
 
     class Public(nn.Module):
         @nn.compact
@@ -134,7 +142,9 @@ def test_linen_logical_constraints_follow_the_layout():
             return nn.with_logical_constraint(h, ("batch", "mlp")).mean()
 
     data = {"x": np.ones((8, 8), np.float32)}
-    public = meshpar.from_linen(Public(), lambda a, b: a(b["x"]), jnp.ones((8, 8)))
+    public = meshpar.from_linen(
+        Public(), lambda apply, batch: apply(batch["x"]), jnp.ones((8, 8))
+    )
     program = meshpar.lower(public, optax.sgd(1.0), "data=2,fsdp=2,tensor=2", data)
     state, metrics = program.step(program.init(0), data)
     assert float(metrics["loss"]) == 8.0

@@ -1,4 +1,4 @@
-"""Every form of attention is the reference, values and gradients."""
+"""Every form of attention equals plain jnp, in values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -23,31 +23,31 @@ def gradients(fn, *arrays):
 
 
 @pytest.mark.parametrize("head_dim", [128, 64])
-def test_splash_attention_is_the_reference(head_dim):
+def test_splash_attention_equals_plain_jnp(head_dim):
     q, k, v = arrays(dim=head_dim)
 
     def interpreted(q, k, v):
         return attention.splash(q, k, v, interpret=True)
 
-    got, want = interpreted(q, k, v), attention.reference(q, k, v)
-    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+    y, expected = interpreted(q, k, v), attention.reference(q, k, v)
+    np.testing.assert_allclose(y, expected, rtol=2e-4, atol=2e-5)
     both = (gradients(fn, q, k, v) for fn in (interpreted, attention.reference))
-    for one, other in zip(*both, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+    for gradient, expected in zip(*both, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("manual", [(), ("data", "fsdp")])
-def test_a_kernel_on_shards_sees_shards_and_changes_nothing(manual):
+def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual):
     layout = layouts.parse("data=2,fsdp=2,tensor=2")
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
     )
     q, k, v = arrays(length=8, dim=4)
     q, k, v = (jnp.concatenate([x, -x]) for x in (q, k, v))
-    seen = set()
+    shapes = set()
 
     def kernel(*arrays):
-        seen.add(arrays[0].shape)
+        shapes.add(arrays[0].shape)
         return attention.reference(*arrays)
 
     def on_shards(*arrays):
@@ -64,14 +64,14 @@ def test_a_kernel_on_shards_sees_shards_and_changes_nothing(manual):
         )(*arrays)
 
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda *a: (mapped(*a), gradients(mapped, *a)))(q, k, v)
-    want = attention.reference(q, k, v), gradients(attention.reference, q, k, v)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    assert seen == {(1, 8, 2, 4)}
+        values = jax.jit(lambda *a: (mapped(*a), gradients(mapped, *a)))(q, k, v)
+    reference = attention.reference(q, k, v), gradients(attention.reference, q, k, v)
+    for x, expected in zip(*map(jax.tree.leaves, (values, reference)), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
+    assert shapes == {(1, 8, 2, 4)}
 
 
-def test_outside_a_layout_the_platform_is_jax_s():
+def test_outside_a_layout_the_platform_is_the_default_backend():
     assert platform.traced_platform() is platform.CPU
     q, k, v = arrays(length=8, dim=4)
     np.testing.assert_array_equal(

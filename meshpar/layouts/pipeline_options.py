@@ -1,0 +1,56 @@
+"""Options of a layout that only pipelines have."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshpar.errors import LayoutError, nearest
+from meshpar.layouts.axes import PIPE
+from meshpar.schedules.published import SCHEDULES
+
+PIPELINE_OPTIONS = (
+    "schedule",
+    "virtual_stages",
+    "partition",
+    "vocab",
+    "save",
+    "tick_loop",
+)
+"""Fields of `Layout`; a layout without a pipeline has their defaults."""
+
+_CHOICES = {
+    "vocab": ("edge", PIPE),
+    "save": ("inputs", "residuals"),
+    "tick_loop": ("phases", "uniform"),
+}
+
+
+def check_pipeline_options(
+    pipe: int, options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Checks the values of `PIPELINE_OPTIONS`.
+
+    Args:
+      pipe: number of stages.
+      options: {name: value}.
+      defaults: {name: default}.
+
+    Raises:
+      LayoutError: an option without a pipeline, or a value that does not exist.
+    """
+    for name, value in options.items():
+        if pipe == 1 and value != defaults[name]:
+            raise LayoutError(
+                f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or leave "
+                f"{name} out"
+            )
+    schedule, schedules = options["schedule"], ("auto", *SCHEDULES)
+    if schedule not in schedules:
+        raise LayoutError(f"schedule={schedule!r} ({nearest(schedule, schedules)})")
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            raise LayoutError(f"{name}={options[name]!r}: use {' or '.join(choices)}")
+    if not re.fullmatch(r"(\d+(/\d+)*)?", options["partition"]):
+        raise LayoutError(
+            f"partition={options['partition']!r}: write numbers of layers, as in 3/3/2"
+        )
