@@ -323,7 +323,7 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
 
     Its batches are {"tokens": ids_BL, "targets": ids_BL}.
     """
-    stages = meshpar.Stages(
+    stages = meshpar.LayerStack(
         stack="blocks",
         embed=lambda decoder, batch: decoder.embed(batch["tokens"]),
         layer=lambda block, x_BLD: block(x_BLD),

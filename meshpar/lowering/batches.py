@@ -1,12 +1,12 @@
 """Batches: how a global batch is split over devices, and how hosts place their part.
 
-A batch leaf is [batch, length, ...]; `layouts.axes.BATCH_DIMS` says which mesh axes
-split these two dims. Further dims are whole.
+A batch leaf is [batch, length, ...]; `Layout.batch_spec` says which mesh axes split
+which dim.
 """
 
 import dataclasses
 import functools
-import itertools
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -15,29 +15,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import AXES, BATCH_DIMS, REPLICA
+from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import partition_spec
 
 
-def batch_spec(rank: int, axes: Collection[str] = AXES) -> PartitionSpec:
-    """The spec of a batch leaf.
+def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
+    """The spec of every leaf of a batch over some of the mesh axes."""
 
-    Args:
-      rank: number of its dims.
-      axes: the mesh axes to use.
-    """
-    split = [
-        tuple(axis for axis in splits if axis in axes)
-        for splits in itertools.islice(BATCH_DIMS.values(), rank)
-    ]
-    while split and not split[-1]:
-        split.pop()
-    return PartitionSpec(*(dim_axes or None for dim_axes in split))
+    def leaf_spec(x: Any) -> PartitionSpec:
+        dims = layout.batch_spec(len(x.shape))
+        return partition_spec(tuple(tuple(a for a in d if a in axes) for d in dims))
 
-
-def batch_specs(batch: Any, axes: Collection[str]) -> Any:
-    """`batch_spec` of every leaf of a batch."""
-    return jax.tree.map(lambda x: batch_spec(len(x.shape), axes), batch)
+    return jax.tree.map(leaf_spec, batch)
 
 
 def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
@@ -62,10 +52,9 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
 
     def leaf(x: Any, lead: tuple[str, ...], parts: int) -> jax.ShapeDtypeStruct:
         shape = (x.shape[0] // parts, *x.shape[1:])
-        rows, *rest = batch_spec(len(shape))
-        spec = PartitionSpec((*lead, *rows), *rest)
-        sharding = NamedSharding(mesh, spec)
-        _check_divides(x.shape, spec, layout)
+        rows, *rest = layout.batch_spec(len(shape))
+        _check_divides(x.shape, rest, layout)
+        sharding = NamedSharding(mesh, partition_spec(((*lead, *rows), *rest)))
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -76,11 +65,13 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
     )
 
 
-def _check_divides(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> None:
-    """Checks the dims after the first, which `check_batch_size` holds."""
-    for dim, axes in enumerate(spec):
-        ways = int(np.prod([layout.sizes[axis] for axis in axes or ()]))
-        if dim and shape[dim] % ways:
+def _check_divides(
+    shape: tuple[int, ...], axes_per_dim: list[tuple[str, ...]], layout: Layout
+) -> None:
+    """Checks the dims after the first, which `check_batch_size` has checked."""
+    for dim, axes in enumerate(axes_per_dim, start=1):
+        ways = math.prod(layout.sizes[axis] for axis in axes)
+        if shape[dim] % ways:
             raise LayoutError(
                 f"batch leaf {list(shape)}: dim {dim} does not divide over "
                 f"{'*'.join(axes)}={ways}; use a multiple of {ways}"

@@ -138,7 +138,11 @@ class Frame:
             return fn
         return jax.shard_map(
             fn,
-            in_specs=(self.specs, PartitionSpec(), batch_specs(batch, self.batch_axes)),
+            in_specs=(
+                self.specs,
+                PartitionSpec(),
+                batch_specs(self.layout, batch, self.batch_axes),
+            ),
             out_specs=out_specs,
             axis_names=set(self.manual_axes),
         )

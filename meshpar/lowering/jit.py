@@ -17,8 +17,8 @@ from meshpar.arrays import Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import partition_spec
 from meshpar.lowering.base import Lowering
-from meshpar.lowering.batches import batch_spec
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.models.model import Model
 
@@ -84,7 +84,10 @@ class JitLowering(Lowering):
         batches = split_microbatches(batch, num)
         batches = jax.tree.map(
             lambda x: jax.lax.with_sharding_constraint(
-                x, self.sharding(PartitionSpec(None, *batch_spec(x.ndim - 1)))
+                x,
+                self.sharding(
+                    partition_spec(((), *self.layout.batch_spec(x.ndim - 1)))
+                ),
             ),
             batches,
         )

@@ -113,14 +113,14 @@ def measured_costs(model: Model, batch: Any) -> Costs:
     For `balanced([costs.layer] * depth, P, costs.embed, costs.head)`.
 
     Args:
-      model: from `from_nnx` with `Stages`.
+      model: from `from_nnx` with a `LayerStack`.
       batch: pytree of arrays or ShapeDtypeStructs; only shapes matter.
 
     Raises:
       LayoutError: the model has no stages.
     """
     if (layered := model.layered) is None:
-        raise LayoutError("the model has no layered form (give from_nnx a Stages)")
+        raise LayoutError("the model has no layered form (give from_nnx a LayerStack)")
     shared, stack = layered.split(
         {
             path: jax.ShapeDtypeStruct(param.shape, param.dtype)

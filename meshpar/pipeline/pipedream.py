@@ -243,7 +243,10 @@ class PipeDreamRunner(Runner):
         step = AsynchronousStep(
             self.pipeline, self.executor, self.optimizer, self._owners(shapes)
         )
-        key_spec, rows = PartitionSpec(), batch_specs(batch, frame.batch_axes)
+        key_spec, rows = (
+            PartitionSpec(),
+            batch_specs(frame.layout, batch, frame.batch_axes),
+        )
         run = jax.shard_map(
             step.run,
             in_specs=(frame.specs, optimizer_specs, key_spec, rows),

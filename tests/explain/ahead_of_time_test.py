@@ -153,19 +153,12 @@ def test_tpu_synchronizations_hide_behind_the_layers():
         compute_dtype=jnp.bfloat16,
         mode=mode,
     )
-    middle = next(
-        t
-        for t in program.steps.exchange.transfer_kinds
-        if None not in (t.scatter, t.gather)
-    )
+    kinds = program.steps.exchange.transfer_kinds
+    middle = next(t for t in kinds if None not in (t.scatter, t.gather))
     text = program.step_program(middle).as_text()
     found = hlo.parse_hlo(text, dict(program.mesh.shape))
-    assert (
-        contract.contract_beside(program.programs, program.contract, middle).violations(
-            found
-        )
-        == []
-    )
+    parts = program.programs, program.contract, middle
+    assert contract.contract_beside(*parts).violations(found) == []
     across = [one for one in found if "replica" in one.axes]
     assert {one.kind for one in across} == {"all_to_all", "all_gather"}
     assert all(one.overlapped for one in across)

@@ -189,7 +189,7 @@ def masked_mean(stack, x, batch):
     return error.sum(), {"weight": count, "error": error.sum()}
 
 
-STAGES = meshpar.Stages(
+STAGES = meshpar.LayerStack(
     stack="layers",
     embed=lambda stack, batch: batch["x"] @ stack.inside[...],
     layer=lambda layer, x: layer(x),
@@ -250,7 +250,7 @@ def test_activations_of_a_layer_stay_off_the_batch_axes():
 
 def test_models_without_stages_go_to_the_compiler():
     plain = dataclasses.replace(TINY, layered=None)
-    with pytest.raises(LayoutError, match="no layered form.*meshpar.Stages"):
+    with pytest.raises(LayoutError, match="no layered form.*meshpar.LayerStack"):
         lower("fsdp=2", plain, lowering="shard_map")
     with pytest.raises(LayoutError, match="lowering='shard' .*shard_map"):
         lower("fsdp=2", plain, lowering="shard")

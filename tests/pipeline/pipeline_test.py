@@ -153,7 +153,7 @@ def test_auxiliary_losses_travel_with_the_activations():
         error = jnp.square(h - batch["y"]).mean()
         return error + 0.1 * penalty.mean(), {"penalty": penalty.mean()}
 
-    stages = meshpar.Stages(
+    stages = meshpar.LayerStack(
         stack="layers",
         embed=lambda m, b: (b["x"] @ m.inside[...], 0.0 * b["x"][:, 0]),
         layer=lambda layer, x: layer(x),
@@ -296,7 +296,7 @@ def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
 
 def test_models_that_a_pipeline_cannot_run_are_refused():
     def stages(embed):
-        return meshpar.Stages("layers", embed, layer, loss)
+        return meshpar.LayerStack("layers", embed, layer, loss)
 
     def layer(layer, x):
         return jnp.tanh(x[0] @ layer.w[...]), x[1]
@@ -338,7 +338,7 @@ def test_padding_never_reaches_real_layers(kind):
         w = layer.w[...]
         return x + jnp.tanh(x @ (w / jnp.linalg.norm(w)))  # NaN where w is 0.
 
-    stages = meshpar.Stages(
+    stages = meshpar.LayerStack(
         stack="layers",
         embed=lambda m, b: b["x"] @ m.inside[...],
         layer=layer,
