@@ -178,8 +178,8 @@ def reason_unsupported(
         )
     if by_hand or lowering == JitLowering.name:
         if reason := JitLowering.reason_unsupported(model, layout):
-            needs = f"{reason}; use lowering=shard_map"
-            return f"{needs}: {by_hand}" if by_hand else needs
+            but = f" (which does not work yet: {by_hand})" if by_hand else ""
+            return f"{reason}; use lowering=shard_map{but}"
     pipe: dict[str, bool] = {}
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)

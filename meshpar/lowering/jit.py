@@ -38,8 +38,7 @@ class JitLowering(Lowering):
         if layout.prefetch:
             return (
                 f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
-                "lowering=jit; leave it out, or use lowering=shard_map with a model "
-                "that has layers"
+                "lowering=jit; leave it out"
             )
         return ""
 

@@ -1,0 +1,156 @@
+"""The support matrix: which strategies go together, asked of `reason_unsupported`.
+
+Rows are strategies, columns are features of a layout. A cell is "yes" or the reason why
+the two do not go together. Nothing is lowered: sizes of a model play no part.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from meshpar.compose import reason_unsupported
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import DATA, FSDP, PIPE, REPLICA, TENSOR
+from meshpar.layouts.layout import parse
+from meshpar.layouts.param import Param
+from meshpar.local_sgd.mode import LocalSGD
+from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.model import Model
+from meshpar.schedules.published import PUBLISHED
+
+_DEPTH = 8
+_PIPELINE = f"{PIPE}=2,microbatches=8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One row of the matrix.
+
+    Attributes:
+      name: for people.
+      layout: what the row adds to a layout string.
+      lowering: the lowering that it asks for; "" for the default.
+      layered: whether the model has layers.
+      partition: an uneven partition of its stages.
+    """
+
+    name: str
+    layout: str = ""
+    lowering: str = ""
+    layered: bool = True
+    partition: str = "5/3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One column of the matrix.
+
+    Attributes:
+      name: as in a layout string, or for people.
+      layout: what the column adds to a layout string.
+      clips: whether gradients are clipped by their norm.
+      replicas: whether replicas train apart (local SGD).
+    """
+
+    name: str
+    layout: str = ""
+    clips: bool = False
+    replicas: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix; `reason` is "" where the two go together."""
+
+    strategy: Strategy
+    feature: Feature
+    layout: str
+    reason: str
+
+
+def _schedule_rows() -> Iterator[Strategy]:
+    for name in PUBLISHED:
+        row = Strategy(f"schedule={name}", f"{_PIPELINE},schedule={name}")
+        if name == "interleaved":
+            layout = f"{row.layout},virtual_stages=2"
+            row = dataclasses.replace(row, layout=layout, partition="3/2/2/1")
+        yield row
+
+
+STRATEGIES: tuple[Strategy, ...] = (
+    Strategy("jit, any model", lowering="jit", layered=False),
+    Strategy("jit, model with layers", lowering="jit"),
+    Strategy("shard_map", lowering="shard_map"),
+    *_schedule_rows(),
+)
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(f"{DATA}=N", f"{DATA}=2"),
+    *(Feature(f"zero={level}", f"{FSDP}=2,zero={level}") for level in (1, 2, 3)),
+    Feature(f"{TENSOR}=N", f"{TENSOR}=2"),
+    Feature("microbatches=M", "microbatches=8"),
+    Feature("remat", "remat=full"),
+    Feature("prefetch", f"{FSDP}=2,zero=3,prefetch=mlp"),
+    Feature("virtual_stages", "virtual_stages=2"),
+    Feature("partition", "partition={partition}"),
+    Feature(f"vocab={PIPE}", f"vocab={PIPE}"),
+    Feature("save=residuals", "save=residuals"),
+    Feature("tick_loop=uniform", "tick_loop=uniform"),
+    Feature("clip_norm", clips=True),
+    Feature("local SGD", f"{REPLICA}=2", replicas=True),
+)
+
+
+def _stand_in(layered: bool) -> Model:
+    """A model that is asked for its kind alone."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("the support matrix runs no model")
+
+    layers = LayeredModel("layers/", _DEPTH, never, never, never)
+    params = {"layers/mlp": Param((_DEPTH, 2), jnp.float32, ("layers", "mlp"))}
+    return Model(params, never, never, never, never, layers if layered else None)
+
+
+def support_cells() -> list[Cell]:
+    """All cells, row by row."""
+    return [_cell(s, feature) for s in STRATEGIES for feature in FEATURES]
+
+
+def _cell(strategy: Strategy, feature: Feature) -> Cell:
+    items: dict[str, str] = {}
+    added = feature.layout.format(partition=strategy.partition)
+    for text in (strategy.layout, added):
+        items |= dict(item.split("=", 1) for item in text.split(",") if item)
+    text = ",".join(f"{key}={value}" for key, value in items.items()) or f"{DATA}=1"
+    try:
+        reason = reason_unsupported(
+            _stand_in(strategy.layered),
+            parse(text),
+            strategy.lowering,
+            LocalSGD() if feature.replicas else None,
+            1.0 if feature.clips else None,
+        )
+    except LayoutError as error:
+        reason = str(error)
+    return Cell(strategy, feature, text, reason)
+
+
+def support_table() -> str:
+    """The matrix as Markdown: a table whose numbers point to reasons below it."""
+    cells = support_cells()
+    reasons = list(dict.fromkeys(cell.reason for cell in cells if cell.reason))
+    lines = [
+        "| | " + " | ".join(f"`{feature.name}`" for feature in FEATURES) + " |",
+        "|---" * (len(FEATURES) + 1) + "|",
+    ]
+    for row, strategy in enumerate(STRATEGIES):
+        start = row * len(FEATURES)
+        marks = [
+            f"no ({reasons.index(cell.reason) + 1})" if cell.reason else "yes"
+            for cell in cells[start : start + len(FEATURES)]
+        ]
+        lines.append(f"| {strategy.name} | " + " | ".join(marks) + " |")
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *numbered, ""])

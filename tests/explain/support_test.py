@@ -1,0 +1,53 @@
+"""The support matrix: refused cells are refused, and the page shows the matrix."""
+
+import pathlib
+
+import pytest
+from support.tiny_models import lower, model
+
+import meshpar
+from meshpar.errors import LayoutError
+from meshpar.explain.support import FEATURES, STRATEGIES, support_cells, support_table
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DEEP = model(depth=8)
+PLAIN = model("linen")
+
+
+def lowered(cell):
+    options = {"lowering": cell.strategy.lowering}
+    if cell.feature.replicas:
+        options["mode"] = meshpar.LocalSGD()
+    if cell.feature.clips:
+        options["clip_norm"] = 1.0
+    of = DEEP if cell.strategy.layered else PLAIN
+    return lower(cell.layout, of, **options)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in support_cells() if cell.reason],
+    ids=lambda cell: f"{cell.strategy.name}: {cell.feature.name}",
+)
+def test_a_refused_cell_is_refused_with_its_reason(cell):
+    with pytest.raises(LayoutError) as error:
+        lowered(cell)
+    assert str(error.value) == cell.reason
+
+
+@pytest.mark.parametrize("feature", ["local SGD", "prefetch", "vocab=pipe"])
+def test_a_supported_cell_lowers(feature):
+    cells = [c for c in support_cells() if c.feature.name == feature and not c.reason]
+    for cell in cells:
+        assert lowered(cell).layout == meshpar.layouts.parse(cell.layout)
+
+
+def test_the_matrix_has_all_cells_and_both_answers():
+    cells = support_cells()
+    assert len(cells) == len(STRATEGIES) * len(FEATURES)
+    assert 20 < sum(bool(cell.reason) for cell in cells) < len(cells) / 2
+
+
+def test_the_page_shows_the_matrix():
+    page = (DOCS / "support.md").read_text()
+    assert support_table() in page, "regenerate it: python docs/tables.py"
