@@ -5,8 +5,12 @@ import os
 import shutil
 import tempfile
 
+import jaxlib
+
 # Unoptimized machine code compiles several times faster; children inherit it.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+if jaxlib.__version__.startswith("0.10."):  # Later ones have no other emitters.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Workers and child processes share one compilation cache for as long as tests run.
