@@ -12,7 +12,7 @@ import optax
 import pytest
 from support.tiny_models import batch, host, lower, model
 
-from meshpar.checkpoint import persistent
+from meshpar.checkpoint import checkpoints, persistent, read_problems
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
 
@@ -150,7 +150,8 @@ def test_what_one_process_cannot_read_no_process_takes(saved, monkeypatch, caplo
         torn = what == "checkpoint read" and problems
         return {0: value, 1: problems.pop() if torn else value}
 
-    monkeypatch.setattr("meshpar.multihost.exchange", exchange)
+    for module in (read_problems, persistent, checkpoints):
+        monkeypatch.setattr(module, "allgather_objects", exchange)
     _, (state, metadata) = restore(folder)
     assert metadata == {"position": 16}
     assert_equal(state, states[0])

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.processes import environment
 from support.tiny_models import batch, host, lower, model
 
 import meshpar
@@ -89,12 +89,12 @@ def test_any_layout_goes_on_from_any_other(before, after, saved):
     np.testing.assert_allclose(losses, unbroken, rtol=1e-5)
 
 
-def launched(processes, logs, *command):
-    launch = ["launch/local.sh", f"--log_dir={logs}", str(processes), "--"]
+def launched(num, logs, *command):
+    launch = ["launch/local.sh", f"--log_dir={logs}", str(num), "--"]
     done = subprocess.run(
         [*launch, sys.executable, *map(str, command)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment() | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

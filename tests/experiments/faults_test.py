@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from support import processes
 from support.marks import slow
 
 from experiments import metrics
@@ -47,7 +48,11 @@ def unbroken(text, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("unbroken")
     launch = ["launch/local.sh", f"--log_dir={workdir}/logs", "2", "--"]
     done = subprocess.run(
-        [*launch, *command(text, workdir)], cwd=ROOT, capture_output=True, timeout=200
+        [*launch, *command(text, workdir)],
+        cwd=ROOT,
+        env=processes.environment(),
+        capture_output=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(workdir)
@@ -89,7 +94,11 @@ def test_the_run_goes_on(moment, process, number, says, unbroken, text, tmp_path
         "step": lambda: saved(tmp_path),
     }[moment]
     running = subprocess.Popen(
-        [*launch, *run], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [*launch, *run],
+        cwd=ROOT,
+        env=processes.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     while not come():
         assert running.poll() is None, running.stderr.read().decode()
@@ -124,7 +133,8 @@ def machines(text, workdir, layout, *more):
             subprocess.Popen(
                 [*command(text, workdir, f"--layout={layout}", own, *more)],
                 cwd=ROOT,
-                env=os.environ | {f"MESHPAR_{k}": str(v) for k, v in place.items()},
+                env=processes.environment()
+                | {f"MESHPAR_{k}": str(v) for k, v in place.items()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -202,11 +212,12 @@ def test_a_full_disk_ends_with_the_cause_and_the_run_goes_on_after(
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "--max_restarts=2", "2"]
     words = [*launch, "--", *command(text, tmp_path)]
     full = ["bash", "-c", 'trap "" XFSZ; ulimit -f 64; "$@"', "bash", *words]
-    done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    options = dict(cwd=ROOT, env=processes.environment(), capture_output=True)
+    done = subprocess.run(full, text=True, timeout=200, **options)
     logs = "".join(path.read_text() for path in (tmp_path / "logs").glob("*.log"))
     assert done.returncode == 2, done.stderr
     assert "writing a checkpoint to" in logs and "make room" in logs
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, timeout=200)
+    done = subprocess.run(words, timeout=200, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     found = losses(tmp_path)
     np.testing.assert_allclose(list(found.values()), list(unbroken.values()), rtol=1e-5)

@@ -14,8 +14,12 @@ import time
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
+from support import processes
 
-from experiments import checkpoint, guards, metrics, recipes
+import meshpar
+from experiments import checkpoint, command_line, guards, metrics, recipes
 from experiments.config import with_settings
 from experiments.training import RESTART, NonFiniteError, Trainer
 from meshpar import layouts
@@ -187,21 +191,36 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(text, tmp
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
 
+BAD_INPUT = [
+    (["--recipe=tinny"], "did you mean 'tiny'"),
+    (["--layout=dta=2"], "did you mean 'data'"),
+    (["--set=model.dpth=2"], "did you mean 'depth'"),
+    (["--layout=data=8", "--devices=4"], "needs 8 devices"),
+    (["--layout=data=2", "--devices=4"], "would leave 2 idle"),
+    (["--devices=6"], "does not divide"),
+    (["--data=/nowhere/at/all.txt"], "does not exist"),
+    (["--num_processes=2"], "give all three or none"),
+]
+
+
+@pytest.mark.parametrize("arguments, words", BAD_INPUT)
+def test_bad_input_is_an_error(arguments, words, tmp_path, monkeypatch):
+    """As experiments.run does it, in this process and on its devices."""
+    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    with flagsaver.flagsaver(), pytest.raises(MeshparError, match=words):
+        flags.FLAGS(["run", *arguments])
+        config = command_line.config_from_flags()
+        config = dataclasses.replace(config, workdir=f"{tmp_path}/w")
+        layout, devices = command_line.start_devices(config)
+        config = command_line.with_layout(config, layout)
+        Trainer(config, layout, devices, False).run()
+    assert not (tmp_path / "w").exists()
+
+
 @pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--recipe=tinny"], "did you mean 'tiny'"),
-        (["--layout=dta=2"], "did you mean 'data'"),
-        (["--set=model.dpth=2"], "did you mean 'depth'"),
-        (["--layout=data=8", "--devices=4"], "needs 8 devices"),
-        (["--layout=data=2", "--devices=4"], "would leave 2 idle"),
-        (["--devices=6"], "does not divide"),
-        (["--data=/nowhere/at/all.txt"], "does not exist"),
-        (["--num_processes=2"], "give all three or none"),
-        (["stray"], "are not flags"),
-    ],
+    "arguments, words", [(["stray"], "are not flags"), BAD_INPUT[4]]
 )
-def test_bad_input_is_an_error_without_a_traceback(arguments, words, tmp_path):
+def test_bad_input_ends_a_program_without_a_traceback(arguments, words, tmp_path):
     run = [sys.executable, "-m", "experiments.run", f"--workdir={tmp_path}/w"]
     done = subprocess.run(
         [*run, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -220,7 +239,7 @@ def test_help_is_short():
 
 
 @pytest.mark.parametrize(
-    "processes, layout",
+    "num, layout",
     [
         (2, "data=2,fsdp=2,tensor=2"),
         pytest.param(
@@ -229,7 +248,7 @@ def test_help_is_short():
     ],
 )
 def test_real_processes_go_on_where_one_stopped(
-    unbroken, text, tmp_path, monkeypatch, processes, layout
+    unbroken, text, tmp_path, monkeypatch, num, layout
 ):
     """launch/local.sh: one mesh over all, the losses of the single process."""
     workdir, logs = tmp_path / "run", tmp_path / "logs"
@@ -237,13 +256,18 @@ def test_real_processes_go_on_where_one_stopped(
         stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert train(config(text, workdir), "fsdp=2") == RESTART
     stopped = max(losses(workdir))
-    launch = ["launch/local.sh", f"--log_dir={logs}", str(processes), "--"]
+    launch = ["launch/local.sh", f"--log_dir={logs}", str(num), "--"]
     run = command(text, workdir, f"--layout={layout}")
     done = subprocess.run(
-        [*launch, *run], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [*launch, *run],
+        cwd=ROOT,
+        env=processes.environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"on 8 cpu device(s), {processes} process(es)" in done.stdout
+    assert f"on 8 cpu device(s), {num} process(es)" in done.stdout
     assert f"going on from step {stopped}" in done.stdout
     assert (logs / "0.log").exists() and (logs / "1.log").exists()
     found = losses(workdir)
@@ -283,7 +307,12 @@ def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
     workdir = tmp_path / "run"
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
     run = command(text, workdir, "--layout=fsdp=2", "--steps=2000")
-    process = subprocess.Popen([*launch, *run], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*launch, *run],
+        cwd=ROOT,
+        env=processes.environment(),
+        stdout=subprocess.DEVNULL,
+    )
     while max(losses(workdir), default=0) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.terminate()
@@ -316,19 +345,34 @@ def test_verify_command_proves_and_names_differences(text):
     assert kinds == {"loss", "gradient", "grad_norm", "optimizer"}
 
 
-def checkpoint_command(*words):
+@pytest.fixture
+def checkpoint_command(monkeypatch, capsys):
+    """Runs experiments.checkpoint in this process; returns exit code and output."""
+    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+
+    def command(*words):
+        with flagsaver.flagsaver():
+            code = checkpoint.main(flags.FLAGS(["checkpoint", *map(str, words)]))
+        return code, capsys.readouterr().out
+
+    return command
+
+
+def checkpoint_process(*words):
     tool = [sys.executable, "-m", "experiments.checkpoint", *map(str, words)]
     return subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_the_checkpoint_command_says_what_lies_there(unbroken, tmp_path):
+def test_the_checkpoint_command_says_what_lies_there(
+    unbroken, tmp_path, checkpoint_command
+):
     folder = tmp_path / "run"
     shutil.copytree(unbroken[1] / "checkpoints", folder / "checkpoints")
     (folder / "checkpoints" / "15.orbax-checkpoint-tmp-3").mkdir()
     (folder / "checkpoints" / "10" / "metadata" / "metadata").write_text("{")
-    done = checkpoint_command(folder)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    code, output = checkpoint_command(folder)
+    assert code == 0
+    lines = [line for line in output.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].strip() for line in lines] == ["10", "12", "15"]
     assert "cannot be read" in lines[0] and "complete" in lines[1]
     assert "data=2,fsdp=2" in lines[1] and "192" in lines[1]
@@ -341,14 +385,22 @@ def test_the_checkpoint_command_says_what_lies_there(unbroken, tmp_path):
         ("pipe=2,fsdp=2,microbatches=2", 0, "can go on from step 12"),
         ("replica=2,tensor=2", 0, "can go on from step 12"),
         ("tensor=3", 1, "no: .*heads=4.* does not divide over tensor=3"),
-        ("fsdp=32", 1, "no: batch=16 does not divide"),
-        ("fdsp=2", 2, "did you mean 'fsdp'"),
     ],
 )
-def test_the_checkpoint_command_knows_what_could_go_on(unbroken, layout, code, words):
-    done = checkpoint_command(unbroken[1], f"--can_resume={layout}")
-    assert done.returncode == code, done.stdout + done.stderr
-    assert re.search(words, done.stdout + done.stderr, re.DOTALL), done.stdout
+def test_the_checkpoint_command_knows_what_could_go_on(
+    unbroken, layout, code, words, checkpoint_command
+):
+    said, output = checkpoint_command(unbroken[1], f"--can_resume={layout}")
+    assert said == code
+    assert re.search(words, output, re.DOTALL), output
+    with pytest.raises(MeshparError, match="did you mean 'fsdp'"):
+        checkpoint_command(unbroken[1], "--can_resume=fdsp=2")
+
+
+def test_the_checkpoint_program_ends_with_1_for_no(unbroken):
+    done = checkpoint_process(unbroken[1], "--can_resume=fsdp=32")
+    assert done.returncode == 1, done.stderr
+    assert re.search("no: batch=16 does not divide", done.stdout, re.DOTALL)
 
 
 def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch):
@@ -369,6 +421,11 @@ def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch
     assert not (tmp_path / "changed").exists()
 
 
-def test_the_checkpoint_command_needs_a_folder_with_checkpoints(tmp_path):
-    assert "holds no checkpoint" in checkpoint_command(tmp_path).stderr
-    assert "give one folder" in checkpoint_command().stderr
+def test_the_checkpoint_command_needs_a_folder_with_checkpoints(
+    tmp_path, checkpoint_command
+):
+    with pytest.raises(CheckpointError, match="give one folder"):
+        checkpoint_command()
+    done = checkpoint_process(tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "holds no checkpoint" in done.stderr

@@ -48,7 +48,7 @@ JOBSET = {  # As launch/gke_jobset.yaml sets them.
 
 
 @pytest.mark.parametrize(
-    "environment, host, num, process",
+    "environment, host, num, rank",
     [
         (SLURM, "gpu007", 4, 2),
         (SLURM | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1", 4, 2),
@@ -58,12 +58,12 @@ JOBSET = {  # As launch/gke_jobset.yaml sets them.
         (JOBSET, "meshpar-workers-0-0.meshpar", 4, 3),
     ],
 )
-def test_clusters_are_found(environment, host, num, process, monkeypatch):
+def test_clusters_are_found(environment, host, num, rank, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     found = process.process_info()
     assert found.coordinator.rpartition(":")[0] == host
-    assert found[1:] == (num, process)
+    assert found[1:] == (num, rank)
 
 
 def test_a_single_task_of_a_cluster_is_a_single_process(monkeypatch):

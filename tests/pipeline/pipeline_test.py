@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def every_combination():
     """All schedules, sizes, axes beside them, places of the head, and stashes."""
     beside = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
     kinds = ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1")
-    for kind, stages, other, vocab, stash, of in itertools.product(
+    for kind, stages, other, vocab, save, of in itertools.product(
         kinds,
         (2, 4, 8),
         beside,
@@ -104,7 +105,7 @@ def every_combination():
             continue
         parts = f"pipe={stages}", other, f"microbatches=8,schedule={kind}"
         layout = ",".join([part for part in parts if part])
-        yield f"{layout},vocab={vocab},save={stash}", of
+        yield f"{layout},vocab={vocab},save={save}", of
 
 
 @pytest.mark.slow
@@ -176,9 +177,9 @@ def test_auxiliary_losses_travel_with_the_activations():
 
 
 @pytest.mark.parametrize("save", ["inputs", slow("residuals")])
-def test_dropout_does_not_depend_on_the_schedule(stash):
-    kind = "schedule=gpipe" if stash == "inputs" else "virtual_stages=2,remat=full"
-    layout = f"pipe=2,data=2,microbatches=4,save={stash},{kind}"
+def test_dropout_does_not_depend_on_the_schedule(save):
+    kind = "schedule=gpipe" if save == "inputs" else "virtual_stages=2,remat=full"
+    layout = f"pipe=2,data=2,microbatches=4,save={save},{kind}"
     assert_equals_one_device(layout, "noisy", microbatches=4)
 
 
@@ -229,9 +230,8 @@ def test_memory_does_not_grow_with_the_microbatches(schedule):
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
 
 
-def test_a_schedule_of_ones_own_trains(monkeypatch):
-    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
-
+@mock.patch.dict(schedules.SCHEDULES)
+def test_a_schedule_of_ones_own_trains():
     @schedules.register("slow")
     def sluggish(num_stages, num_microbatches, num_chunks):
         """1F1B with an idle tick after every one."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -101,9 +102,8 @@ def test_sizes_that_a_schedule_cannot_have(name, sizes, words):
         schedules.make_schedule(name, *sizes)
 
 
-def test_a_schedule_of_ones_own(monkeypatch):
-    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
-
+@mock.patch.dict(schedules.SCHEDULES)
+def test_a_schedule_of_ones_own():
     @schedules.register("one_at_a_time")
     def one_at_a_time(num_stages, num_microbatches, num_chunks):
         """No overlap at all: a microbatch goes back before the next one starts."""
