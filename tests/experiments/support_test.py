@@ -6,8 +6,8 @@ import pytest
 from support.tiny_models import lower, model
 
 import meshpar
+from experiments.support import FEATURES, STRATEGIES, support_cells, support_table
 from meshpar.errors import LayoutError
-from meshpar.explain.support import FEATURES, STRATEGIES, support_cells, support_table
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 DEEP = model(depth=8)

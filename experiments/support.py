@@ -1,14 +1,18 @@
-"""The support matrix: which strategies go together, asked of `reason_unsupported`.
+"""Prints the support matrix: which strategies go together, and why others do not.
+
+    python -m experiments.support
 
 Rows are strategies, columns are features of a layout. A cell is "yes" or the reason why
-the two do not go together. Nothing is lowered: sizes of a model play no part.
+the two do not go together, asked of `meshpar.compose.reason_unsupported`. Nothing is
+lowered: sizes of a model play no part.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from experiments import command_line
 from meshpar.compose import reason_unsupported
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import DATA, FSDP, PIPE, REPLICA, TENSOR
@@ -154,3 +158,13 @@ def support_table() -> str:
         lines.append(f"| {strategy.name} | " + " | ".join(marks) + " |")
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *numbered, ""])
+
+
+def main(_: Sequence[str]) -> int:
+    """Prints the matrix, and returns the exit code."""
+    print(support_table())
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
