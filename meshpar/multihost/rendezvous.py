@@ -23,8 +23,14 @@ def _address(coordinator: str) -> tuple[str, int]:
 
 
 def _receive(connection: socket.socket) -> dict:
-    with connection.makefile("r") as lines:
-        return json.loads(lines.readline() or "{}")
+    """A message; {} from a peer that is not ours, such as a health check's probe."""
+    with connection.makefile("r", errors="replace") as lines:
+        line = lines.readline()
+    try:
+        message = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def _send(connection: socket.socket, message: dict) -> None:
@@ -117,13 +123,13 @@ def _accept_all(
         if time.monotonic() > deadline:
             missing = sorted({*range(1, process.num_processes)} - {*alive})
             return connections, missing, ""
-        with contextlib.suppress(TimeoutError, OSError, json.JSONDecodeError):
+        with contextlib.suppress(OSError):
             connection = stack.enter_context(server.accept()[0])
             connection.settimeout(5)
             message = _receive(connection)
             rank, num_processes = message.get("process"), message.get("num")
             if not isinstance(rank, int):
-                continue  # A health check's probe.
+                continue  # Not a process of ours.
             connections.append(connection)
             if rank in alive or rank == 0:
                 return connections, [], f"two processes have rank {rank}"
@@ -155,7 +161,7 @@ def _connect(process: ProcessInfo, deadline: float, timeout_s: float) -> None:
                 )
                 connection.settimeout(left + 5)
                 reply = _receive(connection)
-        except (OSError, json.JSONDecodeError):
+        except OSError:
             time.sleep(_POLL_S)
             continue
         if "problem" not in reply:

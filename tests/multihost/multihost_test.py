@@ -141,6 +141,27 @@ def test_a_process_that_connected_and_died_is_missing_until_it_connects_again():
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize(
+    "probe", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\n", b"[]\n", b""]
+)
+def test_probes_of_health_checks_are_ignored(probe):
+    port = free_port()
+    processes = [ProcessInfo(f"localhost:{port}", 2, rank) for rank in range(2)]
+    errors = {}
+    serving = threading.Thread(
+        target=lambda: errors.update(errors_of(processes[:1], 20))
+    )
+    serving.start()
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            with socket.create_connection(("localhost", port)) as connection:
+                connection.sendall(probe)
+            break
+    wait_for_all(processes[1], 10)
+    serving.join(20)
+    assert errors == {0: ""}
+
+
 def test_a_coordinator_that_is_missing_is_named():
     errors = errors_of([ProcessInfo(f"localhost:{free_port()}", 2, 1)], 1)
     assert "process 1 cannot reach process 0 at localhost" in errors[0]
