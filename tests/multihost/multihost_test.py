@@ -1,10 +1,12 @@
-"""Starts of many processes, the fingerprint check, and the watchdog."""
+"""Starts of many processes, and their agreement before the first step."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
 
+import jax
 import pytest
 
 from meshpar.multihost import (
@@ -12,7 +14,7 @@ from meshpar.multihost import (
     MissingError,
     MultihostError,
     ProcessInfo,
-    Watchdog,
+    allgather_objects,
     check_fingerprint,
     initialize,
     process_info,
@@ -181,51 +183,6 @@ def test_processes_that_do_not_fit_together_are_an_error(second, words):
     assert words in errors_of(processes, 10)[0]
 
 
-class Store:
-    """The key-value store of jax.distributed, with another process at step 3."""
-
-    def __init__(self):
-        self.values = {"meshpar/watchdog/1": "3 7"}
-
-    def key_value_set(self, key, value, allow_overwrite):
-        assert allow_overwrite
-        self.values[key] = value
-
-    def key_value_try_get(self, key):
-        return self.values[key]
-
-
-def test_the_watchdog_names_who_is_behind(monkeypatch, capsys):
-    ended = threading.Event()
-    codes = []
-
-    def end(code):
-        codes.append(code)
-        ended.set()
-
-    monkeypatch.setattr("meshpar.compat.coordination_client", Store)
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with Watchdog(0.3, end, poll_s=0.02) as watchdog:
-        for step in range(1, 6):
-            watchdog.finished(step)
-            time.sleep(0.01)
-        watchdog.pause()
-        time.sleep(0.6)
-        assert not codes  # Paused: compiling, evaluating or saving may take long.
-        watchdog.finished(6)
-        assert ended.wait(10)
-    assert codes == [HUNG]
-    report = capsys.readouterr().err
-    assert "after step 6" in report and "steps reached {0: 6, 1: 3}" in report
-    assert "stalled process(es): [1]" in report and "behind: [1]" in report
-
-
-def test_the_limit_of_the_watchdog_is_20_times_the_median():
-    watchdog = Watchdog(0.001)
-    watchdog._step_times = [1.0, 2.0, 30.0]
-    assert watchdog.limit() == 40
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -256,3 +213,50 @@ def test_the_differing_process_and_field_are_named():
     assert differing_processes(lacking) == [
         "seed: process 2 has 'nothing', the others '0'"
     ]
+
+
+class OtherProcess:
+    """The key-value store of jax.distributed, in which process 1 has set its value."""
+
+    def __init__(self, text):
+        self.text, self.values = text, {}
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+        if self.text:
+            self.values[key.removesuffix("0") + "1"] = self.text
+
+    def blocking_key_value_get(self, key, _):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        return self.values[key]
+
+    def wait_at_barrier(self, *_):
+        pass
+
+
+@pytest.fixture
+def other_process(monkeypatch):
+    def start(text):
+        client = OtherProcess(text)
+        monkeypatch.setattr("meshpar.compat.coordination_client", lambda: client)
+        monkeypatch.setattr("jax.process_count", lambda: 2)
+
+    return start
+
+
+def test_objects_are_gathered_from_all_processes(other_process):
+    other_process(json.dumps(["seed", [7]]))
+    assert allgather_objects("seed", 3) == {0: 3, 1: [7]}
+
+
+def test_a_process_that_does_not_report_is_named(other_process):
+    other_process("")
+    with pytest.raises(MissingError, match=r"process\(es\) \[1\] of 2 did not report"):
+        allgather_objects("seed", 3, 1)
+
+
+def test_processes_that_gather_different_objects_have_diverged(other_process):
+    other_process(json.dumps(["set aside", "4"]))
+    with pytest.raises(MultihostError, match="gathers 'seed'.*{1: 'set aside'}"):
+        allgather_objects("seed", 3)
