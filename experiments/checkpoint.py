@@ -24,7 +24,7 @@ from experiments import building, command_line, data, hugging_face
 from experiments.config import Config, ConfigError, from_dict
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints, changed_tensor
-from meshpar.checkpoint.persistent import Found
+from meshpar.checkpoint.persistent import StoredCheckpoint
 from meshpar.errors import CheckpointError
 from meshpar.lowering import replicas
 
@@ -54,7 +54,7 @@ def folder_of(path: str) -> pathlib.Path:
     return folder
 
 
-def print_list(found: Sequence[Found], corrupt: pathlib.Path) -> None:
+def print_list(found: Sequence[StoredCheckpoint], corrupt: pathlib.Path) -> None:
     """Prints the checkpoints as a table."""
     table = rich.table.Table("step", "layout", "samples used", "bytes", "state")
     for one in found:
@@ -73,7 +73,7 @@ def print_list(found: Sequence[Found], corrupt: pathlib.Path) -> None:
         console.print(f"set aside as corrupt in {corrupt}: {names}", soft_wrap=True)
 
 
-def why_not(found: Found, text: str) -> str:
+def why_not(found: StoredCheckpoint, text: str) -> str:
     """Why a layout cannot go on from a checkpoint; "" if it can.
 
     Args:
@@ -111,7 +111,7 @@ def _one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
     return config, program
 
 
-def export(newest: Found, to: pathlib.Path) -> None:
+def export(newest: StoredCheckpoint, to: pathlib.Path) -> None:
     """Writes the weights of a checkpoint, the average of its replicas.
 
     Raises:

@@ -43,3 +43,9 @@ def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
     """
     paths = (key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
     return next((path for path in paths if path in params), None)
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """{path: leaf} of a tree, with paths as `jax.tree_util.keystr` writes them."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(keys): leaf for keys, leaf in leaves}

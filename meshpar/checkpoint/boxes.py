@@ -1,23 +1,22 @@
-"""Boxes of tensors, by which parts of a state find their place on another layout."""
+"""Boxes: rectangular parts of tensors, from which any layout's shards are assembled."""
 
 import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from meshpar.errors import CheckpointError
 
 
 class Box(NamedTuple):
-    """A box of one leaf.
+    """A rectangular part of one leaf.
 
     Attributes:
       leaf: key path of the leaf.
-      start: where the box begins, per dim.
-      shape: its shape.
+      start: first index, per dim.
+      shape: size, per dim.
     """
 
     leaf: str
@@ -30,88 +29,80 @@ class Box(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Box":
-        """The inverse of `str`."""
+        """Reads a box from the text that `str` gives for it."""
         leaf, *dims = re.fullmatch(r"(.*)@([\d,]*)\+([\d,]*)", text).groups()
         return cls(leaf, *(tuple(map(int, re.findall(r"\d+", d))) for d in dims))
 
     @classmethod
     def at(cls, leaf: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> "Box":
-        """The box at an index of a leaf of this shape."""
-        ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-        return cls(leaf, tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+        """The box that an index, one slice per dim, selects in a leaf of this shape."""
+        ranges = [dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True)]
+        return cls(leaf, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
 
-    def common(self, other: "Box") -> list[tuple[int, int]]:
-        """Begin and end, per dim, of what lies in both."""
-        mine = zip(self.start, self.shape, strict=True)
-        theirs = zip(other.start, other.shape, strict=True)
-        return [
-            (max(a, b), min(a + n, b + m))
-            for (a, n), (b, m) in zip(mine, theirs, strict=True)
-        ]
+    def intersection(self, other: "Box") -> list[tuple[int, int]]:
+        """(begin, end) per dim of the elements in both boxes; begin >= end if none."""
+        dims = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        return [(max(a, b), min(a + n, b + m)) for a, n, b, m in dims]
 
     def overlaps(self, other: "Box") -> bool:
-        """Whether the two have an element in common."""
-        return self.leaf == other.leaf and all(a < b for a, b in self.common(other))
+        """Whether the two boxes share an element."""
+        return self.leaf == other.leaf and all(
+            begin < end for begin, end in self.intersection(other)
+        )
 
-    def within(self, common: list[tuple[int, int]]) -> tuple[slice, ...]:
-        """Where that lies in this box."""
+    def slices(self, ranges: list[tuple[int, int]]) -> tuple[slice, ...]:
+        """Slices of this box's own array for (begin, end) ranges of the leaf."""
         return tuple(
-            slice(a - first, b - first)
-            for (a, b), first in zip(common, self.start, strict=True)
+            slice(begin - first, end - first)
+            for (begin, end), first in zip(ranges, self.start, strict=True)
         )
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """{key path: leaf}."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(keys): leaf for keys, leaf in found}
-
-
 def complete_boxes(
-    claims: Mapping[int, Collection[str]], wanted: Mapping[str, Any], name: str
+    held: Mapping[int, Collection[str]], leaves: Mapping[str, Any], name: str
 ) -> list[Box]:
-    """All pieces, if the processes together hold everything.
+    """All boxes that the processes hold, if together they hold every leaf.
 
     Args:
-      claims: {process: the texts of the pieces that it holds}.
-      wanted: {key path: leaf}.
+      held: {process: the texts of the boxes on its disk}.
+      leaves: {key path: leaf}, what has to be held.
       name: of the checkpoint, for the error.
 
     Raises:
-      CheckpointError: they do not; says what they lack.
+      CheckpointError: elements of a leaf are missing; says of which and how many.
     """
-    texts = {text for one in claims.values() for text in one}
-    pieces, held = sorted(map(Box.parse, texts)), dict.fromkeys(wanted, 0)
-    for piece in pieces:
-        if piece.leaf in held:
-            held[piece.leaf] += math.prod(piece.shape)
-    for path, leaf in wanted.items():
-        if held[path] < leaf.size:
+    texts = {text for boxes in held.values() for text in boxes}
+    boxes, num_elements = sorted(map(Box.parse, texts)), dict.fromkeys(leaves, 0)
+    for box in boxes:
+        if box.leaf in num_elements:
+            num_elements[box.leaf] += math.prod(box.shape)
+    for path, leaf in leaves.items():
+        if num_elements[path] < leaf.size:
             raise CheckpointError(
-                f"the disks of {len(claims)} process(es) do not hold all of {name}: of "
-                f"{path} they hold {held[path]} of {leaf.size} elements"
+                f"the disks of {len(held)} process(es) do not hold all of {name}: of "
+                f"{path} they hold {num_elements[path]} of {leaf.size} elements"
             )
-    return pieces
+    return boxes
 
 
 def assemble_shard(
     path: str,
     leaf: Any,
-    parts: Mapping[Box, np.ndarray],
+    contents: Mapping[Box, np.ndarray],
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """One shard of a leaf, out of the pieces that it overlaps.
+    """Assembles one shard of a leaf from the boxes that it overlaps.
 
     Args:
       path: key path of the leaf.
-      leaf: its shape and dtype.
-      parts: {piece: its numbers}; together they hold the shard.
-      index: where the shard lies.
+      leaf: anything with the leaf's shape and dtype.
+      contents: {box: its array}; together they cover the shard.
+      index: the shard's place in the leaf, one slice per dim.
     """
-    box = Box.at(path, index, leaf.shape)
-    made = np.empty(box.shape, leaf.dtype)
-    for piece, values in parts.items():
-        if piece.overlaps(box):
-            common = piece.common(box)
-            made[box.within(common)] = values[piece.within(common)]
-    return made
+    shard_box = Box.at(path, index, leaf.shape)
+    shard = np.empty(shard_box.shape, leaf.dtype)
+    for box, array in contents.items():
+        if box.overlaps(shard_box):
+            ranges = box.intersection(shard_box)
+            shard[shard_box.slices(ranges)] = array[box.slices(ranges)]
+    return shard

@@ -1,12 +1,12 @@
-"""Checkpoints: training state and data position together, complete or invisible.
+"""Checkpoints of a run: training state and data position, complete or invisible.
 
-Two tiers hold them: the run's own folder (`persistent`), and if wished the disk of each
-machine (`local`). A checkpoint does not depend on the layout: it
-restores onto any mesh and any number of processes. The newest that all processes can
-read is taken; one that is corrupt is named, moved aside, and the one before it is used.
+Checkpoints are held by tiers: optionally the disk of each machine (`local`), and always
+the run's own folder (`persistent`). A checkpoint does not depend on the layout: it
+restores onto any mesh and any number of processes. The newest checkpoint that all
+processes can read is restored; a corrupt one is logged and set aside, and the one
+before it is used.
 """
 
-import logging
 import os
 import pathlib
 from collections.abc import Mapping
@@ -14,41 +14,48 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshpar.checkpoint.boxes import leaves_by_path
+from meshpar.arrays import leaves_by_path, num_bytes
 from meshpar.checkpoint.checksums import checksums
-from meshpar.checkpoint.disk_space import check_writable, lack_of_space
 from meshpar.checkpoint.local import LocalTier
 from meshpar.checkpoint.persistent import (
     EXTRA,
     REPLICAS,
     TENSORS,
     PersistentTier,
-    difference,
-    tensors,
+    first_difference,
+    shapes_and_dtypes,
 )
 from meshpar.checkpoint.read_problems import Kind, Problem, Problems
+from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
 from meshpar.lowering.replicas import converted, with_replicas
 from meshpar.lowering.state import TrainState
-from meshpar.multihost.agree import allgather_objects
 
 CHECKSUMS = "checksums"
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gives back.
+    """A restored checkpoint.
 
     Attributes:
       state: the training state.
-      metadata: what was saved with it.
-      extra: what only the same layout and mode can use; None if it does not fit.
-      note: what was changed on the way, for people; "" if nothing.
+      metadata: the metadata saved with it.
+      extra: state of the same layout and mode alone; None if it does not fit.
+      note: for people: how the state differs from the saved one; "" if it does not.
     """
 
     state: TrainState
     metadata: dict[str, Any]
     extra: Any
     note: str
+
+
+class _Content(NamedTuple):
+    """A checkpoint as it was saved."""
+
+    state: TrainState
+    extra: Any
+    metadata: dict[str, Any]
 
 
 class Checkpoints:
@@ -65,17 +72,19 @@ class Checkpoints:
         abstract_extra: Any = None,
         extra_identity: str = "",
     ):
-        """Opens or makes the folders.
+        """Opens the folders, and makes those that are missing.
 
         Args:
           folder: holds one sub-folder per step; seen by all processes.
           abstract_state: shapes, dtypes and shardings to restore to.
-          keep: how many checkpoints to keep there, at least 1.
-          local_folder: on a disk of each machine, for runs to share; "" for none.
-          num_replicas: replicas that train apart, in front of weights and optimizer
-            state; one of another number is restored through their average.
-          abstract_extra: what is saved for the same layout and mode alone, likewise.
-          extra_identity: says which mode that is.
+          keep: how many checkpoints to keep in `folder`, at least 1.
+          local_folder: on a disk of each machine; runs may share it; "" for none.
+          num_replicas: size of the leading replica dim of weights and optimizer state,
+            1 for no such dim; a checkpoint of another number of replicas is restored
+            through their average.
+          abstract_extra: shapes, dtypes and shardings of the state that only the same
+            layout and mode can restore; None for none.
+          extra_identity: text that is equal for equal modes.
 
         Raises:
           CheckpointError: a folder cannot be written to, or its disk is too full.
@@ -83,18 +92,16 @@ class Checkpoints:
         if keep < 1:
             raise CheckpointError(f"keep={keep}: keep at least 1 checkpoint")
         self._folder = pathlib.Path(folder).absolute()
-        self._abstract_state = abstract_state
-        self._replicas, self._abstract_extra = num_replicas, abstract_extra
+        self._abstract_state, self._abstract_extra = abstract_state, abstract_extra
+        self._num_replicas = num_replicas
         self._extra_identity = {"mode": extra_identity}
         abstract = jax.tree.leaves((abstract_state, abstract_extra))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in abstract)
-        check_writable(self._folder, "--workdir")
-        if problem := lack_of_space(self._folder, size):
-            raise CheckpointError(f"{problem} or choose another --workdir")
-        self._persistent = PersistentTier(self._folder, keep)
-        self._local: LocalTier | None = None
+        size = sum(map(num_bytes, abstract))
+        self._persistent = PersistentTier(self._folder, keep, size)
+        self._tiers: list[Tier] = [self._persistent]  # In order of preference.
         if local_folder:
-            self._local = LocalTier.open(local_folder, self._folder, abstract)
+            local = LocalTier.open(local_folder, self._folder, abstract)
+            self._tiers.insert(0, local)
 
     def save(
         self,
@@ -108,26 +115,25 @@ class Checkpoints:
         """Starts writing a checkpoint, to the local disks first.
 
         Args:
-          step: its number.
+          step: number of training steps done.
           state: the training state.
-          metadata: JSON (data position, config).
-          extra: what belongs to `abstract_extra`.
-          persistent: whether the run's folder gets it, too.
+          metadata: anything that JSON can hold (data position, config).
+          extra: arrays for `abstract_extra`.
+          persistent: whether to save to the run's folder as well as to local disks.
 
         Raises:
           CheckpointError: this write or the one before it failed.
         """
         metadata = {
             **metadata,
-            TENSORS: tensors(state),
-            EXTRA: tensors(extra) | self._extra_identity,
-            REPLICAS: self._replicas,
+            TENSORS: shapes_and_dtypes(state),
+            EXTRA: shapes_and_dtypes(extra) | self._extra_identity,
+            REPLICAS: self._num_replicas,
             CHECKSUMS: [checksums(state), checksums(extra)],
         }
-        if self._local is not None:
-            self._local.save(step, state, extra, metadata)
-        if persistent:
-            self._persistent.save(step, state, extra, metadata)
+        for tier in self._tiers:
+            if persistent or not tier.persistent:
+                tier.save(step, state, extra, metadata)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete.
@@ -135,9 +141,8 @@ class Checkpoints:
         Raises:
           CheckpointError: the write failed.
         """
-        if self._local is not None:
-            self._local.wait()
-        self._persistent.wait()
+        for tier in self._tiers:
+            tier.wait()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in the run's folder, ascending."""
@@ -146,117 +151,105 @@ class Checkpoints:
     def restore(self) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
 
-        All processes call it, and all take the same one.
+        All processes call it and restore the same checkpoint.
 
         Returns:
-          State, metadata and extra, or None if there is no checkpoint.
+          The checkpoint, or None if there is none.
 
         Raises:
           CheckpointError: the folder belongs to another model or optimizer, or no
             checkpoint in it can be read.
-          MissingError: processes that did not come along.
+          MissingError: some processes did not take part in time.
         """
-        broken = []
+        rejected = []
         for step, tier, name in self._newest_first():
-            found, problems = self._attempt(tier, name)
+            content, problems = self._read(tier, name)
             if problems and not problems.any(Kind.OTHER):
-                found, problems = self._attempt(tier, name)  # Perhaps a hiccup.
+                content, problems = self._read(tier, name)  # It may be transient.
             if not problems:
-                if self._local is not None:
-                    self._local.forget_after(step)
-                return self._finished(step, *found)
+                self._discard_after(step)
+                return self._converted(step, content)
             if problems.any(Kind.OTHER):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._folder} is of another model or "
                     f"optimizer: {problems}; use another --workdir, or the flags of "
                     "that run"
                 )
-            if tier is self._local:
-                logging.warning("local checkpoint %d: %s", step, problems)
-                continue
-            if problems.any(Kind.PASSING):
-                raise CheckpointError(
-                    f"checkpoint {step} in {self._folder} cannot be read now, and lies "
-                    f"untouched: {problems}"
-                )
-            logging.warning(
-                "checkpoint %d in %s cannot be read and is set aside, the one before "
-                "it is used: %s",
-                step,
-                self._folder,
-                problems,
-            )
-            self._persistent.set_aside(step)
-            broken.append(step)
-        if broken:
+            tier.reject(name, problems)
+            if tier.persistent:
+                rejected.append(step)
+        if rejected:
             raise CheckpointError(
-                f"none of the checkpoints {broken} in {self._folder} can be read; they "
-                f"lie in {self._folder.parent / 'corrupt'}; start anew in another "
-                "--workdir, or run again to start anew here"
+                f"none of the checkpoints {rejected} in {self._folder} can be read; "
+                f"they have been moved to {self._folder.parent / 'corrupt'}; start "
+                "anew in another --workdir, or run again to start anew in this one"
             )
-        if self._local is not None:
-            self._local.forget_after(-1)
+        self._discard_after(-1)
         return None
 
-    def _newest_first(self) -> list[tuple[int, PersistentTier | LocalTier, int | str]]:
-        """(step, tier, its name there), the same on all processes; local ones first."""
-        steps = allgather_objects("checkpoints", self.steps())[0]
-        found = [(step, self._persistent, step) for step in steps]
-        if self._local is not None:
-            here = self._local.checkpoints()
-            found += [(step, self._local, name) for step, name in here]
-        found.sort(key=lambda one: (one[0], one[1] is self._local))
-        return found[::-1]  # Of one step the latest start, as names are in order.
+    def _newest_first(self) -> list[tuple[int, Tier, str]]:
+        """(step, tier, name), the same on all processes; of equal steps local first."""
+        checkpoints = [
+            (step, tier, name)
+            for tier in reversed(self._tiers)
+            for step, name in tier.checkpoints()
+        ]
+        # Reversing a stable sort puts the first tier, and in it the last name, first.
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint[0])[::-1]
 
-    def _attempt(
-        self, tier: PersistentTier | LocalTier, name: int | str
-    ) -> tuple[Any, Problems]:
-        """(state, extra, metadata) as they were saved, or why not."""
-        found, problem = self._read(tier, name)
-        problems = Problems.told(problem)
-        if not problems and (why := changed_tensor(*found)):
-            problems = Problems.everywhere(Problem(Kind.CORRUPT, why))
-        return found, problems
+    def _discard_after(self, step: int) -> None:
+        for tier in self._tiers:
+            tier.discard_after(step)
 
-    def _read(
-        self, tier: PersistentTier | LocalTier, name: int | str
-    ) -> tuple[tuple[Any, Any, dict[str, Any]] | None, Problem | None]:
-        """The same of this process alone."""
+    def _read(self, tier: Tier, name: str) -> tuple[_Content | None, Problems]:
+        """Reads a checkpoint, and gathers why processes could not."""
+        content, problem = self._read_own_shards(tier, name)
+        problems = Problems.gather(problem)
+        if not problems and (reason := changed_tensor(*content)):
+            problems = Problems.everywhere(Problem(Kind.CORRUPT, reason))
+        return content, problems
+
+    def _read_own_shards(
+        self, tier: Tier, name: str
+    ) -> tuple[_Content | None, Problem | None]:
         try:
             metadata = dict(tier.metadata(name))
-            theirs = metadata.get(REPLICAS, 1)
+            saved_replicas = metadata.get(REPLICAS, 1)
             abstract = self._abstract_state
-            if theirs != self._replicas:
-                abstract = with_replicas(abstract, self._replicas, theirs)
-            if differs := difference(tensors(abstract), metadata[TENSORS]):
-                return None, Problem(Kind.OTHER, differs)
-            wanted = self._abstract_extra if self._fits(metadata) else None
-            state, extra = tier.read(name, abstract, wanted)
+            if saved_replicas != self._num_replicas:
+                abstract = with_replicas(abstract, self._num_replicas, saved_replicas)
+            own = shapes_and_dtypes(abstract)
+            if difference := first_difference(own, metadata[TENSORS]):
+                return None, Problem(Kind.OTHER, difference)
+            abstract_extra = self._abstract_extra if self._fits(metadata) else None
+            state, extra = tier.read(name, abstract, abstract_extra)
         except Exception as error:
             return None, Problem.of(error)
-        return (state, extra, metadata), None
+        return _Content(state, extra, metadata), None
 
     def _fits(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether what is saved for the same layout and mode alone can be used."""
-        expected = tensors(self._abstract_extra) | self._extra_identity
-        same = metadata.get(REPLICAS, 1) == self._replicas
+        """Whether the saved extra state is of this layout and mode."""
+        expected = shapes_and_dtypes(self._abstract_extra) | self._extra_identity
+        same = metadata.get(REPLICAS, 1) == self._num_replicas
         return same and metadata.get(EXTRA, {"mode": ""}) == expected
 
-    def _finished(
-        self, step: int, state: TrainState, extra: Any, metadata: dict[str, Any]
-    ) -> Restored:
-        """A checkpoint as this layout needs it."""
+    def _converted(self, step: int, content: _Content) -> Restored:
+        """Converts a checkpoint to this run's number of replicas."""
+        state, extra, metadata = content
         fits, note = self._fits(metadata), ""
-        theirs, ours = metadata.pop(REPLICAS, 1), self._replicas
-        for name in (TENSORS, EXTRA, CHECKSUMS):
-            metadata.pop(name, None)
-        if theirs != ours:
-            state = converted(state, theirs, self._abstract_state, ours)
-        if theirs > 1 and not fits:
-            kept = "kept apart" if theirs == ours else "replaced by their average"
+        saved_replicas = metadata.get(REPLICAS, 1)
+        internal = (REPLICAS, TENSORS, EXTRA, CHECKSUMS)
+        metadata = {key: x for key, x in metadata.items() if key not in internal}
+        same = saved_replicas == self._num_replicas
+        if not same:
+            state = converted(
+                state, saved_replicas, self._abstract_state, self._num_replicas
+            )
+        if saved_replicas > 1 and not fits:
+            replicas = "kept apart" if same else "replaced by their average"
             note = (
-                f"restored step {step} of {theirs} replicas, {kept}; global weights"
-                " and outer momentum start anew from the average"
+                f"restored step {step} of {saved_replicas} replicas, {replicas}; "
+                "global weights and outer momentum start anew from the average"
             )
         return Restored(state, metadata, extra, note)
 
@@ -266,25 +259,24 @@ class Checkpoints:
         Raises:
           CheckpointError: the write failed.
         """
-        if self._local is not None:
-            self._local.close()
-        self._persistent.close()
+        for tier in self._tiers:
+            tier.close()
 
 
 def changed_tensor(state: Any, extra: Any, metadata: Mapping[str, Any]) -> str:
-    """The first tensor that is not what was saved; "" if none is. All call it.
+    """The first tensor whose checksum has changed; "" if none. All processes call it.
 
     Args:
-      state: as saved.
-      extra: likewise, or None to leave it out.
-      metadata: what was saved with them; the first ones had no checksums.
+      state: the restored state, in the layout of replicas that was saved.
+      extra: the restored extra state, or None to leave it out.
+      metadata: the metadata saved with them; the first format has no checksums.
     """
-    known = metadata.get(CHECKSUMS, ([], []))
-    for tree, numbers in zip((state, extra), known, strict=True):
-        if not numbers or tree is None:
+    saved = metadata.get(CHECKSUMS, ([], []))
+    for tree, tree_checksums in zip((state, extra), saved, strict=True):
+        if not tree_checksums or tree is None:
             continue
         for path, now, then in zip(
-            leaves_by_path(tree), checksums(tree), numbers, strict=True
+            leaves_by_path(tree), checksums(tree), tree_checksums, strict=True
         ):
             if now != then:
                 return f"{path} has changed since it was written"

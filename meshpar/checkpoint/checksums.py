@@ -1,9 +1,9 @@
-"""A number for every tensor that changes with any of its bits, on any layout.
+"""Checksums of tensors: equal on every layout, different after a change of any bit.
 
-It is a sum over the elements, modulo 2**32, of a hash of their bits and their place.
-The sum does not depend on order, so shards add up to the same on any mesh. At its place
-the hash is a bijection of the bits, so no single change of an element goes unseen;
-other changes do with a chance of 2**-32.
+A checksum is a sum over the elements, modulo 2**32, of a hash of each element's bits
+and position. A sum does not depend on order, so shards of any mesh add up to the same
+number. At one position the hash is a bijection of the bits, so a change of a single
+element always changes the checksum; other changes go unseen with probability 2**-32.
 
 Source (the hash): Appleby, MurmurHash3, the finalizer of 32 bits.
 """
@@ -34,38 +34,38 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _one(x: jax.Array) -> jax.Array:
+def _checksum(x: jax.Array) -> jax.Array:
     bits = _bits(x)
-    place = jnp.zeros(bits.shape, jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
     for dim in range(bits.ndim):
         stride = np.uint32(math.prod(bits.shape[dim + 1 :]) % 2**32)
-        place += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * stride
-    mixed = bits ^ (place * np.uint32(_MIX))
+        position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * stride
+    mixed = bits ^ (position * np.uint32(_MIX))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> np.uint32(16)), dtype=jnp.uint32)
 
 
 @functools.cache
-def _program(whole: NamedSharding) -> Callable[[list[jax.Array]], jax.Array]:
-    def numbers(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([_one(x) for x in leaves])
+def _program(replicated: NamedSharding) -> Callable[[list[jax.Array]], jax.Array]:
+    def leaf_checksums(leaves: list[jax.Array]) -> jax.Array:
+        return jnp.stack([_checksum(x) for x in leaves])
 
-    return jax.jit(numbers, out_shardings=whole)
+    return jax.jit(leaf_checksums, out_shardings=replicated)
 
 
 def checksums(tree: Any) -> list[int]:
-    """One number for each leaf, in order; all processes call it.
+    """The checksum of every leaf, in the tree's order; all processes call it.
 
     Args:
       tree: arrays on one mesh.
     """
     if not (leaves := jax.tree.leaves(tree)):
         return []
-    whole = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
-    return np.asarray(_program(whole)(leaves)).tolist()
+    replicated = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
+    return np.asarray(_program(replicated)(leaves)).tolist()
 
 
 def json_checksum(value: Any) -> int:
-    """The checksum of what JSON can say."""
+    """The CRC-32 of a value's JSON text, with sorted keys."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Whether a folder can take a checkpoint."""
+"""Disk checks: whether a folder can be written to and has room for a checkpoint."""
 
 import pathlib
 import shutil
@@ -9,11 +9,14 @@ from meshpar.errors import CheckpointError
 
 
 def check_writable(folder: pathlib.Path, flag: str) -> None:
-    """Raises CheckpointError unless a folder can be written to.
+    """Makes a folder if it is missing, and writes a probe file to it.
 
     Args:
-      folder: made if it is missing.
-      flag: what names the folder, for the remedy.
+      folder: the folder.
+      flag: the command-line flag that names the folder, for the error.
+
+    Raises:
+      CheckpointError: the folder cannot be made or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +30,7 @@ def check_writable(folder: pathlib.Path, flag: str) -> None:
 
 
 def lack_of_space(folder: pathlib.Path, num_bytes: int) -> str:
-    """Says so if a folder's disk has no room for so many bytes; "" if it has."""
+    """The free and the needed bytes, if a disk is too full; "" if it has room."""
     free = shutil.disk_usage(folder).free
     if free >= num_bytes:
         return ""

@@ -1,16 +1,17 @@
 """The local tier of checkpoints: each process keeps its own shards on its own disk.
 
-It is quick and may be frequent; the persistent tier stays behind it. After a restart
-the processes tell each other which pieces of which step their disks hold. A step is
-complete if together they hold all of it: whoever lacks a piece, because its machine was
-replaced or its file is corrupt, gets it from a peer. Pieces are known by their place in
-the whole tensor, so the layout and the number of processes may change.
+Local checkpoints are quick and may be frequent; the persistent tier backs them. After a
+restart the processes compare which boxes of which step their disks hold. A step is
+complete if the disks together hold all of it: a process that lacks a box, because its
+machine was replaced or its file is corrupt, receives the box from a peer. A box names
+its place in the whole tensor, so the layout and the number of processes may change.
 
-Orbax's emergency checkpoints want the same mesh again and an axis of replicas in it;
-its other formats are put together by one process, which cannot see the others' disks.
+Orbax does not fit here: its emergency checkpoints need the same mesh and a replica axis
+in it, and its other formats are finalized by one process, which cannot see the other
+machines' disks.
 
-A file is a zip of numpy arrays, whose checksums are tested as they are read; it is
-renamed into place when it is complete.
+A file is a zip of numpy arrays, whose checksums are verified by reading; it is renamed
+into place when it is complete.
 """
 
 import concurrent.futures
@@ -23,40 +24,60 @@ import pathlib
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshpar.checkpoint.boxes import Box, assemble_shard, complete_boxes, leaves_by_path
+from meshpar.arrays import leaves_by_path
+from meshpar.checkpoint.boxes import Box, assemble_shard, complete_boxes
 from meshpar.checkpoint.disk_space import check_writable, lack_of_space
+from meshpar.checkpoint.peers import Entry, load_boxes, receive_boxes
+from meshpar.checkpoint.read_problems import Problems
+from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
-from meshpar.multihost.agree import READ_S, allgather_objects, broadcast
+from meshpar.multihost.agree import allgather_objects
 
 _KEEP = 2
-"""Steps that stay beside the one being written: another process may still be writing
-the last of them."""
+"""Steps kept beside the one being written: another process may still be writing the
+last of them."""
+_BOXES = "pieces"
+"""Key of the boxes in a file's index; files of earlier versions have it, too."""
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
 
 
-class LocalTier:
+def _shard_indices(leaf: jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
+    """The index of the shard of every device of this process."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    return list(indices.values())
+
+
+def _num_bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a leaf's distinct shards on this process."""
+    shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return shard * len({str(index) for index in _shard_indices(leaf)})
+
+
+class LocalTier(Tier):
     """The files of one run on the disk of this machine: STEP-START/PROCESS.npz.
 
-    A checkpoint is named by its step and the start of the run that wrote it, so that
-    pieces of two branches of a run are never put together.
+    A checkpoint's name holds its step and the start of the run that wrote it, so that
+    boxes of two starts, whose weights may differ, are never combined.
     """
 
+    persistent = False
+
     def __init__(self, folder: pathlib.Path, start: str):
-        """Opens a folder of this run alone; processes of one machine may share it.
+        """Opens a folder that belongs to one run; processes of a machine may share it.
 
         Args:
           folder: made if it is missing.
-          start: names this start of the run, the same on all processes; later starts
-            come later in the alphabet.
+          start: names this start of the run, the same on all processes; names of later
+            starts sort after it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._start = folder, start
@@ -70,65 +91,58 @@ class LocalTier:
         run: pathlib.Path,
         abstract: Sequence[jax.ShapeDtypeStruct],
     ) -> "LocalTier":
-        """Opens what a run keeps in a folder; all processes call it.
+        """Opens a run's sub-folder of a folder; all processes call it.
 
-        A new run does not find the files of another, nor does a copy of its folder.
+        The sub-folder is named by an id that is stored in the run's own folder together
+        with that folder's path, so a new run or a copy of a run starts empty.
 
         Args:
-          local: on the disk of each machine, for runs to share.
-          run: the run's own folder, seen by process 0, which remembers an id there.
-          abstract: what will be saved, with shardings.
+          local: on the disk of each machine; runs may share it.
+          run: the run's own folder; only process 0 has to see it.
+          abstract: the leaves that will be saved, with shardings.
 
         Raises:
           CheckpointError: the folder cannot be written to.
         """
-        local, told = pathlib.Path(local).absolute(), None
+        local, id_and_start = pathlib.Path(local).absolute(), None
         check_writable(local, "--checkpoint_local_dir")
-        if problem := lack_of_space(local, sum(map(_bytes_here, abstract))):
+        if problem := lack_of_space(local, sum(map(_num_bytes_here, abstract))):
             logging.warning("%s", problem)
         if jax.process_index() == 0:
-            file = run / "run_id"
-            known = file.read_text().split("\n") if file.exists() else []
-            if known[1:2] != [str(run)]:
-                known = [uuid.uuid4().hex, str(run)]
-                partial = file.with_suffix(".partial")
-                partial.write_text("\n".join(known))
-                os.replace(partial, file)
-            told = known[0], f"{time.time_ns():020d}"
-        identity, start = allgather_objects("run id", told)[0]
-        return cls(local / identity, start)
+            id_and_start = _run_id(run), f"{time.time_ns():020d}"
+        run_id, start = allgather_objects("run id", id_and_start)[0]
+        return cls(local / run_id, start)
 
-    def _here(self) -> list[tuple[int, str]]:
-        """(step, name) of what has files on this disk, ascending."""
-        found = {file.parent.name for file in self._folder.glob("*-*/*.npz")}
-        return sorted((int(name.partition("-")[0]), name) for name in found)
+    def _on_this_disk(self) -> list[tuple[int, str]]:
+        """(step, name) of the checkpoints with files on this disk, ascending."""
+        names = {file.parent.name for file in self._folder.glob("*-*/*.npz")}
+        return sorted((int(name.partition("-")[0]), name) for name in names)
 
     def checkpoints(self) -> list[tuple[int, str]]:
-        """(step, name) of what any process has files of, ascending.
-
-        All processes call it.
-        """
-        everyone = allgather_objects("local checkpoints", self._here())
-        return sorted({(step, name) for one in everyone.values() for step, name in one})
+        """(step, name) of the checkpoints with files on any disk, ascending."""
+        disks = allgather_objects("local checkpoints", self._on_this_disk())
+        return sorted({(step, name) for disk in disks.values() for step, name in disk})
 
     # Writing.
 
-    def save(self, step: int, state: Any, extra: Any, metadata: dict) -> None:
+    def save(self, step: int, state: Any, extra: Any, metadata: dict[str, Any]) -> None:
         """Copies this process's shards to the host and starts writing them."""
         self.wait()
         arrays = {}
         for path, leaf in leaves_by_path((state, extra)).items():
             for shard in leaf.addressable_shards:
-                piece = str(Box.at(path, shard.index, leaf.shape))
-                if piece not in arrays:
-                    arrays[piece] = np.array(shard.data)  # The step donates its own.
+                box = str(Box.at(path, shard.index, leaf.shape))
+                if box not in arrays:
+                    arrays[box] = np.array(shard.data)  # The next step donates it.
         name = f"{step}-{self._start}"
         self._writing = self._writer.submit(self._write, name, arrays, metadata)
 
-    def _write(self, name: str, arrays: Mapping[str, np.ndarray], about: dict) -> None:
-        for _, old in self._here()[:-_KEEP]:
+    def _write(
+        self, name: str, arrays: Mapping[str, np.ndarray], metadata: dict[str, Any]
+    ) -> None:
+        for _, old in self._on_this_disk()[:-_KEEP]:
             shutil.rmtree(self._folder / old, ignore_errors=True)
-        index = json.dumps({"metadata": about, "pieces": list(arrays)}).encode()
+        index = json.dumps({"metadata": metadata, _BOXES: list(arrays)}).encode()
         entries = {str(n): _raw(x) for n, x in enumerate(arrays.values())}
         entries["index"] = np.frombuffer(index, np.uint8)
         file = self._folder / name / f"{jax.process_index()}.npz"
@@ -144,25 +158,33 @@ class LocalTier:
             partial.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Waits for the last write; a failed one is a warning, not the run's end."""
+        """Waits for the last write; a failed write is only a warning."""
         writing, self._writing = self._writing, None
         try:
             if writing is not None:
                 writing.result()
         except OSError as error:
             logging.warning(
-                "no local checkpoint was written to %s (%s); those in the run's own "
-                "folder are not touched by this",
+                "no local checkpoint was written to %s (%s); the checkpoints in the "
+                "run's own folder do not depend on it",
                 self._folder,
                 error,
             )
 
-    def forget_after(self, step: int) -> None:
-        """Deletes what the run did not go on from; all processes call it."""
-        for later, name in self._here():
+    def reject(self, name: str, problems: Problems) -> None:
+        """Logs why a checkpoint cannot be read; `discard_after` deletes it."""
+        logging.warning(
+            "local checkpoint %s cannot be read; the one before it is used: %s",
+            name,
+            problems,
+        )
+
+    def discard_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps than the one the run resumes from."""
+        for later, name in self._on_this_disk():
             if later > step:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
-        allgather_objects("forgotten", step)
+        allgather_objects("discarded", step)
 
     def close(self) -> None:
         """Waits for the last write."""
@@ -172,121 +194,77 @@ class LocalTier:
     # Reading.
 
     def _indices(self, name: str) -> dict[pathlib.Path, dict[str, Any]]:
-        """{file: its index} of a checkpoint; a file that cannot be read is named."""
-        found = {}
+        """{file: its index} of a checkpoint; logs and omits files that fail to read."""
+        indices = {}
         for file in sorted((self._folder / name).glob("*.npz")):
             try:
                 with file.open("rb") as opened, np.load(opened) as entries:
-                    found[file] = json.loads(entries["index"].tobytes())
-            except Exception as error:  # Whatever torn bytes lead to.
+                    indices[file] = json.loads(entries["index"].tobytes())
+            except Exception as error:  # Torn bytes may raise anything.
                 logging.warning("%s cannot be read, left out: %s", file, error)
-        return found
+        return indices
 
     def metadata(self, name: str) -> dict[str, Any]:
-        """What was saved beside the state; all processes call it.
+        """The metadata of a checkpoint, from any process that can read it.
 
         Raises:
           CheckpointError: no process can read it.
         """
-        mine = next(iter(self._indices(name).values()), {}).get("metadata")
-        everyone = allgather_objects("local metadata", mine)
-        found = [one for one in everyone.values() if one is not None]
-        if not found:
+        own = next(iter(self._indices(name).values()), {}).get("metadata")
+        gathered = allgather_objects("local metadata", own).values()
+        readable = [metadata for metadata in gathered if metadata is not None]
+        if not readable:
             raise CheckpointError(f"no local file of {name} can be read")
-        return found[0]
+        return readable[0]
 
     def read(self, name: str, state: Any, extra: Any) -> tuple[Any, Any]:
-        """Reads a checkpoint, what is missing here from peers; all processes call it.
+        """Reads this process's shards, from its own disk where possible.
 
         Args:
-          name: as in `checkpoints`.
+          name: the checkpoint's, from `checkpoints`.
           state: ShapeDtypeStructs with shardings.
-          extra: likewise, or None to leave it out.
+          extra: ShapeDtypeStructs with shardings, or None to leave it out.
 
         Raises:
-          CheckpointError: together the processes do not hold all of it.
+          CheckpointError: the processes together do not hold all of it.
         """
-        wanted = leaves_by_path((state, extra))
-        mine = {
-            Box.parse(text): (file, str(number))
+        leaves = leaves_by_path((state, extra))
+        on_disk = {
+            Box.parse(text): Entry(file, str(number))
             for file, index in self._indices(name).items()
-            for number, text in enumerate(index["pieces"])
+            for number, text in enumerate(index[_BOXES])
         }
-        claims = allgather_objects("local pieces", list(map(str, mine)))
-        pieces = complete_boxes(claims, wanted, name)
-        boxes = [
+        held = allgather_objects("local boxes", list(map(str, on_disk)))
+        boxes = complete_boxes(held, leaves, name)
+        shards = [
             Box.at(path, index, leaf.shape)
-            for path, leaf in wanted.items()
-            for index in leaf.sharding.addressable_devices_indices_map(
-                leaf.shape
-            ).values()
+            for path, leaf in leaves.items()
+            for index in _shard_indices(leaf)
         ]
-        needed = {p for p in pieces for box in boxes if p.overlaps(box)}
-        here = _loaded({piece: mine[piece] for piece in needed if piece in mine})
-        here |= _from_peers(needed - here.keys(), mine, wanted)
+        needed = {box for box in boxes if any(map(box.overlaps, shards))}
+        contents = load_boxes({box: on_disk[box] for box in needed if box in on_disk})
+        contents |= receive_boxes(needed - contents.keys(), on_disk, leaves)
 
-        def made(path: str, leaf: Any) -> jax.Array:
-            parts = {
-                piece: raw.view(leaf.dtype).reshape(piece.shape)
-                for piece, raw in here.items()
-                if piece.leaf == path
+        def array(path: str, leaf: Any) -> jax.Array:
+            leaf_contents = {
+                box: raw.view(leaf.dtype).reshape(box.shape)
+                for box, raw in contents.items()
+                if box.leaf == path
             }
-            shard = functools.partial(assemble_shard, path, leaf, parts)
+            shard = functools.partial(assemble_shard, path, leaf, leaf_contents)
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
-        arrays = [made(path, leaf) for path, leaf in wanted.items()]
+        arrays = [array(path, leaf) for path, leaf in leaves.items()]
         return jax.tree.unflatten(jax.tree.structure((state, extra)), arrays)
 
 
-def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the different shards of a leaf on this process."""
-    where = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return shard * len({str(index) for index in where.values()})
-
-
-def _loaded(
-    places: Mapping[Box, tuple[pathlib.Path, str]],
-) -> dict[Box, np.ndarray]:
-    """The bytes of pieces; one that cannot be read is named and left out."""
-    found = {}
-    for piece, (file, number) in places.items():
-        try:
-            with file.open("rb") as opened, np.load(opened) as entries:
-                found[piece] = entries[number]
-        except Exception as error:  # Whatever torn bytes lead to.
-            logging.warning("%s: %s cannot be read: %s", file, piece, error)
-    return found
-
-
-def _from_peers(
-    lacking: Collection[Box],
-    mine: Mapping[Box, tuple[pathlib.Path, str]],
-    wanted: Mapping[str, Any],
-) -> dict[Box, np.ndarray]:
-    """The bytes of pieces that other processes hold; all processes call it.
-
-    Args:
-      lacking: what this process needs and cannot read.
-      mine: what lies on its disk.
-      wanted: the leaves.
-
-    Raises:
-      CheckpointError: nobody can read a piece.
-    """
-    asked = allgather_objects("pieces asked", sorted(map(str, lacking)), READ_S)
-    texts = sorted({text for one in asked.values() for text in one})
-    pieces = {text: Box.parse(text) for text in texts}
-    give = _loaded({p: mine[p] for p in pieces.values() if p in mine})
-    holders = allgather_objects("pieces given", list(map(str, give)), READ_S)
-    got = {}
-    for text, piece in pieces.items():
-        source = next((p for p, has in holders.items() if text in has), None)
-        if source is None:
-            raise CheckpointError(f"no process can read {text}")
-        size = math.prod(piece.shape) * wanted[piece.leaf].dtype.itemsize
-        value = give.get(piece, np.zeros(size, np.uint8))
-        value = broadcast(value, source)
-        if piece in lacking:
-            got[piece] = value
-    return got
+def _run_id(run: pathlib.Path) -> str:
+    """The id of a run's folder; a new one if it has none or is a copy."""
+    file = run / "run_id"
+    lines = file.read_text().split("\n") if file.exists() else []
+    if lines[1:2] != [str(run)]:
+        lines = [uuid.uuid4().hex, str(run)]
+        partial = file.with_suffix(".partial")
+        partial.write_text("\n".join(lines))
+        os.replace(partial, file)
+    return lines[0]

@@ -1,11 +1,12 @@
-"""The persistent tier of checkpoints: one folder for all processes, by orbax.
+"""The persistent tier of checkpoints: one folder that all processes see, by orbax.
 
 Orbax writes asynchronously and renames a checkpoint into place when it is complete, so
-one is complete or invisible. It does not depend on the layout.
+a checkpoint is complete or invisible. It does not depend on the layout.
 """
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -14,7 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint.checksums import json_checksum
+from meshpar.checkpoint.disk_space import check_writable, lack_of_space
+from meshpar.checkpoint.read_problems import Kind, Problems
+from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
 from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import TrainState
@@ -24,31 +29,33 @@ STATE, METADATA, EXTRA = "state", "metadata", "synchronization"
 TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 
 
-def tensors(state: Any) -> dict[str, list]:
+def shapes_and_dtypes(state: Any) -> dict[str, list]:
     """{key path: [shape, dtype]} of a state; equal for equal models and optimizers."""
     return {
-        jax.tree_util.keystr(keys): [list(leaf.shape), str(leaf.dtype)]
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+        path: [list(leaf.shape), str(leaf.dtype)]
+        for path, leaf in leaves_by_path(state).items()
     }
 
 
-def difference(ours: dict[str, list], theirs: dict[str, list]) -> str:
-    """The first tensor in which two states differ; "" if none does."""
-    for path in {**ours, **theirs}:
-        here, there = ours.get(path, "nothing"), theirs.get(path, "nothing")
-        if here != there:
-            return f"{path} is {there} there and {here} here"
+def first_difference(own: dict[str, list], saved: dict[str, list]) -> str:
+    """The first tensor in which a run and a checkpoint differ; "" if none does."""
+    for path in {**own, **saved}:
+        in_run, in_checkpoint = own.get(path, "missing"), saved.get(path, "missing")
+        if in_run != in_checkpoint:
+            return (
+                f"{path} is {in_checkpoint} in the checkpoint and {in_run} in the run"
+            )
     return ""
 
 
-class Found(NamedTuple):
-    """One checkpoint in a folder, read without a device.
+class StoredCheckpoint(NamedTuple):
+    """One checkpoint in a folder, as a program without devices sees it.
 
     Attributes:
       step: its step.
       path: its folder.
       num_bytes: bytes on disk.
-      metadata: what was saved with it; None if it cannot be read.
+      metadata: the metadata saved with it; None if it cannot be read.
       problem: why it cannot be used; "" if it is complete.
     """
 
@@ -59,86 +66,89 @@ class Found(NamedTuple):
     problem: str
 
 
-def find_checkpoints(folder: str | os.PathLike) -> list[Found]:
-    """The checkpoints in a folder by step, incomplete ones among them.
+def find_checkpoints(folder: str | os.PathLike) -> list[StoredCheckpoint]:
+    """The checkpoints in a folder by step, including incomplete ones.
 
     Args:
       folder: the folder given to `Checkpoints`.
     """
-    found = []
+    checkpoints = []
     for path in pathlib.Path(folder).glob("*"):
-        number = path.name.partition(".")[0]
-        if not number.isdigit() or not path.is_dir():
+        step = path.name.partition(".")[0]
+        if not step.isdigit() or not path.is_dir():
             continue
         metadata, problem, size = None, "", 0
         for file in path.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # A run is at work there.
+            with contextlib.suppress(FileNotFoundError):  # A run may be writing.
                 size += file.stat().st_size if file.is_file() else 0
         try:
-            metadata = _metadata(path)
+            metadata = _read_metadata(path)
         except (OSError, ValueError) as error:
             problem = f"its metadata cannot be read ({type(error).__name__})"
         if "." in path.name:
-            problem = "incomplete: it was being written"
+            problem = "incomplete: not written to its end"
         elif not (path / STATE).is_dir():
             problem = "its state is missing"
-        found.append(Found(int(number), path, size, metadata, problem))
-    return sorted(found)
+        checkpoints.append(StoredCheckpoint(int(step), path, size, metadata, problem))
+    return sorted(checkpoints)
 
 
 def reason_not_restorable(
-    found: Found, abstract_state: TrainState, num_replicas: int = 1
+    checkpoint: StoredCheckpoint, abstract_state: TrainState, num_replicas: int = 1
 ) -> str:
     """Why a checkpoint cannot be restored to a state; "" if it can.
 
     Args:
-      found: the checkpoint.
+      checkpoint: from `find_checkpoints`.
       abstract_state: shapes, dtypes and shardings to restore to.
       num_replicas: replicas of that state.
     """
-    if found.problem:
-        return found.problem
-    theirs = found.metadata.get(REPLICAS, 1)
-    if theirs != num_replicas:
-        state = with_replicas(abstract_state, num_replicas, theirs)
-        abstract_state = state
-    return difference(tensors(abstract_state), found.metadata[TENSORS])
+    if checkpoint.problem:
+        return checkpoint.problem
+    saved_replicas = checkpoint.metadata.get(REPLICAS, 1)
+    if saved_replicas != num_replicas:
+        abstract_state = with_replicas(abstract_state, num_replicas, saved_replicas)
+    own = shapes_and_dtypes(abstract_state)
+    return first_difference(own, checkpoint.metadata[TENSORS])
 
 
-def _metadata(path: pathlib.Path) -> dict[str, Any]:
-    """What was saved beside the state.
+def _read_metadata(path: pathlib.Path) -> dict[str, Any]:
+    """The metadata of a checkpoint's folder.
 
     Raises:
-      OSError, ValueError: it cannot be read, or has changed since.
+      OSError, ValueError: it cannot be read, or has changed since it was written.
     """
     metadata = json.loads((path / METADATA / METADATA).read_text())
-    known = metadata.pop(_CHECKSUM, None)  # The first ones had none.
-    if known not in (None, json_checksum(metadata)):
+    checksum = metadata.pop(_CHECKSUM, None)  # Missing in the first format.
+    if checksum not in (None, json_checksum(metadata)):
         raise ValueError("its metadata has changed since it was written")
     return metadata
 
 
 def read_checkpoint(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, Any]:
-    """Reads what this process needs of a checkpoint, without the other processes.
+    """Reads this process's shards of a checkpoint, independently of other processes.
 
     Args:
       path: its folder.
       state: ShapeDtypeStructs with shardings.
-      extra: likewise, or None to leave it out.
+      extra: ShapeDtypeStructs with shardings, or None to leave it out.
+
+    Returns:
+      (state, extra).
 
     Raises:
       Exception: it cannot be read.
     """
     process = jax.process_index()
-    # A barrier would wait for a process that failed.
-    alone = ocp.options.MultiprocessingOptions(
+    # Orbax's default is a barrier, which would wait for a process that has failed.
+    independent = ocp.options.MultiprocessingOptions(
         primary_host=process,
         active_processes={process},
         barrier_sync_key_prefix=f"alone-{process}",
     )
     reader = ocp.Checkpointer(
-        ocp.StandardCheckpointHandler(multiprocessing_options=alone),
-        multiprocessing_options=alone,
+        ocp.StandardCheckpointHandler(multiprocessing_options=independent),
+        multiprocessing_options=independent,
     )
 
     def item(name: str, abstract: Any) -> Any:
@@ -148,16 +158,25 @@ def read_checkpoint(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, An
         return item(STATE, state), None if extra is None else item(EXTRA, extra)
 
 
-class PersistentTier:
-    """The checkpoints in one folder."""
+class PersistentTier(Tier):
+    """The checkpoints in one folder, which all processes see."""
 
-    def __init__(self, folder: pathlib.Path, keep: int):
-        """Opens an existing folder.
+    persistent = True
+
+    def __init__(self, folder: pathlib.Path, keep: int, num_bytes: int):
+        """Opens a folder.
 
         Args:
-          folder: holds one sub-folder per step.
+          folder: holds one sub-folder per step; made if it is missing.
           keep: how many checkpoints to keep.
+          num_bytes: size of one checkpoint.
+
+        Raises:
+          CheckpointError: the folder cannot be written to, or its disk is too full.
         """
+        check_writable(folder, "--workdir")
+        if problem := lack_of_space(folder, num_bytes):
+            raise CheckpointError(f"{problem} or choose another --workdir")
         self._folder = folder
         self._manager = ocp.CheckpointManager(
             folder,
@@ -168,11 +187,16 @@ class PersistentTier:
         )
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Steps of the complete checkpoints that this process sees, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: Any, extra: Any, metadata: dict) -> None:
-        """Starts writing a checkpoint, unless the step is there already.
+    def checkpoints(self) -> list[tuple[int, str]]:
+        """(step, name) of the checkpoints that process 0 sees, ascending."""
+        steps = allgather_objects("checkpoints", self.steps())[0]
+        return [(step, str(step)) for step in steps]
+
+    def save(self, step: int, state: Any, extra: Any, metadata: dict[str, Any]) -> None:
+        """Starts writing a checkpoint, unless the folder holds the step already.
 
         Raises:
           CheckpointError: this write or the one before it failed.
@@ -206,33 +230,52 @@ class PersistentTier:
         free = shutil.disk_usage(self._folder).free
         return CheckpointError(
             f"writing a checkpoint to {self._folder} failed ({free} bytes free there): "
-            f"{error}; make room and run the same command again; complete ones are "
-            f"untouched: {self.steps()}"
+            f"{error}; make room and run the same command again; complete checkpoints "
+            f"are unchanged: {self.steps()}"
         )
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state.
+    def metadata(self, name: str) -> dict[str, Any]:
+        """The metadata that was saved with a checkpoint.
 
         Raises:
-          OSError, ValueError: it cannot be read.
+          OSError, ValueError: it cannot be read, or has changed.
         """
-        return _metadata(self._folder / str(step))
+        return _read_metadata(self._folder / name)
 
-    def read(self, step: int, state: Any, extra: Any) -> tuple[Any, Any]:
-        """As the function `read`."""
-        return read_checkpoint(self._folder / str(step), state, extra)
+    def read(self, name: str, state: Any, extra: Any) -> tuple[Any, Any]:
+        """Reads this process's shards, as `read_checkpoint` does."""
+        return read_checkpoint(self._folder / name, state, extra)
 
-    def set_aside(self, step: int) -> None:
-        """Moves a checkpoint out of the way; deletes nothing. All processes call it."""
+    def reject(self, name: str, problems: Problems) -> None:
+        """Moves a corrupt checkpoint to the folder `corrupt`; deletes nothing.
+
+        Raises:
+          CheckpointError: the problem may be transient; nothing has been moved.
+        """
+        if problems.any(Kind.TRANSIENT):
+            raise CheckpointError(
+                f"checkpoint {name} in {self._folder} cannot be read now, and was left "
+                f"unchanged: {problems}"
+            )
+        logging.warning(
+            "checkpoint %s in %s cannot be read and is set aside; the one before it is "
+            "used: %s",
+            name,
+            self._folder,
+            problems,
+        )
         if jax.process_index() == 0:
             aside = self._folder.parent / "corrupt"
             aside.mkdir(exist_ok=True)
-            number = len(list(aside.glob(f"{step}-*")))
-            (self._folder / str(step)).rename(aside / f"{step}-{number}")
-        allgather_objects("set aside", step)  # The others look again then.
+            number = len(list(aside.glob(f"{name}-*")))
+            (self._folder / name).rename(aside / f"{name}-{number}")
+        allgather_objects("set aside", name)  # The others reload after the move.
         self._manager.reload()
 
+    def discard_after(self, step: int) -> None:
+        """Deletes nothing: later checkpoints have been rejected, thus set aside."""
+
     def close(self) -> None:
-        """As `wait`, and releases the folder."""
+        """Waits as `wait` does, and releases the folder."""
         self.wait()
         self._manager.close()

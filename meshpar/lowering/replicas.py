@@ -1,6 +1,6 @@
-"""Training states of R replicas as states of another number: through their average."""
+"""Conversion of a training state to another number of replicas, through the average."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,58 +10,66 @@ from meshpar.lowering.state import TrainState
 
 
 def with_replicas(
-    state: TrainState, ours: int, theirs: int, axis: str | None = None
+    state: TrainState, num_replicas: int, new_num_replicas: int, axis: str | None = None
 ) -> TrainState:
-    """The abstract state of another number of replicas.
+    """The abstract state with another number of replicas.
+
+    Weights and optimizer state have a leading dim of replicas, unless there is 1.
 
     Args:
-      state: ShapeDtypeStructs with shardings; weights and optimizer state have `ours`
-        replicas in front, unless that is 1.
-      ours: replicas of `state`.
-      theirs: replicas of the result.
-      axis: mesh axis that holds them; None keeps all of them on every device.
+      state: ShapeDtypeStructs with shardings.
+      num_replicas: replicas of `state`.
+      new_num_replicas: replicas of the result.
+      axis: mesh axis that splits the replicas; None holds all of them on every device.
     """
 
-    def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def convert(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape, spec = leaf.shape, leaf.sharding.spec
-        if ours > 1:
+        if num_replicas > 1:
             shape, spec = shape[1:], spec[1:]
-        if theirs > 1:
-            shape, spec = (theirs, *shape), (axis, *spec)
+        if new_num_replicas > 1:
+            shape, spec = (new_num_replicas, *shape), (axis, *spec)
         sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
         return leaf.update(shape=shape, sharding=sharding)
 
-    apart = state.params, state.optimizer_state
-    return state._replace(**_named(jax.tree.map(one, apart)))
-
-
-def _named(apart: tuple[Any, Any]) -> dict[str, Any]:
-    return dict(zip(("params", "optimizer_state"), apart, strict=True))
+    return _map_replicated(convert, state)
 
 
 def converted(
-    state: TrainState, theirs: int, like: TrainState, ours: int
+    state: TrainState,
+    num_replicas: int,
+    abstract_state: TrainState,
+    new_num_replicas: int,
 ) -> TrainState:
-    """The average of `theirs` replicas, once for each of `ours`.
+    """The average of a state's replicas, repeated for each new replica.
 
-    Counters of the optimizer are those of the first replica.
+    Integers, such as the optimizer's counters, are those of the first replica.
 
     Args:
-      state: arrays shaped as `with_replicas` says.
-      theirs: replicas of `state`.
-      like: the abstract state to make.
-      ours: replicas of `like`.
+      state: arrays shaped as `with_replicas` describes.
+      num_replicas: replicas of `state`.
+      abstract_state: the result's shapes, dtypes and shardings.
+      new_num_replicas: replicas of the result.
     """
 
-    def one(x: jax.Array) -> jax.Array:
-        if theirs > 1:
+    def convert(x: jax.Array) -> jax.Array:
+        if num_replicas > 1:
             floating = jnp.issubdtype(x.dtype, jnp.floating)
             x = x.mean(axis=0).astype(x.dtype) if floating else x[0]
-        return jnp.broadcast_to(x, (ours, *x.shape)) if ours > 1 else x
+        if new_num_replicas > 1:
+            x = jnp.broadcast_to(x, (new_num_replicas, *x.shape))
+        return x
 
-    def all_of_it(state: TrainState) -> TrainState:
-        apart = state.params, state.optimizer_state
-        return state._replace(**_named(jax.tree.map(one, apart)))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    program = jax.jit(
+        lambda state: _map_replicated(convert, state), out_shardings=shardings
+    )
+    return program(state)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return jax.jit(all_of_it, out_shardings=shardings)(state)
+
+def _map_replicated(function: Callable, state: TrainState) -> TrainState:
+    """Maps the leaves that each replica has of its own."""
+    params, optimizer_state = jax.tree.map(
+        function, (state.params, state.optimizer_state)
+    )
+    return state._replace(params=params, optimizer_state=optimizer_state)

@@ -1,7 +1,7 @@
-"""Many processes, one mesh: start, fingerprint check and agreement.
+"""Agreement of processes: start, fingerprint check, all-gather of objects.
 
-A process of a multi-process run first joins the others (`initialize`), then all of
-them compare what they are about to run (`check_fingerprint`), before any collective.
+A process of a multi-process run first joins the others (`initialize`). Then all of them
+compare their programs (`check_fingerprint`), before any collective.
 """
 
 import collections
@@ -29,78 +29,84 @@ READ_S = 3600.0
 """How long to wait for others that read from their disks, in seconds."""
 
 
-def initialize(who: ProcessInfo | None, timeout_s: float = 120) -> None:
+def initialize(process: ProcessInfo | None, timeout_s: float = 120) -> None:
     """Joins the other processes of the run; does nothing for a single process.
 
     Args:
-      who: from `clusters.place`.
+      process: this process, from `process_info`.
       timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-      MultihostError: the others did not come in time; names them.
+      MissingError: names the processes that did not arrive in time.
+      MultihostError: the processes do not fit together.
     """
-    if who is None:
+    if process is None:
         return
-    wait_for_all(who, timeout_s)
+    wait_for_all(process, timeout_s)
     jax.distributed.initialize(
-        who.coordinator,
-        who.num_processes,
-        who.process_id,
+        process.coordinator,
+        process.num_processes,
+        process.process_id,
         initialization_timeout=max(1, int(timeout_s)),
     )
     local = jax.local_devices()
     print(
-        f"process {who.process_id} of {who.num_processes} on {socket.gethostname()}, "
-        f"pid {os.getpid()}: {len(local)} x {local[0].device_kind}",
+        f"process {process.process_id} of {process.num_processes} on "
+        f"{socket.gethostname()}, pid {os.getpid()}: {len(local)} x "
+        f"{local[0].device_kind}",
         flush=True,
     )
 
 
 def allgather_objects(
-    what: str, value: Any, timeout_s: float = 120.0
+    label: str, value: Any, timeout_s: float = 120.0
 ) -> dict[int, Any]:
-    """Tells every process a value of each, {process: value}; all have to call it.
+    """Gathers an object of every process on all of them; every process calls it.
 
     Args:
-      what: what is told, the same on all processes.
-      value: anything that JSON can say.
+      label: describes the objects; the same on all processes.
+      value: this process's object, anything that JSON can hold.
       timeout_s: how long to wait for the others, in seconds.
 
+    Returns:
+      {process: its object}.
+
     Raises:
-      MissingError: names the processes that did not come.
-      MultihostError: processes that tell something else: they have parted ways.
+      MissingError: names the processes that did not report in time.
+      MultihostError: processes gather objects of another label: they have diverged.
     """
-    client, num = compat.coordination_client(), jax.process_count()
-    if client is None or num == 1:
+    client, num_processes = compat.coordination_client(), jax.process_count()
+    if client is None or num_processes == 1:
         return {0: value}
-    prefix, mine = f"meshpar/exchange/{next(_calls)}", jax.process_index()
-    client.key_value_set(f"{prefix}/{mine}", json.dumps([what, value]))
-    told, everyone, missing = {}, {}, []
+    prefix, own = f"meshpar/allgather/{next(_calls)}", jax.process_index()
+    client.key_value_set(f"{prefix}/{own}", json.dumps([label, value]))
+    labels, values, missing = {}, {}, []
     deadline = time.monotonic() + timeout_s
-    for process in range(num):
+    for process in range(num_processes):
         left_ms = max(1000, int(1000 * (deadline - time.monotonic())))
         try:
             text = client.blocking_key_value_get(f"{prefix}/{process}", left_ms)
-            told[process], everyone[process] = json.loads(text)
+            labels[process], values[process] = json.loads(text)
         except jax.errors.JaxRuntimeError:
             missing.append(process)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        # Process 0 serves these values: nobody leaves before all have read them.
+        # Process 0 serves these values: it may leave only when all have read them.
         client.wait_at_barrier(f"{prefix}/read", 10_000)
     if missing:
         raise MissingError(
-            f"process(es) {missing} of {num} did not report within {timeout_s:.0f} s; "
-            "look at their logs"
+            f"process(es) {missing} of {num_processes} did not report within "
+            f"{timeout_s:.0f} s; look at their logs"
         )
-    if odd := {process: other for process, other in told.items() if other != what}:
+    if others := {process: x for process, x in labels.items() if x != label}:
         raise MultihostError(
-            f"process {mine} tells the others its {what!r}, but these tell {odd}"
+            f"process {own} gathers {label!r}, but other processes gather {others}: "
+            "they have diverged; compare their logs"
         )
-    return everyone
+    return values
 
 
 def broadcast(value: np.ndarray, source: int) -> np.ndarray:
-    """The value of one process on all of them; shapes and dtypes have to be equal."""
+    """One process's array on all of them; shapes and dtypes have to be equal."""
     is_source = jax.process_index() == source
     return np.asarray(multihost_utils.broadcast_one_to_all(value, is_source))
 
@@ -113,8 +119,8 @@ def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) ->
       timeout_s: how long to wait for each process, in seconds.
 
     Raises:
-      MultihostError: names the odd process and field, or the processes that are
-        missing; raised on every process.
+      MultihostError: names the processes and fields that differ, or the processes that
+        are missing; raised on every process.
     """
     own = {name: str(value) for name, value in fields.items()}
     if problems := differing_processes(
@@ -123,18 +129,22 @@ def check_fingerprint(fields: Mapping[str, object], timeout_s: float = 120.0) ->
         raise MultihostError("the processes differ:\n  " + "\n  ".join(problems))
 
 
-def differing_processes(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Says which processes differ from the majority, field by field."""
+def differing_processes(fingerprints: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Names the processes that differ from the majority, field by field.
+
+    Args:
+      fingerprints: {process: {field: value}}.
+    """
     problems = []
-    names = sorted({name for fields in everyone.values() for name in fields})
+    names = sorted({name for fields in fingerprints.values() for name in fields})
     for name in names:
-        values = {process: f.get(name, "nothing") for process, f in everyone.items()}
+        values = {p: fields.get(name, "nothing") for p, fields in fingerprints.items()}
         (common, count), *others = collections.Counter(values.values()).most_common()
         if not others:
             continue
-        if others[0][1] == count:
-            said = ", ".join(f"process {p} has {v!r}" for p, v in values.items())
-            problems.append(f"{name}: {said}")
+        if others[0][1] == count:  # No majority.
+            each = ", ".join(f"process {p} has {v!r}" for p, v in values.items())
+            problems.append(f"{name}: {each}")
         else:
             problems += [
                 f"{name}: process {p} has {v!r}, the others {common!r}"
@@ -147,19 +157,19 @@ def differing_processes(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
 def make_any_process(mesh: Mesh) -> Callable[[bool], jax.Array | bool]:
     """Returns `any_process(flag)`: whether any process raised its flag.
 
-    The answer is the same on all processes. It is an array that computes beside the
+    The result is the same on all processes. It is an array that is computed beside the
     training step, so reading it later does not stall the devices. In a single process
     it is the flag itself. Every process must call it equally often.
     """
     if jax.process_count() == 1:
         return bool
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    whole = NamedSharding(mesh, PartitionSpec())
-    anywhere = jax.jit(lambda flags: flags.any(), out_shardings=whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    reduce_any = jax.jit(lambda flags: flags.any(), out_shardings=replicated)
 
     def any_process(flag: bool) -> jax.Array:
         own = np.array([flag])
         flags = jax.make_array_from_callback((mesh.size,), split, lambda _: own)
-        return anywhere(flags)
+        return reduce_any(flags)
 
     return any_process

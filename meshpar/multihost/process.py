@@ -1,4 +1,4 @@
-"""Where this process stands among others: what launchers and clusters say of it."""
+"""The rank of this process: from flags, our launchers or the cluster's environment."""
 
 import os
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from typing import NamedTuple
 from meshpar import compat
 from meshpar.errors import MeshparError
 
-_OURS = ("MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCESSES", "MESHPAR_PROCESS_ID")
+_VARIABLES = ("MESHPAR_COORDINATOR", "MESHPAR_NUM_PROCESSES", "MESHPAR_PROCESS_ID")
 
 
 class MultihostError(MeshparError):
-    """The processes of a run do not fit together, or one of them is missing."""
+    """The processes of a run do not fit together, or some are missing."""
 
 
 class MissingError(MultihostError):
-    """Processes that did not come: a launcher may start the run again."""
+    """Some processes did not arrive in time; a launcher may start the run again."""
 
     exit_code = 76
 
@@ -26,7 +26,7 @@ class ProcessInfo(NamedTuple):
     Attributes:
       coordinator: host:port of process 0.
       num_processes: processes of the run.
-      process_id: number of this one, from 0.
+      process_id: rank of this process, from 0.
     """
 
     coordinator: str
@@ -34,43 +34,44 @@ class ProcessInfo(NamedTuple):
     process_id: int
 
 
-def _from_ours(environment: Mapping[str, str]) -> ProcessInfo | None:
-    """MESHPAR_* as our own launchers set them; MPICH's numbers fill in for two."""
-    names = dict(zip(_OURS, map(environment.get, _OURS), strict=True))
-    if "PMI_SIZE" in environment and names[_OURS[0]]:
-        names[_OURS[1]] = names[_OURS[1]] or environment["PMI_SIZE"]
-        names[_OURS[2]] = names[_OURS[2]] or environment["PMI_RANK"]
-    elif names[_OURS[0]] and not names[_OURS[1]] and compat.detected_cluster():
-        # A coordinator alone beside a cluster that knows the rest.
-        _, num, process = compat.detected_cluster()
-        return ProcessInfo(names[_OURS[0]], num, process)
-    if not any(names.values()):
+def _from_launcher(environment: Mapping[str, str]) -> ProcessInfo | None:
+    """The rank from MESHPAR_*; MPICH or the cluster may supply all but the address."""
+    coordinator, num_processes, process_id = map(environment.get, _VARIABLES)
+    if "PMI_SIZE" in environment and coordinator:  # MPICH.
+        num_processes = num_processes or environment["PMI_SIZE"]
+        process_id = process_id or environment["PMI_RANK"]
+    elif coordinator and not num_processes and (cluster := compat.detected_cluster()):
+        return ProcessInfo(coordinator, *cluster[1:])
+    values = (coordinator, num_processes, process_id)
+    if not any(values):
         return None
-    if lacking := [name for name, value in names.items() if value is None]:
+    if None in values:
+        unset = [n for n, v in zip(_VARIABLES, values, strict=True) if v is None]
         raise MultihostError(
-            f"{', '.join(lacking)} not set; a launcher sets all of {_OURS}"
+            f"{', '.join(unset)} not set; a launcher sets all of {_VARIABLES}"
         )
-    return ProcessInfo(names[_OURS[0]], int(names[_OURS[1]]), int(names[_OURS[2]]))
+    return ProcessInfo(coordinator, int(num_processes), int(process_id))
 
 
 def process_info(
     coordinator: str = "", num_processes: int = 0, process_id: int = -1
 ) -> ProcessInfo | None:
-    """This process among the others of its run.
+    """The rank of this process and the address of its run.
 
-    Flags win over MESHPAR_* of our launchers, and those over what jax finds in the
-    environment of SLURM, Open MPI, Kubernetes and Cloud TPU.
+    Sources, first one wins: the arguments (a program's flags), MESHPAR_* (our
+    launchers), the cluster that jax detects (SLURM, Open MPI, Kubernetes, Cloud TPU).
 
     Args:
       coordinator: host:port of process 0, or "".
       num_processes: processes of the run, or 0.
-      process_id: number of this process, or -1.
+      process_id: rank of this process, or -1.
 
     Returns:
       None for a single process.
 
     Raises:
-      MultihostError: half of what is needed, or a number out of range.
+      MultihostError: some but not all of the values are given, or the rank is out of
+        range.
     """
     given = (bool(coordinator), num_processes > 0, process_id >= 0)
     if any(given) and not all(given):
@@ -78,13 +79,15 @@ def process_info(
             f"coordinator={coordinator!r}, num_processes={num_processes}, "
             f"process_id={process_id}: give all three or none"
         )
-    found = ProcessInfo(coordinator, num_processes, process_id) if all(given) else None
-    found = found or _from_ours(os.environ)
-    if found is None and (detected := compat.detected_cluster()):
-        found = ProcessInfo(*detected)
-    if found and not 0 <= found.process_id < found.num_processes:
+    if all(given):
+        process = ProcessInfo(coordinator, num_processes, process_id)
+    else:
+        process = _from_launcher(os.environ)
+    if process is None and (cluster := compat.detected_cluster()):
+        process = ProcessInfo(*cluster)
+    if process and not 0 <= process.process_id < process.num_processes:
         raise MultihostError(
-            f"process_id={found.process_id} is not one of num_processes="
-            f"{found.num_processes} (0 to {found.num_processes - 1})"
+            f"process_id={process.process_id} is not one of num_processes="
+            f"{process.num_processes} (0 to {process.num_processes - 1})"
         )
-    return None if found is None or found.num_processes == 1 else found
+    return None if process is None or process.num_processes == 1 else process

@@ -1,9 +1,8 @@
-"""The host-side barrier before jax starts: who is there, and who is missing.
+"""A barrier before jax starts, which names the processes that are missing.
 
-Process 0 listens at the coordinator's address until every process has called, then
-tells all to go on; when time is up it tells those that came which ones are missing.
-The same port then serves jax.distributed, whose own time-out ends processes without
-naming any.
+Process 0 listens at the coordinator's address until every process has connected, then
+replies to all of them. After a time-out its reply names the missing processes. The same
+port then serves jax.distributed, whose own time-out ends processes without naming any.
 """
 
 import contextlib
@@ -24,16 +23,22 @@ def _address(coordinator: str) -> tuple[str, int]:
 
 
 def _receive(connection: socket.socket) -> dict:
-    with connection.makefile("r") as lines:
-        return json.loads(lines.readline() or "{}")
+    """A message; {} from a peer that is not ours, such as a health check's probe."""
+    with connection.makefile("r", errors="replace") as lines:
+        line = lines.readline()
+    try:
+        message = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def _send(connection: socket.socket, message: dict) -> None:
     connection.sendall((json.dumps(message) + "\n").encode())
 
 
-def _gone(connection: socket.socket) -> bool:
-    """Whether the process at the other end has died since it called."""
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the process at the other end has died."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -45,29 +50,28 @@ def _gone(connection: socket.socket) -> bool:
         connection.settimeout(5)
 
 
-def wait_for_all(who: ProcessInfo, timeout_s: float) -> None:
-    """Waits until all processes of the run are there.
+def wait_for_all(process: ProcessInfo, timeout_s: float) -> None:
+    """Waits until all processes of the run have arrived.
 
     Args:
-      who: this process.
+      process: this process.
       timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-      MultihostError: processes that are missing, or the coordinator that is, or two
-        processes with one number.
+      MissingError: names the processes that did not arrive, process 0 among them.
+      MultihostError: two processes have one rank, or expect different numbers of
+        processes.
     """
     deadline = time.monotonic() + timeout_s
-    if who.process_id == 0:
-        _gather(who, deadline, timeout_s)
+    if process.process_id == 0:
+        _serve(process, deadline, timeout_s)
     else:
-        _call(who, deadline, timeout_s)
+        _connect(process, deadline, timeout_s)
 
 
-def _gather(who: ProcessInfo, deadline: float, timeout_s: float) -> None:
-    _, port = _address(who.coordinator)
-    here: dict[int, socket.socket] = {}
-    callers: list[socket.socket] = []  # All that hear the answer.
-    problem, kind = "", MultihostError
+def _serve(process: ProcessInfo, deadline: float, timeout_s: float) -> None:
+    """Waits for the other processes, replies to them, and raises their problem."""
+    _, port = _address(process.coordinator)
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(
@@ -75,68 +79,96 @@ def _gather(who: ProcessInfo, deadline: float, timeout_s: float) -> None:
             )
         except OSError as error:
             raise MultihostError(
-                f"process 0 cannot listen at {who.coordinator}: {error.strerror}; "
+                f"process 0 cannot listen at {process.coordinator}: {error.strerror}; "
                 "choose another port"
             ) from error
         server.settimeout(_POLL_S)
-        while not problem:
-            here = {n: one for n, one in here.items() if not _gone(one)}
-            if len(here) == who.num_processes - 1:
-                break
-            if time.monotonic() > deadline:
-                missing = sorted({*range(1, who.num_processes)} - {*here})
-                problem = (
-                    f"process(es) {missing} of {who.num_processes} did not come to "
-                    f"{who.coordinator} within {timeout_s:g} s; look at their logs"
-                )
-                kind = MissingError
-                break
-            with contextlib.suppress(TimeoutError, OSError, json.JSONDecodeError):
-                connection = stack.enter_context(server.accept()[0])
-                connection.settimeout(5)
-                said = _receive(connection)
-                number, num = said.get("process"), said.get("num")
-                if not isinstance(number, int):
-                    continue  # A probe of some health check.
-                if number in here or number == 0:
-                    problem = f"two processes say that they are process {number}"
-                elif num != who.num_processes:
-                    problem = (
-                        f"process {number} expects {num} processes, process 0 "
-                        f"{who.num_processes}"
-                    )
-                callers.append(connection)
-                here[number] = connection
-        for connection in callers:
+        connections, missing, problem = _accept_all(process, server, stack, deadline)
+        if missing:
+            problem = (
+                f"process(es) {missing} of {process.num_processes} did not arrive at "
+                f"{process.coordinator} within {timeout_s:g} s; look at their logs"
+            )
+        for connection in connections:
             with contextlib.suppress(OSError):
-                missed = kind is MissingError
-                _send(connection, {"problem": problem, "missing": missed})
+                _send(connection, {"problem": problem, "missing": bool(missing)})
     if problem:
-        raise kind(problem)
+        raise (MissingError if missing else MultihostError)(problem)
 
 
-def _call(who: ProcessInfo, deadline: float, timeout_s: float) -> None:
-    address = _address(who.coordinator)
+def _accept_all(
+    process: ProcessInfo,
+    server: socket.socket,
+    stack: contextlib.ExitStack,
+    deadline: float,
+) -> tuple[list[socket.socket], list[int], str]:
+    """Accepts connections until all processes are connected, or cannot be.
+
+    Args:
+      process: process 0.
+      server: the listening socket, with a short time-out.
+      stack: closes the connections.
+      deadline: when to stop waiting, by `time.monotonic`.
+
+    Returns:
+      All connections, dead ones included; the ranks that are missing at the deadline;
+      why the processes do not fit together, or "".
+    """
+    connections: list[socket.socket] = []
+    alive: dict[int, socket.socket] = {}
+    while True:
+        alive = {rank: c for rank, c in alive.items() if not _is_closed(c)}
+        if len(alive) == process.num_processes - 1:
+            return connections, [], ""
+        if time.monotonic() > deadline:
+            missing = sorted({*range(1, process.num_processes)} - {*alive})
+            return connections, missing, ""
+        with contextlib.suppress(OSError):
+            connection = stack.enter_context(server.accept()[0])
+            connection.settimeout(5)
+            message = _receive(connection)
+            rank, num_processes = message.get("process"), message.get("num")
+            if not isinstance(rank, int):
+                continue  # Not a process of ours.
+            connections.append(connection)
+            if rank in alive or rank == 0:
+                return connections, [], f"two processes have rank {rank}"
+            if num_processes != process.num_processes:
+                problem = (
+                    f"process {rank} expects {num_processes} processes, process 0 "
+                    f"{process.num_processes}"
+                )
+                return connections, [], problem
+            alive[rank] = connection
+
+
+def _connect(process: ProcessInfo, deadline: float, timeout_s: float) -> None:
+    """Connects to process 0, waits for its reply and raises the problem in it."""
+    address = _address(process.coordinator)
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
             raise MissingError(
-                f"process {who.process_id} cannot reach process 0 at "
-                f"{who.coordinator} within {timeout_s:g} s; does it run, and is the "
-                "address right?"
+                f"process {process.process_id} cannot reach process 0 at "
+                f"{process.coordinator} within {timeout_s:g} s; check that process 0 "
+                "runs and that the address is right"
             )
         try:
             with socket.create_connection(address, timeout=min(left, 5)) as connection:
-                _send(connection, {"process": who.process_id, "num": who.num_processes})
+                _send(
+                    connection,
+                    {"process": process.process_id, "num": process.num_processes},
+                )
                 connection.settimeout(left + 5)
-                answer = _receive(connection)
-        except (OSError, json.JSONDecodeError):
+                reply = _receive(connection)
+        except OSError:
             time.sleep(_POLL_S)
             continue
-        if "problem" not in answer:
-            time.sleep(_POLL_S)  # Process 0 went away before it had all.
+        if "problem" not in reply:
+            time.sleep(_POLL_S)  # Process 0 died before all had connected.
             continue
-        if answer["problem"]:
-            kind = MissingError if answer["missing"] else MultihostError
-            raise kind(answer["problem"])
+        if reply["problem"]:
+            raise (MissingError if reply["missing"] else MultihostError)(
+                reply["problem"]
+            )
         return

@@ -1,10 +1,10 @@
-"""A watchdog: a run of many processes that stands still ends, and says who is missing.
+"""A watchdog: ends a run of many processes that hangs, and names the stalled ones.
 
-Each process reports to the key-value store of jax.distributed which step it has
-finished, and that it is alive. A thread compares the time since the last step with the
-median; a step that takes far longer ends the process with `HUNG`, after which a
-launcher starts the run again from its last checkpoint. The first step is not watched:
-nobody knows how long compiling takes.
+Each process reports its last finished step, and that it is alive, to the key-value
+store of jax.distributed. A thread compares the time since the last step with the median
+step time. A step that takes far longer ends the process with exit code `HUNG`, and a
+launcher starts the run again from its last checkpoint. The first step is not watched,
+as the time to compile cannot be predicted.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ import jax
 from meshpar import compat
 
 HUNG = 76
-"""Exit code of a process whose run stood still."""
+"""Exit code of a process whose run hung."""
 
 _PREFIX = "meshpar/watchdog"
 _FACTOR = 20
-"""A step that takes this many times the median stands still."""
+"""A step that takes this many times the median counts as hung."""
 
 
 class Watchdog:
@@ -37,99 +37,100 @@ class Watchdog:
         end: Callable[[int], None] = os._exit,
         poll_s: float = 1.0,
     ):
-        """Makes a watchdog, which sleeps until the first step.
+        """Makes a watchdog, which is paused until the first step has finished.
 
         Args:
-          at_least_s: shortest time that counts as standing still, in seconds; 0 never.
+          at_least_s: shortest time that counts as hung, in seconds; 0 for never.
           end: ends this process with an exit code.
-          poll_s: how often it looks, in seconds.
+          poll_s: interval of the checks, in seconds.
         """
         self._at_least, self._end, self._poll = at_least_s, end, poll_s
         self._client = compat.coordination_client()
         self._lock = threading.Lock()
-        self._seconds: list[float] = []
+        self._step_times: list[float] = []
         self._step, self._last = 0, None
         self._stopped = threading.Event()
 
     def __enter__(self):
         if self._client is not None and self._at_least > 0:
-            for work in (self._watch, self._beat):
-                threading.Thread(target=work, daemon=True).start()
+            for loop in (self._watch, self._beat):
+                threading.Thread(target=loop, daemon=True).start()
         return self
 
     def __exit__(self, *_):
         self._stopped.set()
 
     def finished(self, step: int) -> None:
-        """Notes that a step has been read back from the devices."""
+        """Notes that a step's results have been read back from the devices."""
         with self._lock:
             now = time.monotonic()
             if self._last is not None:
-                self._seconds = [*self._seconds[-99:], now - self._last]
+                self._step_times = [*self._step_times[-99:], now - self._last]
             self._step, self._last = step, now
 
     def pause(self) -> None:
-        """Sleeps until the next step: what comes now may take long."""
+        """Stops watching until the next step: evaluating or saving may take long."""
         with self._lock:
             self._last = None
 
     def resume(self) -> None:
-        """Watches again, from now on."""
+        """Watches again, starting now."""
         with self._lock:
-            self._last = time.monotonic() if self._seconds else None
+            self._last = time.monotonic() if self._step_times else None
 
     def limit(self) -> float:
         """How long a step may take, in seconds."""
-        median = statistics.median(self._seconds) if self._seconds else 0.0
+        median = statistics.median(self._step_times) if self._step_times else 0.0
         return max(self._at_least, _FACTOR * median)
 
     def _watch(self) -> None:
+        """Ends the process when a step takes too long."""
         while not self._stopped.wait(self._poll):
             with self._lock:
                 waited = 0 if self._last is None else time.monotonic() - self._last
                 step, limit = self._step, self.limit()
             if waited > limit:
-                # The store may hang, if it is its process that stands still.
-                asking = threading.Thread(target=self._report, args=(step, waited))
-                asking.daemon = True
-                asking.start()
-                asking.join(10 + 5 * self._poll)
+                # In a thread, as the store hangs if the process that serves it does.
+                report = threading.Thread(target=self._report, args=(step, waited))
+                report.daemon = True
+                report.start()
+                report.join(10 + 5 * self._poll)
                 self._end(HUNG)
                 return
 
     def _beat(self) -> None:
-        """Says again and again that this process lives; may hang with the store."""
-        mine = f"{_PREFIX}/{jax.process_index()}"
-        for beats in itertools.count():
+        """Reports at intervals that this process is alive; may hang with the store."""
+        key = f"{_PREFIX}/{jax.process_index()}"
+        for beat in itertools.count():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                said = f"{self._step} {beats}"
-                self._client.key_value_set(mine, said, allow_overwrite=True)
+                text = f"{self._step} {beat}"
+                self._client.key_value_set(key, text, allow_overwrite=True)
             if self._stopped.wait(self._poll):
                 return
 
-    def _everyone(self) -> dict[int, tuple[int, int]]:
-        """{process: (step, beats)} of those that have said anything."""
-        found = {}
+    def _heartbeats(self) -> dict[int, tuple[int, int]]:
+        """{process: (step, beat)} of the processes that have reported."""
+        heartbeats = {}
         for process in range(jax.process_count()):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 text = self._client.key_value_try_get(f"{_PREFIX}/{process}")
-                step, beats = text.split()
-                found[process] = int(step), int(beats)
-        return found
+                step, beat = text.split()
+                heartbeats[process] = int(step), int(beat)
+        return heartbeats
 
     def _report(self, step: int, waited: float) -> None:
         head = f"watchdog: no step for {waited:.0f} s after step {step}"
         print(f"{head}; this process ends", file=sys.stderr, flush=True)
-        before = self._everyone()
+        before = self._heartbeats()
         time.sleep(4 * self._poll)
-        after = self._everyone()
+        after = self._heartbeats()
         reached = {process: step for process, (step, _) in after.items()}
-        everyone = range(jax.process_count())
-        silent = [p for p in everyone if after.get(p) == before.get(p)]
+        processes = range(jax.process_count())
+        stalled = [p for p in processes if after.get(p) == before.get(p)]
         behind = [p for p in reached if reached[p] < max(reached.values())]
         print(
-            f"{head}: steps reached {reached}; process(es) that stand still: "
-            f"{silent or 'none'}; behind: {behind or 'none'}",
+            f"{head}: steps reached {reached}; stalled process(es): "
+            f"{stalled or 'none'}; behind: {behind or 'none'}",
             file=sys.stderr,
             flush=True,
         )

@@ -12,7 +12,7 @@ import optax
 import pytest
 from support.tiny_models import batch, host, lower, model
 
-from meshpar.checkpoint import checkpoints, persistent, read_problems
+from meshpar.checkpoint import persistent, read_problems
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
 
@@ -58,8 +58,8 @@ def restore(folder, layout="data=2", **options):
 
 
 def assert_equal(state, want):
-    for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), wanted)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), wanted)
 
 
 @pytest.mark.parametrize("layout", ["data=1", "data=8", "fsdp=8,zero=1", "fsdp=2"])
@@ -68,10 +68,9 @@ def test_restores_bitwise_onto_any_layout(saved, layout):
     program, (state, metadata) = restore(folder, layout)
     assert metadata == {"position": 32}
     assert_equal(state, states[1])
-    for got, want in zip(
-        state.params.values(), program.abstract_state.params.values(), strict=True
-    ):
-        assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
+    for path, abstract in program.abstract_state.params.items():
+        param = state.params[path]
+        assert param.sharding.is_equivalent_to(abstract.sharding, param.ndim)
 
 
 def test_nothing_to_restore_in_a_new_folder(tmp_path):
@@ -89,7 +88,7 @@ def test_keeps_the_newest(saved, tmp_path):
     checkpoints.close()
 
 
-def test_a_write_that_a_kill_cut_off_is_invisible_and_can_be_done_again(saved):
+def test_an_interrupted_write_is_invisible_and_can_be_repeated(saved):
     folder, states = saved
     for name in ("3.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-17"):
         shutil.copytree(folder / "2", folder / name)
@@ -130,7 +129,7 @@ def damage(kind, step):
 @pytest.mark.parametrize(
     "kind", ["truncated", "missing", "metadata", "changed", "metadata changed"]
 )
-def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
+def test_a_corrupt_newest_checkpoint_is_logged_and_the_one_before_used(
     saved, kind, caplog
 ):
     folder, states = saved
@@ -142,16 +141,17 @@ def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_used(
     assert (folder.parent / "corrupt" / "2-0").is_dir()
 
 
-def test_what_one_process_cannot_read_no_process_takes(saved, monkeypatch, caplog):
+def test_a_checkpoint_that_one_process_cannot_read_is_restored_by_none(
+    saved, monkeypatch, caplog
+):
     folder, states = saved
     problems = [("corrupt", "OSError: a torn file")] * 2  # It is read twice.
 
-    def exchange(what, value, _=0):
-        torn = what == "checkpoint read" and problems
-        return {0: value, 1: problems.pop() if torn else value}
+    def allgather(label, value, timeout_s):
+        assert label == "checkpoint read"
+        return {0: value, 1: problems.pop() if problems else value}
 
-    for module in (read_problems, persistent, checkpoints):
-        monkeypatch.setattr(module, "allgather_objects", exchange)
+    monkeypatch.setattr(read_problems, "allgather_objects", allgather)
     _, (state, metadata) = restore(folder)
     assert metadata == {"position": 16}
     assert_equal(state, states[0])
@@ -159,13 +159,13 @@ def test_what_one_process_cannot_read_no_process_takes(saved, monkeypatch, caplo
     assert (folder.parent / "corrupt" / "2-0").is_dir()
 
 
-def test_metadata_of_before_there_were_replicas_still_serves(saved):
+def test_metadata_of_the_first_format_still_restores(saved):
     folder, states = saved
     path = folder / "2" / "metadata" / "metadata"
-    said = json.loads(path.read_text())
+    stored = json.loads(path.read_text())
     for name in ("replicas", "synchronization", "checksums", "checksum"):
-        del said[name]
-    path.write_text(json.dumps(said))
+        del stored[name]
+    path.write_text(json.dumps(stored))
     program, (state, metadata) = restore(folder)
     assert metadata == {"position": 32}
     assert_equal(state, states[1])
@@ -173,22 +173,22 @@ def test_metadata_of_before_there_were_replicas_still_serves(saved):
     assert persistent.reason_not_restorable(newest, program.portable_state) == ""
 
 
-def test_a_changed_bit_of_a_weight_is_seen_whatever_the_file_says(saved, monkeypatch):
-    """As a reader would return it that does not check what it reads."""
+def test_a_changed_bit_is_detected_after_reading(saved, monkeypatch):
+    """The reader itself may not verify what it reads."""
     folder, states = saved
     read = persistent.read_checkpoint
 
     def flipped(path, state, extra):
-        found, extra = read(path, state, extra)
+        restored, extra = read(path, state, extra)
         if path.name == "2":
-            params = dict(found.params)
+            params = dict(restored.params)
             name = sorted(params)[3]
             bits = np.asarray(params[name]).copy().view(np.uint32)
             bits.flat[7] ^= 1
-            where = params[name].sharding
-            params[name] = jax.device_put(bits.view(np.float32), where)
-            found = found._replace(params=params)
-        return found, extra
+            sharding = params[name].sharding
+            params[name] = jax.device_put(bits.view(np.float32), sharding)
+            restored = restored._replace(params=params)
+        return restored, extra
 
     monkeypatch.setattr(persistent, "read_checkpoint", flipped)
     _, (state, metadata) = restore(folder)
@@ -196,7 +196,7 @@ def test_a_changed_bit_of_a_weight_is_seen_whatever_the_file_says(saved, monkeyp
     assert_equal(state, states[0])
 
 
-def test_what_is_not_the_files_fault_moves_nothing(saved, monkeypatch):
+def test_a_transient_problem_is_an_error_and_moves_nothing(saved, monkeypatch):
     folder, _ = saved
 
     def stale(*_):
@@ -204,7 +204,7 @@ def test_what_is_not_the_files_fault_moves_nothing(saved, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(persistent, "read_checkpoint", stale)
-        with pytest.raises(CheckpointError, match="lies untouched.*Stale file"):
+        with pytest.raises(CheckpointError, match="left unchanged.*Stale file"):
             restore(folder)
     assert restore(folder)[1][1] == {"position": 32}
 
@@ -222,10 +222,10 @@ def test_another_model_or_optimizer_is_an_error(saved):
     folder, _ = saved
     with pytest.raises(
         CheckpointError,
-        match="another model.*is .*2, 32, 8, 4.*there and .*2, 64, 8, 8",
+        match="another model.*is .*2, 32, 8, 4.* in the checkpoint and .*2, 64, 8, 8",
     ):
         restore(folder, of=model(embed=64))
-    with pytest.raises(CheckpointError, match="another model or optimizer.*nothing"):
+    with pytest.raises(CheckpointError, match="another model or optim.*and missing in"):
         restore(folder, optimizer=optax.sgd(1.0))
     assert restore(folder)[1] is not None
 

@@ -1,4 +1,4 @@
-"""Resume anywhere: every layout goes on from every other, bit for bit."""
+"""Every layout resumes from every other's checkpoint, bit for bit."""
 
 import contextlib
 import functools
@@ -41,35 +41,39 @@ def program(layout):
 
 
 def trained(layout, state, first):
-    """The state after the last step, and the losses on the way."""
+    """The state after the last step, and the losses of the steps."""
     losses = []
     for step in range(first, STEPS + 1):
-        state, found = program(layout).step(state, batch(step))
-        losses.append(float(found["loss"]))
+        state, step_metrics = program(layout).step(state, batch(step))
+        losses.append(float(step_metrics["loss"]))
     return state, losses
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """`saved(layout)`: folder, state at the checkpoint, and losses without a break."""
+    """`saved(layout)`: folder, saved state, and losses of a run without a restart."""
 
     @functools.cache
-    def made(layout):
-        one, folder = program(layout), tmp_path_factory.mktemp("run") / "c"
-        state = one.init(0)
+    def save(layout):
+        before, folder = program(layout), tmp_path_factory.mktemp("run") / "c"
+        state = before.init(0)
         for step in range(1, SAVED + 1):
-            state, _ = one.step(state, batch(step))
-        portable = one.in_model_order(state)
-        with contextlib.closing(Checkpoints(folder, one.portable_state)) as checkpoints:
+            state, _ = before.step(state, batch(step))
+        portable = before.in_model_order(state)
+        with open_checkpoints(folder, before) as checkpoints:
             checkpoints.save(SAVED, portable, {"position": 16 * SAVED})
-        before = host(portable)
-        return folder, before, trained(layout, state, SAVED + 1)[1]
+        on_host = host(portable)
+        return folder, on_host, trained(layout, state, SAVED + 1)[1]
 
-    return made
+    return save
+
+
+def open_checkpoints(folder, program):
+    return contextlib.closing(Checkpoints(folder, program.portable_state))
 
 
 def pairs():
-    """All ordered pairs; of each layout the one to the next is always tried."""
+    """All ordered pairs of layouts; all but those of neighbours are marked slow."""
     for before, after in itertools.permutations(LAYOUTS, 2):
         near = (LAYOUTS.index(after) - LAYOUTS.index(before)) % len(LAYOUTS) == 1
         marks = () if near else pytest.mark.slow
@@ -77,15 +81,15 @@ def pairs():
 
 
 @pytest.mark.parametrize("before, after", list(pairs()))
-def test_any_layout_goes_on_from_any_other(before, after, saved):
+def test_any_layout_resumes_from_any_other(before, after, saved):
     folder, want, unbroken = saved(before)
-    one = program(after)
-    with contextlib.closing(Checkpoints(folder, one.portable_state)) as checkpoints:
-        found = checkpoints.restore()
-    assert found.metadata["position"] == 16 * SAVED
-    for got, wanted in zip(*map(jax.tree.leaves, (found.state, want)), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), wanted)
-    _, losses = trained(after, one.as_stored(found.state), SAVED + 1)
+    with open_checkpoints(folder, program(after)) as checkpoints:
+        restored = checkpoints.restore()
+    assert restored.metadata["position"] == 16 * SAVED
+    for leaf, wanted in zip(*map(jax.tree.leaves, (restored.state, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), wanted)
+    state = program(after).as_stored(restored.state)
+    _, losses = trained(after, state, SAVED + 1)
     np.testing.assert_allclose(losses, unbroken, rtol=1e-5)
 
 
@@ -103,14 +107,14 @@ def launched(num, logs, *command):
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_goes_on_from_any_other(tmp_path):
-    """1, 2 and 4 real processes in every order: one program, one run."""
+def test_any_number_of_processes_resumes_from_any_other(tmp_path):
+    """1, 2 and 4 real processes in every order give one program and one run."""
     layout, constant = "data=2,fsdp=2,tensor=2", "--set=optimizer.final_fraction=1"
     flags = ["--recipe=tiny", f"--layout={layout}", constant, "--set=sample_tokens=0"]
     flags += ["--set=optimizer.warmup_steps=0"]  # No rate depends on the last step.
     run = ["-m", "experiments.run", *flags]
     launched(1, tmp_path / "logs", *run, f"--workdir={tmp_path}/unbroken", "--steps=14")
-    folder, found = tmp_path / "run" / "checkpoints", {}
+    folder, by_processes = tmp_path / "run" / "checkpoints", {}
     for number, processes in enumerate((1, 2, 4, 1, 4, 2, 1), 1):
         logs = tmp_path / f"logs{number}"
         if number > 1:
@@ -120,11 +124,12 @@ def test_any_number_of_processes_goes_on_from_any_other(tmp_path):
             launched(processes, logs, *check)
             step, collectives = json.loads(out.read_text())
             assert step == 2 * number - 2
-            found.setdefault(processes, collectives)
+            by_processes.setdefault(processes, collectives)
         launched(
             processes, logs, *run, f"--workdir={tmp_path}/run", f"--steps={2 * number}"
         )
-    assert found[1] and found[1] == found[2] == found[4]
+    assert by_processes[1]
+    assert by_processes[1] == by_processes[2] == by_processes[4]
     losses = [
         [row["loss"] for row in metrics.read(path / "metrics.jsonl") if "loss" in row]
         for path in (tmp_path / "run", tmp_path / "unbroken")
@@ -137,8 +142,7 @@ def stored_leaves(folder):
     """{number: array} of the newest checkpoint, read by this process alone."""
     newest = persistent.find_checkpoints(folder)[-1]
     config = from_dict(newest.metadata["config"])
-    one = building.make_program(
-        config, meshpar.layouts.parse("data=1"), jax.devices()[:1]
-    )
-    state, _ = persistent.read_checkpoint(newest.path, one.portable_state, None)
+    layout = meshpar.layouts.parse("data=1")
+    single = building.make_program(config, layout, jax.devices()[:1])
+    state, _ = persistent.read_checkpoint(newest.path, single.portable_state, None)
     return {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves(state))}

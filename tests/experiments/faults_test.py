@@ -111,7 +111,7 @@ def test_the_run_goes_on(moment, process, number, says, unbroken, text, tmp_path
     assert running.returncode == 0, said
     assert says in said and "restart 1 of 3, from the last checkpoint" in said
     if number == signal.SIGSTOP:
-        assert "that stand still: [1]" in (logs / "0.log").read_text()
+        assert "stalled process(es): [1]" in (logs / "0.log").read_text()
     started = re.findall(r"going on from step (\d+)", (logs / "0.log").read_text())
     assert all(complete <= int(step) < STEPS for step in started)
     assert started or not complete

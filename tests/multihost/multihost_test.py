@@ -1,28 +1,38 @@
-"""Starting many processes, finding the odd one, and noticing who stands still."""
+"""Starts of many processes, and their agreement before the first step."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
 
+import jax
 import pytest
 
-from meshpar.multihost import agree, process, rendezvous
+from meshpar.multihost import (
+    HUNG,
+    MissingError,
+    MultihostError,
+    ProcessInfo,
+    allgather_objects,
+    check_fingerprint,
+    initialize,
+    process_info,
+)
 from meshpar.multihost.agree import differing_processes
-from meshpar.multihost.process import MultihostError, ProcessInfo
-from meshpar.multihost.watchdog import HUNG, Watchdog
+from meshpar.multihost.rendezvous import wait_for_all
 
 
 def test_flags_win_over_the_launcher(monkeypatch):
-    assert process.process_info() is None
-    assert process.process_info("host:1", 4, 2) == ProcessInfo("host:1", 4, 2)
+    assert process_info() is None
+    assert process_info("host:1", 4, 2) == ProcessInfo("host:1", 4, 2)
     monkeypatch.setenv("MESHPAR_COORDINATOR", "here:2")
     with pytest.raises(MultihostError, match="MESHPAR_NUM_PROCESSES"):
-        process.process_info()
+        process_info()
     monkeypatch.setenv("MESHPAR_NUM_PROCESSES", "2")
     monkeypatch.setenv("MESHPAR_PROCESS_ID", "1")
-    assert process.process_info() == ProcessInfo("here:2", 2, 1)
-    assert process.process_info("flag:3", 8, 7) == ProcessInfo("flag:3", 8, 7)
+    assert process_info() == ProcessInfo("here:2", 2, 1)
+    assert process_info("flag:3", 8, 7) == ProcessInfo("flag:3", 8, 7)
 
 
 SLURM = {
@@ -48,7 +58,7 @@ JOBSET = {  # As launch/gke_jobset.yaml sets them.
 
 
 @pytest.mark.parametrize(
-    "environment, host, num, rank",
+    "environment, host, num, process",
     [
         (SLURM, "gpu007", 4, 2),
         (SLURM | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1", 4, 2),
@@ -58,141 +68,119 @@ JOBSET = {  # As launch/gke_jobset.yaml sets them.
         (JOBSET, "meshpar-workers-0-0.meshpar", 4, 3),
     ],
 )
-def test_clusters_are_found(environment, host, num, rank, monkeypatch):
+def test_clusters_are_found(environment, host, num, process, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = process.process_info()
-    assert found.coordinator.rpartition(":")[0] == host
-    assert found[1:] == (num, rank)
+    info = process_info()
+    assert info.coordinator.rpartition(":")[0] == host
+    assert info[1:] == (num, process)
 
 
 def test_a_single_task_of_a_cluster_is_a_single_process(monkeypatch):
     for name, value in (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).items():
         monkeypatch.setenv(name, value)
-    assert process.process_info() is None
+    assert process_info() is None
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
-def meet(places, timeout_s):
-    """What each of several threads is told: "" or the error."""
-    told = {}
+def errors_of(processes, timeout_s):
+    """{number: error, or ""} of several threads that wait for each other."""
+    errors = {}
 
-    def one(number, place):
+    def wait(number, process):
         try:
-            rendezvous.wait_for_all(place, timeout_s)
-            told[number] = ""
+            wait_for_all(process, timeout_s)
+            errors[number] = ""
         except MultihostError as error:
-            told[number] = str(error)
+            errors[number] = str(error)
 
-    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(places)]
+    threads = [
+        threading.Thread(target=wait, args=pair) for pair in enumerate(processes)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return told
+    return errors
 
 
-def test_all_meet_before_jax_starts():
+def test_all_processes_arrive_before_jax_starts():
     address = f"localhost:{free_port()}"
-    places = [ProcessInfo(address, 4, process) for process in (3, 1, 2, 0)]
-    assert meet(places, 20) == {0: "", 1: "", 2: "", 3: ""}
+    processes = [ProcessInfo(address, 4, rank) for rank in (3, 1, 2, 0)]
+    assert errors_of(processes, 20) == {0: "", 1: "", 2: "", 3: ""}
 
 
-def test_missing_processes_are_named_to_all_that_came():
+def test_missing_processes_are_named_in_all_that_arrived():
     address = f"localhost:{free_port()}"
-    told = meet([ProcessInfo(address, 5, process) for process in (0, 2)], 1.5)
-    assert process.MissingError.exit_code == HUNG  # Launchers start the run again.
-    for said in told.values():
-        assert "process(es) [1, 3, 4] of 5 did not come" in said
+    errors = errors_of([ProcessInfo(address, 5, rank) for rank in (0, 2)], 1.5)
+    assert MissingError.exit_code == HUNG  # Launchers start the run again.
+    for error in errors.values():
+        assert "process(es) [1, 3, 4] of 5 did not arrive" in error
 
 
-def test_a_process_that_called_and_died_is_missing_until_it_comes_again():
+def test_a_process_that_connected_and_died_is_missing_until_it_connects_again():
     port = free_port()
-    places = [ProcessInfo(f"localhost:{port}", 3, process) for process in range(3)]
-    first = threading.Thread(target=rendezvous.wait_for_all, args=(places[0], 20))
+    processes = [ProcessInfo(f"localhost:{port}", 3, rank) for rank in range(3)]
+    first = threading.Thread(target=wait_for_all, args=(processes[0], 20))
     first.start()
     while True:
         with contextlib.suppress(OSError):
             with socket.create_connection(("localhost", port)) as dying:
                 dying.sendall(b'{"process": 1, "num": 3}\n')
             break
-    second = threading.Thread(target=rendezvous.wait_for_all, args=(places[2], 20))
+    second = threading.Thread(target=wait_for_all, args=(processes[2], 20))
     second.start()
     time.sleep(0.5)
     assert first.is_alive() and second.is_alive()
-    rendezvous.wait_for_all(places[1], 10)
-    for meeting in (first, second):
-        meeting.join(20)
-        assert not meeting.is_alive()
+    wait_for_all(processes[1], 10)
+    for thread in (first, second):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "probe", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\n", b"[]\n", b""]
+)
+def test_probes_of_health_checks_are_ignored(probe):
+    port = free_port()
+    processes = [ProcessInfo(f"localhost:{port}", 2, rank) for rank in range(2)]
+    errors = {}
+    serving = threading.Thread(
+        target=lambda: errors.update(errors_of(processes[:1], 20))
+    )
+    serving.start()
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            with socket.create_connection(("localhost", port)) as connection:
+                connection.sendall(probe)
+            break
+    wait_for_all(processes[1], 10)
+    serving.join(20)
+    assert errors == {0: ""}
 
 
 def test_a_coordinator_that_is_missing_is_named():
-    told = meet([ProcessInfo(f"localhost:{free_port()}", 2, 1)], 1)
-    assert "process 1 cannot reach process 0 at localhost" in told[0]
+    errors = errors_of([ProcessInfo(f"localhost:{free_port()}", 2, 1)], 1)
+    assert "process 1 cannot reach process 0 at localhost" in errors[0]
 
 
 @pytest.mark.parametrize(
     "second, words",
-    [((3, 1), "two processes say that they are process 1"), ((4, 2), "expects 4")],
+    [((3, 1), "two processes have rank 1"), ((4, 2), "expects 4")],
 )
-def test_processes_that_cannot_fit_are_an_error(second, words):
+def test_processes_that_do_not_fit_together_are_an_error(second, words):
     address = f"localhost:{free_port()}"
-    places = [
+    processes = [
         ProcessInfo(address, 3, 0),
         ProcessInfo(address, 3, 1),
         ProcessInfo(address, *second),
     ]
-    assert words in meet(places, 10)[0]
-
-
-class Store:
-    """The key-value store of jax.distributed, with another process at step 3."""
-
-    def __init__(self):
-        self.values = {"meshpar/watchdog/1": "3 7"}
-
-    def key_value_set(self, key, value, allow_overwrite):
-        assert allow_overwrite
-        self.values[key] = value
-
-    def key_value_try_get(self, key):
-        return self.values[key]
-
-
-def test_the_watchdog_names_who_is_behind(monkeypatch, capsys):
-    ended = threading.Event()
-    codes = []
-
-    def end(code):
-        codes.append(code)
-        ended.set()
-
-    monkeypatch.setattr("meshpar.compat.coordination_client", Store)
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with Watchdog(0.3, end, poll_s=0.02) as watchdog:
-        for step in range(1, 6):
-            watchdog.finished(step)
-            time.sleep(0.01)
-        watchdog.pause()
-        time.sleep(0.6)
-        assert not codes  # Paused: compiling, evaluating or saving may take long.
-        watchdog.finished(6)
-        assert ended.wait(10)
-    assert codes == [HUNG]
-    said = capsys.readouterr().err
-    assert "after step 6" in said and "steps reached {0: 6, 1: 3}" in said
-    assert "that stand still: [1]" in said and "behind: [1]" in said
-
-
-def test_the_watchdog_goes_by_the_median():
-    watchdog = Watchdog(0.001)
-    watchdog._seconds = [1.0, 2.0, 30.0]
-    assert watchdog.limit() == 40
+    assert words in errors_of(processes, 10)[0]
 
 
 @pytest.mark.parametrize(
@@ -203,18 +191,18 @@ def test_the_watchdog_goes_by_the_median():
         (("host:1", 2, 2), "process_id=2 is not one of num_processes=2"),
     ],
 )
-def test_half_a_launch_is_an_error(arguments, words):
+def test_incomplete_flags_are_an_error(arguments, words):
     with pytest.raises(MultihostError, match=words):
-        process.process_info(*arguments)
+        process_info(*arguments)
 
 
 def test_single_process_needs_no_others():
-    assert process.process_info("nowhere:1", 1, 0) is None
-    agree.initialize(None)
-    agree.check_fingerprint({"a": 1})
+    assert process_info("nowhere:1", 1, 0) is None
+    initialize(None)
+    check_fingerprint({"a": 1})
 
 
-def test_odd_process_and_field_are_named():
+def test_the_differing_process_and_field_are_named():
     same = {"seed": "0", "jax": "1"}
     assert differing_processes({p: same for p in range(4)}) == []
     odd = {0: same, 1: same, 2: {**same, "seed": "7"}, 3: same}
@@ -225,3 +213,50 @@ def test_odd_process_and_field_are_named():
     assert differing_processes(lacking) == [
         "seed: process 2 has 'nothing', the others '0'"
     ]
+
+
+class OtherProcess:
+    """The key-value store of jax.distributed, in which process 1 has set its value."""
+
+    def __init__(self, text):
+        self.text, self.values = text, {}
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+        if self.text:
+            self.values[key.removesuffix("0") + "1"] = self.text
+
+    def blocking_key_value_get(self, key, _):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        return self.values[key]
+
+    def wait_at_barrier(self, *_):
+        pass
+
+
+@pytest.fixture
+def other_process(monkeypatch):
+    def start(text):
+        client = OtherProcess(text)
+        monkeypatch.setattr("meshpar.compat.coordination_client", lambda: client)
+        monkeypatch.setattr("jax.process_count", lambda: 2)
+
+    return start
+
+
+def test_objects_are_gathered_from_all_processes(other_process):
+    other_process(json.dumps(["seed", [7]]))
+    assert allgather_objects("seed", 3) == {0: 3, 1: [7]}
+
+
+def test_a_process_that_does_not_report_is_named(other_process):
+    other_process("")
+    with pytest.raises(MissingError, match=r"process\(es\) \[1\] of 2 did not report"):
+        allgather_objects("seed", 3, 1)
+
+
+def test_processes_that_gather_different_objects_have_diverged(other_process):
+    other_process(json.dumps(["set aside", "4"]))
+    with pytest.raises(MultihostError, match="gathers 'seed'.*{1: 'set aside'}"):
+        allgather_objects("seed", 3)
