@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from meshpar.arrays import Array
+
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     """Splits a batch into strided microbatches without moving data between devices.
@@ -19,7 +21,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
       The same tree of arrays [M, B/M, ...].
     """
 
-    def strided(x_B: jax.Array) -> jax.Array:
+    def strided(x_B: Array) -> Array:
         rest = x_B.shape[1:]
         x_BM = x_B.reshape(x_B.shape[0] // num_microbatches, num_microbatches, *rest)
         return x_BM.swapaxes(0, 1)

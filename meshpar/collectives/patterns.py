@@ -9,25 +9,26 @@ Source: Chan et al., Collective Communication: Theory, Practice, and Experience,
   Learning with the Parameter Server, OSDI 2014, section 3 (push and pull).
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+
+from meshpar.arrays import Array
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several, outer to inner."""
 
 
-def all_reduce(x: jax.Array, axis: AxisName) -> jax.Array:
+def all_reduce(x: Array, axis: AxisName) -> Array:
     """Sums all x[i] for every device [all_reduce]."""
     return lax.psum(x, axis)
 
 
-def all_gather(x: jax.Array, axis: AxisName, dim: int = 0) -> jax.Array:
+def all_gather(x: Array, axis: AxisName, dim: int = 0) -> Array:
     """Joins x[0], x[1], ... along `dim` for every device [all_gather]."""
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def reduce_scatter(x: jax.Array, axis: AxisName, dim: int = 0) -> jax.Array:
+def reduce_scatter(x: Array, axis: AxisName, dim: int = 0) -> Array:
     """Gives device i part i, along `dim`, of the sum of all x [reduce_scatter].
 
     Raises:
@@ -37,7 +38,7 @@ def reduce_scatter(x: jax.Array, axis: AxisName, dim: int = 0) -> jax.Array:
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def all_to_all(x: jax.Array, axis: AxisName, split: int, join: int) -> jax.Array:
+def all_to_all(x: Array, axis: AxisName, split: int, join: int) -> Array:
     """Gives device i part i of every x [all_to_all].
 
     Args:
@@ -53,17 +54,17 @@ def all_to_all(x: jax.Array, axis: AxisName, split: int, join: int) -> jax.Array
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
 
 
-def pull(shard: jax.Array, axis: AxisName, dim: int = 0) -> jax.Array:
+def pull(shard: Array, axis: AxisName, dim: int = 0) -> Array:
     """Parameter-server pull: joins all shards for every worker [all_gather]."""
     return all_gather(shard, axis, dim)
 
 
-def push(update: jax.Array, axis: AxisName, dim: int = 0) -> jax.Array:
+def push(update: Array, axis: AxisName, dim: int = 0) -> Array:
     """Parameter-server push: sums all workers' updates of a shard [reduce_scatter]."""
     return reduce_scatter(update, axis, dim)
 
 
-def only_from(x: jax.Array, axis: AxisName, root: int) -> jax.Array:
+def only_from(x: Array, axis: AxisName, root: int) -> Array:
     """Keeps x on device `root`, with zeros on the others.
 
     Raises:
@@ -77,27 +78,27 @@ def only_from(x: jax.Array, axis: AxisName, root: int) -> jax.Array:
     return jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
 
 
-def broadcast(x: jax.Array, axis: AxisName, root: int = 0) -> jax.Array:
+def broadcast(x: Array, axis: AxisName, root: int = 0) -> Array:
     """Copies x[root] to every device [all_reduce, to which the others add zeros]."""
     return lax.psum(only_from(x, axis, root), axis)
 
 
-def reduce(x: jax.Array, axis: AxisName, root: int = 0) -> jax.Array:
+def reduce(x: Array, axis: AxisName, root: int = 0) -> Array:
     """Sums all x[i] on device `root`, with zeros on the others [all_reduce]."""
     return only_from(lax.psum(x, axis), axis, root)
 
 
-def scatter(x: jax.Array, axis: AxisName, root: int = 0, dim: int = 0) -> jax.Array:
+def scatter(x: Array, axis: AxisName, root: int = 0, dim: int = 0) -> Array:
     """Gives device i part i, along `dim`, of x[root] [reduce_scatter]."""
     return reduce_scatter(only_from(x, axis, root), axis, dim)
 
 
-def gather(x: jax.Array, axis: AxisName, root: int = 0, dim: int = 0) -> jax.Array:
+def gather(x: Array, axis: AxisName, root: int = 0, dim: int = 0) -> Array:
     """Joins all x[i] along `dim` on device `root`, zeros on the others [all_gather]."""
     return only_from(all_gather(x, axis, dim), axis, root)
 
 
-def barrier(x: jax.Array, axis: AxisName) -> jax.Array:
+def barrier(x: Array, axis: AxisName) -> Array:
     """Returns x once every device has computed its x [all_reduce of 4 bytes].
 
     The result depends on the number of devices whose first element is NaN. It is never
@@ -107,7 +108,7 @@ def barrier(x: jax.Array, axis: AxisName) -> jax.Array:
     return jnp.where(lax.psum(nans, axis) >= 0, x, jnp.zeros_like(x))
 
 
-def check_divides(name: str, x: jax.Array, axis: AxisName, dim: int) -> None:
+def check_divides(name: str, x: Array, axis: AxisName, dim: int) -> None:
     """Raises ValueError unless a dim of x divides over an axis."""
     if x.shape[dim] % (n := lax.axis_size(axis)):
         raise ValueError(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.arrays import Array
 from meshpar.collectives.patterns import check_divides, only_from
 
 
@@ -17,7 +18,7 @@ def _check_torus(axis: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _rings(axis: str, shape: tuple[int, ...]) -> list[tuple[jax.Array, int, list]]:
+def _rings(axis: str, shape: tuple[int, ...]) -> list[tuple[Array, int, list]]:
     """The rings through a device, one per dim of a torus in row order.
 
     Returns:
@@ -34,7 +35,7 @@ def _rings(axis: str, shape: tuple[int, ...]) -> list[tuple[jax.Array, int, list
     return rings
 
 
-def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+def ring_all_gather(x: Array, axis: str, dim: int = 0) -> Array:
     """`all_gather` as n-1 steps around a ring; each step can overlap with compute.
 
     Args:
@@ -46,8 +47,8 @@ def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
 
 
 def torus_all_gather(
-    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0
-) -> jax.Array:
+    x: Array, axis: str, shape: tuple[int, ...], dim: int = 0
+) -> Array:
     """`all_gather` around the rings of a torus, the last dim first.
 
     It takes sum(shape) - len(shape) steps and moves the same bytes as one ring. Each
@@ -76,7 +77,7 @@ def torus_all_gather(
     return x
 
 
-def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+def ring_reduce_scatter(x: Array, axis: str, dim: int = 0) -> Array:
     """`reduce_scatter` as n-1 steps around a ring; sums in ring order.
 
     Args:
@@ -91,8 +92,8 @@ def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
 
 
 def torus_reduce_scatter(
-    x: jax.Array, axis: str, shape: tuple[int, ...], dim: int = 0, loop: bool = False
-) -> jax.Array:
+    x: Array, axis: str, shape: tuple[int, ...], dim: int = 0, loop: bool = False
+) -> Array:
     """`reduce_scatter` around the rings of a torus, the first dim first.
 
     It takes sum(shape) - len(shape) steps and moves the same bytes as one ring. Each
@@ -125,31 +126,31 @@ def torus_reduce_scatter(
 
 
 def _reduce_step(
-    step: int | jax.Array,
-    total: jax.Array,
-    x: jax.Array,
+    step: int | Array,
+    total: Array,
+    x: Array,
     axis: str,
-    ring: tuple[jax.Array, int, list],
+    ring: tuple[Array, int, list],
     dim: int,
-) -> jax.Array:
+) -> Array:
     """Passes the partial sum along the ring and adds this device's part."""
     place, size, pairs = ring
     received = lax.ppermute(total, axis, pairs)
     return received + _part(x, place - 1 - step, size, dim)
 
 
-def _part(x: jax.Array, number: jax.Array, size: int, dim: int) -> jax.Array:
+def _part(x: Array, number: Array, size: int, dim: int) -> Array:
     """One of `size` equal parts of x; its number is taken modulo size."""
     length = x.shape[dim] // size
     return lax.dynamic_slice_in_dim(x, number % size * length, length, dim)
 
 
-def ring_all_reduce(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+def ring_all_reduce(x: Array, axis: str, dim: int = 0) -> Array:
     """`all_reduce` as a ring reduce_scatter and a ring all_gather: 2(n-1) steps."""
     return ring_all_gather(ring_reduce_scatter(x, axis, dim), axis, dim)
 
 
-def tree_broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
+def tree_broadcast(x: Array, axis: str, root: int = 0) -> Array:
     """`broadcast` along a binomial tree: ceil(log2 n) steps of the whole payload."""
     n, reached = lax.axis_size(axis), 1
     x = only_from(x, axis, root)
@@ -161,7 +162,7 @@ def tree_broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     return x
 
 
-def tree_all_reduce(x: jax.Array, axis: str) -> jax.Array:
+def tree_all_reduce(x: Array, axis: str) -> Array:
     """`all_reduce` up and down a binomial tree: 2 ceil(log2 n) steps."""
     n, stride = lax.axis_size(axis), 1
     while stride < n:
@@ -171,6 +172,6 @@ def tree_all_reduce(x: jax.Array, axis: str) -> jax.Array:
     return tree_broadcast(x, axis)
 
 
-def _missing(x: jax.Array, axis: str) -> tuple[str, ...]:
+def _missing(x: Array, axis: str) -> tuple[str, ...]:
     """Manual axes over which a constant must be marked as varying to combine with x."""
     return tuple(sorted({axis, *jax.typeof(x).manual_axis_type.varying}))
