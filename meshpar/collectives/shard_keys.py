@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import random as extend_random
 
 from meshpar.arrays import Array
+from meshpar.errors import MeshparError
 
 _PLAIN = "threefry2x32"
 
@@ -40,11 +41,17 @@ def for_shard(key: Array, shard: Array, *inner: tuple[Array, int]) -> Array:
         first; one pair splits the second dim, two the second and third.
 
     Raises:
-      ValueError: a draw has 2**32 elements or more on a shard (raised by the draw).
+      MeshparError: the key is of another kind, or a draw has 2**32 elements or more on
+        a shard (raised by the draw).
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011
       (threefry: numbers by counter, so any slice can be drawn alone).
     """
+    if (kind := jax.random.key_impl(key)) != _PLAIN:
+        raise MeshparError(
+            f"a key of kind {kind}: only {_PLAIN} keys can be split into shards; leave "
+            "jax_default_prng_impl at its default"
+        )
     shards = (shard, *(number for number, _ in inner))
     data = _with_shards(key, [number.astype(jnp.uint32) for number in shards])
     return jax.random.wrap_key_data(data, impl=_impl(tuple(num for _, num in inner)))
@@ -98,7 +105,7 @@ def _random_bits(
 ) -> Array:
     """Partitionable threefry: the bits of an element follow from its global index."""
     if math.prod(shape) >= 2**32:
-        raise ValueError(
+        raise MeshparError(
             f"a draw of shape {shape} has 2**32 elements or more on a shard; draw it "
             "in parts, or use more shards"
         )

@@ -48,7 +48,8 @@ def make_mesh(
 
     Raises:
       LayoutError: there are too few devices; some would be idle without
-        allow=idle_devices; or axes would cross slow links without allow=slow_links.
+        allow=idle_devices; slices would have unequal numbers of devices; or axes would
+        cross slow links without allow=slow_links.
     """
     devices = list(jax.devices() if devices is None else devices)
     need = layout.num_devices
@@ -69,6 +70,12 @@ def make_mesh(
     slices: dict[int | None, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+    if len(counts := {len(group) for group in slices.values()}) > 1:
+        raise LayoutError(
+            f'layout "{layout}" fills {need} devices of {len(slices)} slices, with '
+            f"{min(counts)} to {max(counts)} devices per slice; fill every slice "
+            "equally, or pass the devices of one slice"
+        )
     outer = _over_slices(layout, devices, len(slices))
     inner = [size // across for size, across in zip(sizes, outer, strict=True)]
     blocks = np.empty(len(slices), object)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives import shard_keys
+from meshpar.errors import MeshparError
 
 KEY = jax.random.key(7)
 
@@ -154,5 +155,10 @@ def test_high_word_of_a_product(a, b):
 
 def test_a_draw_with_too_many_elements_is_an_error():
     key = shard_keys.for_shard(jax.random.key(0), jnp.uint32(0))
-    with pytest.raises(ValueError, match="2\\*\\*32 elements or more on a shard"):
+    with pytest.raises(MeshparError, match="2\\*\\*32 elements or more on a shard"):
         jax.jit(lambda: jax.random.bits(key, (2**16, 2**16))).lower()
+
+
+def test_keys_of_another_kind_are_an_error():
+    with pytest.raises(MeshparError, match="kind rbg: only threefry2x32 keys"):
+        shard_keys.for_shard(jax.random.key(0, impl="rbg"), jnp.uint32(0))

@@ -60,3 +60,9 @@ def test_a_layout_that_would_need_fast_links_between_slices_is_an_error():
     words = "2 slices of 4 a TPU devices: only replica, pipe, data.*allow=slow_links"
     with pytest.raises(LayoutError, match=words):
         mesh.make_mesh(layouts.parse("fsdp=8"), devices)
+
+
+def test_slices_that_are_filled_unequally_are_an_error():
+    devices = [Device(i, 4) for i in range(8)]
+    with pytest.raises(LayoutError, match="6 devices of 2 slices, with 2 to 4 devices"):
+        mesh.make_mesh(layouts.parse("data=6,allow=idle_devices"), devices)
