@@ -1,4 +1,4 @@
-"""What differs between the jax lines we support, or is not public in them yet."""
+"""Functions of jax that differ between its supported versions, or are not public."""
 
 import os
 from collections.abc import Sequence
@@ -10,40 +10,43 @@ import jax
 def prepare_cpu_threads() -> None:
     """Keeps simulated devices from deadlocking on few cores (jaxlib before 0.12).
 
-    The collectives of several programs in flight wait for each other in one small
-    thread pool; XLA sizes that pool from NPROC when the CPU backend starts.
+    Collectives of several programs in flight wait for each other in one thread pool.
+    XLA sizes it from NPROC when the CPU backend starts, so call this before.
     """
     if (os.cpu_count() or 1) < 16:
         os.environ.setdefault("NPROC", "16")
 
 
 def coordination_client():
-    """The key-value client of jax.distributed, or None in a single process."""
+    """The key-value store of jax.distributed; None in a single process."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def backends_started() -> bool:
-    """Whether jax has already looked for devices (settings then come too late)."""
+    """Whether jax has started its backends, after which settings have no effect."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
 
 
 def set_simulated_devices(count: int) -> None:
-    """Sets how many devices the CPU backend of this process will have."""
+    """Sets the number of devices that the CPU backend of this process will have."""
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def bind_params(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """(functions, parameters) with which an equation's primitive is bound again."""
-    found = eqn.primitive.get_bind_params(eqn.params)
-    return ((), found) if isinstance(found, dict) else (found[0], found[1])
+    """(functions, parameters) to bind the primitive of a jaxpr's equation again."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return ((), params) if isinstance(params, dict) else (params[0], params[1])
 
 
 def detected_cluster() -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and own id, as jax finds them in a cluster."""
+    """(coordinator address, number of processes, own rank) of the cluster.
+
+    None outside of the clusters that jax detects, and for a single process.
+    """
     from jax._src.clusters import ClusterEnv
 
     for kind in ClusterEnv._cluster_types:

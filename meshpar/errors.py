@@ -1,18 +1,18 @@
-"""Errors that a user can mend, and how they name what exists."""
+"""Errors that a user can fix, and hints for misspelled names."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class MeshparError(ValueError):
-    """Something asked for cannot be done; the message gives values and the remedy.
+    """A request that cannot be honored; the message gives the values and the remedy.
 
-    Programs print it without a traceback and exit with code 2.
+    Commands print it without a traceback and exit with code 2.
     """
 
 
 class LayoutError(MeshparError):
-    """A layout that cannot be honoured, with the tensor, the rule and the remedy."""
+    """A layout that cannot be honored, with the tensor, the rule and the remedy."""
 
 
 class CheckpointError(MeshparError):
@@ -20,11 +20,11 @@ class CheckpointError(MeshparError):
 
 
 class StalenessError(MeshparError):
-    """A period, staleness or merge that cannot be meant, or a bound that broke."""
+    """An invalid period, staleness or merge, or a violated bound on staleness."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Names what exists and the nearest match, for error messages."""
+    """Text for an error message: the known names, and the nearest one to `word`."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -1,5 +1,8 @@
 """Communication patterns as named functions, to be called inside shard_map."""
 
+from meshpar.collectives.compression import Compression as Compression
+from meshpar.collectives.compression import make_compression as make_compression
+from meshpar.collectives.microbatch import split_microbatches as split_microbatches
 from meshpar.collectives.patterns import all_gather as all_gather
 from meshpar.collectives.patterns import all_reduce as all_reduce
 from meshpar.collectives.patterns import all_to_all as all_to_all
@@ -18,3 +21,4 @@ from meshpar.collectives.rings import torus_all_gather as torus_all_gather
 from meshpar.collectives.rings import torus_reduce_scatter as torus_reduce_scatter
 from meshpar.collectives.rings import tree_all_reduce as tree_all_reduce
 from meshpar.collectives.rings import tree_broadcast as tree_broadcast
+from meshpar.collectives.shard_keys import for_shard as for_shard

@@ -1,8 +1,8 @@
-"""Wire formats: how averages over replicas travel, and what of them arrives.
+"""Compression of averages over replicas: bfloat16, 8 or 4 bits, or top-k.
 
-A lossy format is a pair of functions, one way: encode [..., n] to a small array, and
-decode it again. A mean is an all_to_all of encoded pieces and a local sum; handing it
-out is an all_gather of encoded pieces. Nothing is ever added in a small dtype.
+A lossy compression is a pair of functions: `encode` turns [..., n] into a smaller
+array, and `decode` turns it back. A mean is an all_to_all of encoded shards and a local
+sum; distributing it is an all_gather of encoded shards. Sums are always in float32.
 
 Source: Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 2.4 (4 bits);
   Dettmers et al., arXiv:2110.02861 (a scale per block); Stich et al., sparsified SGD,
@@ -17,34 +17,34 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar import collectives
 from meshpar.arrays import Array
+from meshpar.collectives import patterns
 from meshpar.errors import MeshparError
 
 _BLOCK = 256
 """Numbers that share one scale."""
 
 TILE = 32 * 128
-"""Elements of a whole tile on TPUs, of any dtype.
+"""Elements of one TPU tile, for any dtype.
 
-Gathers and reduce_scatters of flat vectors, or of parts of tiles, become all_reduces
-there (seen with libtpu 0.0.51).
+TPUs turn gathers and reduce_scatters of flat vectors, or of parts of tiles, into
+all_reduces (seen with libtpu 0.0.51).
 """
 
 
 def _rows(x: Array) -> Array:
-    """A flat vector in whole tiles as rows, or as it is."""
+    """A flat vector as rows of 128, if it consists of whole tiles."""
     return x if len(x) % TILE else x.reshape(-1, 128)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """Float32 as it is, by reduce_scatter and all_gather.
+    """No compression: float32, by reduce_scatter and all_gather. Base of the others.
 
     Attributes:
-      tile: elements to whose multiples an encoded piece is padded.
-      block: what the length of a piece has to be a multiple of.
-      lossy: whether less arrives than was sent.
+      tile: an encoded shard is padded to a multiple of this number of elements.
+      block: the length of a shard must be a multiple of this.
+      lossy: whether decoded numbers differ from the encoded ones.
     """
 
     tile: int = 1
@@ -53,67 +53,70 @@ class Compression:
     lossy: ClassVar[bool] = False
 
     def encode(self, x: Array) -> Array:
-        """[..., n] float32 to an array with the same leading dims."""
+        """Encodes [..., n] float32 to an array with the same leading dims."""
         return x
 
     def decode(self, encoded: Array, length: int) -> Array:
-        """The inverse, [..., length] float32."""
+        """Decodes to [..., length] float32."""
         del length
         return encoded
 
     def num_bytes(self, length: int) -> int:
-        """Bytes that stand for `length` numbers."""
+        """Bytes of `length` numbers, encoded and padded."""
         return 4 * length
 
     def reduce(self, x: Array, axis: str) -> tuple[Array, Array]:
-        """The mean over the replicas, inside shard_map.
+        """The mean over the replicas, scattered; call it inside shard_map.
 
         Args:
           x: [R * n], float32.
           axis: mesh axis of the replicas.
 
         Returns:
-          This replica's piece [n] of the mean, and [R * n] what of x arrived.
+          This replica's shard [n] of the mean, and x [R * n] as the others decode it.
         """
-        mean = collectives.reduce_scatter(_rows(x), axis) / lax.axis_size(axis)
+        mean = patterns.reduce_scatter(_rows(x), axis) / lax.axis_size(axis)
         return mean.reshape(-1), x
 
     def gather(self, x: Array, axis: str) -> tuple[Array, Array]:
-        """The pieces [n] of all replicas as they arrive, [R * n], and one's own."""
-        return collectives.all_gather(_rows(x), axis).reshape(-1), x
+        """Gathers the shards [n] of all replicas; call it inside shard_map.
+
+        Returns:
+          All shards [R * n] and this replica's shard [n], both decoded.
+        """
+        return patterns.all_gather(_rows(x), axis).reshape(-1), x
 
 
 class _Lossy(Compression):
-    """Pieces are encoded; sums are taken after decoding."""
+    """Moves encoded shards, and sums after decoding."""
 
     lossy: ClassVar[bool] = True
 
     def reduce(self, x: Array, axis: str) -> tuple[Array, Array]:
-        """As in `Wire`."""
+        """As `Compression.reduce`."""
         replicas = lax.axis_size(axis)
         length = len(x) // replicas
         encoded = self._padded(self.encode(x.reshape(replicas, length)))
         sent = self.decode(encoded, length).reshape(-1)
-        got = collectives.all_to_all(encoded, axis, 0, 0)
-        return self.decode(got, length).mean(axis=0), sent
+        received = patterns.all_to_all(encoded, axis, 0, 0)
+        return self.decode(received, length).mean(axis=0), sent
 
     def gather(self, x: Array, axis: str) -> tuple[Array, Array]:
-        """As in `Wire`."""
+        """As `Compression.gather`."""
         encoded = self._padded(self.encode(x))
-        got = collectives.all_gather(_rows(encoded), axis).reshape(-1, len(encoded))
-        return self.decode(got, len(x)).reshape(-1), self.decode(encoded, len(x))
+        received = patterns.all_gather(_rows(encoded), axis).reshape(-1, len(encoded))
+        return self.decode(received, len(x)).reshape(-1), self.decode(encoded, len(x))
 
     def _padded(self, encoded: Array) -> Array:
-        more = [(0, 0)] * (encoded.ndim - 1) + [(0, -encoded.shape[-1] % self.tile)]
-        return jnp.pad(encoded, more)
+        padding = [(0, 0)] * (encoded.ndim - 1) + [(0, -encoded.shape[-1] % self.tile)]
+        return jnp.pad(encoded, padding)
 
-    def _whole(self, elements: int) -> int:
-        """Elements of an encoded piece, padded."""
+    def _padded_size(self, elements: int) -> int:
         return -(-elements // self.tile) * self.tile
 
 
 class _BFloat16(_Lossy):
-    """16 bits; as integers, because XLA:CPU would widen bfloat16 collectives."""
+    """16 bits, moved as integers because XLA:CPU would widen bfloat16 collectives."""
 
     def encode(self, x: Array) -> Array:
         return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
@@ -123,12 +126,12 @@ class _BFloat16(_Lossy):
         return numbers.astype(jnp.float32)
 
     def num_bytes(self, length: int) -> int:
-        return 2 * self._whole(length)
+        return 2 * self._padded_size(length)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Integers(_Lossy):
-    """8 or 4 bits a number, and behind them a float32 scale per block, all as bytes."""
+    """8 or 4 bits per number, then a float32 scale per block, all as bytes."""
 
     bits: int = 8
     block: ClassVar[int] = _BLOCK
@@ -158,12 +161,12 @@ class _Integers(_Lossy):
         return blocks.reshape(*lead, length)
 
     def num_bytes(self, length: int) -> int:
-        return self._whole(length * self.bits // 8 + 4 * length // _BLOCK)
+        return self._padded_size(length * self.bits // 8 + 4 * length // _BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TopK(_Lossy):
-    """The largest numbers of a piece, and behind them their places, as integers."""
+    """The numbers of largest magnitude, then their indices, all as integers."""
 
     fraction: float = 0.01
 
@@ -171,31 +174,31 @@ class _TopK(_Lossy):
         return max(1, math.ceil(self.fraction * length))
 
     def encode(self, x: Array) -> Array:
-        _, places = lax.top_k(jnp.abs(x), self._count(x.shape[-1]))
-        values = jnp.take_along_axis(x, places, axis=-1)
+        _, indices = lax.top_k(jnp.abs(x), self._count(x.shape[-1]))
+        values = jnp.take_along_axis(x, indices, axis=-1)
         values = lax.bitcast_convert_type(values, jnp.int32)
-        return jnp.concatenate([values, places.astype(jnp.int32)], axis=-1)
+        return jnp.concatenate([values, indices.astype(jnp.int32)], axis=-1)
 
     def decode(self, encoded: Array, length: int) -> Array:
         count = self._count(length)
-        values, places = encoded[..., :count], encoded[..., count : 2 * count]
+        values, indices = encoded[..., :count], encoded[..., count : 2 * count]
         values = lax.bitcast_convert_type(values, jnp.float32)
         zeros = jnp.zeros((*values.shape[:-1], length), jnp.float32)
-        return jnp.put_along_axis(zeros, places, values, axis=-1, inplace=False)
+        return jnp.put_along_axis(zeros, indices, values, axis=-1, inplace=False)
 
     def num_bytes(self, length: int) -> int:
-        return 4 * self._whole(2 * self._count(length))
+        return 4 * self._padded_size(2 * self._count(length))
 
 
 def make_compression(text: str, tile: int = 1) -> Compression:
-    """The wire format of a name.
+    """The compression that the option `wire=` names.
 
     Args:
-      text: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
-      tile: elements to whose multiples an encoded piece is padded.
+      text: "f32" (none), "bf16", "int8", "int4" or "topk:FRACTION".
+      tile: an encoded shard is padded to a multiple of this number of elements.
 
     Raises:
-      MeshparError: no such format.
+      MeshparError: an unknown compression.
     """
     known = {
         "f32": Compression(tile),

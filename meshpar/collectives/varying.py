@@ -9,13 +9,13 @@ from meshpar.mesh.platform import traced_platform
 
 
 def vary(x: Array, axes: tuple[str, ...]) -> Array:
-    """Marks an array as differing over manual axes: no hidden psum in a vjp."""
+    """Marks an array as varying over manual axes, so that a vjp adds no psum for it."""
     missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def sum_varying(x: Array, axis: str) -> Array:
-    """The sum over a manual axis, in float32 on CPUs, and so is its gradient's.
+    """Sums an array over a manual axis; both ways in float32 on CPUs.
 
     XLA:CPU aborts on sums of smaller floats beside automatic axes.
     """

@@ -1,1 +1,6 @@
-"""Contracts: the collectives that a step declares, and those that its program holds."""
+"""Contracts: the collectives that a step declares against those of its program."""
+
+from meshpar.contracts.collective import Collective as Collective
+from meshpar.contracts.contract import Contract as Contract
+from meshpar.contracts.contract import DeclaredCollective as DeclaredCollective
+from meshpar.contracts.hlo import parse_hlo as parse_hlo

@@ -11,17 +11,17 @@ class Collective:
 
     Attributes:
       kind: all_reduce, all_gather, reduce_scatter, all_to_all, permute or broadcast.
-      axes: mesh axes over which it runs, outer to inner; () where no set of axes gives
-        its groups.
+      axes: mesh axes over which it runs, outer to inner; () if its groups are not those
+        of any set of axes.
       group_size: devices that take part together.
       payload_bytes: bytes of the whole tensor on one device: the operand, or the result
         of an all_gather.
-      executions: how often it runs per call of the program.
-      asynchronous: whether it starts and ends in different places.
+      executions: number of times that it runs per call of the program.
+      asynchronous: whether its start and its end are separate instructions.
       overlapped: whether compute is scheduled between its start and its end.
-      computation: the computation in which it stands.
-      source: "file:line" that asked for it; "" where the compiler made it up.
-      conditional: whether it stands under a conditional.
+      computation: name of the computation that contains it.
+      source: "file:line" that asked for it; "" if the compiler added it.
+      conditional: whether it is under a conditional.
     """
 
     kind: str
@@ -37,6 +37,6 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends per call of the program, all executions."""
-        one = cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
-        return one * self.executions
+        """Bytes that one device sends per call of the program, over all executions."""
+        sent = cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
+        return sent * self.executions

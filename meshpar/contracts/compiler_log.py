@@ -1,4 +1,4 @@
-"""What a compiler writes to standard error while it compiles."""
+"""Messages that the compiler writes to standard error."""
 
 import contextlib
 import os
@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator
 
 @contextlib.contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """Collects what is written to standard error, and passes it on at the end."""
+    """Collects the lines written to standard error, and prints them at the end.
+
+    Yields:
+      The lines, complete once the context is left; those of C++ code are included.
+    """
     log: list[str] = []
     sys.stderr.flush()
     saved = os.dup(2)
@@ -29,14 +33,21 @@ def captured_log() -> Iterator[list[str]]:
 
 
 def rematerialized(log: Iterable[str]) -> Iterator[str]:
-    """Tensors that the compiler moved whole because it could not reshard them."""
+    """Names the tensors that the compiler gathered because it could not reshard them.
+
+    Args:
+      log: lines of the compiler.
+
+    Yields:
+      One warning per tensor.
+    """
     seen = set()
     for line in log:
         if "nvoluntary full rematerialization" not in line:
             continue
-        name = re.search(r"HLO operation: %?([\w.\-]+)", line)
-        place = re.search(r'op_name="([^"]*)"', line)
-        what = (place or name).group(1) if place or name else line.strip()[:200]
-        if what not in seen:
-            seen.add(what)
-            yield f"involuntary full rematerialization of {what}"
+        op_name = re.search(r'op_name="([^"]*)"', line)
+        match = op_name or re.search(r"HLO operation: %?([\w.\-]+)", line)
+        tensor = match.group(1) if match else line.strip()[:200]
+        if tensor not in seen:
+            seen.add(tensor)
+            yield f"involuntary full rematerialization of {tensor}"

@@ -1,10 +1,14 @@
-"""Contracts: the collectives that a layout declares for one step, and the check.
+"""Contracts: the collectives that a step declares against those of its program.
 
-A `Contract` says per collective its kind, mesh axes, how often it runs, its bytes and
-why. `violations` holds a compiled program (read by `compiled.read`) to it: reductions
-have to be found with exactly their bytes, gathers with no more (a compiler may drop
-those that it does not need), bounded terms may take up to theirs, and nothing else may
-occur. State is held to its bytes, to the last one.
+A `Contract` lists the declared collectives with kind, mesh axes, executions, bytes and
+purpose. `Contract.violations` compares them with the collectives of a compiled program
+(`parse_hlo`):
+- Reductions must be found with exactly their bytes.
+- Gathers must be found with their bytes or fewer, as a compiler may drop those that it
+  does not need.
+- Bounds may be used up to their bytes.
+- No other collective may occur.
+The bytes of the state must be exact as well.
 """
 
 import dataclasses
@@ -14,7 +18,7 @@ from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 
 SMALL_BYTES = 2**20
-"""Below this a compiler may spell a gather or reduce_scatter as an all_reduce."""
+"""A compiler may write a gather or reduce_scatter up to this size as an all_reduce."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +26,17 @@ class DeclaredCollective:
     """One declared collective.
 
     Attributes:
-      kind: as `compiled.Collective.kind`; "any" for a bound over all kinds.
+      kind: as `Collective.kind`; "any" for a bound over all kinds.
       axes: mesh axes over which it runs, outer to inner.
       group_size: devices that take part together.
-      count: executions per step; 0 where only the bytes are bounded. Compilers may
-        combine executions, never add any.
+      count: executions per step; 0 if only the bytes are bounded. A compiler may
+        combine executions but not add any.
       payload_bytes: bytes of the whole tensors on one device, over all executions.
-      why: what it is for.
-      bound: whether the bytes are an upper bound on the wire, for axes that the
-        compiler handles, and not exact.
-      gathers: whether it makes tensors whole, by whatever kind of collective: compilers
-        may drop it where nothing reads them, or they are the same in every round.
+      why: purpose, for reports and messages.
+      bound: whether `payload_bytes` is an upper bound on the bytes sent instead of
+        exact; used for axes that the compiler handles.
+      gathers: whether it gathers tensors, by any kind of collective. A compiler may
+        drop it where nothing reads them or all rounds gather the same.
     """
 
     kind: str
@@ -46,7 +50,7 @@ class DeclaredCollective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends per step; the largest for a bound."""
+        """Bytes that one device sends per step; at most, for a bound."""
         if self.kind == "any":
             return float(self.payload_bytes)
         return cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
@@ -54,11 +58,12 @@ class DeclaredCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """What one training step may move between devices, and what each of them keeps.
+    """The collectives of one training step, and the bytes of its state.
 
     Attributes:
       terms: the declared collectives.
-      state_bytes: bytes on one device from step to step, by kind, exact.
+      state_bytes: exact bytes of the training state on one device, by kind such as
+        "parameters".
     """
 
     terms: tuple[DeclaredCollective, ...]
@@ -66,107 +71,121 @@ class Contract:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that the exact terms put on the wire, per device and step."""
+        """Bytes that one device sends per step, without bounds."""
         return sum(term.wire_bytes for term in self.terms if not term.bound)
 
-    def violations(self, found: Iterable[Collective]) -> list[str]:
-        """What a compiled program does that the contract does not say, or fails to do.
+    def violations(self, collectives: Iterable[Collective]) -> list[str]:
+        """Compares the collectives of a compiled program with the declared ones.
 
         Args:
-          found: `compiled.read` of the training step.
+          collectives: `parse_hlo` of the training step.
 
         Returns:
           One line per violation; empty if the program keeps the contract.
         """
-        found, groups = list(found), {}
-        for one in found:
-            groups.setdefault((one.kind, one.axes), []).append(one)
-        declared: dict[tuple, list[DeclaredCollective]] = {}
+        groups: dict[_Key, list[Collective]] = {}
+        for collective in collectives:
+            groups.setdefault((collective.kind, collective.axes), []).append(collective)
+        declared: dict[_Key, list[DeclaredCollective]] = {}
         for term in self.terms:
             if not term.bound:
                 declared.setdefault((term.kind, term.axes), []).append(term)
         room = {term: term.wire_bytes for term in self.terms if term.bound}
-        spelled = _spelled_all_reduce(groups, declared)
-        problems = []
+        rewritten = _written_as_all_reduce(groups, declared)
+        lines = []
         for key in [*declared, *(key for key in groups if key not in declared)]:
             group, terms = groups.get(key, []), declared.get(key, [])
-            problems += _violations(key, group, terms, room, spelled.get(key, 0))
-        return problems
+            lines += _violations(key, group, terms, room, rewritten.get(key, 0))
+        return lines
 
-    def state_violations(self, kept: Mapping[str, int]) -> list[str]:
-        """Where a compiled program keeps more or less state than was declared.
+    def state_violations(self, state_bytes: Mapping[str, int]) -> list[str]:
+        """Compares the state of a compiled program with the declared bytes.
 
         Args:
-          kept: bytes on one device, by kind.
+          state_bytes: bytes on one device, by kind.
+
+        Returns:
+          One line per kind whose bytes differ.
         """
         return [
-            f"{kind}: {kept.get(kind, 0)} bytes kept on a device, {declared} declared"
+            f"{kind}: {state_bytes.get(kind, 0)} bytes on a device, {declared} declared"
             for kind, declared in self.state_bytes.items()
-            if kept.get(kind, 0) != declared
+            if state_bytes.get(kind, 0) != declared
         ]
 
 
+_Key = tuple[str, tuple[str, ...]]
+"""Kind and mesh axes of collectives that are compared together."""
+
+
 def _violations(
-    key: tuple[str, tuple[str, ...]],
+    key: _Key,
     group: list[Collective],
     terms: list[DeclaredCollective],
     room: dict[DeclaredCollective, float],
-    spelled: int,
+    rewritten: int,
 ) -> list[str]:
-    """Holds all collectives of one kind over the same axes to their terms.
+    """Compares all collectives of one kind over the same axes with their terms.
 
-    Bytes beyond the exact terms are taken from the room that is left of the bounds.
-    `spelled` bytes were found under another kind, or (negative) stand for another.
+    Args:
+      key: kind and axes.
+      group: the collectives of the program.
+      terms: the declared collectives that are exact.
+      room: bytes that are left of each bound; bytes beyond `terms` are taken from it.
+      rewritten: bytes of this kind that occur as another kind, or minus the bytes of
+        other kinds that occur as this one.
     """
     kind, axes = key
-    want = sum(term.payload_bytes for term in terms)
-    got = sum(map(_moved, group)) + spelled
+    declared = sum(term.payload_bytes for term in terms)
+    actual = sum(map(_payload, group)) + rewritten
     name = f"{kind} over {'*'.join(axes) or 'no mesh axes'}"
     why = "; ".join(sorted({term.why for term in terms}))
     needed = sum(term.payload_bytes for term in terms if not term.gathers)
-    if got < want and (not got or got < needed):
-        return [f"{name}: {got} bytes found, {want} declared ({why})"]
-    beyond = max(0, got - want)
+    if actual < declared and (not actual or actual < needed):
+        return [f"{name}: {actual} bytes found, {declared} declared ({why})"]
+    excess = max(0, actual - declared)
     size = group[0].group_size if group else 1
-    wire = cost.wire_bytes(kind, beyond, size)
-    for term in room if beyond else ():
+    wire = cost.wire_bytes(kind, excess, size)
+    for term in room if excess else ():
         fits = axes and set(axes) <= set(term.axes) and term.kind in ("any", kind)
         if fits and wire <= room[term]:
             room[term] -= wire
             return []
-    if beyond:
-        bytes_declared = f"{want} declared ({why})" if terms else "none declared"
-        places = ", ".join(sorted({one.source for one in group if one.source}))
-        at = f", at {places}" if places else ""
-        return [f"{name}: {got} bytes found, {bytes_declared}{at}"]
-    executions, count = sum(o.executions for o in group), sum(t.count for t in terms)
-    if not spelled and executions > count:
+    if excess:
+        bytes_declared = f"{declared} declared ({why})" if terms else "none declared"
+        sources = ", ".join(sorted({c.source for c in group if c.source}))
+        at = f", at {sources}" if sources else ""
+        return [f"{name}: {actual} bytes found, {bytes_declared}{at}"]
+    executions, count = sum(c.executions for c in group), sum(t.count for t in terms)
+    if not rewritten and executions > count:
         return [f"{name}: runs {executions} times, declared {count} ({why})"]
     return []
 
 
-def _spelled_all_reduce(
-    groups: dict[tuple, list[Collective]],
-    declared: dict[tuple, list[DeclaredCollective]],
-) -> dict[tuple, int]:
-    """Bytes of small gathers and reduce_scatters that were made all_reduces, by key."""
-    spelled: dict[tuple, int] = {}
+def _written_as_all_reduce(
+    groups: dict[_Key, list[Collective]],
+    declared: dict[_Key, list[DeclaredCollective]],
+) -> dict[_Key, int]:
+    """Bytes of small gathers and reduce_scatters that occur as all_reduces, by key."""
+    rewritten: dict[_Key, int] = {}
     for key, group in groups.items():
         kind, axes = key
         if kind != "all_reduce":
             continue
-        listed = sum(term.payload_bytes for term in declared.get(key, []))
-        small = sum(_moved(one) for one in group if one.payload_bytes <= SMALL_BYTES)
-        left = min(small, max(0, sum(map(_moved, group)) - listed))
+        expected = sum(term.payload_bytes for term in declared.get(key, []))
+        small = sum(_payload(c) for c in group if c.payload_bytes <= SMALL_BYTES)
+        left = min(small, max(0, sum(map(_payload, group)) - expected))
         for other in (("reduce_scatter", axes), ("all_gather", axes)):
-            want = sum(term.payload_bytes for term in declared.get(other, []))
-            missing = max(0, want - sum(map(_moved, groups.get(other, []))))
+            terms = declared.get(other, [])
+            missing = sum(term.payload_bytes for term in terms)
+            missing -= sum(map(_payload, groups.get(other, [])))
             if 0 < missing <= left:
-                spelled[other] = missing
-                spelled[key] = spelled.get(key, 0) - missing
+                rewritten[other] = missing
+                rewritten[key] = rewritten.get(key, 0) - missing
                 left -= missing
-    return spelled
+    return rewritten
 
 
-def _moved(one: Collective) -> int:
-    return one.payload_bytes * one.executions
+def _payload(collective: Collective) -> int:
+    """Bytes of the whole tensors, over all executions."""
+    return collective.payload_bytes * collective.executions

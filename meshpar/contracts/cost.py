@@ -1,8 +1,8 @@
-"""Cost formulas of collectives, and chip constants (no jax).
+"""Cost formulas of collectives: bytes on the wire, and steps that wait for each other.
 
-`n` devices take part; a payload is the whole tensor on one device: the operand of a
-reduction, the result of an all_gather. The wire bytes are those that one device sends
-(the one that sends most), the steps are messages that must wait for each other.
+`n` devices take part. A payload is the whole tensor on one device: the operand of a
+reduction, the result of an all_gather. Wire bytes are those that one device sends (the
+device that sends most).
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication
   Operations in MPICH, IJHPCA 19(1), 2005.
@@ -33,17 +33,22 @@ def wire_bytes(kind: str, payload_bytes: float, n: int) -> float:
 
     Args:
       kind: all_reduce, all_gather, reduce_scatter, all_to_all, permute or broadcast.
-      payload_bytes: the whole tensor on one device.
-      n: devices that take part.
+      payload_bytes: bytes of the whole tensor on one device.
+      n: number of devices that take part.
     """
     return _WIRE[kind](n) * payload_bytes if n > 1 else 0.0
 
 
 def steps(kind: str, n: int, form: str = "ring") -> int:
-    """Messages that must wait for each other, in the ring or the tree form.
+    """Number of messages that must wait for each other.
+
+    Args:
+      kind: as for `wire_bytes`.
+      n: number of devices that take part.
+      form: "ring", or "tree" for broadcast and all_reduce.
 
     Raises:
-      ValueError: a kind that has no tree form.
+      ValueError: the kind does not have this form.
     """
     if n == 1:
         return 0

@@ -1,15 +1,15 @@
-"""Reads the collectives out of a compiled program: kind, mesh axes, bytes, executions.
+"""Reads the collectives of a compiled program: kind, mesh axes, bytes, executions.
 
-Takes the optimized HLO text of a CPU, TPU or GPU program. Loop trip counts are
-multiplied in, asynchronous pairs and the fragments of one chain (TPU) count once, and
-every collective is traced back to the mesh axes of its groups and to the source line
-that asked for it. A collective is overlapped if the schedule has compute between its
-start and its end, and exposed otherwise.
+`parse_hlo` takes the optimized HLO text of a CPU, TPU or GPU program. Trip counts of
+loops are multiplied in. The start and the end of an asynchronous collective count once,
+and so do the fragments of one chain (TPU). Every collective is traced back to the mesh
+axes of its groups and to the source line that asked for it. A collective is overlapped
+if the schedule has compute between its start and its end, and exposed otherwise.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.contracts.collective import Collective
@@ -33,155 +33,229 @@ _KINDS = {
     "collective-broadcast": "broadcast",
 }
 _COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "scatter"}
-"""Instructions that keep a device busy."""
-
-
-def _payload(one: Instruction, kind: str, within: Mapping[str, Instruction]) -> int:
-    """Bytes of the whole tensor that a collective moves, on one device."""
-    operands = sum(type_bytes(within[o].type) for o in one.operands if o in within)
-    result = type_bytes(one.type)
-    if kind == "all_gather":
-        # The result of a start is the pair (operand, result).
-        return result - operands if one.opcode.endswith("-start") else result
-    return operands or result
-
-
-def _between_slices(
-    one: Instruction, schedule: list[Instruction], within: Mapping[str, Instruction]
-) -> tuple[str, int, int] | None:
-    """(kind, place of its end, payload) of a send over the links between slices."""
-    pattern = r'_xla_host_transfer_rendezvous="([^"]+)".*_transfer_type="([A-Z_]+)"'
-    if one.opcode != "send" or not (found := re.search(pattern, one.line)):
-        return None
-    name, kind = found.groups()
-    received = next(
-        other
-        for other in schedule
-        if other.opcode == "recv" and f'rendezvous="{name}"' in other.line
-    )
-    end = next(
-        place
-        for place, other in enumerate(schedule)
-        if other.opcode == "recv-done" and received.name in other.operands
-    )
-    first = re.match(r"\((\S+\[[\d,]*\])", received.type).group(1)
-    sent = sum(type_bytes(within[o].type) for o in one.operands[:1])
-    return kind.lower(), end, type_bytes(first) if kind == "ALL_GATHER" else sent
+"""Opcodes that keep a device busy."""
 
 
 def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
-    """Lists the collectives of a compiled program.
+    """Lists the collectives of a compiled program that move something.
 
     Args:
       text: `jax.stages.Compiled.as_text()`.
       mesh: {axis: size}, outer to inner, as in `jax.sharding.Mesh.shape`.
 
+    Returns:
+      The collectives in the order of the program.
+
     Raises:
-      ValueError: the text is no compiled program, or hides how often a loop runs.
+      ValueError: the text is not that of a compiled program, or does not tell how often
+        a loop runs or which devices take part in a collective.
     """
-    computations, entry = parse_computations(text)
-    sources = source_lines(text)
-
-    def found(
-        computation: str, executions: int, site: tuple, conditional: bool = False
-    ) -> Iterator[_Found]:
-        within = computations.get(computation, {})
-        schedule = list(within.values())
-        for place, one in enumerate(schedule):
-            if one.opcode == "while":
-                body = re.search(r"body=%?([\w.\-]+)", one.line).group(1)
-                trips = executions * trip_count(one, computations)
-                yield from found(body, trips, (body, None), conditional)
-                continue
-            # A fusion runs where it is called: fragments are ordered by that place.
-            here = site if site[1] is not None else (computation, place)
-            base = one.opcode.removesuffix("-start")
-            if base in _KINDS:
-                kind = _KINDS[base]
-                if kind == "all_reduce" and computation.startswith(
-                    "all-reduce-scatter"
-                ):
-                    kind = "reduce_scatter"  # How TPU programs may spell it.
-                axes, size = axes_of(one.line, mesh)
-                frame = re.search(r"stack_frame_id=(\d+)", one.line)
-                chain = re.search(r'chain_id="(\d+)"', one.line)
-                end = place
-                if one.opcode.endswith("-start"):
-                    end = _end(schedule, place)
-                collective = Collective(
-                    kind=kind,
-                    axes=axes,
-                    group_size=size,
-                    payload_bytes=_payload(one, kind, within),
-                    executions=executions,
-                    asynchronous=end > place,
-                    overlapped=_computes(schedule, place, end),
-                    computation=computation,
-                    source=sources.get(frame.group(1), "") if frame else "",
-                    conditional=conditional,
-                )
-                yield chain and (chain.group(1), kind), here, collective
-            elif between := _between_slices(one, schedule, within):
-                kind, end, payload = between
-                axes, size = axes_of(one.line, mesh)
-                overlapped = _computes(schedule, place, end)
-                collective = Collective(
-                    kind=kind,
-                    axes=axes,
-                    group_size=size,
-                    payload_bytes=payload,
-                    executions=executions,
-                    asynchronous=True,
-                    overlapped=overlapped,
-                    computation=computation,
-                    source="",
-                    conditional=conditional,
-                )
-                yield None, here, collective
-            elif not one.opcode.endswith(("-done", "-update")):
-                called = one.opcode in ("fusion", "custom-call")
-                under = conditional or one.opcode == "conditional"
-                for callee in callees(one):
-                    where = here if called else (callee, None)
-                    yield from found(callee, executions, where, under)
-
-    return _merged(found(entry, 1, (entry, None)), computations)
+    program = _Program(text, mesh)
+    return program.merged(program.occurrences(_Call(program.entry)))
 
 
-_Found = tuple[Any, tuple[str, int], Collective]
-"""A collective with the chain that it is a fragment of, and where it runs."""
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """How the program runs one computation.
+
+    Attributes:
+      computation: name of the computation.
+      executions: number of times that it runs per call of the program.
+      conditional: whether it is under a conditional.
+      site: (computation, index) of the fusion that contains it, if one does.
+    """
+
+    computation: str
+    executions: int = 1
+    conditional: bool = False
+    site: tuple[str, int] | None = None
 
 
-def _end(schedule: list[Instruction], start: int) -> int:
-    """Place of the last instruction of an asynchronous chain that begins at `start`."""
+@dataclasses.dataclass(frozen=True)
+class _Occurrence:
+    """A collective in the text.
+
+    Attributes:
+      collective: the instruction.
+      chain: the asynchronous collective of which it is a fragment, if of any.
+      computation: name of the computation that schedules it.
+      index: number of the scheduled instruction in that computation.
+    """
+
+    collective: Collective
+    chain: tuple[str, str] | None
+    computation: str
+    index: int
+
+
+class _Program:
+    """A parsed program: computations, source lines and the mesh that it runs on."""
+
+    def __init__(self, text: str, mesh: Mapping[str, int]):
+        self.mesh = mesh
+        self.computations, self.entry = parse_computations(text)
+        self.sources = source_lines(text)
+
+    def occurrences(self, call: _Call) -> Iterator[_Occurrence]:
+        """The collectives of a computation and of those that it calls, in order."""
+        scope = self.computations.get(call.computation, {})
+        schedule = list(scope.values())
+        for index, instruction in enumerate(schedule):
+            site = call.site or (call.computation, index)
+            opcode = instruction.opcode
+            if opcode == "while":
+                yield from self.occurrences(self._loop_body(call, instruction))
+            elif opcode.removesuffix("-start") in _KINDS:
+                collective = self._collective(call, schedule, index)
+                chain = re.search(r'chain_id="(\d+)"', instruction.line)
+                key = (chain.group(1), collective.kind) if chain else None
+                yield _Occurrence(collective, key, *site)
+            elif transfer := _slice_transfer(instruction, schedule, scope):
+                collective = self._between_slices(call, schedule, index, *transfer)
+                yield _Occurrence(collective, None, *site)
+            elif not opcode.endswith(("-done", "-update")):
+                for callee in self._callees(call, instruction, site):
+                    yield from self.occurrences(callee)
+
+    def _loop_body(self, call: _Call, loop: Instruction) -> _Call:
+        body = re.search(r"body=%?([\w.\-]+)", loop.line).group(1)
+        trips = trip_count(loop, self.computations)
+        return _Call(body, call.executions * trips, call.conditional)
+
+    def _callees(
+        self, call: _Call, instruction: Instruction, site: tuple[str, int]
+    ) -> Iterator[_Call]:
+        # The instructions of a fusion are scheduled where the fusion is.
+        fused = instruction.opcode in ("fusion", "custom-call")
+        conditional = call.conditional or instruction.opcode == "conditional"
+        for callee in callees(instruction):
+            yield _Call(callee, call.executions, conditional, site if fused else None)
+
+    def _collective(
+        self, call: _Call, schedule: Sequence[Instruction], index: int
+    ) -> Collective:
+        """The collective instruction at `index`, with the end of its pair."""
+        instruction = schedule[index]
+        starts = instruction.opcode.endswith("-start")
+        kind = _KINDS[instruction.opcode.removesuffix("-start")]
+        if kind == "all_reduce" and call.computation.startswith("all-reduce-scatter"):
+            kind = "reduce_scatter"  # TPU programs may write it as this fusion.
+        axes, group_size = axes_of(instruction.line, self.mesh)
+        end = _end_of_pair(schedule, index) if starts else index
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
+        return Collective(
+            kind=kind,
+            axes=axes,
+            group_size=group_size,
+            payload_bytes=_payload(
+                instruction, kind, self.computations[call.computation]
+            ),
+            executions=call.executions,
+            asynchronous=end > index,
+            overlapped=_has_compute(schedule, index, end),
+            computation=call.computation,
+            source=self.sources.get(frame.group(1), "") if frame else "",
+            conditional=call.conditional,
+        )
+
+    def _between_slices(
+        self,
+        call: _Call,
+        schedule: Sequence[Instruction],
+        index: int,
+        kind: str,
+        end: int,
+        payload_bytes: int,
+    ) -> Collective:
+        """The send at `index`, which is a collective over the links between slices."""
+        axes, group_size = axes_of(schedule[index].line, self.mesh)
+        return Collective(
+            kind=kind,
+            axes=axes,
+            group_size=group_size,
+            payload_bytes=payload_bytes,
+            executions=call.executions,
+            asynchronous=True,
+            overlapped=_has_compute(schedule, index, end),
+            computation=call.computation,
+            source="",
+            conditional=call.conditional,
+        )
+
+    def merged(self, occurrences: Iterable[_Occurrence]) -> list[Collective]:
+        """One collective per chain; those that move nothing are left out."""
+        chains: dict[Any, list[_Occurrence]] = {}
+        for number, occurrence in enumerate(occurrences):
+            if occurrence.collective.group_size > 1:
+                chains.setdefault(occurrence.chain or number, []).append(occurrence)
+        return [self._merge(fragments) for fragments in chains.values()]
+
+    def _merge(self, fragments: Sequence[_Occurrence]) -> Collective:
+        first = fragments[0]
+        if len(fragments) == 1:
+            return first.collective
+        indices = [fragment.index for fragment in fragments]
+        schedule = list(self.computations[first.computation].values())
+        return dataclasses.replace(
+            first.collective,
+            asynchronous=True,
+            overlapped=_has_compute(schedule, min(indices), max(indices)),
+        )
+
+
+def _payload(
+    collective: Instruction, kind: str, scope: Mapping[str, Instruction]
+) -> int:
+    """Bytes of the whole tensor that a collective moves, on one device."""
+    operands = sum(
+        type_bytes(scope[name].type) for name in collective.operands if name in scope
+    )
+    result = type_bytes(collective.type)
+    if kind == "all_gather":
+        # The result of a start is the pair (operand, result).
+        return result - operands if collective.opcode.endswith("-start") else result
+    return operands or result
+
+
+def _slice_transfer(
+    instruction: Instruction,
+    schedule: Sequence[Instruction],
+    scope: Mapping[str, Instruction],
+) -> tuple[str, int, int] | None:
+    """(kind, index of its end, payload) of a send over the links between slices."""
+    pattern = r'_xla_host_transfer_rendezvous="([^"]+)".*_transfer_type="([A-Z_]+)"'
+    if instruction.opcode != "send":
+        return None
+    if not (match := re.search(pattern, instruction.line)):
+        return None
+    name, kind = match.groups()
+    receive = next(
+        other
+        for other in schedule
+        if other.opcode == "recv" and f'rendezvous="{name}"' in other.line
+    )
+    end = next(
+        index
+        for index, other in enumerate(schedule)
+        if other.opcode == "recv-done" and receive.name in other.operands
+    )
+    received = re.match(r"\((\S+\[[\d,]*\])", receive.type).group(1)
+    sent = sum(type_bytes(scope[o].type) for o in instruction.operands[:1])
+    return kind.lower(), end, type_bytes(received) if kind == "ALL_GATHER" else sent
+
+
+def _end_of_pair(schedule: Sequence[Instruction], start: int) -> int:
+    """Index of the last instruction of an asynchronous chain that begins at `start`."""
     names, end = {schedule[start].name}, start
-    for place, one in enumerate(schedule[start + 1 :], start + 1):
-        if one.opcode.endswith(("-done", "-update")) and names & set(one.operands):
-            names.add(one.name)
-            end = place
+    for index, instruction in enumerate(schedule[start + 1 :], start + 1):
+        ends = instruction.opcode.endswith(("-done", "-update"))
+        if ends and names & set(instruction.operands):
+            names.add(instruction.name)
+            end = index
     return end
 
 
-def _computes(schedule: list[Instruction], start: int, end: int) -> bool:
-    return any(one.opcode in _COMPUTE for one in schedule[start + 1 : end])
-
-
-def _merged(
-    found: Iterable[_Found], computations: Mapping[str, Mapping[str, Instruction]]
-) -> list[Collective]:
-    """Collectives that move something; all fragments of a chain as one."""
-    chains: dict[Any, list[_Found]] = {}
-    for number, one in enumerate(found):
-        if one[2].group_size > 1:
-            chains.setdefault(one[0] or number, []).append(one)
-    merged = []
-    for fragments in chains.values():
-        first = fragments[0][2]
-        if len(fragments) > 1:
-            computation = fragments[0][1][0]
-            places = [place for _, (_, place), _ in fragments]
-            schedule = list(computations[computation].values())
-            overlapped = _computes(schedule, min(places), max(places))
-            first = dataclasses.replace(first, asynchronous=True, overlapped=overlapped)
-        merged.append(first)
-    return merged
+def _has_compute(schedule: Sequence[Instruction], start: int, end: int) -> bool:
+    return any(
+        instruction.opcode in _COMPUTE for instruction in schedule[start + 1 : end]
+    )

@@ -1,7 +1,8 @@
-"""Device groups in the text of a compiled program, and the mesh axes they are.
+"""Device groups in the text of a compiled program, and the mesh axes that they span.
 
-A collective names its devices as lists, as a counted-up array, by mesh axes, as pairs
-of sender and receiver, or (between TPU slices) as slices and the devices of each.
+HLO text writes the groups of a collective as lists of devices, as a reshaped iota, by
+mesh axes, as pairs of sender and receiver, or (between TPU slices) as slices and their
+devices.
 """
 
 import functools
@@ -22,14 +23,18 @@ _IOTA_GROUPS = re.compile(
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Device ids of the form [2,4]T(1,0): counted up in `dims`, then transposed."""
+    """Device ids of the form [2,4]T(1,0): an iota of shape `dims`, then transposed."""
     shape = [int(d) for d in dims.split(",")]
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose([int(d) for d in order.split(",")]) if order else ids
 
 
 def _mesh_groups(sizes: str, devices: np.ndarray | None, axes: str) -> list[list[int]]:
-    """Groups of the form mesh['a'=4,'b'=2] {'a':(1)2,'b'}; axis names are made up."""
+    """Groups of the form mesh['a'=4,'b'=2] {'a':(1)2,'b'}.
+
+    The compiler's axis names are not ours. 'a':(m)k is a part of axis 'a': its size is
+    k, and the axes that are left of it in 'a' have m places together.
+    """
     named = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     shape, chosen = [], []
     wanted = {
@@ -47,7 +52,7 @@ def _mesh_groups(sizes: str, devices: np.ndarray | None, axes: str) -> list[list
 
 
 def _groups(line: str, num_devices: int) -> list[list[int]]:
-    """The device groups of a collective, in any of the three forms of the text."""
+    """The device groups of a collective within one slice."""
     if match := _MESH_GROUPS.search(line):
         sizes, dims, order, axes = match.groups()
         return _mesh_groups(sizes, _iota(dims, order) if dims else None, axes)
@@ -64,50 +69,50 @@ def _groups(line: str, num_devices: int) -> list[list[int]]:
 
 @functools.lru_cache
 def _axis_groups(mesh: tuple[tuple[str, int], ...]) -> dict[frozenset, tuple[str, ...]]:
-    """{groups: axes}, for every set of mesh axes; the smallest set wins."""
+    """{groups: axes} for all sets of mesh axes; the smallest of equal sets counts."""
     names, sizes = zip(*mesh, strict=True)
-    ids, found = np.arange(math.prod(sizes)).reshape(sizes), {}
-    real = [i for i, size in enumerate(sizes) if size > 1]
-    for count in range(1, len(real) + 1):
-        for chosen in itertools.combinations(real, count):
+    ids, groups = np.arange(math.prod(sizes)).reshape(sizes), {}
+    split = [i for i, size in enumerate(sizes) if size > 1]
+    for count in range(1, len(split) + 1):
+        for chosen in itertools.combinations(split, count):
             last = range(len(sizes) - count, len(sizes))
             rows = np.moveaxis(ids, chosen, last)
             rows = rows.reshape(-1, math.prod(sizes[i] for i in chosen))
             key = frozenset(frozenset(row) for row in rows.tolist())
-            found.setdefault(key, tuple(names[i] for i in chosen))
-    return found
+            groups.setdefault(key, tuple(names[i] for i in chosen))
+    return groups
 
 
 def axes_of(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     """Mesh axes over which a collective runs, and the size of its groups.
 
     Args:
-      line: the instruction.
+      line: text of the instruction.
       mesh: {axis: size}, outer to inner.
 
     Returns:
-      The smallest set of axes that gives the groups, () where none does, and how many
-      devices take part together.
+      The smallest set of axes that gives the groups, () if none does, and the number of
+      devices in a group.
 
     Raises:
-      ValueError: the groups stand there in a form that is not known.
+      ValueError: the groups have an unknown form.
     """
     if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
         pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
-        ends = np.array(pairs, int).reshape(-1, 2).T
-        sent, got = (np.array(np.unravel_index(e, tuple(mesh.values()))) for e in ends)
-        crossed = (sent != got).any(axis=1)
-        axes = tuple(a for a, one in zip(mesh, crossed, strict=True) if one)
-        return axes, math.prod(mesh[a] for a in axes)
+        shape, devices = tuple(mesh.values()), np.array(pairs, int).reshape(-1, 2).T
+        sources, targets = (np.array(np.unravel_index(ids, shape)) for ids in devices)
+        crossed = (sources != targets).any(axis=1)
+        axes = tuple(axis for axis, moves in zip(mesh, crossed, strict=True) if moves)
+        return axes, math.prod(mesh[axis] for axis in axes)
     count = math.prod(mesh.values())
     if target := re.search(r"_xla_megascale_target=(\S+?),?_xla", line):
         groups = _groups_of_slices(target.group(1), count)
     else:
         groups = _groups(line, count)
-        here = sum(map(len, groups))  # The text is that of one slice.
+        slice_size = sum(map(len, groups))  # The text lists the groups of one slice.
         groups = [
             [device + start for device in group]
-            for start in range(0, count, here)
+            for start in range(0, count, slice_size)
             for group in groups
         ]
     key = frozenset(frozenset(group) for group in groups)
@@ -116,9 +121,10 @@ def axes_of(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
 
 
 def _groups_of_slices(target: str, count: int) -> list[list[int]]:
-    """Groups of a transfer between slices, counted from 1.
+    """Groups of a transfer between slices.
 
-    As in "{1,2}x{0:3}", slices by devices, or {{100000,200000},...}, slice and device.
+    The text is "{1,2}x{0:3}" (slices, from 1, by devices) or {{100000,200000},...} (the
+    slice times 100000 plus the device).
     """
     if short := re.match(r'"\{([\d,]*)\}x', target):
         slices = len(short.group(1).split(","))
@@ -128,4 +134,4 @@ def _groups_of_slices(target: str, count: int) -> list[list[int]]:
         for group in re.findall(r"\{([\d,]+)\}", target)
     ]
     size = count // max(slice_ for group in groups for slice_, _ in group)
-    return [[(slice_ - 1) * size + place for slice_, place in g] for g in groups]
+    return [[(slice_ - 1) * size + device for slice_, device in g] for g in groups]

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 
 _DTYPE_BYTES = {
-    **dict.fromkeys(("pred", "s8", "u8", "s4", "u4", "f8e4m3fn", "f8e5m2"), 1),
+    **dict.fromkeys(("pred", "s8", "u8", "s4", "u4", "s2", "u2", "f4e2m1fn"), 1),
+    **dict.fromkeys(("f8e3m4", "f8e4m3", "f8e5m2", "f8e4m3fn", "f8e8m0fnu"), 1),
+    **dict.fromkeys(("f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz"), 1),
     **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
     **dict.fromkeys(("s32", "u32", "f32"), 4),
     **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
@@ -21,7 +23,15 @@ _OPCODE = re.compile(r"(?<![\w:.%\-])([a-z][\w\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One line of a computation.
+
+    Attributes:
+      name: without the leading "%".
+      type: of the result, as text such as "f32[4,8]{1,0}".
+      opcode: such as "all-gather-start".
+      operands: names of the operands.
+      line: the whole line.
+    """
 
     name: str
     type: str
@@ -57,28 +67,37 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def parse_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """Computations {name: {instruction name: instruction}} and the entry's name."""
+    """Parses the text of a compiled program.
+
+    Returns:
+      {name of computation: {name of instruction: instruction}}, and the name of the
+      entry computation.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
     computations: dict[str, dict[str, Instruction]] = {}
     current, entry = None, ""
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line):
             current = computations.setdefault(header.group(2), {})
             entry = header.group(2) if header.group(1) else entry
-        elif current is not None and (one := _parse_instruction(line.strip())):
-            current[one.name] = one
+        elif current is not None:
+            if instruction := _parse_instruction(line.strip()):
+                current[instruction.name] = instruction
     if not entry:
         raise ValueError("no ENTRY computation: give the text of a compiled program")
     return computations, entry
 
 
 def source_lines(text: str) -> dict[str, str]:
-    """{stack frame id: "file:line"} from the tables at the head of the text."""
+    """{stack frame id: "file:line"}, from the tables at the start of the text."""
 
     def table(name: str, pattern: str) -> dict[str, tuple[str, ...]]:
         match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
         rows = match.group(1).splitlines() if match else []
-        found = {row.split(" ", 1)[0]: re.search(pattern, row) for row in rows}
-        return {number: m.groups() for number, m in found.items() if m}
+        matches = {row.split(" ", 1)[0]: re.search(pattern, row) for row in rows}
+        return {number: m.groups() for number, m in matches.items() if m}
 
     files = table("FileNames", r'"(.*)"')
     places = table("FileLocations", r"file_name_id=(\d+) .*?\bline=(\d+)")
@@ -93,26 +112,27 @@ def source_lines(text: str) -> dict[str, str]:
 def trip_count(
     loop: Instruction, computations: Mapping[str, Mapping[str, Instruction]]
 ) -> int:
-    """Trips of a while loop: as the compiler notes it, or the bound it compares with.
+    """Trip count of a while loop: annotated, or the largest constant of its condition.
 
     Raises:
-      ValueError: neither tells.
+      ValueError: the text has neither.
     """
     if known := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.line):
         return int(known.group(1))
     condition = re.search(r"condition=%?([\w.\-]+)", loop.line).group(1)
     reachable, bounds = [condition], []
     for name in reachable:
-        for one in computations.get(name, {}).values():
-            if one.opcode == "constant":
-                bounds += re.findall(r"[su]32\[\]\S* constant\((\d+)\)", one.line)
-            reachable += [c for c in callees(one) if c not in reachable]
+        for instruction in computations.get(name, {}).values():
+            if instruction.opcode == "constant":
+                constant = r"[su]32\[\]\S* constant\((\d+)\)"
+                bounds += re.findall(constant, instruction.line)
+            reachable += [c for c in callees(instruction) if c not in reachable]
     if not bounds:
-        raise ValueError(f"cannot tell how often the loop runs: {loop.line[:200]}")
+        raise ValueError(f"cannot read the trip count of the loop: {loop.line[:200]}")
     return max(map(int, bounds))
 
 
-def callees(one: Instruction) -> list[str]:
+def callees(instruction: Instruction) -> list[str]:
     """Names of the computations that an instruction calls."""
-    found = _CALLS.findall(one.line)
-    return [name.strip(" %") for part in found for name in part.split(",")]
+    lists = _CALLS.findall(instruction.line)
+    return [name.strip(" %") for names in lists for name in names.split(",")]

@@ -1,6 +1,7 @@
-"""GPUs to compile for ahead of time, as XLA's target configurations.
+"""Target configurations of GPUs, with which XLA compiles ahead of time.
 
-Source: what XLA prints for such a device (`xla/tools/hlo_opt/gpu_specs`).
+Source: the configurations that XLA prints on such devices
+  (`xla/tools/hlo_opt/gpu_specs`).
 """
 
 _HOPPER = """
@@ -21,12 +22,14 @@ device_description_str: "{board}"
 """
 
 
-def hopper_target(board: str, memory_bytes: int, memory_bandwidth: int) -> str:
+def hopper_target(device_kind: str, memory_bytes: int, memory_bandwidth: int) -> str:
     """The target configuration of a Hopper GPU, in protobuf text.
 
     Args:
-      board: what the device calls itself.
-      memory_bytes: size of its memory.
+      device_kind: as in `jax.Device.device_kind`.
+      memory_bytes: size of the memory.
       memory_bandwidth: bytes per second.
     """
-    return _HOPPER.format(board=board, memory=memory_bytes, bandwidth=memory_bandwidth)
+    return _HOPPER.format(
+        board=device_kind, memory=memory_bytes, bandwidth=memory_bandwidth
+    )

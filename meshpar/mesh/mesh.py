@@ -1,4 +1,4 @@
-"""Device meshes: named axes over accelerators, simulated CPU devices or topologies."""
+"""Device meshes of layouts: named axes over accelerators, CPUs or topologies."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ from meshpar.mesh.torus import arrange_devices
 
 
 def simulate(num_devices: int) -> None:
-    """Gives this process `num_devices` CPU devices; accelerators are left as they are.
+    """Simulates devices: the CPU backend of this process will have `num_devices`.
 
-    Call it before jax looks for devices. Where a GPU or TPU exists it stays the
-    default platform, so nothing is simulated unless the platform is set to cpu.
+    Call it before jax looks for devices. A GPU or TPU stays the default platform, so
+    set the platform to cpu where there is one.
 
     Raises:
       RuntimeError: jax has already started its backends.
+      ValueError: num_devices is below 1.
     """
     if compat.backends_started():
         raise RuntimeError(
@@ -38,16 +39,17 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     axis_type: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """Builds the mesh of a layout, every axis present, outer axes over slower links.
+    """Builds the mesh of a layout with every axis, outer axes over slower links.
 
     Args:
       layout: gives the axis sizes.
-      devices: the devices to fill; all of `jax.devices()` by default.
+      devices: the devices to use; all of `jax.devices()` by default.
       axis_type: automatic (the default) or explicit axes.
 
     Raises:
-      LayoutError: the layout has more places than there are devices, or leaves devices
-        idle without the allowance "idle_devices".
+      LayoutError: there are too few devices; some would be idle without
+        allow=idle_devices; slices would have unequal numbers of devices; or axes would
+        cross slow links without allow=slow_links.
     """
     devices = list(jax.devices() if devices is None else devices)
     need = layout.num_devices
@@ -68,6 +70,12 @@ def make_mesh(
     slices: dict[int | None, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+    if len(counts := {len(group) for group in slices.values()}) > 1:
+        raise LayoutError(
+            f'layout "{layout}" fills {need} devices of {len(slices)} slices, with '
+            f"{min(counts)} to {max(counts)} devices per slice; fill every slice "
+            "equally, or pass the devices of one slice"
+        )
     outer = _over_slices(layout, devices, len(slices))
     inner = [size // across for size, across in zip(sizes, outer, strict=True)]
     blocks = np.empty(len(slices), object)
@@ -79,10 +87,10 @@ def make_mesh(
 def _over_slices(
     layout: Layout, devices: Sequence[jax.Device], slices: int
 ) -> list[int]:
-    """How many ways each axis crosses the slow links between slices, outer first.
+    """The number of slices over which each axis is spread, outer to inner.
 
     Raises:
-      LayoutError: axes that need fast links would have to cross them.
+      LayoutError: axes that need fast links would have to cross slices.
     """
     left, across = slices, []
     for axis, size in layout.sizes.items():

@@ -1,4 +1,4 @@
-"""Platforms: what a kind of device, or rather its compiler, can and cannot do."""
+"""Platforms (cpu, gpu, tpu): traits of their compilers that lowerings depend on."""
 
 import dataclasses
 
@@ -11,21 +11,21 @@ from meshpar.mesh import chips
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """Facts about one platform that lowerings and models depend on.
+    """Traits of one platform.
 
     Attributes:
-      name: as jax names it.
-      widens_collectives: whether collectives move float32 in place of smaller floats.
+      name: its name in jax.
+      widens_collectives: whether collectives move float32 instead of smaller floats.
         XLA:CPU adds in float32 anyway, and aborts on bfloat16 reductions beside
         automatic axes (its promotion pass, seen in jaxlib 0.10.2 and 0.12.0).
-      hides_ring_steps: whether the steps of a ring hide behind compute where one
-        collective would run alone (TPUs, seen with libtpu 0.0.51).
-      reports_peak: whether compiled programs report their peak memory with
+      hides_ring_steps: whether the steps of a ring overlap with compute where the
+        native collective would not (TPUs, seen with libtpu 0.0.51).
+      reports_peak: whether the peak memory of a compiled program is reported, with
         temporaries.
-      tiles_vectors: whether flat vectors have to come in whole tiles to be gathered or
-        scattered as such.
-      compiles_slowly: whether optimized code of a program that runs once takes longer
-        to make than it saves.
+      tiles_vectors: whether only flat vectors of whole tiles are gathered and
+        scattered by the native collectives.
+      compiles_slowly: whether optimizing a program that runs once costs more time than
+        it saves.
     """
 
     name: str
@@ -44,7 +44,7 @@ _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}
 
 
 def platform_named(name: str) -> Platform:
-    """The platform of a name that jax uses; GPUs for "cuda" and "rocm" too."""
+    """The platform with a name in jax; "cuda" and "rocm" are GPUs as well."""
     return _PLATFORMS.get(name, GPU)
 
 
@@ -54,7 +54,7 @@ def platform_of(mesh: Mesh) -> Platform:
 
 
 def traced_platform() -> Platform:
-    """The platform that a model is traced for: of the mesh in use, or jax's default."""
+    """The platform of the mesh that a model is traced for, or jax's default one."""
     scope = current_scope()
     if scope is None:
         return platform_named(jax.default_backend())

@@ -1,4 +1,4 @@
-"""Ahead-of-time topologies: devices of machines that are not here."""
+"""Ahead-of-time topologies: devices of machines that this one is not attached to."""
 
 import os
 import re
@@ -9,65 +9,91 @@ from jax.experimental import topologies
 from meshpar.errors import MeshparError
 from meshpar.mesh.chips import CHIPS, TPU, Chip
 
+_TOPOLOGY = re.compile(r"(?:([1-9]\d*)\*)?(\w+):([1-9]\d*(?:x[1-9]\d*){0,2})")
+
 
 def topology(text: str) -> list[jax.Device]:
-    """The devices of machines that are not here, to compile for ahead of time.
+    """The devices of a machine that is not attached, to compile for ahead of time.
 
-    Programs lowered onto them compile with the real compiler and can be read, but not
-    run.
+    Programs that are lowered onto them are compiled by the real compiler. They can be
+    read but not run.
 
     Args:
-      text: a TPU slice such as "v5e:4x4", "v5p:4x4x2", several such as "2*v5e:4x4",
-        or GPUs of one NVLink domain such as "h100:8", "h200:8".
+      text: a TPU slice such as "v5e:4x4" or "v5p:4x4x2", several slices such as
+        "2*v5e:4x4", or the GPUs of one NVLink domain such as "h100:8" or "h200:8".
 
     Raises:
-      MeshparError: an unknown form, or the compiler is not installed, with the remedy.
+      MeshparError: the text has another form, the shape does not exist, or the compiler
+        is not installed; with the remedy.
     """
-    count, _, single = text.rpartition("*")
-    kind, _, shape = single.partition(":")
-    chip = CHIPS.get(kind)
-    if chip and chip.xla_target and re.fullmatch(r"[1-9]\d*", shape) and not count:
-        return _gpus(chip, int(shape))
-    well_formed = re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape)
-    is_tpu = chip is not None and chip.platform == TPU
-    if not is_tpu or not well_formed or not re.fullmatch(r"(\d+)?", count):
-        raise MeshparError(f"topology={text!r}: write one such as {_examples()}")
-    # There is no chip: no metadata to ask for, no lock to take.
+    chip, shape, num_slices = parse_topology(text)
+    try:
+        if chip.platform == TPU:
+            return _tpus(chip, shape, num_slices)
+        return _gpus(chip, *shape)
+    except Exception as error:
+        extra = f"aot-{chip.platform}"
+        raise MeshparError(
+            f"topology={text!r}: {_first_line(error)}; the {chip.platform.upper()} "
+            f'compiler comes with pip install -e ".[{extra}]", and the shape must be '
+            "one that exists"
+        ) from error
+
+
+def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
+    """Parses a topology string.
+
+    Returns:
+      The chip, the shape in chips, and the number of slices, None if it is not given.
+
+    Raises:
+      MeshparError: the text has another form, or there is no compiler for the chip.
+    """
+    if match := _TOPOLOGY.fullmatch(text):
+        slices, name, sizes = match.groups()
+        shape = tuple(map(int, sizes.split("x")))
+        chip = CHIPS.get(name)
+        if chip and chip.platform == TPU and len(shape) > 1:
+            return chip, shape, int(slices) if slices else None
+        if chip and chip.xla_target and len(shape) == 1 and not slices:
+            return chip, shape, None
+    raise MeshparError(f"topology={text!r}: write one such as {', '.join(examples())}")
+
+
+def examples() -> list[str]:
+    """One topology of each chip that can be compiled for."""
+    return [
+        f"{chip.name}:4x4" if chip.platform == TPU else f"{chip.name}:8"
+        for chip in CHIPS.values()
+        if chip.platform == TPU or chip.xla_target
+    ]
+
+
+def _tpus(
+    chip: Chip, shape: tuple[int, ...], num_slices: int | None
+) -> list[jax.Device]:
+    # No TPU is attached: skip the metadata query and the lock on the chips.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    chips = shape if shape.count("x") == 2 or chip.torus_dims == 2 else f"{shape}x1"
-    name = f"{kind}:{chips}"
-    try:
-        slices = {"num_slices": int(count)} if count else {}
-        found = topologies.get_topology_desc(platform=TPU, topology_name=name, **slices)
-    except Exception as error:
-        raise MeshparError(
-            f"topology={text!r}: {_first_line(error)}; the TPU compiler comes with "
-            'pip install -e ".[aot-tpu]", and the shape must be one that exists'
-        ) from error
-    return list(found.devices)
-
-
-def _examples() -> str:
-    """A topology of each chip that there is a compiler for."""
-    tpus = [f"{chip.name}:4x4" for chip in CHIPS.values() if chip.platform == TPU]
-    return ", ".join([*tpus, *(f"{c.name}:8" for c in CHIPS.values() if c.xla_target)])
+    dims = (*shape, *[1] * (chip.torus_dims - len(shape)))
+    options = {"chip_config_name": chip.libtpu_config} if chip.libtpu_config else {}
+    if num_slices:
+        options["num_slices"] = num_slices
+    name = f"{chip.name}:{'x'.join(map(str, dims))}"
+    description = topologies.get_topology_desc(
+        platform=TPU, topology_name=name, **options
+    )
+    return list(description.devices)
 
 
 def _gpus(chip: Chip, count: int) -> list[jax.Device]:
-    try:
-        found = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name=chip.name,
-            topology=f"1x1x{count}",
-            target_config=chip.xla_target,
-        )
-    except Exception as error:
-        raise MeshparError(
-            f"topology={chip.name}:{count}: {_first_line(error)}; the GPU compiler "
-            'comes with pip install -e ".[aot-gpu]"'
-        ) from error
-    return list(found.devices)
+    description = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=chip.name,
+        topology=f"1x1x{count}",
+        target_config=chip.xla_target,
+    )
+    return list(description.devices)
 
 
 def _first_line(error: Exception) -> str:

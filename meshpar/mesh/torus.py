@@ -1,9 +1,9 @@
 """Rings on the torus of TPU chips: the order of devices along a mesh axis.
 
-A chip has links to its neighbours alone. TPUs send beside compute over at most two of
-them (v5e from 32 chips on, seen with libtpu 0.0.51), and a ring that runs along a line
-of chips and jumps back takes as many as the line is long. So lines are folded: out over
-every other chip, and back over the ones between.
+A chip has links to its neighbors only. TPUs overlap a permute with compute if it takes
+at most two links (v5e from 32 chips on, seen with libtpu 0.0.51). In a ring that runs
+along a line of chips and jumps back, the jump takes as many links as the line is long.
+So lines are folded: forward over every other chip, and back over the chips between.
 """
 
 import itertools
@@ -19,72 +19,75 @@ from meshpar.mesh.platform import TPU, platform_of
 
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Devices of one slice, [*sizes]: along every axis lie rings of near neighbours.
+    """Arranges the devices of one slice so that rings along axes join near neighbors.
 
-    Which devices form an axis is jax's choice; the order along it is ours, where they
+    jax chooses the devices of each axis. Their order along the axis is ours, where they
     form a grid of chips.
 
     Args:
-      sizes: of the mesh axes, outer to inner.
-      devices: as many as the axes have places.
+      sizes: sizes of the mesh axes, outer to inner.
+      devices: the devices of the slice; their number is the product of the sizes.
+
+    Returns:
+      Devices [*sizes].
     """
     mesh = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     for axis in range(mesh.ndim):
-        places = _places(mesh, axis)
-        if lines := _lines(places):
-            at = {tuple(place): i for i, place in enumerate(places[:, list(lines)])}
-            order = [
-                at[place] for place in itertools.product(*map(_ring, lines.values()))
-            ]
-            mesh = np.take(mesh, order, axis)
+        offsets = _offsets(mesh, axis)
+        if lines := _lines(offsets):
+            index = {tuple(at): i for i, at in enumerate(offsets[:, list(lines)])}
+            rings = itertools.product(*map(_ring, lines.values()))
+            mesh = np.take(mesh, [index[at] for at in rings], axis)
     return mesh
 
 
 def ring_shape(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """The torus whose rings make up a mesh axis, in row order.
+    """Shape of the torus whose rings make up a mesh axis, in row order.
 
-    That of the chips where they form a grid, else the most square one of two dims.
+    It is the torus of the chips where they form a grid, else the most square torus of
+    two dims.
     """
     size = mesh.shape[axis]
-    if lines := _lines(_places(mesh.devices, mesh.axis_names.index(axis))):
+    if lines := _lines(_offsets(mesh.devices, mesh.axis_names.index(axis))):
         return tuple(map(len, lines.values()))
     rows = max(rows for rows in range(1, math.isqrt(size) + 1) if size % rows == 0)
     return tuple(n for n in (rows, size // rows) if n > 1)
 
 
-_MOST_WRITTEN_OUT = 64
-"""Devices of a permute; with more, a lookup is the sooner compiled (libtpu 0.0.51)."""
+_MOST_WITHOUT_TABLE = 64
+"""Largest mesh whose permutes compile faster without a table (libtpu 0.0.51)."""
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-    """What a TPU's compiler is told of the permutes that rings are made of.
+    """Compiler options for the permutes of rings; None for the defaults.
 
-    For a permute that all devices take part in, libtpu writes code for every pair of
-    them: 0.2 s of CPU for 256 chips of v5e, 0.3 s for v5p. Of many devices it shall
-    look the way up, as it does where a pair is missing: 0.03 s, and 0.06 s per MB.
+    On large meshes a permute uses a lookup table. By default libtpu writes code for
+    every pair of devices of a permute in which all take part: 0.2 s of compile time for
+    256 chips of v5e, 0.3 s for v5p. A table takes 0.03 s and another 0.06 s per MB.
     """
-    if platform_of(mesh) is not TPU or mesh.size <= _MOST_WRITTEN_OUT:
+    if platform_of(mesh) is not TPU or mesh.size <= _MOST_WITHOUT_TABLE:
         return None
-    most = "xla_tpu_max_collective_permute_tree_core_location_devices"
-    return {most: str(_MOST_WRITTEN_OUT)}
+    option = "xla_tpu_max_collective_permute_tree_core_location_devices"
+    return {option: str(_MOST_WITHOUT_TABLE)}
 
 
 def _ring(line: list[int]) -> list[int]:
-    """The order along a line of chips: folded, 0 2 4 ... 5 3 1, if they are neighbours.
+    """The order along a line of chips: folded (0 2 4 ... 5 3 1) if they are neighbors.
 
-    Where others lie between them a fold would be too long, and only a chain is short.
+    A chain is shorter than a fold if other chips are between them.
     """
     return line[::2] + line[1::2][::-1] if line[1] - line[0] == 1 else line
 
 
-def _places(devices: np.ndarray, axis: int) -> np.ndarray | None:
-    """Where the devices along an axis are, [size, 5]: slice, x, y, z, core.
+def _offsets(devices: np.ndarray, axis: int) -> np.ndarray | None:
+    """Offsets of the devices along an axis from the first, [size, 5].
 
-    Relative to the first of them; None unless it is the same all over the mesh.
+    The columns are slice, x, y, z and core. None if the offsets are not the same
+    everywhere in the mesh, or the devices are not TPUs.
     """
     if any(device.platform != TPU.name for device in devices.flat):
         return None
-    places = np.array(
+    coords = np.array(
         [
             (
                 getattr(d, "slice_index", 0) or 0,
@@ -94,21 +97,22 @@ def _places(devices: np.ndarray, axis: int) -> np.ndarray | None:
             for d in np.moveaxis(devices, axis, 0).flat
         ]
     ).reshape(devices.shape[axis], -1, 5)
-    places -= places[:1]
-    return places[:, 0] if (places == places[:, :1]).all() else None
+    offsets = coords - coords[:1]
+    return offsets[:, 0] if (offsets == offsets[:, :1]).all() else None
 
 
-def _lines(places: np.ndarray | None) -> dict[int, list[int]]:
-    """{column of the places: its values} for the grid that they form; {} if none.
+def _lines(offsets: np.ndarray | None) -> dict[int, list[int]]:
+    """{column of the offsets: its values} of the grid that they form; {} if none.
 
-    Slices come first, as they are slowest, then lines of near neighbours, long ones
-    before short: the first rings of a reduce_scatter move the most.
+    The order is that of a torus's dims: slices first, as their links are slowest, then
+    lines of near neighbors, long ones first. The first rings of a reduce_scatter move
+    the most bytes.
     """
-    if places is None:
+    if offsets is None:
         return {}
-    values = {dim: sorted(set(column.tolist())) for dim, column in enumerate(places.T)}
+    values = {dim: sorted(set(column.tolist())) for dim, column in enumerate(offsets.T)}
     lines = {dim: line for dim, line in values.items() if len(line) > 1}
-    if math.prod(map(len, lines.values())) != len({tuple(p) for p in places.tolist()}):
+    if math.prod(map(len, lines.values())) != len({tuple(o) for o in offsets.tolist()}):
         return {}
     near = sorted(
         lines, key=lambda d: (d > 0, lines[d][1] - lines[d][0], -len(lines[d]))

@@ -1,5 +1,6 @@
-"""Pipeline schedules as data: tables of ticks that are made and checked without jax."""
+"""Pipeline schedules as data: tables of ticks, made and checked without jax."""
 
+from meshpar.schedules.check import problems as problems
 from meshpar.schedules.published import PUBLISHED as PUBLISHED
 from meshpar.schedules.published import SCHEDULES as SCHEDULES
 from meshpar.schedules.published import formula as formula
@@ -12,4 +13,5 @@ from meshpar.schedules.published import register as register
 from meshpar.schedules.published import zb_h1 as zb_h1
 from meshpar.schedules.table import Op as Op
 from meshpar.schedules.table import Schedule as Schedule
+from meshpar.schedules.ticks import Tables as Tables
 from meshpar.schedules.ticks import compile_schedule as compile_schedule

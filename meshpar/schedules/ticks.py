@@ -1,9 +1,9 @@
 """A pipeline schedule compiled to int32 tables [tick, stage] that one program can scan.
 
-What waits between ticks lies in buffers: activations and gradients that have arrived,
-stage inputs until their backward pass, and what the weight gradient needs. Slots come
-from colouring the intervals in which they are taken, so buffers are as small as the
-schedule allows. Pure numpy: no jax.
+Buffers hold values between ticks: activations and gradients that have arrived, values
+that F saves for B, and values that B saves for W. The slots of a buffer come from
+coloring the intervals in which they are taken, so buffers are as small as the schedule
+allows. Pure numpy: no jax.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from meshpar.schedules.table import Op, Schedule
 
 
 class Columns(NamedTuple):
-    """What every stage does in every tick; each int32 [ticks, stages].
+    """Operations and buffer slots of every stage in every tick; int32 [ticks, stages].
 
     Attributes:
       f_on: whether F runs.
-      f_microbatch: its microbatch.
-      f_chunk: its chunk.
-      f_input: slot of its input among the arrived activations.
-      f_saved: slot where F leaves what B needs.
+      f_microbatch: microbatch of F.
+      f_chunk: chunk of F.
+      f_input: slot of F's input among the arrived activations.
+      f_saved: slot of the values that F saves for B.
       first: whether F reads the embedding instead of `f_input`.
       last: whether the head follows F.
-      head_gradient: slot among the gradients for what the head sends back.
+      head_gradient: slot among the gradients for the head's gradient.
       arrived: slot for the activation that arrives at the end of the tick.
-      gradient_arrived: slot for the gradient that arrives at its start.
+      gradient_arrived: slot for the gradient that arrives at the start of the tick.
       b_on: whether B runs.
-      b_microbatch: its microbatch.
-      b_chunk: its chunk.
-      b_gradient: slot of the gradient it reads.
-      b_saved: slot of what F left.
+      b_microbatch: microbatch of B.
+      b_chunk: chunk of B.
+      b_gradient: slot of the gradient that B reads.
+      b_saved: slot of the values that F saved.
       b_first: whether the embedding's gradient follows B.
-      b_state: slot where B leaves what W needs.
+      b_state: slot of the values that B saves for W.
       w_on: whether W runs.
-      w_chunk: its chunk.
-      w_state: slot of what B left.
+      w_chunk: chunk of W.
+      w_state: slot of the values that B saved.
     """
 
     f_on: np.ndarray
@@ -65,15 +65,15 @@ class Columns(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Consecutive ticks in which the same slots are in use on some stage.
+    """Consecutive ticks in which the same operations run on any of the stages.
 
     Attributes:
       start: first tick.
       stop: tick after the last one.
-      forward: whether F runs; likewise backward and weight.
+      forward: whether F runs.
       backward: whether B runs.
       weight: whether W runs.
-      head: whether the head runs; None if only in some of the ticks.
+      head: whether the head runs; None if it runs in some of the ticks only.
     """
 
     start: int
@@ -89,12 +89,12 @@ class Tables:
     """A compiled schedule.
 
     Attributes:
-      columns: what every stage does in every tick.
-      phases: the ticks in runs of equal kind, in order.
+      columns: operations and slots of every stage in every tick.
+      phases: all ticks in order, cut where the running operations change.
       num_inputs: slots for activations that have arrived.
-      num_saved: slots for what B needs from F.
+      num_saved: slots for values that F saves for B.
       num_gradients: slots for gradients that have arrived.
-      num_states: slots for what W needs from B.
+      num_states: slots for values that B saves for W.
     """
 
     columns: Columns
@@ -105,47 +105,56 @@ class Tables:
     num_states: int
 
 
-def _colored(intervals: Iterable[tuple[int, int, Op]]) -> tuple[dict[Op, int], int]:
-    """Slots for intervals (first tick, last tick, key), as few as can be."""
+Interval = tuple[int, int, Op]
+"""(first tick, last tick, operation) of a value that waits in a buffer."""
+
+
+def _intervals(s: Schedule) -> dict[str, list[list[Interval]]]:
+    """{buffer: intervals by stage} of every value that waits."""
+    intervals: dict[str, list[list[Interval]]] = {
+        buffer: [[] for _ in range(s.num_stages)]
+        for buffer in ("inputs", "saved", "gradients", "states")
+    }
+    for op in s.ops():
+        f, b, stage = s.forward[op], s.backward[op], op.stage
+        intervals["saved"][stage].append((f, b, op))
+        if before := s.before(op):
+            intervals["inputs"][stage].append((s.forward[before] + 1, f, op))
+        after = s.after(op)
+        arrival = s.backward[after] + 1 if after else f
+        intervals["gradients"][stage].append((arrival, b, op))
+        if s.weight:
+            intervals["states"][stage].append((b, s.weight[op], op))
+    return intervals
+
+
+def _colored(intervals: Iterable[Interval]) -> tuple[dict[Op, int], int]:
+    """The slot of each interval, and the number of slots, as few as possible."""
     slots: dict[Op, int] = {}
     busy: list[tuple[int, int]] = []
     count = 0
-    for start, end, key in sorted(intervals):
-        free = set(range(count)) - {slot for until, slot in busy if until >= start}
+    for start, end, op in sorted(intervals):
         busy = [(until, slot) for until, slot in busy if until >= start]
+        free = set(range(count)) - {slot for _, slot in busy}
         slot = min(free, default=count)
         count = max(count, slot + 1)
         busy.append((end, slot))
-        slots[key] = slot
+        slots[op] = slot
     return slots, count
 
 
 def compile_schedule(schedule: Schedule) -> Tables:
-    """Turns a schedule without problems into tables.
+    """Compiles a schedule that passes `check.problems` to tables.
 
-    A slot number equal to the number of slots means "nowhere": a place that is
-    written where nothing is to be kept.
+    A slot equal to the number of slots means "nowhere": the executor writes values that
+    nothing reads to that extra slot.
     """
     s = schedule
-    intervals: dict[str, list[list[tuple[int, int, Op]]]] = {
-        kind: [[] for _ in range(s.num_stages)]
-        for kind in ("inputs", "saved", "gradients", "states")
-    }
-    for op in s.ops():
-        f, b, at = s.forward[op], s.backward[op], op.stage
-        intervals["saved"][at].append((f, b, op))
-        if before := s.before(op):
-            intervals["inputs"][at].append((s.forward[before] + 1, f, op))
-        after = s.after(op)
-        came = s.backward[after] + 1 if after else f
-        intervals["gradients"][at].append((came, b, op))
-        if s.weight:
-            intervals["states"][at].append((b, s.weight[op], op))
     slots, counts = {}, {}
-    for kind, stages in intervals.items():
-        colored = [_colored(stage) for stage in stages]
-        slots[kind] = {op: slot for found, _ in colored for op, slot in found.items()}
-        counts[kind] = max(count for _, count in colored)
+    for buffer, stages in _intervals(s).items():
+        colored = [_colored(intervals) for intervals in stages]
+        slots[buffer] = {op: slot for by_op, _ in colored for op, slot in by_op.items()}
+        counts[buffer] = max(count for _, count in colored)
 
     shape = s.num_ticks, s.num_stages
     nowhere = {
@@ -175,7 +184,7 @@ def compile_schedule(schedule: Schedule) -> Tables:
 
 def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
     """Writes one operation into the tables."""
-    at = s.forward[op], op.stage
+    at = s.forward[op], op.stage  # Row and column of F.
     columns.f_on[at] = 1
     columns.f_microbatch[at], columns.f_chunk[at] = op.microbatch, op.chunk
     columns.f_saved[at] = slots["saved"][op]
@@ -185,8 +194,8 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
     else:
         columns.first[at] = 1
     if after := s.after(op):
-        came = s.backward[after] + 1, op.stage
-        columns.gradient_arrived[came] = slots["gradients"][op]
+        arrival = s.backward[after] + 1, op.stage
+        columns.gradient_arrived[arrival] = slots["gradients"][op]
     else:
         columns.last[at] = 1
         columns.head_gradient[at] = slots["gradients"][op]
@@ -203,11 +212,12 @@ def _fill(columns: Columns, s: Schedule, op: Op, slots: dict) -> None:
         columns.w_chunk[at], columns.w_state[at] = op.chunk, slots["states"][op]
 
 
-_MOST_PHASES_OF_A_RUN = 2
+_MOST_HEAD_PHASES = 2
+"""Phases into which a run of ticks may be cut so that the head runs in all or none."""
 
 
 def _phases(columns: Columns) -> Iterator[Phase]:
-    """Runs of ticks with the same slots; cut at the head where that makes few runs."""
+    """Runs of ticks with the same operations, cut at the head if that makes few."""
     used = [column.any(axis=1) for column in (columns.f_on, columns.b_on, columns.w_on)]
     kinds = list(zip(*(column.tolist() for column in used), strict=True))
     head = columns.last.any(axis=1).tolist()
@@ -215,7 +225,7 @@ def _phases(columns: Columns) -> Iterator[Phase]:
     for kind, ticks in itertools.groupby(kinds):
         stop = start + len(list(ticks))
         runs = [(on, len(list(run))) for on, run in itertools.groupby(head[start:stop])]
-        if len(runs) > _MOST_PHASES_OF_A_RUN:
+        if len(runs) > _MOST_HEAD_PHASES:
             yield Phase(start, stop, *kind, None)
         else:
             for on, length in runs:

@@ -1,4 +1,4 @@
-"""Noise drawn shard by shard is the noise drawn at once."""
+"""Noise drawn shard by shard equals the noise drawn at once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,15 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives import shard_keys
+from meshpar.errors import MeshparError
+
+KEY = jax.random.key(7)
 
 
 def draw(key, rows):
-    one, *others = jax.random.split(jax.random.fold_in(key, 3), 3)
+    first, *others = jax.random.split(jax.random.fold_in(key, 3), 3)
     return (
-        jax.random.bernoulli(one, 0.3, (rows, 5, 6)),
+        jax.random.bernoulli(first, 0.3, (rows, 5, 6)),
         jax.random.normal(others[0], (rows, 3)),
         jax.random.bits(others[1], (rows, 4), "uint8"),
     )
@@ -20,19 +23,127 @@ def draw(key, rows):
 
 def test_shards_draw_rows_of_the_global_draw():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    key, data = jax.random.key(7), PartitionSpec("data")
+    spec = PartitionSpec("data")
 
     def shard(x):
-        own = shard_keys.for_shard(key, jax.lax.axis_index("data"))
-        return draw(own, len(x))
+        key = shard_keys.for_shard(KEY, jax.lax.axis_index("data"))
+        return draw(key, len(x))
 
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(
-            shard, in_specs=data, out_specs=data, axis_names={"data"}
+            shard, in_specs=spec, out_specs=spec, axis_names={"data"}
         )
-        got = jax.jit(mapped)(jnp.zeros(8))
-    for shards, whole in zip(got, draw(key, 8), strict=True):
+        sharded = jax.jit(mapped)(jnp.zeros(8))
+    for shards, whole in zip(sharded, draw(KEY, 8), strict=True):
         np.testing.assert_array_equal(shards, whole)
+
+
+def test_shards_of_rows_and_length_draw_blocks_of_the_global_draw():
+    axes = ("data", "length", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    spec = PartitionSpec("data", "length")
+
+    def noise(key, rows, length):
+        first, second = jax.random.split(jax.random.fold_in(key, 3))
+        shape = rows, length, 4
+        return jax.random.bernoulli(first, 0.3, shape), jax.random.normal(second, shape)
+
+    def shard(x):
+        rows, length = jax.lax.axis_index("data"), jax.lax.axis_index("length")
+        key = shard_keys.for_shard(KEY, rows, (length, jax.lax.axis_size("length")))
+        return noise(key, *x.shape)
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            shard, in_specs=spec, out_specs=spec, axis_names={"data", "length"}
+        )
+        sharded = jax.jit(mapped)(jnp.zeros((4, 6)))
+    for shards, whole in zip(sharded, noise(KEY, 4, 6), strict=True):
+        np.testing.assert_array_equal(shards, whole)
+
+
+DRAWS = {
+    "uint8": lambda key, shape: jax.random.bits(key, shape, "uint8"),
+    "uint16": lambda key, shape: jax.random.bits(key, shape, "uint16"),
+    "uint32": lambda key, shape: jax.random.bits(key, shape, "uint32"),
+    "uint64": lambda key, shape: jax.random.bits(key, shape, "uint64"),
+    "bernoulli": lambda key, shape: jax.random.bernoulli(key, 0.4, shape),
+    "bfloat16": lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16),
+    "float32": jax.random.uniform,
+    "float64": lambda key, shape: jax.random.uniform(key, shape, jnp.float64),
+}
+
+
+SPLITS = [
+    ((4, 6), (2, 1)),
+    ((4, 6), (2, 3)),
+    ((4, 6, 5), (4, 2)),
+    ((3, 4, 6, 2), (3, 2, 2)),
+    ((4, 1, 6), (1, 1, 3)),
+    # Dims that are split but that the draw does not have.
+    ((8,), (4, 2)),
+    ((4, 6), (2, 3, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    "name, shape, num_shards",
+    [("float32", *split) for split in SPLITS]
+    + [(name, (4, 6), (2,)) for name in DRAWS]
+    + [(name, (2, 6, 3), (2, 3)) for name in DRAWS],
+)
+def test_every_shard_draws_its_block(name, shape, num_shards):
+    """Each shard is drawn alone and compared with its block of the plain draw."""
+    split = num_shards[: len(shape)]
+    local = [size // num for size, num in zip(shape, split, strict=False)]
+    local += shape[len(local) :]
+    with jax.enable_x64(name.endswith("64")):
+        whole = np.asarray(DRAWS[name](KEY, shape))
+        for place in np.ndindex(num_shards):
+            numbers = [jnp.uint32(number) for number in place]
+            inner = zip(numbers[1:], num_shards[1:], strict=True)
+            key = shard_keys.for_shard(KEY, numbers[0], *inner)
+            block = tuple(
+                slice(at * size, (at + 1) * size)
+                for at, size in zip(place, local, strict=False)
+            )
+            drawn = np.asarray(DRAWS[name](key, tuple(local)))
+            assert drawn.dtype == whole.dtype
+            np.testing.assert_array_equal(drawn, whole[block])
+
+
+@pytest.mark.parametrize(
+    "shards, num_shards, shape",
+    [
+        ((3, 1), (2,), (2, 3)),
+        ((70_001, 2**20 - 1), (2**20,), (2, 3, 5)),
+        ((2**31 + 7, 5), (2**16,), (1, 3, 2**10)),
+        ((11, 2**17 - 1, 2**16 - 3), (2**17, 2**16), (2, 1, 3, 5)),
+    ],
+)
+def test_indices_beyond_32_bits(shards, num_shards, shape):
+    data = jnp.asarray([0, 0, *shards], jnp.uint32)
+    indices = jax.jit(shard_keys._block_indices, static_argnums=(1, 2))
+    high, low = map(np.asarray, indices(data, shape, num_shards))
+    sizes = [n * size for n, size in zip(num_shards, shape[1:], strict=False)]
+    sizes += shape[1 + len(sizes) :]
+    starts = [*shards, *[0] * (len(shape) - len(shards))]
+    for place in np.ndindex(shape):
+        index = 0
+        for start, size, at, whole in zip(
+            starts, shape, place, [1, *sizes], strict=True
+        ):
+            index = index * whole + start * size + at
+        assert (int(high[place]) << 32) + int(low[place]) == index
+
+
+def test_keys_of_one_split_are_of_one_kind():
+    """Keys are compared by type in scans, so the kind must not be made twice."""
+    zero = jnp.uint32(0)
+    plain, rows = KEY.dtype, shard_keys.for_shard(KEY, zero).dtype
+    two = [shard_keys.for_shard(KEY, zero, (zero, 2)).dtype for _ in range(2)]
+    three = shard_keys.for_shard(KEY, zero, (zero, 3)).dtype
+    assert two[0] == two[1] and len({plain, rows, two[0], three}) == 4
 
 
 @pytest.mark.parametrize(
@@ -42,7 +153,12 @@ def test_high_word_of_a_product(a, b):
     assert int(shard_keys._high_word(jnp.uint32(a), b)) == (a * b) >> 32
 
 
-def test_a_draw_too_large_to_count_is_an_error():
+def test_a_draw_with_too_many_elements_is_an_error():
     key = shard_keys.for_shard(jax.random.key(0), jnp.uint32(0))
-    with pytest.raises(ValueError, match="2\\*\\*32"):
+    with pytest.raises(MeshparError, match="2\\*\\*32 elements or more on a shard"):
         jax.jit(lambda: jax.random.bits(key, (2**16, 2**16))).lower()
+
+
+def test_keys_of_another_kind_are_an_error():
+    with pytest.raises(MeshparError, match="kind rbg: only threefry2x32 keys"):
+        shard_keys.for_shard(jax.random.key(0, impl="rbg"), jnp.uint32(0))

@@ -1,4 +1,4 @@
-"""The reader of compiled programs: groups in every form, loops, bytes, sources."""
+"""`parse_hlo`: groups in every form, loops, bytes, sources and overlap."""
 
 import itertools
 import pathlib
@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from support.tiny_models import lower, model
 
-from meshpar.contracts import hlo
+from meshpar.contracts import parse_hlo
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -33,10 +33,11 @@ def test_every_set_of_axes_is_recognised():
 
     for axes in sets:
         text = program(lambda x, a=axes: varying(lax.psum(x, a)), jnp.ones((8, 5)))
-        (one,) = hlo.parse_hlo(text, MESH)
-        assert (one.kind, one.axes) == ("all_reduce", axes)
-        assert one.payload_bytes == 20 and one.group_size == 2 ** len(axes)
-        assert one.wire_bytes == 2 * 20 * (one.group_size - 1) / one.group_size
+        (collective,) = parse_hlo(text, MESH)
+        size = 2 ** len(axes)
+        assert (collective.kind, collective.axes) == ("all_reduce", axes)
+        assert collective.payload_bytes == 20 and collective.group_size == size
+        assert collective.wire_bytes == 2 * 20 * (size - 1) / size
 
 
 def test_loops_multiply_and_lines_are_traced_back():
@@ -51,16 +52,15 @@ def test_loops_multiply_and_lines_are_traced_back():
 
         return lax.scan(outer, x, None, length=5)[0]
 
-    found = {c.kind: c for c in hlo.parse_hlo(program(body, jnp.ones((8, 6))), MESH)}
-    assert found["all_reduce"].executions == 15
-    assert found["permute"].executions == 5
-    assert found["permute"].axes == ("tensor",)
-    assert found["permute"].wire_bytes == 5 * 24
-    file, line = found["all_reduce"].source.rsplit(":", 1)
-    assert (
-        'lax.psum(x, "fsdp")'
-        in pathlib.Path(file).read_text().splitlines()[int(line) - 1]
-    )
+    text = program(body, jnp.ones((8, 6)))
+    collectives = {c.kind: c for c in parse_hlo(text, MESH)}
+    reduction, permute = collectives["all_reduce"], collectives["permute"]
+    assert reduction.executions == 15 and permute.executions == 5
+    assert permute.axes == ("tensor",)
+    assert permute.wire_bytes == 5 * 24
+    file, number = reduction.source.rsplit(":", 1)
+    line = pathlib.Path(file).read_text().splitlines()[int(number) - 1]
+    assert 'lax.psum(x, "fsdp")' in line
 
 
 TEXT = """
@@ -93,15 +93,15 @@ ENTRY %main (p: f32[4]) -> f32[4] {{
     ],
 )
 def test_groups_in_every_form(groups, axes):
-    (one,) = hlo.parse_hlo(TEXT.format(groups=groups), MESH)
-    assert one.axes == axes
+    (collective,) = parse_hlo(TEXT.format(groups=groups), MESH)
+    assert collective.axes == axes
 
 
-def test_what_cannot_be_read_is_an_error():
+def test_text_that_cannot_be_parsed_is_an_error():
     with pytest.raises(ValueError, match="cannot read the replica groups"):
-        hlo.parse_hlo(TEXT.format(groups="replica_groups=<new>"), MESH)
+        parse_hlo(TEXT.format(groups="replica_groups=<new>"), MESH)
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        hlo.parse_hlo("module {}", MESH)
+        parse_hlo("module {}", MESH)
 
 
 ASYNCHRONOUS = """
@@ -119,8 +119,50 @@ source_target_pairs={{0,1},{2,3},{4,5},{6,7}}
 """
 
 
+SLICES = """
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[4]{0}, u32[], token[]) send(%p, %t), frontend_attributes={\
+_xla_host_transfer_rendezvous="a",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  %v = (f32[4]{0}, u32[], token[]) recv(%t), frontend_attributes={\
+_xla_host_transfer_rendezvous="a"}
+  %d = f32[4]{0} fusion(%p), kind=kLoop, calls=%add
+  %w = (f32[4]{0}, token[]) recv-done(%v)
+  ROOT %r = f32[4]{0} get-tuple-element(%w), index=0
+}
+"""
+
+
+def test_a_send_between_slices_is_a_collective():
+    (collective,) = parse_hlo(SLICES, MESH)
+    assert collective.kind == "all_reduce" and collective.axes == ("data",)
+    assert collective.group_size == 2 and collective.payload_bytes == 16
+    assert collective.asynchronous and collective.overlapped
+
+
+CONDITIONAL = """
+%call (p: f8e4m3[4]) -> f8e4m3[4] {
+  %p = f8e4m3[4]{0} parameter(0)
+  ROOT %r = f8e4m3[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+ENTRY %main (p: f8e4m3[4], i: s32[]) -> f8e4m3[4] {
+  %p = f8e4m3[4]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %c = f8e4m3[4]{0} conditional(%i, %p, %p), branch_computations={%call, %call}
+}
+"""
+
+
+def test_collectives_under_a_conditional_are_marked():
+    first, second = parse_hlo(CONDITIONAL, MESH)
+    assert first == second and first.conditional and first.payload_bytes == 4
+    assert first.computation == "call" and first.source == ""
+
+
 def test_asynchronous_pairs_count_once():
-    gather, permute = hlo.parse_hlo(ASYNCHRONOUS, MESH)
+    gather, permute = parse_hlo(ASYNCHRONOUS, MESH)
     assert gather.asynchronous and gather.payload_bytes == 32 * 8 * 2
     assert permute.kind == "permute" and permute.payload_bytes == 4 * 8 * 2
     assert permute.axes == ("tensor",)
@@ -159,24 +201,25 @@ source_target_pairs={{0,1},{2,3},{4,5},{6,7}}
 """
 
 
-def test_fragments_of_a_chain_count_once_and_overlap_is_seen():
-    gather, permute, reduction = hlo.parse_hlo(SCHEDULED, MESH)
+def test_fragments_of_a_chain_count_once_and_overlap_is_detected():
+    gather, permute, reduction = parse_hlo(SCHEDULED, MESH)
     assert gather.kind == "all_gather" and gather.payload_bytes == 32 * 8 * 2
     assert gather.asynchronous and gather.overlapped
     assert permute.overlapped and not reduction.overlapped
     for busy in ("dot(%b, %b)", "fusion(%p), kind=kOutput, calls=%middle"):
         idle = SCHEDULED.replace(busy, "copy(%p)")
-        assert [one.overlapped for one in hlo.parse_hlo(idle, MESH)].count(True) == 1
+        overlapped = [collective.overlapped for collective in parse_hlo(idle, MESH)]
+        assert overlapped.count(True) == 1
 
 
 @pytest.mark.parametrize(
     "layout, payloads",
     [("data=8", 2.0), ("fsdp=8,zero=1", 3.0), ("fsdp=8,zero=2", 3.0)],
 )
-def test_a_step_by_the_compiler_moves_what_theory_says_of_it(layout, payloads):
-    """In payloads of all parameters times (n-1)/n, but for the scalars.
+def test_the_jit_lowering_moves_as_many_bytes_as_theory_says(layout, payloads):
+    """The unit is (n-1)/n of the bytes of all parameters; scalars are left out.
 
-    On CPUs it all-reduces gradients and gathers updated parameters.
+    On CPUs the compiler all-reduces gradients and gathers updated parameters.
     """
     tiny = model()
     program = lower(layout, tiny, optax.sgd(0.1), lowering="jit")

@@ -1,4 +1,4 @@
-"""Meshes: every axis present, no idle device, no second start."""
+"""Meshes: all axes are present, no device is idle, slow links are for outer axes."""
 
 import jax
 import pytest
@@ -8,13 +8,13 @@ from meshpar import layouts, mesh
 from meshpar.errors import LayoutError
 
 
-def test_axes_are_all_there_outer_first():
-    made = meshpar.make_mesh(layouts.parse("fsdp=4,tensor=2"))
+def test_all_axes_are_present_outer_first():
+    devices = meshpar.make_mesh(layouts.parse("fsdp=4,tensor=2"))
     sizes = {"replica": 1, "pipe": 1, "data": 1, "fsdp": 4, "tensor": 2}
-    assert dict(made.shape) == sizes and made.axis_names == layouts.AXES
+    assert dict(devices.shape) == sizes and devices.axis_names == layouts.AXES
 
 
-def test_too_many_devices_wanted():
+def test_too_few_devices_are_an_error():
     with pytest.raises(LayoutError, match="needs 16 devices"):
         meshpar.make_mesh(layouts.parse("data=16"))
 
@@ -32,7 +32,7 @@ def test_simulate_after_the_start_is_an_error():
 
 
 class Device:
-    """A TPU of one of several slices, as far as a mesh looks at it."""
+    """The attributes of a TPU in one of several slices that `make_mesh` reads."""
 
     platform, device_kind = "tpu", "a TPU"
 
@@ -60,3 +60,9 @@ def test_a_layout_that_would_need_fast_links_between_slices_is_an_error():
     words = "2 slices of 4 a TPU devices: only replica, pipe, data.*allow=slow_links"
     with pytest.raises(LayoutError, match=words):
         mesh.make_mesh(layouts.parse("fsdp=8"), devices)
+
+
+def test_slices_that_are_filled_unequally_are_an_error():
+    devices = [Device(i, 4) for i in range(8)]
+    with pytest.raises(LayoutError, match="6 devices of 2 slices, with 2 to 4 devices"):
+        mesh.make_mesh(layouts.parse("data=6,allow=idle_devices"), devices)

@@ -1,8 +1,7 @@
-"""Pipeline schedules as tables: closed forms, and what the checker finds."""
+"""Pipeline schedules as tables: closed forms, and the problems a checker finds."""
 
 import dataclasses
 import itertools
-from unittest import mock
 
 import pytest
 
@@ -14,8 +13,9 @@ SIZES = list(itertools.product((2, 3, 4, 8), (1, 2, 4, 8, 24)))
 
 
 @pytest.mark.parametrize("stages, microbatches", SIZES)
-def test_bubble_and_in_flight_are_the_papers(stages, microbatches):
-    """In ticks, exactly; all stages walk in lock step."""
+def test_bubbles_and_stage_inputs_in_flight_are_those_of_the_papers(
+    stages, microbatches
+):
     p, m = stages, microbatches
     gpipe = schedules.make_schedule("gpipe", p, m)
     assert gpipe.bubble() == pytest.approx((p - 1) / (m + p - 1))
@@ -23,32 +23,33 @@ def test_bubble_and_in_flight_are_the_papers(stages, microbatches):
     flushed = schedules.make_schedule("1f1b", p, m)
     assert flushed.bubble() == pytest.approx((p - 1) / (m + p - 1))
     assert flushed.num_ticks == m + 2 * (p - 1)
-    kept = [min(m, 2 * (p - stage) - 1) for stage in range(p)]
-    assert flushed.in_flight() == kept and max(kept) <= 2 * p - 1
+    in_flight = [min(m, 2 * (p - stage) - 1) for stage in range(p)]
+    assert flushed.in_flight() == in_flight and max(in_flight) <= 2 * p - 1
     split = schedules.make_schedule("zb_h1", p, m)
     if m >= 2 * p:
         assert split.bubble() == pytest.approx((p - 1) / (3 * m + p - 1))
-    assert split.in_flight() == kept
+    assert split.in_flight() == in_flight
     stale = schedules.make_schedule("pipedream", p, m)
     assert stale.bubble() == pytest.approx(2 * (p - 1) / (m + 2 * (p - 1)))
     assert schedules.formula(stale)[0] == pytest.approx(stale.bubble())
     for chunks in (2, 3):
         if m % p == 0:
-            made = schedules.make_schedule("interleaved", p, m, chunks)
-            want = (p - 1) / (chunks * m + p - 1)
-            assert made.bubble() == pytest.approx(want)
-            assert max(made.in_flight()) <= (chunks + 1) * p - 1 + (chunks - 1) * p
+            interleaved = schedules.make_schedule("interleaved", p, m, chunks)
+            bubble = (p - 1) / (chunks * m + p - 1)
+            assert interleaved.bubble() == pytest.approx(bubble)
+            most = (chunks + 1) * p - 1 + (chunks - 1) * p
+            assert max(interleaved.in_flight()) <= most
 
 
 def edited(op: Op, kind: str, tick: int | None):
-    """1F1B with one operation moved, or left out."""
-    made = schedules.make_schedule("1f1b", 3, 4)
-    ticks = dict(getattr(made, kind))
+    """1F1B with one operation moved, or removed if its tick is None."""
+    schedule = schedules.make_schedule("1f1b", 3, 4)
+    ticks = dict(getattr(schedule, kind))
     if tick is None:
         del ticks[op]
     else:
         ticks[op] = tick
-    return dataclasses.replace(made, **{kind: ticks})
+    return dataclasses.replace(schedule, **{kind: ticks})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def edited(op: Op, kind: str, tick: int | None):
             None,
             ["F(microbatch 1, chunk 0, stage 2) is missing"],
         ),
-        (Op(1, 0, 2), "forward", 2, ["tick 2 of stage 2 has F", "one F a tick"]),
+        (Op(1, 0, 2), "forward", 2, ["tick 2 of stage 2 has F", "one F per tick"]),
         (Op(3, 0, 1), "forward", 3, ["F(microbatch 3", "arrives after tick 3"]),
         (Op(0, 0, 0), "backward", 3, ["B(microbatch 0", "arrives after tick 3"]),
         (Op(2, 0, 2), "backward", 1, ["runs at tick 4"]),
@@ -68,24 +69,29 @@ def edited(op: Op, kind: str, tick: int | None):
         (Op(0, 0, 0), "forward", -1, ["tick -1"]),
     ],
 )
-def test_the_checker_says_what_is_wrong(op, kind, tick, words):
-    problems = "\n".join(edited(op, kind, tick).problems())
+def test_the_checker_names_every_problem(op, kind, tick, words):
+    text = "\n".join(schedules.problems(edited(op, kind, tick)))
     for word in words:
-        assert word in problems
+        assert word in text
 
 
-def test_the_checker_counts_what_is_kept():
-    made = schedules.make_schedule("gpipe", 2, 5)
-    assert made.problems(most_in_flight=5) == []
-    (first, second) = made.problems(most_in_flight=4)
-    assert "stage 0 keeps 5 stage inputs at once, and its buffer holds 4" in first
+def test_the_checker_counts_stage_inputs_in_flight():
+    schedule = schedules.make_schedule("gpipe", 2, 5)
+    assert schedules.problems(schedule, most_in_flight=5) == []
+    first, second = schedules.problems(schedule, most_in_flight=4)
+    assert "stage 0 holds 5 stage inputs at once" in first and "room for 4" in first
+    assert "stage 1" in second
 
 
 def test_a_weight_gradient_follows_its_backward_pass():
-    made = schedules.make_schedule("zb_h1", 2, 4)
+    schedule = schedules.make_schedule("zb_h1", 2, 4)
     op = Op(3, 0, 0)
-    early = dataclasses.replace(made, weight={**made.weight, op: 0})
-    assert any("W(microbatch 3" in line for line in early.problems())
+    early = dataclasses.replace(schedule, weight={**schedule.weight, op: 0})
+    assert any("W(microbatch 3" in line for line in schedules.problems(early))
+    without = {other: tick for other, tick in schedule.weight.items() if other != op}
+    missing = dataclasses.replace(schedule, weight=without)
+    (line,) = schedules.problems(missing)
+    assert line == "W(microbatch 3, chunk 0, stage 0) is missing"
 
 
 @pytest.mark.parametrize(
@@ -97,16 +103,18 @@ def test_a_weight_gradient_follows_its_backward_pass():
         ("interleaved", (4, 8, 1), "at least 2"),
     ],
 )
-def test_sizes_that_a_schedule_cannot_have(name, sizes, words):
+def test_unknown_names_and_unsupported_sizes_are_errors(name, sizes, words):
     with pytest.raises(LayoutError, match=words):
         schedules.make_schedule(name, *sizes)
 
 
-@mock.patch.dict(schedules.SCHEDULES)
-def test_a_schedule_of_ones_own():
+def test_a_custom_schedule(monkeypatch):
+    for name in ("one_at_a_time", "broken", "stale", "resized"):
+        monkeypatch.setitem(schedules.SCHEDULES, name, None)
+
     @schedules.register("one_at_a_time")
     def one_at_a_time(num_stages, num_microbatches, num_chunks):
-        """No overlap at all: a microbatch goes back before the next one starts."""
+        """No overlap: a microbatch passes back before the next one starts."""
         forward, backward = {}, {}
         for m, p in itertools.product(range(num_microbatches), range(num_stages)):
             start = 2 * num_stages * m
@@ -115,28 +123,39 @@ def test_a_schedule_of_ones_own():
         sizes = num_stages, num_microbatches, num_chunks
         return schedules.Schedule("one_at_a_time", *sizes, forward, backward)
 
-    made = schedules.make_schedule("one_at_a_time", 2, 3)
-    assert made.in_flight() == [1, 1] and made.num_ticks == 12
+    schedule = schedules.make_schedule("one_at_a_time", 2, 3)
+    assert schedule.in_flight() == [1, 1] and schedule.num_ticks == 12
+    assert schedules.formula(schedule) is None
 
     @schedules.register("broken")
     def broken(num_stages, num_microbatches, num_chunks):
-        return dataclasses.replace(made, name="broken", backward=made.forward)
+        return dataclasses.replace(schedule, name="broken", backward=schedule.forward)
 
     with pytest.raises(LayoutError, match="cannot run:\n.*arrives after tick"):
         schedules.make_schedule("broken", 2, 3)
 
     @schedules.register("stale")
     def stale(num_stages, num_microbatches, num_chunks):
-        return dataclasses.replace(made, name="stale", asynchronous=True)
+        return dataclasses.replace(schedule, name="stale", asynchronous=True)
 
     with pytest.raises(LayoutError, match="has to share tick 1 with its F"):
         schedules.make_schedule("stale", 2, 3)
-    for name in ("1f1b", "auto", "a,b", "with space", ""):
-        with pytest.raises(LayoutError, match="another name|a name has letters"):
-            schedules.register(name)
+
+    @schedules.register("resized")
+    def resized(num_stages, num_microbatches, num_chunks):
+        return schedule
+
+    with pytest.raises(LayoutError, match=r"\(2, 3, 1\), not \(4, 3, 1\)"):
+        schedules.make_schedule("resized", 4, 3)
 
 
-def test_the_picture_in_text():
+@pytest.mark.parametrize("name", ["1f1b", "auto", "a,b", "with space", ""])
+def test_names_that_cannot_be_registered(name):
+    with pytest.raises(LayoutError, match="use another name|use a name of letters"):
+        schedules.register(name)
+
+
+def test_a_schedule_as_text():
     text = str(schedules.make_schedule("1f1b", 2, 2))
     assert text.splitlines() == [
         " 0 |F0   |F1   |B0   |B1   |",

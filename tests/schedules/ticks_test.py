@@ -1,4 +1,4 @@
-"""Compiled schedules, run with tags in place of arrays: every slot holds its own."""
+"""Compiled schedules, run with tags instead of arrays: every read finds its value."""
 
 import itertools
 
@@ -23,7 +23,7 @@ CASES = [
 
 
 class Buffers:
-    """The buffers of one stage, filled with the names of what is stored."""
+    """The buffers of one stage, filled with tags."""
 
     def __init__(self, tables):
         self.inputs = [None] * (tables.num_inputs + 1)
@@ -34,7 +34,7 @@ class Buffers:
 
 
 def run(tables, schedule):
-    """Walks through the ticks; fails where a slot holds something else."""
+    """Runs all ticks and checks the tag of every slot that is read."""
     num = schedule.num_stages
     stages, done = [Buffers(tables) for _ in range(num)], []
     for tick in range(schedule.num_ticks):
@@ -59,8 +59,8 @@ def run(tables, schedule):
             op = Op(r.b_microbatch, r.b_chunk, p)
             if r.b_on:
                 after = schedule.after(op)
-                want = ("B", *after) if after else ("H", *op)
-                assert stage.gradients[r.b_gradient] == want
+                gradient = ("B", *after) if after else ("H", *op)
+                assert stage.gradients[r.b_gradient] == gradient
                 assert stage.saved[r.b_saved] == ("S", *op)
                 assert bool(r.b_first) == (schedule.before(op) is None)
                 stage.sent_back, stage.states[r.b_state] = ("B", *op), ("W", *op)
@@ -76,21 +76,21 @@ def run(tables, schedule):
 
 
 @pytest.mark.parametrize("name, stages, num, chunks", CASES)
-def test_every_operation_reads_what_was_made_for_it(name, stages, num, chunks):
+def test_every_operation_reads_its_own_inputs(name, stages, num, chunks):
     schedule = schedules.make_schedule(name, stages, num, chunks)
     tables = compile_schedule(schedule)
     done = run(tables, schedule)
     ops = list(schedule.ops())
     for kind in "FBW" if schedule.weight else "FB":
         assert sorted(op for k, op in done if k == kind) == ops
-    # No buffer is larger than what the schedule keeps at its fullest.
+    # Buffers are as small as the schedule allows.
     assert tables.num_saved == max(schedule.in_flight())
     assert tables.num_inputs <= 1
     ticks = [tick for phase in tables.phases for tick in range(*phase[:2])]
     assert ticks == list(range(schedule.num_ticks))
 
 
-def test_a_slot_too_few_is_found():
+def test_a_buffer_that_is_too_small_is_found():
     schedule = schedules.make_schedule("1f1b", 4, 8)
     tables = compile_schedule(schedule)
     columns = tables.columns
