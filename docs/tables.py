@@ -1,4 +1,4 @@
-"""Writes the generated tables of docs/: axes and default rules, from their records.
+"""Writes the generated tables of docs/: axes, default rules and the support matrix.
 
     python docs/tables.py
 
@@ -9,6 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
+from meshpar.explain.support import support_table
 from meshpar.layouts.axes import RECORDS
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES
 
@@ -64,7 +65,7 @@ def rules_table() -> str:
     )
 
 
-TABLES = {"axes": axes_table, "rules": rules_table}
+TABLES = {"axes": axes_table, "rules": rules_table, "support": support_table}
 """{name of a table: the function that renders it}."""
 
 
