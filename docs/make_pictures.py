@@ -1,0 +1,111 @@
+"""Draws docs/layout.png: a layout string, its mesh, what a device holds, what moves.
+
+    python docs/make_pictures.py
+
+Needs matplotlib (`pip install -e ".[experiments]"`).
+"""
+
+import itertools
+import pathlib
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import patches, pyplot
+
+DATA, FSDP, TENSOR = "#c2571a", "#1f6fb4", "#2e8b57"
+INK, FAINT = "#222222", "#e3e6ea"
+MOVES = (
+    (FSDP, "fsdp", "all-gather of weights", "each layer, forward and backward"),
+    (FSDP, "fsdp", "reduce-scatter of gradients", "each layer, going backward"),
+    (DATA, "data", "all-reduce of gradients", "once a step"),
+    (TENSOR, "tensor", "gathers and sums of activations", "inside each layer"),
+)
+
+
+def _rectangle(axes, x, y, width, height, color, edge="white", line=1.0):
+    box = patches.Rectangle(
+        (x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line
+    )
+    axes.add_patch(box)
+
+
+def _device(axes, x, y, data, fsdp, tensor):
+    """One device: its rows of the batch, and its block of a weight W[embed, mlp]."""
+    _rectangle(axes, x, y, 1.9, 1.5, "white", INK)
+    number = 4 * data + 2 * fsdp + tensor
+    axes.text(x + 0.1, y + 1.36, f"{number}", fontsize=9, color=INK, va="top")
+    for part in range(4):
+        mine = part == 2 * data + fsdp
+        color = DATA if mine else FAINT
+        _rectangle(axes, x + 0.35, y + 0.9 - 0.22 * part, 0.42, 0.22, color)
+    for row, column in itertools.product(range(2), range(2)):
+        mine = (row, column) == (fsdp, tensor)
+        color = FSDP if mine else FAINT
+        left, bottom = x + 0.98 + 0.4 * column, y + 0.68 - 0.44 * row
+        _rectangle(axes, left, bottom, 0.4, 0.44, color)
+
+
+def _mesh(axes):
+    """Two groups of 2 x 2 devices; a label for every coordinate."""
+    label = dict(fontsize=10, ha="center", va="center")
+    for data in range(2):
+        left = 3.9 + 4.75 * data
+        axes.text(left + 2.05, 4.5, f"data {data}", color=DATA, **label)
+        for fsdp, tensor in itertools.product(range(2), range(2)):
+            _device(axes, left + 2.2 * tensor, 2.2 - 1.8 * fsdp, data, fsdp, tensor)
+        for tensor in range(2):
+            x = left + 0.95 + 2.2 * tensor
+            axes.text(x, 3.95, f"tensor {tensor}", color=TENSOR, **label)
+    for fsdp in range(2):
+        axes.text(3.3, 2.95 - 1.8 * fsdp, f"fsdp {fsdp}", color=FSDP, **label)
+
+
+def _legend(axes):
+    entries = (
+        (3.9, DATA, "its rows of the batch"),
+        (7.9, FSDP, "its block of a weight [embed, mlp], gradient, optimizer state"),
+    )
+    for x, color, text in entries:
+        _rectangle(axes, x, -0.5, 0.3, 0.22, color)
+        axes.text(x + 0.45, -0.39, text, fontsize=9.5, color=INK, va="center")
+
+
+def _moves(axes):
+    for row, (color, axis, move, when) in enumerate(MOVES):
+        y = 3.75 - 1.05 * row
+        axes.text(14.4, y, axis, color=color, fontsize=11, weight="bold")
+        axes.text(15.85, y, move, fontsize=11, color=INK)
+        axes.text(15.85, y - 0.4, when, fontsize=9.5, color="#555555")
+
+
+def layout_figure() -> pyplot.Figure:
+    """The picture of the layout data=2,fsdp=2,tensor=2 on eight devices."""
+    figure, axes = pyplot.subplots(figsize=(13, 4.2))
+    axes.set(xlim=(-0.2, 20.4), ylim=(-0.75, 5.7))
+    axes.axis("off")
+    title = dict(fontsize=12, color=INK, weight="bold")
+    axes.text(0, 5.2, "a layout", **title)
+    axes.text(3.9, 5.2, "the mesh, and what each device holds", **title)
+    axes.text(14.4, 5.2, "what moves in a step", **title)
+    code = dict(fontsize=14, family="monospace")
+    axes.text(0, 3.3, "data=2,", color=DATA, **code)
+    axes.text(0, 2.65, "fsdp=2,", color=FSDP, **code)
+    axes.text(0, 2.0, "tensor=2", color=TENSOR, **code)
+    for x in (2.25, 13.1):
+        arrow = dict(arrowstyle="->", color="#888888", linewidth=1.5)
+        axes.annotate("", (x + 0.75, 5.3), (x, 5.3), arrowprops=arrow)
+    _mesh(axes)
+    _legend(axes)
+    _moves(axes)
+    return figure
+
+
+def main() -> None:
+    """Writes the pictures beside this file."""
+    path = pathlib.Path(__file__).with_name("layout.png")
+    layout_figure().savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

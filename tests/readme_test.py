@@ -1,0 +1,99 @@
+"""README and docs: their programs run, their links, commands and tables are right."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import re
+import runpy
+
+import pytest
+
+import meshpar
+from meshpar import layouts, schedules
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def programs(page: pathlib.Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) < 100
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/layouts.md"])
+def test_programs_run_as_they_stand(name, monkeypatch, capsys):
+    # The devices of this process are simulated already.
+    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    (program,) = programs(ROOT / name)
+    exec(compile(program, name, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
+
+
+def test_the_schedule_of_ones_own_runs():
+    (program,) = programs(ROOT / "docs/pipelines.md")
+    exec(program, {})
+    try:
+        assert schedules.make_schedule("one_at_a_time", 4, 8).num_stages == 4
+    finally:
+        del schedules.SCHEDULES["one_at_a_time"]
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in map(slug, headings), f"{page.name}: {link}"
+
+
+@every_page
+def test_files_that_are_named_exist(page):
+    text = re.sub(r"\]\([^)]*\)", "", page.read_text())
+    rooms = r"(?<![\w/.])(?:meshpar|experiments|tests|launch|docs)/[\w./-]*[\w/]"
+    missing = [path for path in re.findall(rooms, text) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@every_page
+def test_commands_name_modules_and_layouts_that_exist(page):
+    text = page.read_text()
+    for module in re.findall(r"python -m (experiments[\w.]*)", text):
+        assert importlib.util.find_spec(module.rstrip(".")), module
+    for layout in re.findall(r'--(?:layout|diff|can_resume)="([^"]+)"', text):
+        layouts.parse(layout)
+    assert 'install "meshpar[' not in text  # The package is in no registry.
+
+
+def test_the_page_of_commands_has_every_flag():
+    code = "".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
+    defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', code))
+    page = (ROOT / "docs/commands.md").read_text()
+    assert defined == set(re.findall(r"--([a-z_]+)", page)) - {"help"}
+
+
+def test_the_page_of_layouts_has_every_item():
+    page = (ROOT / "docs/layouts.md").read_text()
+    for field in dataclasses.fields(layouts.Layout):
+        form = "." if field.name in ("params", "activations", "paths") else "="
+        assert f"`{field.name}{form}" in page, field.name
+
+
+@every_page
+def test_generated_tables_are_up_to_date(page):
+    with_tables = runpy.run_path(str(ROOT / "docs/tables.py"))["with_tables"]
+    assert page.read_text() == with_tables(page.read_text()), "run docs/tables.py"
