@@ -1,6 +1,6 @@
 """Writes the generated tables of docs/: axes, default rules and the support matrix.
 
-    python docs/tables.py
+    python -m docs.tables
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from meshpar.explain.support import support_table
+from experiments.support import support_table
 from meshpar.layouts.axes import RECORDS
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES
 
