@@ -1,1 +1,1 @@
-"""Runs: annotated models, data, recipes and the command-line programs."""
+"""Training runs with meshpar: commands, recipes, models, data and benchmarks."""

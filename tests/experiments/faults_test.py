@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.marks import slow
 
-from experiments import metrics
+from experiments.training import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 150

@@ -2,8 +2,9 @@
 
 import pytest
 
-from experiments import building, data, recipes
-from experiments.config import (
+from experiments import data, recipes
+from experiments.recipes import building
+from experiments.recipes.config import (
     ConfigError,
     DataConfig,
     OptimizerConfig,
