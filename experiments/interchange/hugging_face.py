@@ -167,8 +167,8 @@ def imported(
         rows = [math.prod(views[0].shape[: tensor.inputs])] if tensor.inputs else []
         shape = (*rows, sum(widths))
         if matrix.shape != shape:
-            wanted = shape[::-1] if tensor.transposed else shape
-            raise ConfigError(f"{name} is {arrays[name].shape}, not {wanted}")
+            expected = shape[::-1] if tensor.transposed else shape
+            raise ConfigError(f"{name} is {arrays[name].shape}, not {expected}")
         parts = np.split(matrix, np.cumsum(widths)[:-1], axis=-1)
         for view, part in zip(views, parts, strict=True):
             view[...] = part.reshape(view.shape)

@@ -43,7 +43,7 @@ class _Start(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """What is due after a step."""
+    """The actions that are due after a step."""
 
     evaluation: bool
     checkpoint: bool
