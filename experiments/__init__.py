@@ -1,1 +1,5 @@
-"""Training runs with meshpar: commands, recipes, models, data and benchmarks."""
+"""Training runs with meshpar: commands, recipes, models, data and benchmarks.
+
+Packages, each importing only those to its left: data and models | recipes | training,
+interchange and reports | command_line | commands and benchmarks.
+"""

@@ -1,4 +1,4 @@
-"""Guards of a run: signals stop it in order, and a lock keeps its folder to it."""
+"""Guards of a run: a flag for stop signals, and a lock on its folder."""
 
 import contextlib
 import fcntl
