@@ -1,1 +1,5 @@
-"""Runs: annotated models, data, recipes and the command-line programs."""
+"""Training runs with meshpar: commands, recipes, models, data and benchmarks.
+
+Packages, each importing only those to its left: data and models | recipes | training,
+interchange and reports | command_line | commands and benchmarks.
+"""

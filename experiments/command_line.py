@@ -1,4 +1,4 @@
-"""Flags that all programs share, and how a program starts and ends."""
+"""Flags that all commands share, and how a command starts and ends."""
 
 import dataclasses
 import errno
@@ -15,48 +15,62 @@ from absl import app, flags, logging
 
 import meshpar
 from experiments import recipes
-from experiments.config import Config, ConfigError, with_settings
+from experiments.recipes.config import Config, with_settings
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.modes import MODES
+from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import agree, process
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
 )
 LAYOUT = flags.DEFINE_string(
-    "layout", None, 'Such as "data=2,fsdp=2,tensor=2,zero=3"; mixed by default.'
+    "layout", None, 'Such as "data=2,fsdp=2,tensor=2"; mixes these axes by default.'
 )
 LOWERING = flags.DEFINE_string(
     "lowering",
     None,
-    "shard_map (explicit collectives; default where possible), jit (the compiler's) "
-    "or auto (the better as compiled).",
+    "shard_map (meshpar writes the collectives; the default where possible), jit (the "
+    "compiler inserts them) or auto (the better of both as compiled).",
 )
 OPTIMIZER_MODE = flags.DEFINE_string(
     "optimizer_mode",
     None,
-    "synchronous, or local_sgd: replicas of replica=R train apart (--set local_sgd.*).",
+    f"One of {', '.join(MODES)}; local_sgd trains the replicas of replica=R apart "
+    "(--set local_sgd.*).",
 )
 DATA = flags.DEFINE_string(
     "data",
     None,
-    "Text file, folder, glob, or .npy/.bin token ids; Python's library by default.",
+    "Text file, folder, glob, or .npy/.bin token ids; the text of Python's standard "
+    "library by default.",
 )
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json; else bytes.")
+TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "A tokenizer.json; bytes by default."
+)
 STEPS = flags.DEFINE_integer("steps", None, "Training steps.")
-BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Sequences per step, in all.")
+BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", None, "Sequences per step, over all devices."
+)
 SEED = flags.DEFINE_integer("seed", None, "Seed of weights, dropout and shuffling.")
 DEVICES = flags.DEFINE_integer(
-    "devices", 0, "Devices to use, in all; CPU devices are simulated (8 by default)."
+    "devices", 0, "Number of devices to use; CPU devices are simulated (8 by default)."
 )
 PLATFORM = flags.DEFINE_enum(
-    "platform", "", ["", "cpu", "gpu", "tpu"], "Kind of device; the best by default."
+    "platform",
+    "",
+    ["", CPU.name, GPU.name, TPU.name],
+    "Kind of device; accelerators before CPUs by default.",
 )
 SET = flags.DEFINE_multi_string(
-    "set", [], "Any other value of the recipe, such as model.depth=4; may repeat."
+    "set", [], "KEY=VALUE for any value of the recipe, such as model.depth=4."
 )
 COORDINATOR = flags.DEFINE_string(
-    "coordinator", "", "host:port of process 0; launchers set it."
+    "coordinator", "", "host:port of process 0; set by launchers."
 )
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "Processes of this run.")
+NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", 0, "Number of processes of this run."
+)
 START_TIMEOUT = flags.DEFINE_float(
     "start_timeout", 120.0, "Seconds to wait for all processes at the start."
 )
@@ -64,7 +78,7 @@ PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, fro
 
 
 def config_from_flags() -> Config:
-    """The recipe with everything that the flags change.
+    """The recipe with all changes from flags.
 
     Raises:
       ConfigError: an unknown recipe or key, or a bad value.
@@ -87,26 +101,34 @@ def config_from_flags() -> Config:
     return config
 
 
+def use_cpu() -> None:
+    """Makes jax use the CPU alone; call it before jax starts."""
+    jax.config.update("jax_platforms", CPU.name)
+
+
 def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     """Starts jax: joins other processes, simulates CPU devices, picks the layout.
 
     Raises:
-      MeshparError: more devices wished for than exist, or processes that do not fit.
+      MeshparError: fewer devices than requested, or processes that do not fit.
     """
-    who = process.process_info(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    info = process.process_info(
+        COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value
+    )
     if PLATFORM.value:
-        jax.config.update("jax_platforms", PLATFORM.value.replace("gpu", "cuda"))
+        platform = "cuda" if PLATFORM.value == GPU.name else PLATFORM.value
+        jax.config.update("jax_platforms", platform)
     layout = meshpar.layouts.parse(config.layout) if config.layout else None
-    processes = who.num_processes if who else 1
-    fewest = -(-8 // processes) * processes  # 8, or as many as the processes split.
-    wanted = DEVICES.value or (layout.num_devices if layout else fewest)
-    if wanted < 1 or wanted % processes:
+    processes = info.num_processes if info else 1
+    default = -(-8 // processes) * processes  # 8, rounded up to divide over processes.
+    num_devices = DEVICES.value or (layout.num_devices if layout else default)
+    if num_devices < 1 or num_devices % processes:
         raise meshpar.LayoutError(
-            f"{wanted} devices over {processes} processes: use a multiple of "
+            f"{num_devices} devices over {processes} processes: use a multiple of "
             f"{processes}"
         )
-    meshpar.simulate(wanted // processes)
-    agree.initialize(who, START_TIMEOUT.value)
+    meshpar.simulate(num_devices // processes)
+    agree.initialize(info, START_TIMEOUT.value)
     devices = jax.devices()
     if DEVICES.value > len(devices):
         raise meshpar.LayoutError(
@@ -120,21 +142,21 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
 
 
 def with_layout(config: Config, layout: meshpar.Layout) -> Config:
-    """The configuration with the layout that was picked."""
+    """The configuration with the layout that `start_devices` picked."""
     return dataclasses.replace(config, layout=str(layout))
 
 
 def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
-    """Runs a program; errors that a user can mend are printed without a traceback.
+    """Runs a command; prints errors that a user can fix without a traceback.
 
     Args:
-      main: takes the words of the command that are not flags, returns the exit code.
-      arguments: whether there may be such words beside the program's name.
+      main: (words of the command that are not flags) -> exit code.
+      arguments: whether there may be such words besides the name of the command.
     """
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
-        # Orbax's readers fail many at a time; what they say is said once, by us.
+        # Many readers of Orbax fail at once; our error message reports it once.
         std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
         warnings.filterwarnings("ignore", module="orbax")
         try:
@@ -159,14 +181,14 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
         except Exception:
             if not jax.distributed.is_initialized():
                 raise
-            # jax would wait for the others, who wait for this process.
+            # Raising would deadlock: jax waits for processes that wait for this one.
             traceback.print_exc()
             code = 1
         sys.stdout.flush()
         if code and jax.distributed.is_initialized():
-            # Process 0 serves the others: it goes last, so that they can speak too.
+            # Process 0 serves the others, so it ends last: they can still report.
             time.sleep(2 if jax.process_index() == 0 else 0)
-            # Leaving in order would wait for processes that may never come.
+            # A normal exit would wait for processes that may never arrive.
             os._exit(code)
         return code
 

@@ -2,7 +2,7 @@ r"""Trains a model under a layout.
 
     python -m experiments.run --layout="data=2,fsdp=2,tensor=2" --steps=300
 
-The same command again goes on where it stopped, also under another layout.
+The same command resumes the run where it stopped, also under another layout.
 """
 
 import dataclasses
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import command_line
-from experiments.training import Trainer
+from experiments.training.trainer import Trainer
 
 flags.adopt_module_key_flags(command_line)
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Metrics, checkpoints, plot; runs/RECIPE by default."
+    "workdir", None, "Folder of metrics, checkpoints and plot; runs/RECIPE by default."
 )
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     "checkpoint_local_dir",
     None,
-    "On a disk of each machine: processes keep their own shards there first.",
+    "Folder on a disk of each machine, to which processes also save their own shards.",
 )
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 

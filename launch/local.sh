@@ -4,9 +4,10 @@
 #   launch/local.sh [--log_dir=DIR] [--max_restarts=K] [--dry_run] N -- COMMAND...
 #   launch/local.sh 2 -- python -m experiments.run --layout="data=2,fsdp=2,tensor=2"
 #
-# Process 0 prints here; the log of every process lies in DIR (logs/ by default). When
-# one fails, the others are stopped; the run starts again from its last checkpoint if
-# restarts are left, or its exit code is returned. SIGTERM and Ctrl-C go to all of them.
+# Process 0 prints to this terminal; every process has a log in DIR (logs/ by default).
+# When a process fails, the others are stopped. The run then starts again from its last
+# checkpoint, or returns the exit code if no restart is left. SIGTERM and Ctrl-C are
+# forwarded to all processes.
 set -u
 
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)); then
@@ -29,7 +30,7 @@ if $dry_run; then
   echo "$num processes on this machine, each with MESHPAR_COORDINATOR=localhost:PORT" \
     "MESHPAR_NUM_PROCESSES=$num MESHPAR_PROCESS_ID=0..$((num - 1)), logs in $log_dir," \
     "at most $max_restarts restarts:"
-  say_or_run "$@"
+  print_or_run "$@"
   exit 0
 fi
 
@@ -58,13 +59,13 @@ with socket.socket() as s:
     fi
     pids+=($!)
   done
-  [[ -n "$told" ]] && stop_all TERM
+  [[ -n "$stop_signal" ]] && stop_all TERM
   left=("${pids[@]}")
   while ((${#left[@]})); do
     ended=""
     wait -n -p ended "${left[@]}"
     status=$?
-    # A trapped signal ends `wait` without an ended process: look again.
+    # A trapped signal ends `wait` although no process has ended: wait again.
     [[ -n "${ended:-}" ]] || continue
     for i in "${!left[@]}"; do
       [[ "${left[i]}" == "$ended" ]] && unset 'left[i]'

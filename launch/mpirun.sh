@@ -4,8 +4,8 @@
 #   launch/mpirun.sh [--max_restarts=K] [--log_dir=DIR] [--dry_run] N [MPI OPTIONS] -- COMMAND...
 #   launch/mpirun.sh 4 --hostfile hosts -- python -m experiments.run --layout="fsdp=4"
 #
-# Each process takes number, id and coordinator from the MPI's environment (MPICH sets
-# no coordinator: MESHPAR_COORDINATOR is this host then, unless it is set).
+# Each process takes its number of processes, id and coordinator from the environment of
+# MPI. MPICH sets no coordinator: MESHPAR_COORDINATOR is this host unless it is set.
 set -u
 # shellcheck source=launch/restarts.sh
 source "$(dirname "$0")/restarts.sh"
@@ -34,14 +34,14 @@ fi
 export MESHPAR_COORDINATOR="${MESHPAR_COORDINATOR:-$(hostname):12321}"
 
 mpi_pid=""
-pass_on() {
+forward() {
   [[ -n "$mpi_pid" ]] && kill -s "$1" "$mpi_pid" 2>/dev/null
 }
-on_signals pass_on
+on_signals forward
 
 start() {
   if $dry_run; then
-    say_or_run mpirun -n "$num" "${options[@]}" "${command[@]}"
+    print_or_run mpirun -n "$num" "${options[@]}" "${command[@]}"
     return
   fi
   mpirun -n "$num" "${options[@]}" "${command[@]}" &

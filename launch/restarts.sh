@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# What all launchers share: options, signals, and when to start again.
+# Options, signals and restarts of all launchers.
 #
 #   source restarts.sh; parse "$@"; with_restarts START
 #
-# START starts the run once and returns its exit code. 0 and 2 (an error in what was
-# asked) are final. Any other code starts the run again from its last checkpoint, up to
-# --max_restarts times, unless the same step failed twice, or we were told to stop.
+# START starts the run once and returns its exit code. Codes 0 and 2 (an error of the
+# user) are final. Any other code starts the run again from its last checkpoint, up to
+# --max_restarts times, unless the same step failed twice or a signal asked to stop.
 
 max_restarts=0
 dry_run=false
 log_dir=logs
-told=""
+stop_signal=""
 
-# Reads the options up to the first other word; leaves the rest in `words`.
+# Reads the options up to the first other word; stores the rest in `words`.
 parse() {
   while [[ "${1:-}" == --* && "$1" != -- ]]; do
     case "$1" in
@@ -27,12 +27,12 @@ parse() {
     echo "--max_restarts=$max_restarts: use a whole number" >&2
     exit 2
   fi
-  # shellcheck disable=SC2034 # The launchers read it.
+  # shellcheck disable=SC2034 # The launchers use it.
   words=("$@")
 }
 
-# Prints a command as one could type it; runs it unless --dry_run.
-say_or_run() {
+# Prints a command, quoted for the shell, under --dry_run; otherwise runs it.
+print_or_run() {
   if $dry_run; then
     printf '%q ' "$@"
     echo
@@ -41,30 +41,31 @@ say_or_run() {
   fi
 }
 
-# SIGTERM and Ctrl-C are for the run: PASS_ON SIGNAL tells it, and it is not started
-# again after its end. The first Ctrl-C arrives as SIGTERM: what bash starts in the
-# background is deaf to SIGINT until it asks for it.
+# Forwards SIGTERM and Ctrl-C to the run with FORWARD SIGNAL; the run is not restarted
+# after that. The first Ctrl-C is forwarded as SIGTERM, since bash makes background
+# processes ignore SIGINT until they set a handler.
 on_signals() {
-  local pass_on=$1
+  local forward=$1
   # shellcheck disable=SC2064 # The name is known now.
-  trap "told=TERM; $pass_on TERM" TERM
+  trap "stop_signal=TERM; $forward TERM" TERM
   # shellcheck disable=SC2064
-  trap "[[ -z \$told ]] && $pass_on TERM || $pass_on INT; told=INT" INT
+  trap "[[ -z \$stop_signal ]] && $forward TERM || $forward INT; stop_signal=INT" INT
 }
 
-# Waits for the end of a child and returns its exit code; a trapped signal alone ends
-# `wait` too, but not the child.
+# Waits until a child ends and returns its exit code. A trapped signal ends `wait` while
+# the child still runs, so it waits again.
 wait_for() {
   wait "$1"
   while kill -0 "$1" 2>/dev/null; do wait "$1"; done
   wait "$1"
 }
 
-# The last step that process 0 finished, or nothing; the run writes it there.
+# Prints the last step that process 0 finished, if the run has written one.
 step_reached() {
   [[ -r "${MESHPAR_PROGRESS:-}" ]] && cat "$MESHPAR_PROGRESS"
 }
 
+# Starts the run with START until its exit code is final, and exits with that code.
 with_restarts() {
   local start=$1 restarts=0 code=0 step failed_before=none
   $dry_run || mkdir -p "$log_dir" || exit 2
@@ -75,7 +76,7 @@ with_restarts() {
     "$start"
     code=$?
     ((code == 0 || code == 2)) && exit "$code"
-    [[ -n "$told" ]] && exit "$code"
+    [[ -n "$stop_signal" ]] && exit "$code"
     step=$(step_reached)
     if ((code != 75)); then
       if [[ -n "$step" && "$step" == "$failed_before" ]]; then

@@ -9,11 +9,11 @@
 #   sbatch --nodes=4 launch/slurm.sh [--max_restarts=K] [--log_dir=DIR] -- COMMAND...
 #   launch/slurm.sh --dry_run -- python -m experiments.run --layout="data=4,fsdp=8"
 #
-# jax finds coordinator and processes in SLURM's environment. The log of every task lies
-# in DIR, which all hosts should share. Three minutes before the time limit SLURM sends
-# SIGTERM: the run saves, and the job is queued again.
+# jax finds coordinator and processes in SLURM's environment. Every task has a log in
+# DIR, which all hosts should share. SLURM sends SIGTERM three minutes before the time
+# limit: the run saves, and the job is queued again.
 set -u
-# SLURM copies the script elsewhere: the launchers lie where it was submitted.
+# SLURM runs a copy of this script; restarts.sh is in the folder of the submission.
 # shellcheck source=launch/restarts.sh
 source "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}/launch/restarts.sh"
 
@@ -27,25 +27,25 @@ shift
 command=("$@")
 
 started=false
-# srun itself would kill its tasks: this signals them alone.
-pass_on() {
+# Signals the tasks only: srun would kill them on a signal of its own.
+forward() {
   $started && scancel --signal=TERM "$SLURM_JOB_ID"
 }
-on_signals pass_on
+on_signals forward
 
 start() {
   local code
   if $dry_run; then
-    say_or_run srun --wait=60 --output="$log_dir/%t.log" "${command[@]}"
+    print_or_run srun --wait=60 --output="$log_dir/%t.log" "${command[@]}"
     return
   fi
-  # When one task ends the others have a minute to save; then they are stopped.
+  # When one task ends, the others have a minute to save before they are stopped.
   srun --kill-on-bad-exit=0 --wait=60 --output="$log_dir/%t.log" --open-mode=append \
     "${command[@]}" &
   started=true
   wait_for $!
   code=$?
-  if [[ "$told" == TERM && -n "${SLURM_JOB_ID:-}" ]] && ((code == 75)); then
+  if [[ "$stop_signal" == TERM && -n "${SLURM_JOB_ID:-}" ]] && ((code == 75)); then
     scontrol requeue "$SLURM_JOB_ID"
   fi
   return "$code"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a command on all workers of a Cloud TPU slice; makes the slice if it is missing.
+# Runs a command on all workers of a Cloud TPU slice; creates the slice if TYPE is given.
 #
 #   launch/tpu_pod.sh [--max_restarts=K] [--dry_run] NAME ZONE [TYPE] -- COMMAND...
 #   launch/tpu_pod.sh pod us-east5-a v5litepod-64 -- python -m experiments.run ...
 #
-# With TYPE a queued resource NAME is requested and waited for. The folder that this is
-# started in goes to every worker, where README's install command is run. --workdir has
-# to be a folder that all workers share, such as a mounted bucket. jax finds the other
-# workers by itself.
+# With TYPE it requests a queued resource NAME and waits for it. It copies the current
+# folder to every worker and runs README's install command there. --workdir has to be a
+# folder that all workers share, such as a mounted bucket. jax finds the other workers by
+# itself.
 set -u
 here=$(dirname "$0")
 # shellcheck source=launch/restarts.sh
@@ -30,7 +30,7 @@ printf -v command '%q ' "$@"
 version=${TPU_VERSION:-tpu-ubuntu2204-base}
 
 tpus() {
-  say_or_run gcloud compute tpus "$@" --zone="$zone"
+  print_or_run gcloud compute tpus "$@" --zone="$zone"
 }
 
 prepare() {
@@ -47,7 +47,7 @@ prepare() {
 && .venv/bin/pip install -q -e '.[experiments]' 'jax[tpu]'"
 }
 
-# The workers' own processes save and end; the next start goes on from there.
+# Tells the processes of the workers to save and end; the next start resumes the run.
 stop() {
   tpus tpu-vm ssh "$name" --worker=all --command="pkill -TERM -f experiments" || true
 }

@@ -1,1 +1,1 @@
-"""Measurements as ratios within one run, since machines are shared and noisy."""
+"""Benchmarks that report ratios within one run, as machines are shared and noisy."""

@@ -1,7 +1,7 @@
-"""Training steps as one would write them without meshpar, to measure it against.
+"""Training steps written by hand, without meshpar, as references for measurements.
 
-The same loss and optimizer with parameters in the same shardings, as one plain jit, or
-as one plain shard_map for programs that are lowered so.
+They have the loss, optimizer and shardings of a meshpar program, in one plain shard_map
+if the program is lowered to shard_map, else in one plain jit.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,29 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar
-from experiments import building
-from experiments.config import Config, ConfigError
+from experiments.recipes import building
+from experiments.recipes.config import Config
+from experiments.recipes.errors import ConfigError
+from meshpar.layouts.axes import FSDP
 
 
 def step_and_init(
     config: Config, program: meshpar.TrainProgram
 ) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """The step, (state, batch) -> (state, (loss, norm)), and what makes the state.
+    """The step, (state, batch) -> (state, (loss, norm)), and a function for the state.
 
-    Both are jitted; the step takes its state's memory.
+    Both are jitted; the step donates its state.
+
+    Args:
+      config: the run.
+      program: the program whose shardings the step uses.
+
+    Raises:
+      ConfigError: a layout that the hand-written shard_map does not support.
     """
     model, mesh = program.model, program.mesh
-    explicit = program.lowering.name == "shard_map"
-    value_and_grad = (_by_shard_map if explicit else _by_jit)(program)
+    by_shard_map = program.lowering.name == "shard_map"
+    value_and_grad = (_by_shard_map if by_shard_map else _by_jit)(program)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.optimizer.clip_norm or float("inf")),
         building.make_optimizer(config.optimizer, config.steps, model),
@@ -74,20 +83,21 @@ def _by_jit(program: meshpar.TrainProgram) -> Callable[..., Any]:
 
 
 def _by_shard_map(program: meshpar.TrainProgram) -> Callable[..., Any]:
-    """ZeRO-3 as a page of code: gather in the layer, the transpose does the rest."""
+    """ZeRO-3: all-gathers weights in each layer; the transpose reduce-scatters."""
     layered, specs = program.model.layered, program.plan.specs
     used = {axis for axis, size in program.mesh.shape.items() if size > 1}
-    whole = [path for path, spec in specs.items() if "fsdp" not in spec]
-    if used != {"fsdp"} or whole or program.layout.zero_level < 3:
+    replicated = [path for path, spec in specs.items() if FSDP not in spec]
+    if used != {FSDP} or replicated or program.layout.zero_level < 3:
         raise ConfigError(
-            f"layout {program.layout}: the shard_map by hand is for fsdp=N,zero=3; add "
-            "--lowering=jit for others"
+            f"layout {program.layout}: the hand-written shard_map supports only "
+            "fsdp=N,zero=3; add --lowering=jit for other layouts"
         )
 
     def gather(params: Any, skip: int) -> Any:
+        """All-gathers parameters without their first `skip` dims."""
         return {
             path: jax.lax.all_gather(
-                x, "fsdp", axis=specs[path].index("fsdp") - skip, tiled=True
+                x, FSDP, axis=specs[path].index(FSDP) - skip, tiled=True
             )
             for path, x in params.items()
         }
@@ -107,9 +117,9 @@ def _by_shard_map(program: meshpar.TrainProgram) -> Callable[..., Any]:
 
         with meshpar.layouts.use(program.layout, program.mesh, used):
             loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.lax.psum(loss, "fsdp"), grads
+        return jax.lax.psum(loss, FSDP), grads
 
-    batch_spec = PartitionSpec("fsdp")
+    batch_spec = PartitionSpec(FSDP)
     return jax.shard_map(
         local,
         mesh=program.mesh,

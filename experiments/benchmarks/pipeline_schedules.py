@@ -1,19 +1,19 @@
-r"""Step time of every pipeline schedule against the tick model and the plain layout.
+r"""Compares the step time of pipeline schedules with the tick model and plain layouts.
 
     python -m experiments.benchmarks.pipeline_schedules --recipe=bytes-llama
 
-All programs train the same batch on the same devices, turn by turn in one process. The
-plain layout is data=P; GPipe by plain autodiff differentiates the loop over ticks,
-which keeps every microbatch. The tick model predicts 1/(1 - bubble) times the plain
-layout: on devices that share cores masked lanes cost as much as busy ones, as waiting
-does elsewhere; only ZB-H1 skips them, so there its bubble costs nothing.
+All programs train the same batch on the same devices, alternately in one process. The
+plain layout is data=P. "gpipe by autodiff" differentiates the loop over ticks, which
+saves every microbatch. The tick model predicts 1/(1 - bubble) times the plain layout:
+where devices share cores, idle stages that compute masked results cost as much as busy
+ones. ZB-H1 skips idle stages, so its bubble costs nothing there.
 """
 
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,51 +24,62 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import meshpar
-from experiments import building, command_line
+from experiments import command_line
+from experiments.recipes import building
+from meshpar.arrays import Array
 from meshpar.collectives import microbatch
+from meshpar.layouts.axes import DATA, PIPE
 
 flags.adopt_module_key_flags(command_line)
-STAGES = flags.DEFINE_integer("stages", 4, "P, stages and devices.")
-MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "M.")
-ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each.")
+STAGES = flags.DEFINE_integer("stages", 4, "P, number of stages and devices.")
+MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "M, number of microbatches.")
+ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each program.")
+
+WARM_UP_ROUNDS = 2
+BY_AUTODIFF = "gpipe by autodiff"
+Run = Callable[[], Any]
 
 
 def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
-    """Gradients of the loop over ticks of a GPipe program, made by jax."""
+    """Gradients of a GPipe program, by differentiating its loop over ticks.
+
+    Returns:
+      (params, batch) -> (loss, gradients), jitted.
+    """
     layered, num = program.model.layered, program.layout.microbatches
     stages, specs = program.layout.pipe, program.plan.specs
 
     def local(params: Any, batch: Any) -> Any:
-        batches, stage = (
-            microbatch.split_microbatches(batch, num),
-            lax.axis_index("pipe"),
-        )
+        batches = microbatch.split_microbatches(batch, num)
+        stage = lax.axis_index(PIPE)
 
-        def part(m: jax.Array) -> Any:
+        def microbatch_at(m: Array) -> Any:
             return jax.tree.map(lambda x: x[jnp.clip(m, 0, num - 1)], batches)
 
-        def vary(x: jax.Array) -> jax.Array:
-            varies = "pipe" in jax.typeof(x).manual_axis_type.varying
-            return x if varies else lax.pcast(x, ("pipe",), to="varying")
+        def vary(x: Array) -> Array:
+            varies = PIPE in jax.typeof(x).manual_axis_type.varying
+            return x if varies else lax.pcast(x, (PIPE,), to="varying")
 
-        def loss_fn(params: Any) -> jax.Array:
+        def loss_fn(params: Any) -> Array:
             shared, stack = layered.split(params)
 
-            def tick(x: Any, t: jax.Array) -> Any:
-                embedded = layered.embed(shared, part(t), None)
-                x = jnp.where(stage == 0, embedded, x)
-                x = lax.scan(lambda x, w: (layered.layer(w, x, None), None), x, stack)[
-                    0
-                ]
-                loss = layered.head_loss(shared, x, part(t - stages + 1), None)[0]
-                on = (stage == stages - 1) & (t >= stages - 1)
-                pairs = [(i, i + 1) for i in range(stages - 1)]
-                return lax.ppermute(x, "pipe", pairs), jnp.where(on, loss / num, 0.0)
+            def layer(x: Any, weights: Any) -> Any:
+                return layered.layer(weights, x, None), None
 
-            x = jax.tree.map(vary, layered.embed(shared, part(jnp.int32(0)), None))
-            ticks = jnp.arange(num + stages - 1)
-            losses = lax.scan(tick, jnp.zeros_like(x), ticks)[1]
-            return lax.psum(losses.sum(), "pipe")
+            def tick(x: Any, t: Array) -> Any:
+                embedded = layered.embed(shared, microbatch_at(t), None)
+                x = jnp.where(stage == 0, embedded, x)
+                x = lax.scan(layer, x, stack)[0]
+                targets = microbatch_at(t - stages + 1)
+                loss = layered.head_loss(shared, x, targets, None)[0]
+                valid = (stage == stages - 1) & (t >= stages - 1)
+                pairs = [(i, i + 1) for i in range(stages - 1)]
+                return lax.ppermute(x, PIPE, pairs), jnp.where(valid, loss / num, 0.0)
+
+            first = layered.embed(shared, microbatch_at(jnp.int32(0)), None)
+            x = jnp.zeros_like(jax.tree.map(vary, first))
+            losses = lax.scan(tick, x, jnp.arange(num + stages - 1))[1]
+            return lax.psum(losses.sum(), PIPE)
 
         return jax.value_and_grad(loss_fn)(params)
 
@@ -77,59 +88,75 @@ def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
         mesh=program.mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=(PartitionSpec(), specs),
-        axis_names={"pipe"},
+        axis_names={PIPE},
     )
     return jax.jit(gradients)
 
 
-def main(_: Sequence[str]) -> int:
-    """Prints a line per program: measured ratio, and what the tick model predicts."""
+def make_programs() -> tuple[dict[str, meshpar.TrainProgram], dict[str, np.ndarray]]:
+    """The programs by name, and a batch for all of them."""
     config = command_line.config_from_flags()
     stages, num = STAGES.value, MICROBATCHES.value
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
-    config = dataclasses.replace(config, model=model, layout=f"data={stages}")
+    plain = f"{DATA}={stages}"
+    config = dataclasses.replace(config, model=model, layout=plain)
     _, devices = command_line.start_devices(config)
-    base = f"pipe={stages},microbatches={num},save=residuals"
-    names = {"plain": f"data={stages}"}
+    base = f"{PIPE}={stages},microbatches={num},save=residuals"
+    layouts = {"plain": plain}
     for schedule in ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1"):
-        names[schedule.split(",")[0]] = f"{base},schedule={schedule}"
+        layouts[schedule.split(",")[0]] = f"{base},schedule={schedule}"
     programs = {
         name: building.make_program(config, meshpar.layouts.parse(layout), devices)
-        for name, layout in names.items()
+        for name, layout in layouts.items()
     }
     shape = config.batch_size, model.length + 1
     ids = np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
-    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    return programs, {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def make_runs(
+    programs: Mapping[str, meshpar.TrainProgram], batch: Mapping[str, np.ndarray]
+) -> dict[str, Run]:
+    """{name: function that computes gradients once}, with GPipe by autodiff."""
     states = {name: program.init(0) for name, program in programs.items()}
     placed = {name: program.place_batch(batch) for name, program in programs.items()}
-    run: dict[str, Callable[[], Any]] = {
+    runs: dict[str, Run] = {
         name: functools.partial(program.gradients, states[name], placed[name])
         for name, program in programs.items()
     }
-    gpipe, state = programs["gpipe"], states["gpipe"]
-    by_autodiff = gpipe_by_autodiff(gpipe)
+    gpipe, params = programs["gpipe"], states["gpipe"].params
+    gradients = gpipe_by_autodiff(gpipe)
 
-    def autodiff() -> Any:
+    def by_autodiff() -> Any:
         with jax.set_mesh(gpipe.mesh):
-            return by_autodiff(state.params, placed["gpipe"])
+            return gradients(params, placed["gpipe"])
 
-    run["gpipe by autodiff"] = autodiff
-    seconds: dict[str, list[float]] = {name: [] for name in run}
-    for round_ in range(ROUNDS.value + 2):
-        for name, fn in run.items():
+    return runs | {BY_AUTODIFF: by_autodiff}
+
+
+def time_runs(runs: Mapping[str, Run]) -> dict[str, float]:
+    """{name: median seconds} of runs that take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(ROUNDS.value + WARM_UP_ROUNDS):
+        for name, run in runs.items():
             start = time.perf_counter()
-            jax.block_until_ready(fn())
-            if round_ >= 2:
+            jax.block_until_ready(run())
+            if round_ >= WARM_UP_ROUNDS:
                 seconds[name].append(time.perf_counter() - start)
-    plain = statistics.median(seconds["plain"])
-    for name, times in seconds.items():
-        median, predicted = statistics.median(times), ""
-        if name in programs and programs[name].layout.pipe > 1:
-            schedule = programs[name].lowering.runner.spec.schedule
-            predicted = f", tick model {1 / (1 - schedule.bubble()):.2f}"
-        print(
-            f"{name}: {1000 * median:.0f} ms, {median / plain:.2f} x plain{predicted}"
-        )
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def main(_: Sequence[str]) -> int:
+    """Prints a line per program: the measured ratio, and that of the tick model."""
+    programs, batch = make_programs()
+    medians = time_runs(make_runs(programs, batch))
+    for name, median in medians.items():
+        prediction = ""
+        report = programs[name].lowering.report(batch) if name in programs else {}
+        if pipeline := report.get("pipeline"):
+            prediction = f", tick model {1 / (1 - pipeline.bubble):.2f}"
+        ratio = median / medians["plain"]
+        print(f"{name}: {1000 * median:.0f} ms, {ratio:.2f} x plain{prediction}")
     return 0
 
 

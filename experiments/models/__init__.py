@@ -1,1 +1,1 @@
-"""Flax models whose parameters and activations carry dim names."""
+"""Models with named dims: a decoder in NNX and one in Linen, and their loss."""

@@ -1,122 +1,25 @@
 """Decoder-only transformer in NNX: GPT-2 or Llama by configuration.
 
-Shape letters, for the whole repository: B batch, L length, D embed, F mlp, N heads,
-K kv_heads, H head_dim, V vocab. A suffix gives the logical dims, also of a shard.
-Layers are stacked on a leading dim named "layers" and scanned.
+Layers are stacked on a leading dim named "layers" and scanned. The shape letters are
+explained in `meshpar/arrays.py`.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import meshpar
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.loss import blockwise_cross_entropy, cross_entropy, logits
 from meshpar import layouts, vocabulary
+from meshpar.arrays import Array
 from meshpar.ops.attention import causal_attention
-
-Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Shape and kind of a decoder.
-
-    Attributes:
-      vocab: number of token ids; 0 until the data gives it.
-      length: longest sequence, in tokens.
-      depth: number of layers.
-      embed: width of the residual stream.
-      heads: number of query heads; divides `embed`.
-      kv_heads: number of key and value heads (grouped-query attention).
-      mlp: width of the feed-forward layer.
-      position: "rope" or "learned".
-      norm: "rmsnorm" or "layernorm".
-      activation: "swiglu" or "gelu".
-      bias: whether linear layers have biases.
-      tied: whether the head is the transposed embedding.
-      dropout: rate after the embedding, attention and mlp.
-      rope_theta: base of the rotary wavelengths.
-      norm_eps: added to the mean square before its root, in norms.
-      init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
-      loss_block: tokens of a sequence whose logits exist at once; 0 for all.
-    """
-
-    vocab: int = 256
-    length: int = 128
-    depth: int = 4
-    embed: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    mlp: int = 384
-    position: str = "rope"
-    norm: str = "rmsnorm"
-    activation: str = "swiglu"
-    bias: bool = False
-    tied: bool = False
-    dropout: float = 0.0
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.0
-    loss_block: int = 0
-
-    def __post_init__(self):
-        choices = {
-            "position": ("rope", "learned"),
-            "norm": ("rmsnorm", "layernorm"),
-            "activation": ("swiglu", "gelu"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {known}")
-        if self.vocab < 0:
-            raise ValueError(f"vocab={self.vocab}: use at least 1, or 0 for the data's")
-        for name in ("length", "depth", "embed", "heads", "kv_heads", "mlp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
-        if self.embed % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}: "
-                "kv_heads must divide heads, and heads must divide embed"
-            )
-        if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")
-        if self.loss_block < 0 or (self.loss_block and self.length % self.loss_block):
-            raise ValueError(
-                f"loss_block={self.loss_block}: use a divisor of length={self.length}, "
-                "or 0 for all at once"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: use 0 <= dropout < 1")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.embed // self.heads
-
-    def flops_per_token(self) -> float:
-        """Training FLOPs per token, forward and backward.
-
-        6 per weight of a matmul and 12 * depth * embed * length for attention.
-        Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
-        """
-        attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
-        mlp = self.embed * self.mlp * (3 if self.activation == "swiglu" else 2)
-        weights = self.depth * (attention + mlp) + self.embed * self.vocab
-        return 6 * weights + 12 * self.depth * self.embed * self.length
-
-
-GPT2_KIND = dict(
-    position="learned", norm="layernorm", activation="gelu", bias=True, tied=True
-)
-"""What makes a decoder a GPT-2; the defaults make it a Llama."""
 
 
 def _weight(
     rngs: nnx.Rngs, config: DecoderConfig, fan_in: int, scale: float = 1.0, **dims: int
 ) -> nnx.Param:
-    """A normal weight whose dims are named and sized by `dims`, in order."""
+    """A weight with normal entries; `dims` gives names and sizes of its dims."""
     std = (config.init_std or fan_in**-0.5) * scale
     value = jax.random.normal(rngs.params(), tuple(dims.values())) * std
     return nnx.Param(value, out_sharding=tuple(dims))
@@ -128,15 +31,16 @@ def _bias(config: DecoderConfig, **dims: int) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(tuple(dims.values())), out_sharding=tuple(dims))
 
 
-def _plus(x: Array, bias: nnx.Param | None) -> Array:
-    if bias is None:
+def _plus(x: Array, param: nnx.Param | None) -> Array:
+    """Adds a bias to the last dims of `x`."""
+    if param is None:
         return x
-    b = bias[...]
-    return x + b.reshape((1,) * (x.ndim - b.ndim) + b.shape)
+    bias = param[...]
+    return x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
 
 
 def _residual(x_BLD: Array) -> Array:
-    """The stream between blocks: split over `tensor` along the length.
+    """Splits the residual stream along the length over the tensor axis.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer
       Models, arXiv:2205.05198, section 4.2.2 (sequence parallelism).
@@ -145,7 +49,7 @@ def _residual(x_BLD: Array) -> Array:
 
 
 def _gathered(x_BLD: Array) -> Array:
-    """What attention, mlp and head see: whole sequences."""
+    """Gathers whole sequences, the input of attention, mlp and head."""
     return layouts.constrain(x_BLD, "batch", "length", "embed")
 
 
@@ -173,8 +77,8 @@ def rotate(x_BLNH: Array, theta: float) -> Array:
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
     sin, cos = jnp.sin(angle)[None, :, None], jnp.cos(angle)[None, :, None]
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x_BLNH.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BLNH.dtype)
 
 
 class Attention(nnx.Module):
@@ -260,10 +164,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         if config.vocab == 0:
-            raise ValueError("vocab=0: the data has to give it before a model is made")
+            raise ValueError(
+                "vocab=0: set the vocabulary of the data before making a model"
+            )
         self.config = config
         d, v = config.embed, config.vocab
-        # 1/sqrt(fan_in) of a lookup is 1; a tied head wants logits of order one.
+        # A lookup has fan_in 1; a tied head needs 1/sqrt(d) for logits of order one.
         std = d**-0.5 if config.tied else 1.0
         self.embedding = _weight(rngs, config, 1, std, vocab=v, embed=d)
         positions = dict(length=config.length, embed=d)
@@ -294,12 +200,13 @@ class Decoder(nnx.Module):
         return logits(self.norm(x_BLD), self.head_weight())
 
     def embed(self, tokens_BL: Array) -> Array:
-        """Returns x_BLD, what the first layer sees."""
+        """Returns x_BLD, the input of the first layer."""
         if tokens_BL.shape[1] > self.config.length:
             raise ValueError(
                 f"tokens {tokens_BL.shape} are longer than length={self.config.length}"
             )
-        # ZeRO-3 gathers the table; looking up shards of rows would move activations.
+        # ZeRO-3 gathers the table: a lookup in a table split along D would move
+        # activations instead.
         w_VD = layouts.constrain(self.embedding[...], "vocab", None)
         x_BLD = vocabulary.lookup(w_VD, tokens_BL)
         if self.positions is not None:
@@ -307,11 +214,11 @@ class Decoder(nnx.Module):
         return _residual(self.dropout(x_BLD))
 
     def head_weight(self) -> Array:
-        """The head w[D, V]; the transposed embedding if it is tied."""
+        """Returns the head w[D, V]: the transposed embedding if it is tied."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
     def head_loss(self, x_BLD: Array, targets_BL: Array) -> Array:
-        """Mean next-token cross-entropy, in nats, of what the last layer returned."""
+        """Mean next-token cross-entropy, in nats, of the last layer's output x_BLD."""
         x_BLD, w_DV = _gathered(self.norm(x_BLD)), self.head_weight()
         if not self.config.loss_block:
             return cross_entropy(logits(x_BLD, w_DV), targets_BL)
@@ -319,11 +226,11 @@ class Decoder(nnx.Module):
 
 
 def language_model(config: DecoderConfig) -> meshpar.Model:
-    """The decoder with next-token cross-entropy, in layered form.
+    """The decoder with next-token cross-entropy, as a model with a stack of layers.
 
-    Its batches are {"tokens": ids_BL, "targets": ids_BL}.
+    Its batches are {"tokens": ids_BL, "targets": ids_BL}, both int32.
     """
-    stages = meshpar.LayerStack(
+    stack = meshpar.LayerStack(
         stack="blocks",
         embed=lambda decoder, batch: decoder.embed(batch["tokens"]),
         layer=lambda block, x_BLD: block(x_BLD),
@@ -331,4 +238,4 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
             x_BLD, batch["targets"]
         ),
     )
-    return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stages)
+    return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stack)

@@ -1,26 +1,27 @@
-"""A small pre-norm decoder in Linen, so that both Flax APIs stay proven."""
+"""Small GPT-2-style decoder in Flax Linen; the tests run both Flax APIs."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.models.decoder import GPT2_KIND, DecoderConfig
+from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.loss import logits
 from meshpar import layouts
+from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 
 KIND = GPT2_KIND | {"bias": False, "loss_block": 0, "norm_eps": 1e-6}
-"""The one kind of decoder that this file holds."""
+"""Fields of `DecoderConfig` that the Linen decoder requires."""
 
 
 def check_kind(config: DecoderConfig) -> None:
-    """Raises MeshparError for what only the NNX decoder can be."""
-    wanted = KIND | {"kv_heads": config.heads}
-    for name, value in wanted.items():
+    """Raises MeshparError for a configuration that only the NNX decoder supports."""
+    required = KIND | {"kv_heads": config.heads}
+    for name, value in required.items():
         if getattr(config, name) != value:
             raise MeshparError(
-                f"model.{name}={getattr(config, name)!r}: the Linen decoder has "
-                f"{name}={value!r}; set that, or framework=nnx"
+                f"model.{name}={getattr(config, name)!r}: the Linen decoder "
+                f"supports only {name}={value!r}; set that, or framework=nnx"
             )
 
 
@@ -30,8 +31,8 @@ def _norm(config: DecoderConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.norm_eps, scale_init=ones, bias_init=zeros)
 
 
-def _weight(module: nn.Module, name: str, std: float, **dims: int) -> jax.Array:
-    """A normal weight whose dims are named and sized by `dims`, in order."""
+def _weight(module: nn.Module, name: str, std: float, **dims: int) -> Array:
+    """A weight with normal entries; `dims` gives names and sizes of its dims."""
     init = nn.with_logical_partitioning(nn.initializers.normal(std), tuple(dims))
     return module.param(name, init, tuple(dims.values()))
 
@@ -43,7 +44,7 @@ class LinenBlock(nn.Module):
     train: bool
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, _) -> tuple[jax.Array, None]:
+    def __call__(self, x_BLD: Array, _) -> tuple[Array, None]:
         config = self.config
         d, n, h, f = config.embed, config.heads, config.head_dim, config.mlp
         dropout = nn.Dropout(config.dropout, deterministic=not self.train)
@@ -71,7 +72,7 @@ class LinenDecoder(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, tokens_BL: jax.Array, train: bool = False) -> jax.Array:
+    def __call__(self, tokens_BL: Array, train: bool = False) -> Array:
         config = self.config
         d, v = config.embed, config.vocab
         embedding_VD = _weight(self, "embedding", d**-0.5, vocab=v, embed=d)

@@ -1,48 +1,54 @@
-"""Next-token cross-entropy: vocabulary-parallel, and chunked to save memory."""
+"""Next-token cross-entropy: vocabulary-parallel, and in blocks to save memory."""
 
 import jax
 import jax.numpy as jnp
 
 from meshpar import layouts, vocabulary
+from meshpar.arrays import Array
 
 
-def logits(x_BLD: jax.Array, w_DV: jax.Array) -> jax.Array:
-    """The head: logits_BLV, split over the devices that hold the vocab."""
+def logits(x_BLD: Array, w_DV: Array) -> Array:
+    """The head: logits_BLV, split over the devices that hold the vocabulary."""
     logits_BLV = jnp.einsum("BLD,DV->BLV", x_BLD, w_DV)
     return layouts.constrain(logits_BLV, "batch", "length", "vocab")
 
 
-def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+def cross_entropy(logits_BLV: Array, targets_BL: Array) -> Array:
     """Mean negative log-likelihood of the targets, in nats per token, float32."""
     return jnp.mean(vocabulary.token_losses(logits_BLV, targets_BL))
 
 
 def blockwise_cross_entropy(
-    x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, chunk: int
-) -> jax.Array:
-    """Head and `cross_entropy` over `chunk` tokens of every sequence at a time.
+    x_BLD: Array, w_DV: Array, targets_BL: Array, block: int
+) -> Array:
+    """Applies head and `cross_entropy` to `block` tokens of each sequence at a time.
 
-    The logits of one chunk are all that exists, in the backward pass too, which
-    computes them again: [B, chunk, V] in place of [B, L, V].
+    Memory holds the logits of one block, [B, block, V], instead of [B, L, V]. The
+    backward pass computes them again.
 
     Args:
-      x_BLD: what the head sees.
-      w_DV: the head; its gradient is summed over the chunks in float32.
+      x_BLD: input of the head.
+      w_DV: the head; its gradient is summed over the blocks in float32.
       targets_BL: token ids.
-      chunk: divides L.
+      block: tokens per block; divides L.
+
+    Returns:
+      The mean loss in nats per token, a float32 scalar.
     """
-    num = x_BLD.shape[1] // chunk
+    num_blocks = x_BLD.shape[1] // block
 
-    def split(x_BL: jax.Array) -> jax.Array:
-        return x_BL.reshape(x_BL.shape[0], num, chunk, *x_BL.shape[2:]).swapaxes(0, 1)
+    def split(x_BL: Array) -> Array:
+        blocks = x_BL.reshape(x_BL.shape[0], num_blocks, block, *x_BL.shape[2:])
+        return blocks.swapaxes(0, 1)
 
-    # Whole along D before the loop: inside, each chunk would gather it again.
+    # Gather w along D before the loop: inside it, every block would gather it again.
     w_DV = layouts.constrain(w_DV, None, "vocab").astype(jnp.float32)
 
     @jax.checkpoint
-    def one(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        x_BCD, targets_BC = part
+    def block_loss(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
+        x_BCD, targets_BC = inputs
         logits_BCV = logits(x_BCD, w_DV.astype(x_BCD.dtype))
         return None, cross_entropy(logits_BCV, targets_BC)
 
-    return jnp.mean(jax.lax.scan(one, None, (split(x_BLD), split(targets_BL)))[1])
+    blocks = split(x_BLD), split(targets_BL)
+    return jnp.mean(jax.lax.scan(block_loss, None, blocks)[1])

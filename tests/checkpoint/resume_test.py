@@ -15,8 +15,9 @@ from support.processes import environment
 from support.tiny_models import batch, host, lower, model
 
 import meshpar
-from experiments import building, metrics
-from experiments.config import from_dict
+from experiments.recipes import building
+from experiments.recipes.config import from_dict
+from experiments.training import metrics
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import data
-from experiments.config import DataConfig
-from experiments.data import DataError
+from experiments.data import DataConfig, DataError
 
 LENGTH = 8
 

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from experiments import hugging_face
-from experiments.config import ConfigError
-from experiments.hugging_face_config import config_json, decoder_config
-from experiments.models.decoder import DecoderConfig, language_model
+from experiments.interchange import hugging_face
+from experiments.interchange.hugging_face_config import config_json, decoder_config
+from experiments.models.decoder import language_model
+from experiments.models.decoder_config import DecoderConfig
+from experiments.recipes.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 KINDS = ("gpt2", "llama")
@@ -114,9 +115,9 @@ def test_old_files_without_prefix_and_with_buffers_and_shards(tmp_path):
     "kind, changes, words",
     [
         ("gpt2", {"model_type": "bert"}, "model_type='bert'.*known: gpt2, llama"),
-        ("gpt2", {"activation_function": "relu"}, "'relu': ours has 'gelu_new'"),
-        ("llama", {"attention_bias": True}, "attention_bias=True: ours has False"),
-        ("llama", {"head_dim": 8}, "head_dim=8: ours has 4"),
+        ("gpt2", {"activation_function": "relu"}, "'relu': only 'gelu_new' is"),
+        ("llama", {"attention_bias": True}, "attention_bias=True: only False is"),
+        ("llama", {"head_dim": 8}, "head_dim=8: only 4 is"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "of another kind"),
         ("llama", {"intermediate_size": 44}, r"gate_proj.weight is \(40, 16\), not"),
         ("llama", {"num_hidden_layers": 3}, "lacks model.layers.2"),

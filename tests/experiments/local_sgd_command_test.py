@@ -9,9 +9,12 @@ import optax
 import pytest
 
 import meshpar
-from experiments import building, local_sgd_sweep, metrics, recipes
-from experiments.config import ConfigError, LocalSGDConfig, with_settings
-from experiments.training import Trainer
+from experiments import local_sgd_sweep, recipes
+from experiments.recipes import building
+from experiments.recipes.config import ConfigError, LocalSGDConfig, with_settings
+from experiments.reports import sweep
+from experiments.training import metrics
+from experiments.training.trainer import Trainer
 from meshpar.errors import StalenessError
 
 SETTINGS = [
@@ -86,16 +89,16 @@ def test_the_sweep_runs_each_case_once_and_says_what_it_cost(tmp_path, monkeypat
     monkeypatch.setattr(local_sgd_sweep, "WIRES", type("F", (), {"value": ["int8"]}))
     found = local_sgd_sweep.cases(recipes.get("tiny"))
     assert [*found] == ["synchronous", "H=4 s=0 int8", "independent"]
-    assert found["independent"].period == 21  # Longer than the run.
-    assert found["H=4 s=0 int8"] == LocalSGDConfig(period=4, wire="int8")
+    assert found["independent"].local_sgd.period == 21  # Longer than the run.
+    assert found["H=4 s=0 int8"].local_sgd == LocalSGDConfig(period=4, wire="int8")
     rows = [
         {"case": case, "seed": seed, "loss": loss + seed, "bytes_per_step": sent}
         for case, loss, sent in (("synchronous", 2.0, 100.0), ("H=4 s=0 int8", 2.1, 7))
         for seed in (0, 1)
     ]
-    first, second = local_sgd_sweep.summary(json.loads(json.dumps(rows)))
+    first, second = sweep.summary(json.loads(json.dumps(rows)))
     assert first["loss"] == 2.5 and first["spread"] == 0.5
     assert second["bytes_per_step"] == 7
-    local_sgd_sweep.plot(rows, tmp_path / "plot.png")
+    sweep.plot(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert local_sgd_sweep.table(rows).row_count == 2
+    assert sweep.table(rows).row_count == 2

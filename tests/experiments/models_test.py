@@ -7,9 +7,12 @@ import optax
 import pytest
 from support.tiny_models import LENGTH, batch, host, lower, model, relative_error
 
-from experiments import building, recipes, sampling
-from experiments.models.decoder import GPT2_KIND, rotate
+from experiments import recipes
+from experiments.models.decoder import rotate
+from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
+from experiments.recipes import building
+from experiments.training import sampling
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
 """Recipes and settings: typed, and strict about names."""
 
+import dataclasses
+
 import pytest
 
-from experiments import building, data, recipes
-from experiments.config import (
+from experiments import data, recipes
+from experiments.recipes import building
+from experiments.recipes.config import (
     ConfigError,
     DataConfig,
     OptimizerConfig,
+    from_dict,
+    with_mode,
     with_settings,
 )
+from experiments.recipes.modes import MODES, SYNCHRONOUS
 from meshpar import layouts
 from meshpar.errors import MeshparError
 
@@ -46,11 +52,33 @@ def test_settings_change_nested_typed_values():
         ("seed=-1", "seed=-1"),
         ("framework=torch", "use nnx or linen"),
         ("compute_dtype=int8", "use float32 or bfloat16"),
+        ("optimizer_mode=local", "did you mean 'local_sgd'"),
     ],
 )
 def test_wrong_settings_say_what_to_do(setting, words):
     with pytest.raises(ConfigError, match=words):
         with_settings(recipes.get("tiny"), [setting])
+
+
+def test_former_names_of_fields_still_work():
+    config = with_settings(recipes.get("tiny"), ["model.loss_chunk=8"])
+    assert config.model.loss_block == 8
+    stored = dataclasses.asdict(config)
+    assert from_dict(stored) == config
+    stored["model"]["loss_chunk"] = stored["model"].pop("loss_block")
+    assert from_dict(stored) == config
+    stored["model"]["loss_size"] = 8
+    with pytest.raises(ConfigError, match="'loss_size', which this version does not"):
+        from_dict(stored)
+
+
+def test_every_optimizer_mode_makes_a_mode_from_its_settings():
+    """Its settings are the field of the configuration with its name."""
+    for name in MODES:
+        config = with_mode(recipes.get("tiny"), name)
+        assert config.optimizer_mode == name
+        assert (building.make_mode(config) is None) == (name == SYNCHRONOUS)
+        assert hasattr(config, name) != (name == SYNCHRONOUS)
 
 
 def test_unknown_recipe_names_the_nearest():

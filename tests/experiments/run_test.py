@@ -19,9 +19,12 @@ from absl.testing import flagsaver
 from support import processes
 
 import meshpar
-from experiments import checkpoint, command_line, guards, metrics, recipes
-from experiments.config import with_settings
-from experiments.training import RESTART, NonFiniteError, Trainer
+from experiments import checkpoint, command_line, recipes
+from experiments.interchange import runs
+from experiments.recipes.config import with_settings
+from experiments.training import guards, metrics
+from experiments.training.step_log import NonFiniteError, StepLog
+from experiments.training.trainer import RESTART, Trainer
 from meshpar import layouts
 from meshpar.checkpoint import persistent
 from meshpar.errors import CheckpointError, MeshparError
@@ -83,14 +86,14 @@ def test_a_run_learns_and_leaves_everything(unbroken, text):
 
 def stop_after(monkeypatch, step, action):
     """Acts once the metrics of a step have been read."""
-    log_step = Trainer._log_step
+    log_step = StepLog._log_step
 
     def acting(self, finished, *arguments):
         log_step(self, finished, *arguments)
         if finished == step:
             action()
 
-    monkeypatch.setattr(Trainer, "_log_step", acting)
+    monkeypatch.setattr(StepLog, "_log_step", acting)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +411,7 @@ def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch
         persistent.find_checkpoints(unbroken[1] / "checkpoints")[-1],
         persistent.read_checkpoint,
     )
-    checkpoint.export(newest, tmp_path / "whole")
+    runs.export(newest, tmp_path / "whole")
 
     def changed(*arguments):
         state, _ = read(*arguments)
@@ -417,7 +420,7 @@ def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch
 
     monkeypatch.setattr(persistent, "read_checkpoint", changed)
     with pytest.raises(CheckpointError, match="is corrupt: .*norm/scale.* has changed"):
-        checkpoint.export(newest, tmp_path / "changed")
+        runs.export(newest, tmp_path / "changed")
     assert not (tmp_path / "changed").exists()
 
 

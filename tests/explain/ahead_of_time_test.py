@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.marks import slow
 
 import meshpar
-from experiments import building, recipes
-from experiments.config import with_settings
+from experiments import recipes
+from experiments.recipes import building
+from experiments.recipes.config import with_settings
 from meshpar import collectives, layouts, mesh
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError

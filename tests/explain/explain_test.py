@@ -10,7 +10,7 @@ import jax
 import pytest
 from support.tiny_models import lower, model
 
-from experiments import explain_page
+from experiments.reports import page, pictures
 from meshpar.contracts import collective, compiler_log
 from meshpar.explain.report import explain
 from meshpar.lowering import auto
@@ -52,11 +52,11 @@ def test_says_what_a_pipeline_does(tmp_path):
     x = 16 // 2 // 4 * 16 * 32 * 4  # Rows of a microbatch, length, embed, float32.
     assert 4 * x <= said.saved_bytes <= 10 * x
     json.dumps(explain(program).as_dict())
-    figure = explain_page.schedule_figure(said)
+    figure = pictures.schedule_figure(said)
     boxes = figure.axes[0].patches
     assert len(boxes) == len(said.ops) == 2 * 2 * 4
     figure.savefig(tmp_path / "schedule.png")
-    explain_page.write(tmp_path / "page.html", "tiny", [explain(program)])
+    page.write(tmp_path / "page.html", "tiny", [explain(program)])
     assert "Stage inputs in flight: 3, 1" in (tmp_path / "page.html").read_text()
     assert explain(lower("fsdp=2", TINY)).pipeline is None
 

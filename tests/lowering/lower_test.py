@@ -13,7 +13,7 @@ from support.marks import slow
 from support.tiny_models import batch, config, host, lower, model, relative_error
 
 import meshpar
-from experiments import building
+from experiments.recipes import building
 from meshpar import layouts
 from meshpar.errors import LayoutError
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import building, command_line
-from experiments.config import from_dict
+from experiments import command_line
+from experiments.recipes import building
+from experiments.recipes.config import from_dict
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
 

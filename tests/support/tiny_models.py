@@ -7,9 +7,10 @@ import numpy as np
 import optax
 
 import meshpar
-from experiments import building, recipes
-from experiments.config import Config
+from experiments import recipes
 from experiments.models.linen_decoder import KIND
+from experiments.recipes import building
+from experiments.recipes.config import Config
 
 LENGTH, BATCH = 16, 16
 

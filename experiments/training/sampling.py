@@ -1,4 +1,4 @@
-"""Text generation from a trained model, one full forward pass per token."""
+"""Text generation from a trained model, with one full forward pass per token."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 from meshpar.lowering.program import TrainProgram
 
 
@@ -26,10 +26,10 @@ def sample(
       program: the program that trained the model.
       params: its parameters.
       prompt: at least one token id; the last `length` are used.
-      num_tokens: how many to generate.
+      num_tokens: number of tokens to generate.
       length: longest sequence of the model, in tokens.
       seed: seed of the draw.
-      temperature: divides the logits.
+      temperature: divisor of the logits.
 
     Returns:
       The generated token ids.
@@ -38,9 +38,9 @@ def sample(
     window = np.zeros((1, length), np.int32)
     window[0, : len(prompt)] = prompt
 
-    def generate(params: Params, window_BL: jax.Array) -> jax.Array:
-        def body(i: jax.Array, carry: tuple) -> tuple:
-            window_BL, used, out = carry
+    def generate(params: Params, window_BL: Array) -> Array:
+        def body(i: Array, carry: tuple) -> tuple:
+            window_BL, used, ids = carry
             logits_BLV = program.model.bind(params)(window_BL)
             logits_V = jax.lax.dynamic_index_in_dim(
                 logits_BLV[0], used - 1, keepdims=False
@@ -51,11 +51,11 @@ def sample(
             window_BL = jnp.where(full, jnp.roll(window_BL, -1, axis=1), window_BL)
             used = jnp.where(full, used, used + 1)
             window_BL = window_BL.at[0, used - 1].set(token)
-            return window_BL, used, out.at[i].set(token)
+            return window_BL, used, ids.at[i].set(token)
 
         start = (window_BL, jnp.int32(len(prompt)), jnp.zeros(num_tokens, jnp.int32))
         return jax.lax.fori_loop(0, num_tokens, body, start)[2]
 
-    whole = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec())
-    ids = jax.jit(generate, out_shardings=whole)(params, window)
+    replicated = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec())
+    ids = jax.jit(generate, out_shardings=replicated)(params, window)
     return np.asarray(ids).tolist()

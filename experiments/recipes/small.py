@@ -1,13 +1,11 @@
-"""Recipes: a function per run that returns its whole configuration (`--recipe`)."""
+"""Small recipes: byte-level models that train in seconds or minutes on a CPU."""
 
 import dataclasses
 from collections.abc import Callable
 
-from experiments import published
-from experiments.config import Config, ConfigError
-from experiments.models.decoder import GPT2_KIND, DecoderConfig
+from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.linen_decoder import KIND as LINEN_KIND
-from meshpar.errors import nearest
+from experiments.recipes.config import Config
 
 
 def bytes_llama() -> Config:
@@ -22,13 +20,13 @@ def bytes_gpt2() -> Config:
 
 
 def bytes_linen() -> Config:
-    """Byte-level decoder in Flax Linen."""
+    """Byte-level GPT-2-style decoder without biases, in Flax Linen."""
     model = DecoderConfig(vocab=0, kv_heads=4, mlp=512, **LINEN_KIND)
     return Config("bytes-linen", framework="linen", model=model)
 
 
 def tiny() -> Config:
-    """A model for tests: trains in seconds."""
+    """A model for tests; it trains in seconds."""
     model = DecoderConfig(
         vocab=0, length=32, depth=2, embed=32, heads=4, kv_heads=2, mlp=64
     )
@@ -48,24 +46,4 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "bytes-gpt2": bytes_gpt2,
     "bytes-linen": bytes_linen,
     "tiny": tiny,
-} | published.RECIPES
-
-
-def get(name: str) -> Config:
-    """Returns the configuration of a recipe.
-
-    Raises:
-      ConfigError: there is no such recipe; lists those that exist.
-    """
-    if name not in RECIPES:
-        raise ConfigError(f"no recipe {name!r} ({nearest(name, RECIPES)})")
-    return RECIPES[name]()
-
-
-def default_layout(num_devices: int) -> str:
-    """A layout that mixes tensor, fsdp and data, in this order, over the devices."""
-    sizes, left = {"tensor": 1, "fsdp": 1}, num_devices
-    for axis in sizes:
-        if left % 2 == 0:
-            sizes[axis], left = 2, left // 2
-    return f"data={left},fsdp={sizes['fsdp']},tensor={sizes['tensor']}"
+}

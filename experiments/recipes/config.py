@@ -1,7 +1,7 @@
-"""The configuration of a run: frozen dataclasses, and typed settings over them.
+"""Configuration of a run: frozen dataclasses, and typed settings of single values.
 
-`--set model.depth=4` changes single values. A key that does not exist is an error that
-lists the near ones.
+`--set model.depth=4` changes one value. A key that does not exist is an error that
+names the nearest key.
 """
 
 import dataclasses
@@ -9,12 +9,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.models.decoder import DecoderConfig
+from experiments.data import DataConfig
+from experiments.models.decoder_config import DecoderConfig
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.modes import MODES, SYNCHRONOUS, LocalSGDConfig
 from meshpar.errors import MeshparError, nearest
-
-
-class ConfigError(MeshparError):
-    """A recipe, key or value that does not exist or cannot be meant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +23,12 @@ class OptimizerConfig:
     Attributes:
       learning_rate: peak learning rate.
       warmup_steps: steps of linear warm-up.
-      final_fraction: learning rate at the last step, as a part of the peak.
+      final_fraction: learning rate at the last step, as a fraction of the peak.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: decoupled decay of every weight that multiplies activations.
+      weight_decay: decoupled decay of all weight matrices, but not of biases and
+        norms.
       clip_norm: largest global gradient norm; 0 for no limit.
     """
 
@@ -43,59 +43,8 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalSGDConfig:
-    """How replicas that train apart are synchronized (`meshpar.LocalSGD`).
-
-    Attributes:
-      period: H, steps between synchronizations.
-      warmup_steps: steps with period 1 first (post-local SGD).
-      staleness: s, steps until a synchronization arrives.
-      fragments: parts that are synchronized one after the other.
-      outer: optimizer of the global weights: "average", "sgd" or "nesterov".
-      outer_learning_rate: its learning rate; "average" has none.
-      outer_momentum: its momentum.
-      merge: "shift", "overwrite", "lerp" or "elastic".
-      merge_weight: of a replica's own weights for "lerp", alpha for "elastic".
-      wire: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
-      error_feedback: whether what the wire drops is sent with the next.
-      gossip: "", "ring" or "exponential".
-      damping: late updates shrink by (1 + staleness) ** -damping.
-    """
-
-    period: int = 32
-    warmup_steps: int = 0
-    staleness: int = 0
-    fragments: int = 1
-    outer: str = "average"
-    outer_learning_rate: float = 0.4
-    outer_momentum: float = 0.9
-    merge: str = "shift"
-    merge_weight: float = 0.5
-    wire: str = "f32"
-    error_feedback: bool = True
-    gossip: str = ""
-    damping: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What to train on.
-
-    Attributes:
-      path: text file, folder, glob, or a .npy/.bin file of token ids; empty for the
-        text of Python's own standard library.
-      tokenizer: a tokenizer.json; empty for bytes.
-      held_out: part of the tokens kept for evaluation.
-    """
-
-    path: str = ""
-    tokenizer: str = ""
-    held_out: float = 0.05
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run.
+    """The whole configuration of a run.
 
     Attributes:
       recipe: name of the recipe that made it.
@@ -103,11 +52,11 @@ class Config:
       model: the decoder; vocab=0 takes the vocabulary of the data.
       optimizer: the optimizer.
       optimizer_mode: "synchronous", or "local_sgd" for layouts with replica=R.
-      local_sgd: how replicas are synchronized then.
+      local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       data: the data.
       layout: layout string; empty mixes data, fsdp and tensor over all devices.
-      lowering: "shard_map" where the model allows it (empty), "jit", or "auto" for the
-        better of the two as compiled.
+      lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
+        empty for shard_map where the model supports it, else jit.
       compute_dtype: "float32" or "bfloat16"; master weights are float32.
       batch_size: sequences per step, over all devices.
       steps: training steps.
@@ -115,13 +64,14 @@ class Config:
       evaluate_every: steps between evaluations.
       evaluation_batches: batches per evaluation.
       checkpoint_every: steps between checkpoints.
-      keep_checkpoints: how many to keep.
-      checkpoint_local_dir: on a disk of each machine, where each process keeps its own
-        shards, too; "" for none.
-      checkpoint_local_every: steps between these; 0 for `checkpoint_every`.
+      keep_checkpoints: number of checkpoints to keep.
+      checkpoint_local_dir: folder on a disk of each machine where each process also
+        keeps its own shards; empty for none.
+      checkpoint_local_every: steps between local checkpoints; 0 for
+        `checkpoint_every`.
       sample_tokens: length of the sample printed at the end.
-      watchdog_seconds: a run of several processes that finishes no step for so long,
-        and for 20 times the median step, ends to be started again; 0 for never.
+      watchdog_seconds: a run of several processes ends, to be started again, when no
+        step finishes for this long and for 20 times the median step; 0 for never.
       workdir: folder of metrics, checkpoints and plot.
     """
 
@@ -129,7 +79,7 @@ class Config:
     framework: str = "nnx"
     model: DecoderConfig = DecoderConfig(vocab=0)
     optimizer: OptimizerConfig = OptimizerConfig()
-    optimizer_mode: str = "synchronous"
+    optimizer_mode: str = SYNCHRONOUS
     local_sgd: LocalSGDConfig = LocalSGDConfig()
     data: DataConfig = DataConfig()
     layout: str = ""
@@ -149,12 +99,11 @@ class Config:
     workdir: str = ""
 
     def __post_init__(self):
+        mode = self.optimizer_mode
         if self.framework not in ("nnx", "linen"):
             raise ConfigError(f"framework={self.framework!r}: use nnx or linen")
-        if self.optimizer_mode not in ("synchronous", "local_sgd"):
-            raise ConfigError(
-                f"optimizer_mode={self.optimizer_mode!r}: use synchronous or local_sgd"
-            )
+        if mode not in MODES:
+            raise ConfigError(f"optimizer_mode={mode!r} ({nearest(mode, MODES)})")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ConfigError(
                 f"compute_dtype={self.compute_dtype!r}: use float32 or bfloat16"
@@ -169,26 +118,43 @@ class Config:
             raise ConfigError(f"seed={self.seed}: use 0 to 2**32 - 1")
         if not 0 < self.data.held_out < 1:
             raise ConfigError(
-                f"data.held_out={self.data.held_out}: use a part between 0 and 1"
+                f"data.held_out={self.data.held_out}: use a fraction between 0 and 1"
             )
 
 
+FORMER_NAMES: dict[tuple[type, str], str] = {
+    (DecoderConfig, "loss_chunk"): "loss_block",
+}
+"""{(dataclass, former name of a field): its name}, for old commands and checkpoints."""
+
+
+def _field_name(kind: type, name: str) -> str:
+    return FORMER_NAMES.get((kind, name), name)
+
+
 def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
-    """The inverse of `dataclasses.asdict`, for what a checkpoint remembers.
+    """Makes a configuration from the dict that a checkpoint stores.
+
+    It inverts `dataclasses.asdict`, and accepts former names of fields.
+
+    Args:
+      values: {field: value}; dicts for fields that are dataclasses.
+      kind: the dataclass to make.
 
     Raises:
       ConfigError: keys that this version does not have.
     """
-    kinds, made = typing.get_type_hints(kind), {}
-    for name, value in values.items():
+    kinds, fields = typing.get_type_hints(kind), {}
+    for key, value in values.items():
+        name = _field_name(kind, key)
         if name not in kinds:
             raise ConfigError(
                 f"the checkpoint's configuration has {name!r}, which this version does "
                 f"not know ({nearest(name, kinds)})"
             )
         nested = dataclasses.is_dataclass(kinds[name])
-        made[name] = from_dict(value, kinds[name]) if nested else value
-    return kind(**made)
+        fields[name] = from_dict(value, kinds[name]) if nested else value
+    return kind(**fields)
 
 
 def _parse_value(key: str, text: str, kind: type) -> Any:
@@ -206,8 +172,10 @@ def _parse_value(key: str, text: str, kind: type) -> Any:
 
 
 def _set(config: Any, key: str, path: Sequence[str], text: str) -> Any:
+    """Sets the value at `path`; `key` is the whole key, for messages."""
     kinds = typing.get_type_hints(type(config))
     name, *rest = path
+    name = _field_name(type(config), name)
     if name not in kinds:
         raise ConfigError(f"--set {key}: no key {name!r} ({nearest(name, kinds)})")
     value = getattr(config, name)
@@ -240,3 +208,10 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
             raise ConfigError(f"--set {setting}: write KEY=VALUE")
         config = _set(config, key, key.strip().split("."), text.strip())
     return config
+
+
+def with_mode(config: Config, mode: str) -> Config:
+    """The configuration under an optimizer mode, with default settings of all modes."""
+    fields = [name for name in MODES if hasattr(config, name)]
+    defaults = {name: type(getattr(config, name))() for name in fields}
+    return dataclasses.replace(config, optimizer_mode=mode, **defaults)

@@ -1,4 +1,4 @@
-"""A live progress line on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 import time
 
@@ -9,14 +9,20 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows training on a terminal, or prints a line now and then elsewhere."""
+    """Shows a live line on a terminal, or prints a line every 10 seconds."""
 
     def __init__(self, steps: int, start: int, shown: bool):
-        """Prepares the display; `shown` is False on all processes but the first."""
+        """Prepares the display.
+
+        Args:
+          steps: number of the last step.
+          start: number of steps done before.
+          shown: False on all processes but the first.
+        """
         self._steps, self._start, self._shown = steps, start, shown
         self._console = rich.console.Console(highlight=False, soft_wrap=True)
         self._live: rich.progress.Progress | None = None
-        self._began = self._last = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
     def __enter__(self):
         if self._shown and self._console.is_terminal:
@@ -44,7 +50,7 @@ class Progress:
             self._console.print(text, markup=False)
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Shows a finished step."""
+        """Shows a finished step: its loss in nats per token, and the speed."""
         if self._live:
             self._live.update(
                 self._task, completed=step, loss=loss, speed=tokens_per_second
@@ -52,8 +58,8 @@ class Progress:
             return
         now = time.monotonic()
         first = step == self._start + 1
-        if first or step == self._steps or now - self._last > _SECONDS_BETWEEN_LINES:
-            self._last = now
+        if first or step == self._steps or now - self._printed > _SECONDS_BETWEEN_LINES:
+            self._printed = now
             done = step - self._start
             left = (now - self._began) / done * (self._steps - step)
             self.say(

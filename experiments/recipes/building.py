@@ -1,4 +1,4 @@
-"""From a configuration to a lowered program: model, optimizer, data, devices."""
+"""Builds a configuration: model, optimizer, optimizer mode and lowered program."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,16 +9,17 @@ import numpy as np
 import optax
 
 import meshpar
-from experiments import data
-from experiments.config import Config, ConfigError, LocalSGDConfig, OptimizerConfig
+from experiments.data import Corpus
 from experiments.models.decoder import language_model
 from experiments.models.linen_decoder import LinenDecoder, check_kind
 from experiments.models.loss import cross_entropy
-from meshpar.errors import nearest
+from experiments.recipes.config import Config, OptimizerConfig
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.modes import MODES
 
 
-def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
-    """Takes the vocabulary of the data where the recipe leaves it open.
+def fit_vocabulary(config: Config, corpus: Corpus) -> Config:
+    """Sets `model.vocab` from the data if the recipe leaves it at 0.
 
     Raises:
       ConfigError: the recipe's vocabulary is too small for the data.
@@ -36,17 +37,17 @@ def fit_vocabulary(config: Config, corpus: data.Corpus) -> Config:
     return config
 
 
-def identity(config: Config, corpus: data.Corpus) -> dict[str, str | int]:
-    """What must stay the same for a checkpoint to be of the same run."""
-    return {
-        "data": corpus.fingerprint,
-        "length": config.model.length,
-        "seed": config.seed,
-    }
+def identity(config: Config, corpus: Corpus) -> dict[str, str | int]:
+    """The values that may not change when a run resumes; stored in checkpoints."""
+    return dict(data=corpus.fingerprint, length=config.model.length, seed=config.seed)
 
 
 def make_model(config: Config) -> meshpar.Model:
-    """The recipe's model with next-token cross-entropy."""
+    """The recipe's model with next-token cross-entropy.
+
+    Raises:
+      MeshparError: framework=linen with a decoder that only NNX supports.
+    """
     decoder = config.model
     if config.framework == "linen":
         check_kind(decoder)
@@ -61,7 +62,6 @@ def make_model(config: Config) -> meshpar.Model:
                 apply(batch["tokens"]), batch["targets"]
             ),
         )
-
     return language_model(decoder)
 
 
@@ -79,9 +79,12 @@ def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, steps: int, model: meshpar.Model
 ) -> optax.GradientTransformation:
-    """AdamW that decays weights of two dims or more, stacking apart."""
+    """AdamW with weight decay for parameters of two dims or more.
 
-    def is_weight(param: meshpar.Param) -> bool:
+    The dim over which layers are stacked does not count.
+    """
+
+    def decays(param: meshpar.Param) -> bool:
         stacked = param.names is not None and "layers" in param.names
         return len(param.shape) - stacked >= 2
 
@@ -91,7 +94,7 @@ def make_optimizer(
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask={path: is_weight(param) for path, param in model.params.items()},
+        mask={path: decays(param) for path, param in model.params.items()},
     )
 
 
@@ -99,52 +102,32 @@ def make_mode(config: Config) -> meshpar.LocalSGD | None:
     """How replicas are synchronized; None in synchronous training.
 
     Raises:
-      ConfigError: an outer optimizer or merge that does not exist, or settings that
-        nothing would use.
+      ConfigError: settings that do not exist, or settings of a mode that is not used.
     """
-    local = config.local_sgd
-    if config.optimizer_mode == "synchronous":
-        if local != LocalSGDConfig():
+    mode = config.optimizer_mode
+    for name in MODES:
+        settings = getattr(config, name, None)
+        if name != mode and settings is not None and settings != type(settings)():
             raise ConfigError(
-                "local_sgd.* is set, and synchronous training does not use it; add "
-                "--optimizer_mode=local_sgd"
+                f"{name}.* is set, and {mode} training does not use it; add "
+                f"--optimizer_mode={name}"
             )
-        return None
-    rate, momentum = local.outer_learning_rate, local.outer_momentum
-    outer = {
-        "average": lambda: None,
-        "sgd": lambda: optax.sgd(rate, momentum or None),
-        "nesterov": lambda: optax.sgd(rate, momentum, nesterov=True),
-    }
-    merge = {
-        "shift": meshpar.Shift,
-        "overwrite": meshpar.Overwrite,
-        "lerp": lambda: meshpar.Lerp(local.merge_weight),
-        "elastic": lambda: meshpar.Elastic(local.merge_weight),
-    }
-    for name, known in (("outer", outer), ("merge", merge)):
-        if (value := getattr(local, name)) not in known:
-            raise ConfigError(f"local_sgd.{name}={value!r} ({nearest(value, known)})")
-    period = local.period
-    if local.warmup_steps:
-        period = meshpar.warm_up(local.warmup_steps, period)
-    return meshpar.LocalSGD(
-        period=period,
-        staleness=local.staleness,
-        fragments=local.fragments,
-        outer=outer[local.outer](),
-        merge=merge[local.merge](),
-        wire=local.wire,
-        error_feedback=local.error_feedback,
-        gossip=meshpar.Gossip(local.gossip) if local.gossip else None,
-        damping=local.damping,
-    )
+    return MODES[mode](getattr(config, mode, None))
 
 
 def make_program(
     config: Config, layout: meshpar.Layout, devices: Sequence[jax.Device]
 ) -> meshpar.TrainProgram:
-    """Lowers a configuration, whose vocabulary is known, under a layout."""
+    """Lowers a configuration under a layout.
+
+    Args:
+      config: the run; its vocabulary must be known (`fit_vocabulary`).
+      layout: the layout.
+      devices: as many devices as the layout fills.
+
+    Raises:
+      MeshparError: a model, layout or mode that do not fit.
+    """
     model = make_model(config)
     shape = (config.batch_size, config.model.length)
     batch = {

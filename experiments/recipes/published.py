@@ -1,21 +1,21 @@
-"""Published models at real size, with their published hyperparameters and source.
+"""Recipes of published models at full size, with their hyperparameters and source.
 
-Batches are published in millions of tokens; here they are sequences, in round numbers
-that divide over many devices. Compute is bfloat16 over float32 master weights.
+Papers give batches in millions of tokens; the recipes give them in sequences, rounded
+to numbers that divide over many devices. Compute is bfloat16, master weights float32.
 """
 
 import dataclasses
 from collections.abc import Callable
 
-from experiments.config import Config, OptimizerConfig
-from experiments.models.decoder import GPT2_KIND, DecoderConfig
+from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
+from experiments.recipes.config import Config, OptimizerConfig
 
 MILLION, BILLION = 10**6, 10**9
 
 _GPT = DecoderConfig(vocab=50257, init_std=0.02, **GPT2_KIND)
 _LLAMA = DecoderConfig(vocab=32000, init_std=0.02)
-LOSS_CHUNK = 256
-"""Tokens of a sequence whose logits exist at once; changes memory, not numbers."""
+LOSS_BLOCK = 256
+"""Tokens of a sequence whose logits are in memory at once; no effect on the values."""
 
 
 def _config(
@@ -30,7 +30,7 @@ def _config(
     eps: float,
 ) -> Config:
     step_tokens = batch_size * model.length
-    model = dataclasses.replace(model, loss_block=LOSS_CHUNK)
+    model = dataclasses.replace(model, loss_block=LOSS_BLOCK)
     optimizer = OptimizerConfig(
         learning_rate=learning_rate,
         warmup_steps=warmup_steps or round(warmup_tokens / step_tokens),
@@ -57,9 +57,10 @@ def _gpt(
     learning_rate: float,
     batch_size: int,
 ) -> Config:
-    """A GPT shape, trained as GPT-3 models of its size were.
+    """A GPT model with the hyperparameters of the GPT-3 model of that size.
 
-    GPT-2's own learning rates were never published.
+    The learning rates of GPT-2 were never published.
+
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019),
       table 2; Brown et al., GPT-3, arXiv:2005.14165, table 2.1 and appendix B.
     """
@@ -86,7 +87,10 @@ def _gpt(
 def _llama2(
     name: str, depth: int, embed: int, heads: int, kv_heads: int, mlp: int, rate: float
 ) -> Config:
-    """Source: Touvron et al., Llama 2, arXiv:2307.09288, section 2.2 and table 1."""
+    """A Llama 2 model.
+
+    Source: Touvron et al., Llama 2, arXiv:2307.09288, section 2.2 and table 1.
+    """
     model = dataclasses.replace(
         _LLAMA,
         depth=depth,
@@ -108,17 +112,17 @@ def _llama2(
 
 
 def gpt2_124m() -> Config:
-    """GPT-2 small, trained as the 125M model of GPT-3."""
+    """GPT-2 small, with the hyperparameters of GPT-3 125M."""
     return _gpt("gpt2-124m", 12, 768, 12, 1024, 6e-4, 512)
 
 
 def gpt2_1_5b() -> Config:
-    """GPT-2 XL, trained as the 1.3B model of GPT-3."""
+    """GPT-2 XL, with the hyperparameters of GPT-3 1.3B."""
     return _gpt("gpt2-1.5b", 48, 1600, 25, 1024, 2e-4, 1024)
 
 
 def gpt3_175b() -> Config:
-    """GPT-3 with dense attention in every layer (theirs alternates with sparse)."""
+    """GPT-3 with dense attention in all layers; the original alternates with sparse."""
     return _gpt("gpt3-175b", 96, 12288, 96, 2048, 0.6e-4, 1536)
 
 

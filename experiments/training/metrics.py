@@ -9,18 +9,23 @@ import tensorboardX
 
 
 class MetricsLog:
-    """Appends metrics by step; a resumed run takes up where its checkpoint stands."""
+    """Metrics by step, in files that a resumed run appends to.
+
+    Attributes:
+      path: the metrics.jsonl.
+      tensorboard: folder of the TensorBoard files.
+    """
 
     def __init__(self, folder: pathlib.Path, step: int):
-        """Opens the files, dropping what was logged after the restored `step`."""
+        """Opens the files, and drops rows after the restored `step`."""
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read(self.path) if row["step"] <= step]
+        rows = [row for row in read(self.path) if row["step"] <= step]
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(partial, self.path)
         self._file = self.path.open("a", buffering=1)
         self.tensorboard = folder / "tensorboard"
-        purge = step + 1 if kept else None
+        purge = step + 1 if rows else None
         self._writer = tensorboardX.SummaryWriter(
             str(self.tensorboard), purge_step=purge
         )
@@ -38,7 +43,7 @@ class MetricsLog:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line torn by a kill is left out."""
+    """Rows of a metrics.jsonl, without a line that a killed process left incomplete."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -1,4 +1,4 @@
-"""What guards a run: the signals that stop it in order, and its folder held alone."""
+"""Guards of a run: a flag for stop signals, and a lock on its folder."""
 
 import contextlib
 import fcntl
@@ -13,14 +13,18 @@ from meshpar.errors import CheckpointError
 
 
 class StopFlag:
-    """Set by the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
+    """A flag set by the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once.
+
+    Attributes:
+      signal: the signal that arrived, or None.
+    """
 
     def __init__(self):
         self.signal: signal.Signals | None = None
 
     def __enter__(self):
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        self._before = {n: signal.signal(n, self._handle) for n in numbers}
+        signals = (signal.SIGTERM, signal.SIGINT)
+        self._handlers = {n: signal.signal(n, self._handle) for n in signals}
         return self
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -29,13 +33,17 @@ class StopFlag:
         self.signal = signal.Signals(number)
 
     def __exit__(self, *_):
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def own_folder(folder: pathlib.Path) -> Iterator[None]:
-    """Holds the run's folder, so that no second run writes to it."""
+    """Makes and locks the run's folder, so that no second run writes to it.
+
+    Raises:
+      CheckpointError: the folder cannot be written to, or another run has locked it.
+    """
     if jax.process_index():
         yield
         return

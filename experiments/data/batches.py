@@ -1,0 +1,118 @@
+"""Batches: shuffled windows of a corpus, from one global position on (grain).
+
+The stream of tokens is cut into windows, which are shuffled anew in every epoch. Sample
+i of a run is a pure function of (data, seed, i): the position of the data is one number
+that does not depend on the number of processes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+
+from experiments.data.corpus import Corpus
+from experiments.data.files import DataError
+
+
+class Windows(grain.sources.RandomAccessDataSource):
+    """Windows of length + 1 tokens that overlap by one: inputs and next tokens."""
+
+    def __init__(self, tokens: np.ndarray, length: int):
+        self._tokens = tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self._length)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        start = i * self._length
+        window = np.asarray(self._tokens[start : start + self._length + 1], np.int32)
+        return {"tokens": window[:-1], "targets": window[1:]}
+
+
+class _BatchRows(grain.MapDataset):
+    """The samples of some rows of every batch, from a global position on."""
+
+    def __init__(self, parent, rows: Sequence[int], batch_size: int, position: int):
+        super().__init__(parent)
+        self._rows, self._batch_size, self._position = rows, batch_size, position
+
+    def __len__(self) -> int:
+        num_batches = (len(self._parent) - self._position) // self._batch_size
+        return num_batches * len(self._rows)
+
+    def __getitem__(self, i: int):
+        step, row = divmod(i, len(self._rows))
+        index = self._position + step * self._batch_size + int(self._rows[row])
+        return self._parent[index]
+
+
+def _check_size(windows: Windows, part: str, batch_size: int, length: int) -> None:
+    if len(windows) < batch_size:
+        raise DataError(
+            f"the {part} part of the data has {len(windows)} windows of {length} "
+            f"tokens, fewer than one batch of {batch_size}; give more text, a smaller "
+            "--batch_size or a smaller model.length"
+        )
+
+
+def training_batches(
+    corpus: Corpus,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int,
+    rows: Sequence[int],
+    position: int,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields this process's rows of every training batch, without end.
+
+    Args:
+      corpus: the data.
+      length: tokens per sample.
+      batch_size: samples per batch, over all processes.
+      seed: seed of the shuffle.
+      rows: rows of the batch that this process holds, ascending.
+      position: number of samples that the run has used before.
+
+    Returns:
+      Batches {"tokens", "targets"}, int32 [rows, length].
+
+    Raises:
+      DataError: fewer windows than one batch needs.
+    """
+    windows = Windows(corpus.train, length)
+    _check_size(windows, "training", batch_size, length)
+    samples = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    batches = _BatchRows(samples, rows, batch_size, position).batch(len(rows))
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+    return iter(batches.to_iter_dataset(options))
+
+
+def held_out_batches(
+    corpus: Corpus, *, length: int, batch_size: int, rows: Sequence[int], limit: int
+) -> list[dict[str, np.ndarray]]:
+    """At most `limit` batches, spread evenly over the held-out part.
+
+    Args:
+      corpus: the data.
+      length: tokens per sample.
+      batch_size: samples per batch, over all processes.
+      rows: rows of the batch that this process holds, ascending.
+      limit: largest number of batches.
+
+    Returns:
+      Batches {"tokens", "targets"}, int32 [rows, length].
+
+    Raises:
+      DataError: fewer windows than one batch needs.
+    """
+    windows = Windows(corpus.held_out, length)
+    _check_size(windows, "held-out", batch_size, length)
+    num_batches = min(limit, len(windows) // batch_size)
+    indices = np.linspace(0, len(windows) - 1, num_batches * batch_size).astype(int)
+    batches = []
+    for batch in indices.reshape(num_batches, batch_size):
+        samples = [windows[int(batch[row])] for row in rows]
+        batches.append({k: np.stack([s[k] for s in samples]) for k in samples[0]})
+    return batches

@@ -1,0 +1,152 @@
+"""Corpus: one stream of token ids, split into a training and a held-out part."""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from experiments.data.files import (
+    SEPARATOR,
+    TOKEN_SUFFIXES,
+    DataError,
+    find_files,
+    read_documents,
+    read_tokens,
+    standard_library,
+)
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The data of a run.
+
+    Attributes:
+      path: text file, folder, glob, or a .npy/.bin file of token ids; empty for the
+        text of Python's own standard library.
+      tokenizer: a tokenizer.json; empty for bytes.
+      held_out: fraction of the tokens that is kept for evaluation.
+    """
+
+    path: str = ""
+    tokenizer: str = ""
+    held_out: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A stream of token ids, split into a training and a held-out part.
+
+    Attributes:
+      name: the path of the data, or a description.
+      train: token ids, integer [tokens].
+      held_out: token ids, integer [tokens].
+      vocab: number of token ids, padded so that it divides over devices.
+      decode: token ids -> text.
+    """
+
+    name: str
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab: int
+    decode: Decode
+
+    @functools.cached_property
+    def train_counts(self) -> np.ndarray:
+        """How often each token id occurs in the training part, integer [ids]."""
+        return _counts(self.train)
+
+    @functools.cached_property
+    def held_out_counts(self) -> np.ndarray:
+        """How often each token id occurs in the held-out part, integer [ids]."""
+        return _counts(self.held_out)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of sizes, vocabulary and a sample of the tokens."""
+        digest = hashlib.sha256(f"{self.vocab}".encode())
+        for tokens in (self.train, self.held_out):
+            stride = max(1, len(tokens) // 65536)
+            digest.update(f"{len(tokens)}".encode())
+            digest.update(np.ascontiguousarray(tokens[::stride], np.int64).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _counts(tokens: np.ndarray) -> np.ndarray:
+    """Counts token ids part by part, since the tokens may be a large mapped file."""
+    counts, size = np.zeros(0, np.int64), 1 << 24
+    for start in range(0, len(tokens), size):
+        more = np.bincount(tokens[start : start + size], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+    return counts
+
+
+def load(config: DataConfig) -> Corpus:
+    """Reads the data of a run.
+
+    Raises:
+      DataError: missing, empty, binary or unreadable data, or a bad tokenizer.
+    """
+    if pathlib.Path(config.path).suffix in TOKEN_SUFFIXES:
+        tokens, vocab, decode = _token_ids(config)
+    else:
+        tokens, vocab, decode = _text(config)
+    name = config.path or "Python's standard library"
+    num_train = len(tokens) - int(len(tokens) * config.held_out)
+    padded = -(-vocab // 128) * 128
+    return Corpus(name, tokens[:num_train], tokens[num_train:], padded, decode)
+
+
+def _token_ids(config: DataConfig) -> tuple[np.ndarray, int, Decode]:
+    """Tokens, vocabulary size and decoder of a file of token ids."""
+    if config.tokenizer:
+        raise DataError(
+            f"--tokenizer={config.tokenizer} with token ids ({config.path}): leave one "
+            "of them out"
+        )
+    tokens = read_tokens(find_files(config.path)[0])
+    return tokens, int(tokens.max()) + 1, lambda ids: " ".join(map(str, ids))
+
+
+def _text(config: DataConfig) -> tuple[np.ndarray, int, Decode]:
+    """Tokens, vocabulary size and decoder of text files."""
+    files = find_files(config.path) if config.path else standard_library()
+    documents = read_documents(files)
+    if config.tokenizer:
+        return _tokenize(documents, config.tokenizer)
+    tokens = np.frombuffer(SEPARATOR.join(documents), np.uint8)
+    return tokens, 256, lambda ids: bytes(ids).decode("utf-8", "replace")
+
+
+def _tokenize(documents: list[bytes], path: str) -> tuple[np.ndarray, int, Decode]:
+    """Tokens, vocabulary size and decoder of documents under a tokenizer.json."""
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # The library raises bare Exception.
+        raise DataError(f"--tokenizer={path} cannot be read: {error}") from error
+    try:
+        texts = [document.decode("utf-8") for document in documents]
+    except UnicodeDecodeError as error:
+        raise DataError(f"--tokenizer needs UTF-8 text: {error}") from error
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    tokens = np.concatenate([np.array(e.ids, np.int32) for e in encodings])
+    return tokens, tokenizer.get_vocab_size(), tokenizer.decode
+
+
+def unigram_loss(corpus: Corpus) -> float:
+    """Held-out loss of the best model that ignores context, in nats per token.
+
+    Token frequencies are counted in the training part, with one added to each count.
+    """
+    counts, held_out = np.ones(corpus.vocab), corpus.held_out_counts
+    counts[: len(corpus.train_counts)] += corpus.train_counts
+    log_probabilities = np.log(counts / counts.sum())
+    loss = -np.sum(held_out * log_probabilities[: len(held_out)]) / held_out.sum()
+    return float(loss)

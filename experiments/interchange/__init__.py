@@ -1,0 +1,1 @@
+"""Interchange: weights under the names of Hugging Face's transformers, and back."""

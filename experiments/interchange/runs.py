@@ -1,0 +1,118 @@
+"""Exports the checkpoint of a run to transformers, and imports one as a new run."""
+
+import contextlib
+import dataclasses
+import pathlib
+
+import jax
+
+import meshpar
+from experiments import data
+from experiments.interchange import hugging_face
+from experiments.models.decoder_config import DecoderConfig
+from experiments.recipes import building
+from experiments.recipes.config import Config, from_dict, with_mode
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.modes import SYNCHRONOUS
+from meshpar.checkpoint import persistent
+from meshpar.checkpoint.checkpoints import Checkpoints, changed_tensor
+from meshpar.errors import CheckpointError
+from meshpar.layouts.axes import DATA
+from meshpar.lowering import replicas
+
+ONE_DEVICE = f"{DATA}=1"
+
+
+def _on_one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
+    """The configuration as a synchronous run on one device, and its program."""
+    config = with_mode(config, SYNCHRONOUS)
+    config = dataclasses.replace(config, lowering="", layout="")
+    layout = meshpar.layouts.parse(ONE_DEVICE)
+    return config, building.make_program(config, layout, jax.devices()[:1])
+
+
+def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> None:
+    """Writes the weights of a checkpoint, averaged over its replicas.
+
+    Args:
+      checkpoint: a complete checkpoint.
+      folder: where to write the files of transformers.
+
+    Raises:
+      MeshparError: a checkpoint that cannot be read, or a decoder that transformers
+        does not have.
+    """
+    metadata = checkpoint.metadata
+    config, program = _on_one_device(from_dict(metadata["config"]))
+    if config.framework != "nnx":
+        raise ConfigError(
+            f"framework={config.framework}: only nnx models can be exported"
+        )
+    num_replicas = metadata.get(persistent.REPLICAS, 1)
+    one_replica = program.portable_state
+    abstract = replicas.with_replicas(one_replica, 1, num_replicas)
+    path = checkpoint.path
+    try:
+        state, _ = persistent.read_checkpoint(path.absolute(), abstract, None)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if reason := changed_tensor(state, None, metadata):
+        raise CheckpointError(f"{path} is corrupt: {reason}")
+    state = replicas.converted(state, num_replicas, one_replica, 1)
+    names = hugging_face.write(folder, config.model, jax.device_get(state.params))
+    print(f"wrote {len(names)} tensors of step {int(state.step)} to {folder}")
+
+
+def _imported_model(decoder: DecoderConfig, recipe: DecoderConfig) -> DecoderConfig:
+    """The imported decoder, with the recipe's settings that no weight depends on."""
+    settings = dict(dropout=recipe.dropout, loss_block=recipe.loss_block)
+    if decoder.position == "rope":
+        settings["length"] = min(recipe.length, decoder.length)
+    try:
+        return dataclasses.replace(decoder, **settings)
+    except ValueError as error:
+        raise ConfigError(f"with the recipe's {settings}: {error}") from error
+
+
+def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> None:
+    """Starts a run with the weights of a transformers model: a checkpoint of step 0.
+
+    Args:
+      run: folder of the run.
+      source: folder with config.json and safetensors.
+      recipe: the configuration; its model is replaced by the imported one.
+
+    Raises:
+      MeshparError: `run` already holds a run, or the model is not supported.
+    """
+    folder = run / "checkpoints"
+    if persistent.find_checkpoints(folder):
+        raise CheckpointError(f"{run} already holds a run; import into a new folder")
+    decoder, tensors = hugging_face.read(source)
+    model = _imported_model(decoder, recipe.model)
+    config = dataclasses.replace(recipe, model=model, framework="nnx")
+    corpus = data.load(config.data)
+    config, program = _on_one_device(building.fit_vocabulary(config, corpus))
+    shapes = {path: param.shape for path, param in program.model.params.items()}
+    params = hugging_face.imported(config.model, shapes, tensors)
+    state = program.init(config.seed)
+    params = {
+        path: jax.device_put(x, state.params[path].sharding)
+        for path, x in params.items()
+    }
+    metadata = {
+        "position": 0,
+        "layout": ONE_DEVICE,
+        "config": dataclasses.asdict(config),
+        **building.identity(config, corpus),
+    }
+    with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
+        checkpoints.save(0, state._replace(params=params), metadata)
+    changes = [
+        f"--set model.{field.name}={getattr(model, field.name)}"
+        for field in dataclasses.fields(model)
+        if getattr(model, field.name) != getattr(recipe.model, field.name)
+    ]
+    words = [f"--recipe={config.recipe}", f"--workdir={run}", *changes]
+    print(f"{len(tensors)} tensors are step 0 of a run; resume it with the same flags:")
+    print("python -m experiments.run", " ".join(words))

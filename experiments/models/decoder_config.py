@@ -1,0 +1,97 @@
+"""Configuration of the decoder: its shape, and its kind (GPT-2 or Llama)."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and kind of a decoder.
+
+    Attributes:
+      vocab: number of token ids; 0 takes the vocabulary of the data.
+      length: longest sequence, in tokens.
+      depth: number of layers.
+      embed: width of the residual stream.
+      heads: number of query heads; divides `embed`.
+      kv_heads: number of key and value heads (grouped-query attention).
+      mlp: width of the feed-forward layer.
+      position: "rope" or "learned".
+      norm: "rmsnorm" or "layernorm".
+      activation: "swiglu" or "gelu".
+      bias: whether linear layers have biases.
+      tied: whether the head is the transposed embedding.
+      dropout: rate after the embedding, attention and mlp.
+      rope_theta: base of the rotary wavelengths.
+      norm_eps: added to the mean square before its root, in norms.
+      init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
+      loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
+    """
+
+    vocab: int = 256
+    length: int = 128
+    depth: int = 4
+    embed: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 384
+    position: str = "rope"
+    norm: str = "rmsnorm"
+    activation: str = "swiglu"
+    bias: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.0
+    loss_block: int = 0
+
+    def __post_init__(self):
+        choices = {
+            "position": ("rope", "learned"),
+            "norm": ("rmsnorm", "layernorm"),
+            "activation": ("swiglu", "gelu"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {known}")
+        if self.vocab < 0:
+            raise ValueError(f"vocab={self.vocab}: use 0 or more")
+        for name in ("length", "depth", "embed", "heads", "kv_heads", "mlp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+        if self.embed % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}: "
+                "kv_heads must divide heads, and heads must divide embed"
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")
+        if self.loss_block < 0 or (self.loss_block and self.length % self.loss_block):
+            raise ValueError(
+                f"loss_block={self.loss_block}: use a divisor of length={self.length}, "
+                "or 0 for all at once"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: use 0 <= dropout < 1")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.embed // self.heads
+
+    def flops_per_token(self) -> float:
+        """Training FLOPs per token, forward and backward.
+
+        6 per weight of a matmul, plus 12 * depth * embed * length for attention.
+        Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+        """
+        attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
+        mlp = self.embed * self.mlp * (3 if self.activation == "swiglu" else 2)
+        weights = self.depth * (attention + mlp) + self.embed * self.vocab
+        return 6 * weights + 12 * self.depth * self.embed * self.length
+
+
+GPT2_KIND = dict(
+    position="learned", norm="layernorm", activation="gelu", bias=True, tied=True
+)
+"""Fields of `DecoderConfig` that make a GPT-2; the defaults make a Llama."""

@@ -1,0 +1,97 @@
+"""Optimizer modes by name (`--optimizer_mode`): synchronous training, or local SGD.
+
+A new mode needs an entry in `MODES` and a dataclass of settings, which is a field of
+`Config` under the mode's name.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+import meshpar
+from experiments.recipes.errors import ConfigError
+from meshpar.errors import nearest
+
+SYNCHRONOUS, LOCAL_SGD = "synchronous", "local_sgd"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSGDConfig:
+    """How replicas that train apart are synchronized (`meshpar.LocalSGD`).
+
+    Attributes:
+      period: H, steps between synchronizations.
+      warmup_steps: steps with period 1 at the start (post-local SGD).
+      staleness: s, steps until a synchronization arrives.
+      fragments: number of parts that are synchronized one after the other.
+      outer: optimizer of the global weights: "average", "sgd" or "nesterov".
+      outer_learning_rate: learning rate of "sgd" and "nesterov".
+      outer_momentum: momentum of "sgd" and "nesterov".
+      merge: "shift", "overwrite", "lerp" or "elastic".
+      merge_weight: weight of a replica's own parameters in "lerp"; alpha of "elastic".
+      wire: compression: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
+      error_feedback: whether the error of compression is added to the next message.
+      gossip: "", "ring" or "exponential".
+      damping: late updates shrink by (1 + staleness) ** -damping.
+    """
+
+    period: int = 32
+    warmup_steps: int = 0
+    staleness: int = 0
+    fragments: int = 1
+    outer: str = "average"
+    outer_learning_rate: float = 0.4
+    outer_momentum: float = 0.9
+    merge: str = "shift"
+    merge_weight: float = 0.5
+    wire: str = "f32"
+    error_feedback: bool = True
+    gossip: str = ""
+    damping: float = 0.0
+
+
+def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
+    """Raises ConfigError for an outer optimizer or a merge that does not exist."""
+    rate, momentum = settings.outer_learning_rate, settings.outer_momentum
+    weight = settings.merge_weight
+    outers: dict[str, Callable[[], optax.GradientTransformation | None]] = {
+        "average": lambda: None,
+        "sgd": lambda: optax.sgd(rate, momentum or None),
+        "nesterov": lambda: optax.sgd(rate, momentum, nesterov=True),
+    }
+    merges: dict[str, Callable[[], Any]] = {
+        "shift": meshpar.Shift,
+        "overwrite": meshpar.Overwrite,
+        "lerp": lambda: meshpar.Lerp(weight),
+        "elastic": lambda: meshpar.Elastic(weight),
+    }
+    for name, known in (("outer", outers), ("merge", merges)):
+        if (value := getattr(settings, name)) not in known:
+            raise ConfigError(f"local_sgd.{name}={value!r} ({nearest(value, known)})")
+    period = settings.period
+    if settings.warmup_steps:
+        period = meshpar.warm_up(settings.warmup_steps, period)
+    return meshpar.LocalSGD(
+        period=period,
+        staleness=settings.staleness,
+        fragments=settings.fragments,
+        outer=outers[settings.outer](),
+        merge=merges[settings.merge](),
+        wire=settings.wire,
+        error_feedback=settings.error_feedback,
+        gossip=meshpar.Gossip(settings.gossip) if settings.gossip else None,
+        damping=settings.damping,
+    )
+
+
+MODES: dict[str, Callable[[Any], meshpar.LocalSGD | None]] = {
+    SYNCHRONOUS: lambda _: None,
+    LOCAL_SGD: _local_sgd,
+}
+"""{name: (settings -> mode)}; None for `meshpar.lower` is synchronous training.
+
+The settings are the field of `Config` with the mode's name, or None without such a
+field.
+"""

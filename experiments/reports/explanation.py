@@ -1,0 +1,132 @@
+"""Explanations of layouts as text: pipeline, parameters, collectives and memory."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import rich.console
+import rich.table
+
+from experiments.reports import terminal
+from meshpar.explain.report import Explanation
+from meshpar.pipeline.report import PipelineReport
+
+
+def readable_bytes(size: float) -> str:
+    """Bytes in the unit that fits, such as "1.25 MB"."""
+    if math.isinf(size):
+        return "unbounded"
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} B"
+
+
+def _parameters(explanation: Explanation) -> rich.table.Table:
+    table = rich.table.Table("parameter", "shape", "spec", "per device", "reason")
+    for leaf in explanation.parameters:
+        spec = ", ".join("*".join(axes) or "-" for axes in leaf.spec)
+        shape = "x".join(map(str, leaf.shape))
+        size = readable_bytes(leaf.bytes_per_device)
+        table.add_row(
+            leaf.path, shape, f"[{spec}]".replace("[", r"\["), size, leaf.reason
+        )
+    return table
+
+
+def _memory(explanations: Sequence[Explanation]) -> rich.table.Table:
+    table = rich.table.Table("bytes per device", *(e.layout for e in explanations))
+
+    def add(title: str, sizes: Sequence[float]) -> None:
+        table.add_row(title, *map(readable_bytes, sizes))
+
+    predicted = [e.predicted and dataclasses.asdict(e.predicted) for e in explanations]
+    if all(predicted):
+        for kind in predicted[0]:
+            add(f"predicted {kind}", [sizes[kind] for sizes in predicted])
+        add("predicted total", [e.predicted.total for e in explanations])
+    add("state, exact", [e.state_bytes for e in explanations])
+    for kind in ("arguments", "temporary", "peak"):
+        add(f"compiled {kind}", [e.compiled_bytes[kind] for e in explanations])
+    return table
+
+
+def _collectives(explanation: Explanation) -> rich.table.Table:
+    why = rich.table.Column("why", overflow="fold")
+    columns = ("collective", "axes", "declared", "found", "exposed", "runs", why)
+    table = rich.table.Table(*columns, title="sent per device and step")
+    for row in explanation.traffic:
+        table.add_row(
+            row.kind,
+            "*".join(row.axes) or "none of the mesh",
+            ("at most " if row.bounded else "") + readable_bytes(row.declared_bytes),
+            readable_bytes(row.found_bytes),
+            readable_bytes(row.exposed_bytes),
+            str(row.executions),
+            "; ".join(row.why),
+        )
+    return table
+
+
+def _formula(value: float, formula: str) -> str:
+    return f" (formula {formula} = {value:.4f})"
+
+
+def _print_pipeline(console: rich.console.Console, pipeline: PipelineReport) -> None:
+    """Prints the schedule as text, and what it costs."""
+    layers = "/".join(map(str, pipeline.layers))
+    console.print(
+        f"schedule {pipeline.schedule}: {pipeline.stages} stages, layers {layers}, "
+        f"{pipeline.microbatches} microbatches, {pipeline.ticks} ticks",
+        soft_wrap=True,
+    )
+    console.print(pipeline.text, soft_wrap=True, markup=False)
+    formula = "" if pipeline.formula is None else _formula(*pipeline.formula)
+    console.print(
+        f"bubble {pipeline.bubble:.4f}{formula}; stage inputs "
+        f"in flight {'/'.join(map(str, pipeline.in_flight))}; "
+        f"{readable_bytes(pipeline.saved_bytes)} saved between forward and backward "
+        f"passes; {pipeline.sends} sends per stage and step",
+        soft_wrap=True,
+    )
+
+
+def _print_layout(
+    console: rich.console.Console, explanation: Explanation, parameters: bool
+) -> None:
+    """Prints one layout."""
+    e = explanation
+    sizes = "*".join(f"{axis}={size}" for axis, size in e.mesh.items())
+    console.print(
+        f"[bold]{e.layout}[/]: lowering {e.lowering}, {sizes} x {e.device_kind}",
+        soft_wrap=True,
+    )
+    for note in (e.why_auto, e.mode):
+        if note:
+            console.print(note, soft_wrap=True)
+    if e.pipeline is not None:
+        _print_pipeline(console, e.pipeline)
+    if parameters:
+        console.print(_parameters(e))
+    console.print(_collectives(e))
+    for path, reason in e.replicated.items():
+        console.print(f"replicated: {path} ({reason})", soft_wrap=True)
+    for warning in e.warnings:
+        console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
+    for violation in e.violations:
+        console.print(f"[bold red]VIOLATION:[/] {violation}", soft_wrap=True)
+    if not e.violations:
+        console.print("the compiled program keeps the contract")
+
+
+def print_explanations(explanations: Sequence[Explanation], parameters: bool) -> None:
+    """Prints one or more layouts, and a table that compares their memory.
+
+    Args:
+      explanations: one per layout.
+      parameters: whether to list every parameter.
+    """
+    console = terminal.wide_console()
+    for explanation in explanations:
+        _print_layout(console, explanation, parameters)
+    console.print(_memory(explanations))

@@ -1,0 +1,71 @@
+"""Verification reports: the errors of all tensors, as a table or as JSON."""
+
+import dataclasses
+from typing import Any
+
+import rich.console
+import rich.table
+
+import meshpar
+from meshpar.explain.verify import Comparison, VerifyReport
+
+
+def _table(report: VerifyReport) -> rich.table.Table:
+    """The largest error of every tensor over all steps."""
+    worst: dict[tuple[str, str], Comparison] = {}
+    for comparison in report.comparisons:
+        key = (comparison.kind, comparison.tensor)
+        # Not "error > worst": a NaN must replace the worst error.
+        if key not in worst or not comparison.error <= worst[key].error:
+            worst[key] = comparison
+    tensor = rich.table.Column("tensor", overflow="fold")
+    table = rich.table.Table("kind", tensor, "relative error", "step", "equal")
+    for (kind, name), comparison in worst.items():
+        verdict = "yes" if comparison.ok else "[bold red]NO"
+        table.add_row(
+            kind, name, f"{comparison.error:.1e}", str(comparison.step), verdict
+        )
+    return table
+
+
+def as_dict(report: VerifyReport, layout: meshpar.Layout) -> dict[str, Any]:
+    """The report for programs, as JSON values."""
+    first = report.first_difference
+    return {
+        "layout": str(layout),
+        "equal": report.ok,
+        "violations": report.violations,
+        "first_difference": first and dataclasses.asdict(first),
+        "comparisons": [dataclasses.asdict(c) for c in report.comparisons],
+    }
+
+
+def print_report(
+    report: VerifyReport, layout: meshpar.Layout, num_steps: int, num_collectives: int
+) -> None:
+    """Prints the table and a verdict.
+
+    Args:
+      report: the comparison with one device.
+      layout: the layout that was compared.
+      num_steps: number of steps that were compared.
+      num_collectives: number of collectives in the compiled step.
+    """
+    console = rich.console.Console(highlight=False)
+    console.print(_table(report))
+    for violation in report.violations:
+        console.print(f"CONTRACT BROKEN: {violation}", soft_wrap=True)
+    first = report.first_difference
+    if report.ok:
+        console.print(
+            f"EQUAL: {layout} trains the same model as one device "
+            f"({num_steps} steps, {len(report.comparisons)} comparisons) and "
+            f"keeps its contract ({num_collectives} collectives)",
+            soft_wrap=True,
+        )
+    elif first is not None:
+        console.print(
+            f"DIFFERENT: first {first.kind} {first.tensor} at step {first.step}, "
+            f"relative error {first.error:.1e} above {first.tolerance:.0e}",
+            soft_wrap=True,
+        )

@@ -1,0 +1,1 @@
+"""Training: the loop of a run, its metrics, progress, guards and final report."""

@@ -1,0 +1,146 @@
+"""Metrics of finished steps: read one step late, logged, and checked to be finite."""
+
+import collections
+import math
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.recipes import building
+from experiments.training.metrics import MetricsLog
+from experiments.training.progress import Progress
+from experiments.training.setup import Setup
+from meshpar.errors import MeshparError
+from meshpar.mesh import chips
+from meshpar.multihost.watchdog import Watchdog
+
+
+class NonFiniteError(MeshparError):
+    """The loss or gradient is not a number."""
+
+
+class StepLog:
+    """Metrics of the steps that were started, in order.
+
+    Attributes:
+      saved_step: step of the newest checkpoint, 0 without one.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        start: int,
+        position: int,
+        log: MetricsLog | None,
+        progress: Progress,
+        watchdog: Watchdog,
+    ):
+        """Starts the clock.
+
+        Args:
+          setup: the run.
+          start: number of steps done before.
+          position: number of samples used before.
+          log: receives the metrics; None on all processes but the first.
+          progress: shows the metrics.
+          watchdog: hears of every finished step.
+        """
+        self._setup, self._start, self._position = setup, start, position
+        self._log, self._progress, self._watchdog = log, progress, watchdog
+        self.saved_step = start
+        config, mesh = setup.config, setup.program.mesh
+        schedule = building.learning_rates(config.optimizer, config.steps)
+        self._learning_rates = np.asarray(schedule(np.arange(config.steps)))
+        peak = chips.peak_flops(mesh.devices.flat[0].device_kind)
+        self._peak_flops = peak and peak * mesh.size
+        self._pending: collections.deque = collections.deque()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last step out of the next step's seconds."""
+        self._clock = time.perf_counter()
+
+    def add(self, step: int, step_metrics: Any, stop: Any) -> None:
+        """Adds a step that was started.
+
+        Args:
+          step: its number.
+          step_metrics: {name: scalar}, possibly still being computed.
+          stop: whether any process was told to stop, possibly still being computed.
+        """
+        self._pending.append((step, step_metrics, stop))
+
+    def read(self, keep: int) -> bool:
+        """Waits for all steps but the newest `keep`, and logs them.
+
+        A step that stops the run is followed by all steps that were started.
+
+        Returns:
+          Whether any process was told to stop.
+
+        Raises:
+          NonFiniteError: the loss or gradient norm of a step is not finite.
+        """
+        stopping = False
+        while ready := len(self._pending) - (0 if stopping else keep):
+            finished = [self._pending.popleft() for _ in range(ready)]
+            stopping |= self._record(finished)
+        return stopping
+
+    def _record(self, finished: Sequence[tuple[int, Any, Any]]) -> bool:
+        """Logs finished steps; returns whether any process was told to stop."""
+        steps = [(step, jax.device_get(values)) for step, values, _ in finished]
+        now = time.perf_counter()
+        seconds, self._clock = (now - self._clock) / max(1, len(steps)), now
+        for step, step_metrics in steps:
+            self._watchdog.finished(step)
+            self._log_step(step, step_metrics, seconds)
+            self._check_finite(step, step_metrics)
+        if steps and jax.process_index() == 0:
+            _write_progress_file(steps[-1][0])
+        return any(bool(stop) for _, _, stop in finished)
+
+    def _log_step(self, step: int, step_metrics: Any, seconds: float) -> None:
+        values = {name: float(value) for name, value in step_metrics.items()}
+        config = self._setup.config
+        tokens = config.batch_size * config.model.length
+        values |= {
+            "learning_rate": float(self._learning_rates[step - 1]),
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+        }
+        if self._peak_flops:
+            flops = config.model.flops_per_token() * tokens
+            values["mfu"] = flops / seconds / self._peak_flops
+        if self._log:
+            self._log.write(step, **values)
+        self._progress.update(step, values["loss"], values["tokens_per_second"])
+
+    def _check_finite(self, step: int, step_metrics: Any) -> None:
+        loss, grad_norm = (float(step_metrics[k]) for k in ("loss", "grad_norm"))
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        config, saved = self._setup.config, self.saved_step
+        first = self._position + (step - 1 - self._start) * config.batch_size
+        raise NonFiniteError(
+            f"step {step}: loss={loss}, grad_norm={grad_norm}; look at "
+            f"learning_rate={self._learning_rates[step - 1]:.3g}, at the grad_norm of "
+            f"the steps before ({self._setup.folder / 'metrics.jsonl'}), at samples "
+            f"{first} to {first + config.batch_size - 1} and at "
+            f"compute_dtype={config.compute_dtype}; the last good checkpoint is "
+            f"{f'that of step {saved}' if saved else 'none yet'}"
+        )
+
+
+def _write_progress_file(step: int) -> None:
+    """Tells a launcher the last finished step ($MESHPAR_PROGRESS)."""
+    if path := os.environ.get("MESHPAR_PROGRESS"):
+        # Replaced at once: a process that is killed leaves a whole number.
+        partial = pathlib.Path(f"{path}.partial")
+        partial.write_text(str(step))
+        os.replace(partial, path)

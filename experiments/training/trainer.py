@@ -1,0 +1,256 @@
+"""The training loop: resume, step, log, evaluate, checkpoint, and stop on a signal."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import meshpar
+from experiments import data
+from experiments.recipes.config import Config
+from experiments.recipes.errors import ConfigError
+from experiments.training import report
+from experiments.training.guards import StopFlag, own_folder
+from experiments.training.metrics import MetricsLog
+from experiments.training.progress import Progress
+from experiments.training.setup import prepare
+from experiments.training.step_log import StepLog
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.multihost import agree
+from meshpar.multihost.watchdog import Watchdog
+
+RESTART = 75
+"""Exit code of a run stopped by a signal; the same command resumes it."""
+
+
+class _Start(NamedTuple):
+    """The beginning of a run or of its resumption.
+
+    Attributes:
+      state: the training state.
+      step: number of steps done before.
+      position: number of samples used before.
+      note: what restoring changed, for people; "" if nothing.
+    """
+
+    state: Any
+    step: int = 0
+    position: int = 0
+    note: str = ""
+
+
+class _Due(NamedTuple):
+    """The actions that are due after a step."""
+
+    evaluation: bool
+    checkpoint: bool
+    local_checkpoint: bool
+
+    @classmethod
+    def after(cls, step: int, config: Config) -> "_Due":
+        last = step == config.steps
+        every = config.checkpoint_local_every or config.checkpoint_every
+        return cls(
+            evaluation=last or step % config.evaluate_every == 0,
+            checkpoint=last or step % config.checkpoint_every == 0,
+            local_checkpoint=bool(config.checkpoint_local_dir) and step % every == 0,
+        )
+
+
+class Trainer:
+    """One run of a configuration in its folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: meshpar.Layout,
+        devices: Sequence[jax.Device],
+        profile: bool = False,
+    ):
+        """Reads the data and lowers the program; nothing is written or compiled yet.
+
+        Args:
+          config: the run.
+          layout: its layout.
+          devices: the devices to fill.
+          profile: whether to write a profiler trace of a few steps.
+
+        Raises:
+          MeshparError: folders, data, layout or model that do not fit.
+        """
+        self._setup = setup = prepare(config, layout, devices, profile)
+        self._config, self._program = setup.config, setup.program
+        self._held_out = data.held_out_batches(
+            setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
+        )
+
+    def run(self) -> int:
+        """Trains to the last step; returns the exit code.
+
+        Raises:
+          MeshparError: a folder that cannot be used, or a loss that is not finite.
+        """
+        setup, num_steps = self._setup, self._config.steps
+        self._check_processes()
+        with (
+            own_folder(setup.folder),
+            StopFlag() as stop,
+            contextlib.closing(self._open_checkpoints()) as checkpoints,
+        ):
+            start = self._restore(checkpoints)
+            log = None
+            if jax.process_index() == 0:
+                log = MetricsLog(setup.folder, start.step)
+            progress = Progress(num_steps, start.step, log is not None)
+            for note in (self._program.why_auto, start.note):
+                if note:
+                    progress.say(note)
+            progress.say(report.describe(setup, start.step))
+            try:
+                with progress:
+                    state = self._train(start, stop, checkpoints, log, progress)
+            finally:
+                if log:
+                    log.close()
+            checkpoints.wait()
+            if int(state.step) < num_steps:
+                progress.say(
+                    f"stopped at step {int(state.step)}, saved; the same command goes "
+                    "on from here"
+                )
+                return RESTART
+            report.finish(setup, self._program.weights(state), log, progress)
+        return 0
+
+    def _check_processes(self) -> None:
+        """Raises an error unless all processes are about to run the same."""
+        config, program = self._config, self._program
+        local = "set" if config.checkpoint_local_dir else ""
+        agree.check_fingerprint(
+            dict(
+                config=dataclasses.replace(
+                    config, workdir="", checkpoint_local_dir=local
+                ),
+                layout=program.layout,
+                jax=jax.__version__,
+                devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
+                data=self._setup.corpus.fingerprint,
+                program=program.fingerprint,
+            )
+        )
+
+    def _open_checkpoints(self) -> Checkpoints:
+        config, program = self._config, self._program
+        return Checkpoints(
+            self._setup.folder / "checkpoints",
+            program.portable_state,
+            config.keep_checkpoints,
+            local_folder=config.checkpoint_local_dir,
+            num_replicas=program.layout.replica,
+            abstract_extra=program.abstract_extra,
+            extra_identity=program.extra_identity,
+        )
+
+    def _restore(self, checkpoints: Checkpoints) -> _Start:
+        """Restores the newest checkpoint, or initializes the state."""
+        restored = checkpoints.restore()
+        if not restored:
+            return _Start(self._program.init(self._config.seed))
+        metadata, folder = restored.metadata, self._setup.folder
+        for name, value in self._setup.identity.items():
+            if metadata[name] != value:
+                raise ConfigError(
+                    f"the run in {folder} has {name}={metadata[name]}, this command "
+                    f"has {name}={value}; use another --workdir, or the flags of that "
+                    "run"
+                )
+        step, position = int(restored.state.step), metadata["position"]
+        agree.check_fingerprint({"data position": position})
+        state = self._program.as_stored(restored.state, restored.extra)
+        return _Start(state, step, position, restored.note)
+
+    def _train(
+        self,
+        start: _Start,
+        stop: StopFlag,
+        checkpoints: Checkpoints,
+        log: MetricsLog | None,
+        progress: Progress,
+    ) -> Any:
+        """Runs the steps; reads a step's metrics while the next step runs."""
+        config, program = self._config, self._program
+        state, step, position, _ = start
+        batches = data.training_batches(
+            self._setup.corpus,
+            seed=config.seed,
+            position=position,
+            **self._setup.batch_shape,
+        )
+        any_process = agree.make_any_process(program.mesh)
+        watchdog = Watchdog(config.watchdog_seconds)
+        steps = StepLog(self._setup, step, position, log, progress, watchdog)
+        stopping = False
+        with contextlib.ExitStack() as trace, watchdog:
+            while step < config.steps and not stopping:
+                self._trace(step - start.step, trace)
+                state, step_metrics = program.step(state, next(batches))
+                step, position = step + 1, position + config.batch_size
+                steps.add(step, step_metrics, any_process(stop.signal is not None))
+                due = _Due.after(step, config)
+                stopping = steps.read(keep=0 if any(due) else 1)
+                if any(due) or stopping:
+                    watchdog.pause()
+                if due.checkpoint or due.local_checkpoint or stopping:
+                    steps.saved_step = step
+                    persistent = due.checkpoint or stopping
+                    self._save(checkpoints, state, step, position, persistent)
+                if due.evaluation and (not stopping or step == config.steps):
+                    self._evaluate(state, step, log, progress)
+                if any(due):
+                    steps.restart_clock()
+                    watchdog.resume()
+        return state
+
+    def _trace(self, num_steps: int, trace: contextlib.ExitStack) -> None:
+        """Profiles the fourth to sixth step; `trace` ends the profile in any case."""
+        if self._setup.profile and num_steps == 3:
+            folder = str(self._setup.folder / "profile")
+            trace.enter_context(jax.profiler.trace(folder))
+        elif num_steps == 6:
+            trace.close()
+
+    def _save(
+        self,
+        checkpoints: Checkpoints,
+        state: Any,
+        step: int,
+        position: int,
+        persistent: bool,
+    ) -> None:
+        """Starts writing a checkpoint; to the run's folder if `persistent`."""
+        metadata = {
+            "position": position,
+            "layout": self._config.layout,
+            "config": dataclasses.asdict(self._config),
+            **self._setup.identity,
+        }
+        portable = self._program.in_model_order(state)
+        extra = self._program.extra_state(state)
+        checkpoints.save(step, portable, metadata, extra, persistent=persistent)
+
+    def _evaluate(
+        self, state: Any, step: int, log: MetricsLog | None, progress: Progress
+    ) -> None:
+        """Prints and logs the means of the held-out batches."""
+        batches = [self._program.evaluate(state, batch) for batch in self._held_out]
+        names = [name for name in batches[0] if name in ("loss", "drift")]
+        rows = jax.device_get(batches)
+        means = {name: float(np.mean([row[name] for row in rows])) for name in names}
+        drift = f", drift {means['drift']:.4f}" if "drift" in means else ""
+        progress.say(f"step {step}: held-out loss {means['loss']:.4f}{drift}")
+        if log:
+            means["evaluation_loss"] = means.pop("loss")
+            log.write(step, **means)
