@@ -19,8 +19,8 @@ from meshpar.local_sgd import LocalSGD as LocalSGD
 from meshpar.local_sgd import Overwrite as Overwrite
 from meshpar.local_sgd import Shift as Shift
 from meshpar.local_sgd import warm_up as warm_up
-from meshpar.lowering.program import TrainProgram as TrainProgram
 from meshpar.lowering.state import TrainState as TrainState
+from meshpar.lowering.train_program import TrainProgram as TrainProgram
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
 from meshpar.models import LayerStack as LayerStack

@@ -26,10 +26,10 @@ from meshpar.lowering.batches import abstract_batches
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.mode import Mode
-from meshpar.lowering.program import TrainProgram, make_train_program
 from meshpar.lowering.scan import ScanRunner
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.state import TrainState
+from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope

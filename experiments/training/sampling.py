@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.arrays import Array, Params
-from meshpar.lowering.program import TrainProgram
+from meshpar.lowering.train_program import TrainProgram
 
 
 def sample(

@@ -15,7 +15,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.explain.warnings import collective_warnings
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.memory import Memory
-from meshpar.lowering.program import TrainProgram
+from meshpar.lowering.train_program import TrainProgram
 from meshpar.pipeline.report import PipelineReport
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from meshpar.errors import MeshparError
-from meshpar.lowering.program import TrainProgram
+from meshpar.lowering.train_program import TrainProgram
 
 _FLOOR = 1e-2
 """Tensors smaller than this part of their whole group's norm are measured against it.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from meshpar.contracts.collective import Collective
 from meshpar.layouts.axes import FSDP
-from meshpar.lowering.program import TrainProgram
+from meshpar.lowering.train_program import TrainProgram
 
 SMALL_BYTES, MANY = 2**16, 64
 """Collectives smaller than this that run more often than that are better combined."""

@@ -32,9 +32,9 @@ from meshpar.local_sgd.schedule import Actions, Schedule, Transfer
 from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
-from meshpar.lowering.program import TrainProgram
 from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.train_program import TrainProgram
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

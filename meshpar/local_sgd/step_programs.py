@@ -17,8 +17,8 @@ import numpy as np
 from meshpar.local_sgd.schedule import Transfer
 from meshpar.local_sgd.steps import STACKED, LocalState, LocalSteps
 from meshpar.lowering.inspection import Inspection
-from meshpar.lowering.program import inspect_step
 from meshpar.lowering.state import Metrics
+from meshpar.lowering.train_program import inspect_step
 
 
 def transfer_index(transfer: Transfer | None) -> tuple:

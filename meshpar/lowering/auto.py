@@ -6,7 +6,7 @@ same, it is the one that needs less memory.
 
 import dataclasses
 
-from meshpar.lowering.program import TrainProgram
+from meshpar.lowering.train_program import TrainProgram
 
 _ABOUT = 1.05
 

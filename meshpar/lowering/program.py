@@ -1,7 +1,6 @@
-"""Programs: a model lowered under a layout, as functions to call.
+"""`Program`: a model under a layout without an optimizer, as functions to call.
 
-`Program` needs no optimizer: parameters, batches and evaluation. `TrainProgram` adds
-the compiled training step, its contract and portable states.
+Parameters, batches and evaluation are here; `train_program` adds the training step.
 """
 
 import dataclasses
@@ -10,22 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params
-from meshpar.contracts.collective import Collective
-from meshpar.contracts.contract import Contract
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer
-from meshpar.lowering.inspection import Inspection, bytes_per_device, read_collectives
-from meshpar.lowering.portable import LayerOrder, PortableState
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.inspection import read_collectives
+from meshpar.lowering.portable import LayerOrder
+from meshpar.lowering.state import Metrics
 from meshpar.mesh.platform import platform_of
-from meshpar.mesh.torus import compiler_options
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 
@@ -163,253 +158,3 @@ class Program:
                 return fn(x, batch)
 
         return traced
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainProgram(Program):
-    """A model and an optimizer under a layout: one compiled SPMD training program.
-
-    Attributes:
-      abstract_state: the training state as ShapeDtypeStructs with shardings.
-      inspection: the training step, lowered, compiled and read back.
-      why_auto: what lowering=auto or schedule=auto took, and why.
-    """
-
-    abstract_state: TrainState
-    inspection: Inspection
-    why_auto: str = ""
-
-    def init(self, seed: int = 0) -> TrainState:
-        """Makes a fresh state: the same numbers whatever the layout."""
-        return self._init(np.uint32(seed))
-
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Runs one training step; `state` is donated.
-
-        Args:
-          state: the state; do not use it afterwards.
-          batch: device arrays from `place_batch`, or this process's rows of it.
-
-        Returns:
-          The next state, and metrics: loss, grad_norm (before clipping) and the
-          scalars of the model's aux, all means over the batch.
-        """
-        return self.compiled(state, self._placed(batch))
-
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-        """Metrics and gradients {path: array}, before clipping.
-
-        Layers stand in the order of the model.
-        """
-        return self._gradients(state, self._placed(batch))
-
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """Loss and aux of the model in evaluation mode."""
-        return self.evaluate_params(state.params, batch)
-
-    def weights(self, state: TrainState) -> Params:
-        """The weights that `evaluate` uses, {path: array}."""
-        return state.params
-
-    # The step, compiled and read back.
-
-    @property
-    def lowered(self) -> jax.stages.Lowered:
-        """The training step as StableHLO, before it is compiled."""
-        return self.inspection.lowered
-
-    @property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled training step.
-
-        Raises:
-          MeshparError: it could deadlock.
-        """
-        return self.inspection.compiled
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """The collectives of the compiled training step."""
-        return self.inspection.collectives
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the lowered step: equal on all processes that may run together."""
-        return self.inspection.fingerprint
-
-    @functools.cached_property
-    def contract(self) -> Contract:
-        """The collectives and the state that the layout declares for one step."""
-        with jax.set_mesh(self.mesh):
-            traced = self._traced(self.lowering.gradients)
-            shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
-        num_metrics = len(set(shapes[0]) | {"weight"})
-        state = self.lowering.plan.bytes_per_device()
-        return Contract(
-            tuple(self.lowering.declared(self.step_batch, num_metrics)),
-            {kind: state[kind] for kind in ("parameters", "optimizer")},
-        )
-
-    def state_bytes(self, compiled: jax.stages.Compiled) -> dict[str, int]:
-        """Bytes of weights and optimizer that a compiled step hands on, per device."""
-        state, shardings = self.abstract_state, compiled.output_shardings[0]
-        return {
-            "parameters": bytes_per_device(state.params, shardings.params),
-            "optimizer": bytes_per_device(
-                state.optimizer_state, shardings.optimizer_state
-            ),
-        }
-
-    @property
-    def step_batch(self) -> Any:
-        """The abstract batch that `lowering` sees in one step."""
-        return self.abstract_batch
-
-    def violations(self) -> list[str]:
-        """Where the compiled training step breaks its contract."""
-        return [
-            *self.contract.violations(self.collectives),
-            *self.contract.state_violations(self.state_bytes(self.compiled)),
-        ]
-
-    @property
-    def busiest(self) -> tuple[Contract, list[Collective]]:
-        """Declared and found, of the step that moves most."""
-        return self.contract, self.collectives
-
-    @property
-    def mode_text(self) -> str:
-        """How replicas are synchronized; "" in synchronous training."""
-        return ""
-
-    @property
-    def reason_not_equal(self) -> str:
-        """Why training does not equal one device on purpose; "" if it does."""
-        return self.lowering.reason_not_equal
-
-    # States that do not depend on the layout.
-
-    @functools.cached_property
-    def _portable(self) -> PortableState:
-        return PortableState(self.abstract_state, self.layer_order)
-
-    @property
-    def portable_state(self) -> TrainState:
-        """The result of `in_model_order`, as ShapeDtypeStructs with shardings."""
-        return self._portable.abstract_portable
-
-    def in_model_order(self, state: TrainState) -> TrainState:
-        """The state with layers in the order of the model, the same in all layouts."""
-        return self._portable.in_model_order(state)
-
-    def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
-        """The inverse of `in_model_order`, with the result of `extra_state`, if any."""
-        del extra
-        return self._portable.as_stored(state)
-
-    def extra_state(self, state: TrainState) -> Any:
-        """The part of a state that only this layout and mode can use; None without."""
-        del state
-
-    @property
-    def abstract_extra(self) -> Any:
-        """The result of `extra_state`, as ShapeDtypeStructs with shardings."""
-        return None
-
-    @property
-    def extra_identity(self) -> str:
-        """The mode to which `extra_state` belongs."""
-        return ""
-
-    @functools.cached_property
-    def state_shardings(self) -> TrainState:
-        """The shardings of the state."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-
-    @functools.cached_property
-    def _init(self) -> Callable[[Any], TrainState]:
-        optimizer, model = self.lowering.optimizer, self.model
-
-        def init(seed: Array) -> TrainState:
-            params = model.init(jax.random.key(seed))
-            step = jnp.zeros((), jnp.int32)
-            return TrainState(step, seed, params, optimizer.init(params))
-
-        return jax.jit(
-            init,
-            out_shardings=self.state_shardings,
-            compiler_options=self._init_options,
-        )
-
-    @functools.cached_property
-    def _gradients(self) -> Callable:
-        order, like = self.layer_order, self.portable_state.params
-        shardings = {path: leaf.sharding for path, leaf in like.items()}
-
-        def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-            metrics, grads = self.lowering.gradients(state, batch)
-            return metrics, order.in_model_order(grads) if order else grads
-
-        return self._jit(gradients, (self._whole, shardings))
-
-
-def inspect_step(
-    lowering: Lowering,
-    step: Callable,
-    abstract_state: Any,
-    *arguments: Any,
-    metrics_spec: PartitionSpec | None = None,
-) -> Inspection:
-    """Inspects step(state, *arguments) -> (state, metrics), which donates its state.
-
-    Args:
-      lowering: of the step.
-      step: the step, a function to trace.
-      abstract_state: ShapeDtypeStructs with shardings.
-      *arguments: abstract arguments after the state.
-      metrics_spec: spec of the metrics; on all devices by default.
-    """
-    mesh, metrics_spec = lowering.mesh, metrics_spec or PartitionSpec()
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-
-    def lower() -> jax.stages.Lowered:
-        with jax.set_mesh(mesh):
-            return jax.jit(
-                step,
-                donate_argnums=0,
-                out_shardings=(shardings, NamedSharding(mesh, metrics_spec)),
-                compiler_options=compiler_options(mesh),
-            ).lower(abstract_state, *arguments)
-
-    return Inspection(lower, mesh, lowering.check_compiled)
-
-
-def make_train_program(
-    lowering: Lowering,
-    abstract_state: TrainState,
-    abstract_batch: Any,
-    layer_order: LayerOrder | None = None,
-    why_auto: str = "",
-) -> TrainProgram:
-    """Makes the training program of a lowering; nothing is compiled yet.
-
-    Args:
-      lowering: the pure functions of one step.
-      abstract_state: ShapeDtypeStructs with shardings.
-      abstract_batch: the global batch, with shardings.
-      layer_order: how the layers are stored.
-      why_auto: what schedule=auto took, and why.
-    """
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        with model_scope(lowering.layout, lowering.mesh):
-            return lowering.train_step(state, batch)
-
-    return TrainProgram(
-        lowering,
-        abstract_batch,
-        layer_order,
-        abstract_state=abstract_state,
-        inspection=inspect_step(lowering, step, abstract_state, abstract_batch),
-        why_auto=why_auto,
-    )
