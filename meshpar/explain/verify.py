@@ -1,6 +1,6 @@
 """Equivalence: a layout trains the same model as one device, tensor by tensor.
 
-And its compiled program moves what its contract says, and nothing else.
+The compiled program is held to its contract as well.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from meshpar.errors import MeshparError
 from meshpar.lowering.train_program import TrainProgram
 
 _FLOOR = 1e-2
-"""Tensors smaller than this part of their whole group's norm are measured against it.
+"""The smallest norm against which a tensor's error is measured, as a part of all norms.
 
-Some gradients are zero but for rounding (a key bias under softmax); only their size
-beside the others means anything.
+Some gradients are zero but for rounding (a key bias under softmax): their error counts
+beside the other tensors of their kind, not beside themselves.
 """
 
 
@@ -28,7 +28,7 @@ class Comparison:
     Attributes:
       step: training step, from 1.
       kind: "loss", "gradient", "grad_norm" or "optimizer".
-      tensor: its path; "" for scalars.
+      tensor: path of the tensor; "" for scalars.
       error: norm of the difference over the norm of the reference.
       tolerance: largest error that counts as rounding.
     """
@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """All comparisons of one verification, in order, and what breaks the contract."""
+    """All comparisons of one verification, in order, and violations of the contract."""
 
     comparisons: tuple[Comparison, ...]
     violations: tuple[str, ...] = ()
@@ -64,31 +64,36 @@ class VerifyReport:
 
 
 def _compare(
-    step: int, kind: str, got: dict[str, Any], want: dict[str, Any], tolerance: float
+    step: int,
+    kind: str,
+    tested: dict[str, Any],
+    expected: dict[str, Any],
+    tolerance: float,
 ) -> list[Comparison]:
-    got = {path: np.asarray(x, np.float64) for path, x in got.items()}
-    want = {path: np.asarray(x, np.float64) for path, x in want.items()}
-    norms = {path: float(np.linalg.norm(x)) for path, x in want.items()}
+    """Compares the tensors of one kind, the errors relative to those expected."""
+    tested = {path: np.asarray(x, np.float64) for path, x in tested.items()}
+    expected = {path: np.asarray(x, np.float64) for path, x in expected.items()}
+    norms = {path: float(np.linalg.norm(x)) for path, x in expected.items()}
     floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
     comparisons = []
-    for path in want:
-        difference = float(np.linalg.norm(got[path] - want[path]))
+    for path, reference in expected.items():
+        difference = float(np.linalg.norm(tested[path] - reference))
         scale = max(norms[path], floor) or 1.0
         comparisons.append(Comparison(step, kind, path, difference / scale, tolerance))
     return comparisons
 
 
 def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
-    """Optimizer leaves by what they are (mu, nu, ...), each {path: array}."""
+    """{part of the optimizer state, such as mu or nu: {path: array}}."""
     groups: dict[str, dict[str, Any]] = {}
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     for keys, leaf in leaves:
-        what = "/".join(
+        part = "/".join(
             str(getattr(k, "name", getattr(k, "idx", "")))
             for k in keys
             if not isinstance(k, jax.tree_util.DictKey)
         )
-        groups.setdefault(what, {})[jax.tree_util.keystr(keys)] = leaf
+        groups.setdefault(part, {})[jax.tree_util.keystr(keys)] = leaf
     return groups
 
 
@@ -129,14 +134,15 @@ def verify(
             states[i], step_metrics = p.step(states[i], batch)
             metrics.append(jax.device_get(step_metrics))
         for kind in ("loss", "grad_norm"):
-            got, want = ({"": m[kind]} for m in metrics)
-            comparisons += _compare(step, kind, got, want, tolerance)
+            scalars = [{"": m[kind]} for m in metrics]
+            comparisons += _compare(step, kind, *scalars, tolerance)
             if kind == "loss":
                 comparisons += _compare(step, "gradient", *gradients, tolerance)
-        got, want = (
+        tested, expected = (
             _optimizer_groups(p.in_model_order(state).optimizer_state)
             for p, state in zip((program, reference), states, strict=True)
         )
-        for what in want:
-            comparisons += _compare(step, "optimizer", got[what], want[what], tolerance)
+        for part in expected:
+            pair = tested[part], expected[part]
+            comparisons += _compare(step, "optimizer", *pair, tolerance)
     return VerifyReport(tuple(comparisons), tuple(program.violations()))

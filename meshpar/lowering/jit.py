@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
@@ -56,47 +56,43 @@ class JitLowering(Lowering):
         key, weights = state.key(), self.weights(state.params)
         specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
 
-        def loss_fn(params: Params, batch: Any, key: jax.Array):
+        def loss_fn(params: Params, batch: Any, key: Array):
             loss, aux = self.model.loss(params, batch, key)
             return loss.astype(jnp.float32), aux
 
-        def one(batch: Any, key: jax.Array) -> tuple[Metrics, Params]:
+        def microbatch(batch: Any, key: Array) -> tuple[Metrics, Params]:
             with_aux = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, aux), grads = with_aux(weights, batch, key)
             grads = {k: g.astype(state.params[k].dtype) for k, g in grads.items()}
             return {"loss": loss, **aux}, self.shard(grads, specs)
 
         if self.plan.layout.microbatches == 1:
-            return one(batch, key)
-        return self._accumulate(one, batch, key, state.params, specs)
+            return microbatch(batch, key)
+        return self._accumulate(microbatch, batch, key, state.params, specs)
+
+    def _split_rows(self, x: Array) -> Array:
+        """Microbatches [M, B/M, ...] split over the mesh as a batch is."""
+        spec = partition_spec(((), *self.layout.batch_spec(x.ndim - 1)))
+        return jax.lax.with_sharding_constraint(x, self.sharding(spec))
 
     def _accumulate(
         self,
-        one: Callable[[Any, jax.Array], tuple[Metrics, Params]],
+        microbatch: Callable[[Any, Array], tuple[Metrics, Params]],
         batch: Any,
-        key: jax.Array,
+        key: Array,
         params: Params,
         specs: dict[str, PartitionSpec],
     ) -> tuple[Metrics, Params]:
         """Means over microbatches, each weighted by its aux["weight"] (1 without)."""
         num = self.plan.layout.microbatches
-        batches = split_microbatches(batch, num)
-        batches = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(
-                x,
-                self.sharding(
-                    partition_spec(((), *self.layout.batch_spec(x.ndim - 1)))
-                ),
-            ),
-            batches,
-        )
+        batches = jax.tree.map(self._split_rows, split_microbatches(batch, num))
         first = jax.tree.map(lambda x: x[0], batches)
-        metrics, _ = jax.eval_shape(one, first, key)
+        metrics, _ = jax.eval_shape(microbatch, first, key)
         weighted = "weight" in metrics
 
-        def body(sums: Any, m_batch: tuple[jax.Array, Any]) -> tuple[Any, None]:
+        def body(sums: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
             m, batch = m_batch
-            metrics, grads = one(batch, jax.random.fold_in(key, m))
+            metrics, grads = microbatch(batch, jax.random.fold_in(key, m))
             weight = jnp.float32(metrics.pop("weight", 1.0))
             new = weight, *jax.tree.map(lambda x: weight * x, (metrics, grads))
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
