@@ -176,9 +176,9 @@ def test_auxiliary_losses_travel_with_the_activations():
 
 
 @pytest.mark.parametrize("save", ["inputs", slow("residuals")])
-def test_dropout_does_not_depend_on_the_schedule(stash):
-    kind = "schedule=gpipe" if stash == "inputs" else "virtual_stages=2,remat=full"
-    layout = f"pipe=2,data=2,microbatches=4,save={stash},{kind}"
+def test_dropout_does_not_depend_on_the_schedule(save):
+    kind = "schedule=gpipe" if save == "inputs" else "virtual_stages=2,remat=full"
+    layout = f"pipe=2,data=2,microbatches=4,save={save},{kind}"
     assert_equals_one_device(layout, "noisy", microbatches=4)
 
 
