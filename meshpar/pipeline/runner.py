@@ -5,7 +5,7 @@ last stage, or on all stages, each with a slice of the vocabulary. Layers, gathe
 reductions are those of a program without a pipeline; the executor runs them in the
 order of the schedule.
 
-    zero=1, 2   weights gathered once a step, gradients reduced once a step
+    zero=1, 2   weights gathered once per step, gradients reduced once per step
     zero=3      weights gathered in every tick that uses them, gradients reduced in it
 """
 
@@ -24,7 +24,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
-from meshpar.layouts.axes import FSDP, PIPE
+from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.frame import WEIGHT
 from meshpar.lowering.memory import Held, TracedLayer
@@ -56,7 +56,7 @@ def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
     gathers = layout.fsdp > 1 and layout.zero_level == 3
     for setting, is_set in (
         (f"tensor={layout.tensor}", layout.tensor > 1),
-        (f"{FSDP}={layout.fsdp},zero=3", gathers),
+        (f"fsdp={layout.fsdp},zero=3", gathers),
     ):
         if is_set:
             return _reason_divergent(schedule, setting)
