@@ -79,7 +79,7 @@ class Zero:
             if not hits:
                 raise LayoutError(
                     f"prefetch={regex} matches no sharded parameter of the stack; "
-                    f"sharded are {', '.join(split)}"
+                    f"write a regex that matches any of {', '.join(split)}"
                 )
             matches |= hits
         return frozenset(matches)

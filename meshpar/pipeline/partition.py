@@ -127,7 +127,9 @@ def measured_costs(model: Model, batch: Any) -> Costs:
       LayoutError: the model has no layered form.
     """
     if (layered := model.layered) is None:
-        raise LayoutError("the model has no layered form (give from_nnx a LayerStack)")
+        raise LayoutError(
+            "the model has no layered form: make it by from_nnx with a LayerStack"
+        )
     shared, stack = layered.split(abstract(model.params))
     layer = abstract_layer(stack)
     x = jax.eval_shape(lambda p, b: layered.embed(p, b, None), shared, batch)
@@ -165,7 +167,9 @@ def balanced_sizes(
     """
     depth, sums = len(costs), [0.0, *itertools.accumulate(costs)]
     if not 1 <= positions <= depth:
-        raise LayoutError(f"{depth} layers cannot be cut into {positions} runs")
+        raise LayoutError(
+            f"{depth} layers cannot be cut into {positions} runs; use 1 to {depth}"
+        )
     # best[n][i]: (largest cost, sum of squared costs) of i layers cut into n runs.
     worst = float("inf"), float("inf")
     best = [[worst] * (depth + 1) for _ in range(positions + 1)]
