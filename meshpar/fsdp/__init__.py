@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism (ZeRO-1, 2 and 3) inside shard_map."""
+"""Fully sharded data parallelism: `zero` decides when `gather` moves which tensors."""

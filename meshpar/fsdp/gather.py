@@ -1,9 +1,8 @@
 """Fully sharded data parallelism (ZeRO-1, 2, 3) inside shard_map: gather and scatter.
 
-A tensor of the training state is split over the manual axes of the mesh as its
-`ManualSharding` says. `gather_shards` makes it whole before use; its transpose is the
-reduce-scatter of the gradient, so ZeRO-3 is a gather inside the layer. Small tensors
-travel together in buckets.
+`ManualSharding` says how manual mesh axes split a tensor of the training state.
+`gather_shards` makes it whole before use. Its transpose is the reduce-scatter of the
+gradient, so ZeRO-3 is a gather inside the layer. Small tensors move in buckets.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, sections 5 and 6.2 (buckets);
   Zhao et al., PyTorch FSDP, arXiv:2304.11277.
@@ -36,13 +35,13 @@ def gather_shards(
     Args:
       shards: {path: this device's shard}; call inside shard_map.
       shardings: {path: how manual axes split it}.
-      transport: how they move.
+      transport: how the tensors move.
 
     Returns:
       {path: whole tensor}, equal on all devices of the axes that split it.
     """
-    move = functools.partial(_gather, shardings=shardings, transport=transport)
-    return on_local_shards(move, shards, shardings)
+    gather = functools.partial(_gather, shardings=shardings, transport=transport)
+    return on_local_shards(gather, shards, shardings)
 
 
 def _gather(
@@ -58,9 +57,9 @@ def _gather(
                 whole |= _gather_bucket({p: group[p] for p in paths}, shardings, n)
                 continue
             x = group[paths[0]]
-            chosen = transport.for_gathers(n * x.nbytes)
+            gathers = transport.for_gathers(n * x.nbytes)
             for dim, dim_axes in shardings[paths[0]].splits:
-                x = chosen.all_gather(x, dim_axes, dim)
+                x = gathers.all_gather(x, dim_axes, dim)
             whole[paths[0]] = x
     return whole
 
@@ -68,15 +67,16 @@ def _gather(
 def _gather_bucket(
     shards: Params, shardings: Mapping[str, ManualSharding], n: int
 ) -> Params:
+    """Gathers the tensors of one bucket by one collective over n devices."""
     axes = shardings[next(iter(shards))].axes
     flat = jnp.concatenate([x.reshape(-1) for x in shards.values()])
     rows, start, whole = lax.all_gather(flat, axes), 0, {}
     for path, x in shards.items():
         ((dim, _),) = shardings[path].splits
-        part = rows[:, start : start + x.size].reshape(n, *x.shape)
+        parts = rows[:, start : start + x.size].reshape(n, *x.shape)
         start += x.size
         shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
-        whole[path] = jnp.moveaxis(part, 0, dim).reshape(shape)
+        whole[path] = jnp.moveaxis(parts, 0, dim).reshape(shape)
     return whole
 
 
@@ -88,13 +88,15 @@ def reduce_scatter_grads(
     """Sums tensors over the axes that split them; every device keeps its shard.
 
     W[D, F] of every device -> W[D_fsdp, F] of the sum: the transpose of
-    `gather_shards`.
-    Communication: (n-1)/n of the whole bytes sent per device.
+    `gather_shards`. Communication: (n-1)/n of the whole bytes sent per device.
 
     Args:
       whole: {path: this device's addend}; call inside shard_map.
       shardings: {path: how manual axes split it}.
-      transport: how they move.
+      transport: how the tensors move.
+
+    Returns:
+      {path: this device's shard of the sum}.
     """
     scatter = functools.partial(
         _reduce_scatter, shardings=shardings, transport=transport
@@ -126,18 +128,18 @@ def _reduce_scatter(
 def _scatter_dim(
     x: Array, dim: int, axes: tuple[str, ...], transport: Transport
 ) -> Array:
-    """Reduce-scatters along one dim, as rows of a matrix."""
+    """Reduce-scatters one dim of a tensor, reshaped to rows of a matrix."""
     n = lax.axis_size(axes)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     if transport.covers(axes) and math.prod(shard[dim:]) < TILE[1]:
-        # Fewer columns than a tile has would be padded, on all devices at once.
+        # Rows narrower than a tile would be padded on all devices; these are wider.
         front = jnp.moveaxis(x, dim, 0)
-        part = transport.reduce_scatter(front.reshape(len(front), -1), axes)
-        return jnp.moveaxis(part.reshape(-1, *front.shape[1:]), 0, dim)
+        rows = transport.reduce_scatter(front.reshape(len(front), -1), axes)
+        return jnp.moveaxis(rows.reshape(-1, *front.shape[1:]), 0, dim)
     if not dim:
         rows = x.reshape(len(x), -1)
     else:
-        # A plain transpose would be undone by the compiler.
+        # The compiler would undo a plain transpose, hence the split into n parts.
         rows = jnp.moveaxis(x.reshape(*x.shape[:dim], n, *shard[dim:]), dim, 0)
         whole_tiles = math.prod(shard) % TILE[0] == 0
         rows = rows.reshape(n * (TILE[0] if whole_tiles else 1), -1)
@@ -147,6 +149,7 @@ def _scatter_dim(
 def _scatter_bucket(
     whole: Params, shardings: Mapping[str, ManualSharding], n: int, transport: Transport
 ) -> Params:
+    """Reduce-scatters the tensors of one bucket together over n devices."""
     rows, shapes = [], {}
     for path, x in whole.items():
         ((dim, _),) = shardings[path].splits
@@ -155,8 +158,8 @@ def _scatter_bucket(
         rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
     axes, start, shards = shardings[next(iter(whole))].axes, 0, {}
     flat = jnp.concatenate(rows, axis=1)
-    if added := padding(flat.shape[1]):
-        flat = jnp.pad(flat, ((0, 0), (0, added)))
+    if extra := padding(flat.shape[1]):
+        flat = jnp.pad(flat, ((0, 0), (0, extra)))
     if flat.shape[1] % math.prod(TILE) == 0:
         flat = flat.reshape(n * TILE[0], -1)
     flat = transport.reduce_scatter(flat, axes).reshape(-1)
@@ -197,10 +200,10 @@ def _all_reduce(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params
 def gather_with(
     gather: Callable[[Params], Params], reduce: Callable[[Params], Params]
 ) -> Callable[[Params], Params]:
-    """A function of leaves whose gradient goes back through `reduce`.
+    """Makes a function leaves -> whole weights whose gradient is `reduce`.
 
-    The gradient of the whole tensors ends up on the leaves even where `gather` returns
-    weights that were gathered before (ZeRO-2).
+    The leaves get the gradient of the whole weights even if `gather` returns weights
+    that were gathered before (ZeRO-2).
     """
 
     @jax.custom_vjp

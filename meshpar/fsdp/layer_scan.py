@@ -1,16 +1,15 @@
-"""A stack of layers whose weights are gathered before use, and again going backward.
+"""A scan over layers that gathers their weights before use, forward and backward.
 
-The scan has a backward pass of its own, so that it is certain what is kept between the
-passes: a layer's input and whatever its rematerialization policy keeps, never a
-gathered weight (a copy of it that the layer itself makes, in another dtype, counts as
-an activation: let `compute_dtype` cast, or rematerialize). The gradient of a layer's
-weights is reduced as soon as it exists. Some weights may be gathered one layer ahead,
-so that the gather hides behind a layer.
+The scan has a backward pass of its own, which fixes the values saved for it: a layer's
+input and whatever its rematerialization policy saves, never a gathered weight. (A copy
+that the layer itself makes in another dtype counts as an activation: let
+`compute_dtype` cast, or rematerialize.) The gradient of a layer's weights is reduced as
+soon as it exists. Weights may be gathered one layer ahead, beside a layer's compute.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +20,31 @@ from meshpar.fsdp.saved import Saved, VjpReader
 from meshpar.fsdp.split_backward import SplitBackward
 
 
+class Rows(NamedTuple):
+    """Consecutive rows of a stack.
+
+    Attributes:
+      start: the first row.
+      numbers: [rows] the layer in every row, negative for padding.
+    """
+
+    start: int | Array
+    numbers: Array
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerScan:
     """Runs consecutive layers of a stack inside shard_map, forward and backward.
 
     Attributes:
       layer: (weights of one layer, x, its number) -> x of the same shapes.
-      gather: (differentiated leaves, constants of one layer) -> its weights, {path:
-        array} in both; of a part of the leaves it makes that part.
+      gather: (leaves, constants) of one layer, {path: array} -> its whole weights; a
+        subset of the leaves gives that subset of the weights.
       reduce: gradient of the weights -> gradient of the leaves.
-      padded: whether some rows are padding, with a number below 0: they pass x on, and
-        whatever their zero weights give going backward is dropped.
-      ahead: paths that are gathered while the layer before computes. The last layer
-        of a pass gathers the first one's again, unused: one gather in `depth + 1`.
+      ahead: paths gathered while the previous layer computes. The last layer of a pass
+        gathers the first one's weights again, unused: depth + 1 gathers in all.
+      padded: whether some rows are padding: they pass x and its gradient on, and their
+        weights' gradients are zeros.
     """
 
     layer: Callable[[Params, Any, Array], Any]
@@ -44,81 +55,88 @@ class LayerScan:
 
     def _sweep(
         self,
-        one: Callable[[Any, Params, Array, Array, Any], tuple[Any, Any]],
+        run_layer: Callable[[Any, Params, Array, Array, Any], tuple[Any, Any]],
         carry: Any,
         leaves: Params,
         constants: Params,
-        rows: tuple[Any, Array],
-        rest: Any,
+        rows: Rows,
+        saved: Any,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """Scans `one(carry, weights, row, number, rest)` over rows of the stack."""
+        """Scans `run_layer(carry, weights, row, number, saved)` over rows."""
         start, numbers = rows
         depth = len(numbers)
 
-        def taken(tree: Params, i: Any) -> Params:
+        def layer_slice(tree: Params, i: Any) -> Params:
             return {
                 path: lax.dynamic_index_in_dim(x, start + i, keepdims=False)
                 for path, x in tree.items()
             }
 
-        coming = {path: x for path, x in leaves.items() if path in self.ahead}
-        own = {path: x for path, x in leaves.items() if path not in self.ahead}
+        prefetched = {path: x for path, x in leaves.items() if path in self.ahead}
+        others = {path: x for path, x in leaves.items() if path not in self.ahead}
 
-        def early(i: Any) -> Params:
-            return self.gather(taken(coming, i), {}) if coming else {}
+        def prefetch(i: Any) -> Params:
+            return self.gather(layer_slice(prefetched, i), {}) if prefetched else {}
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
-            (carry, ready), (i, number, rest) = state, x
-            following = early((i + (depth - 1 if reverse else 1)) % depth)
-            weights = ready | self.gather(taken(own, i), taken(constants, i))
-            carry, y = one(carry, weights, start + i, number, rest)
+            (carry, ready), (i, number, saved) = state, x
+            following = prefetch((i + (depth - 1 if reverse else 1)) % depth)
+            gathered = self.gather(layer_slice(others, i), layer_slice(constants, i))
+            carry, y = run_layer(carry, ready | gathered, start + i, number, saved)
             return (carry, following), y
 
-        first = carry, early(depth - 1 if reverse else 0)
-        xs = jnp.arange(depth), numbers, rest
+        first = carry, prefetch(depth - 1 if reverse else 0)
+        xs = jnp.arange(depth), numbers, saved
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
 
-    def _or(self, number: Array, value: Any, passed: Any) -> Any:
-        """What a layer made, or what padding passes on."""
+    def _unless_padding(self, number: Array, value: Any, other: Any) -> Any:
+        """A layer's result; `other` for padding."""
         if not self.padded:
             return value
-        return jax.tree.map(lambda a, b: jnp.where(number >= 0, a, b), value, passed)
+        return jax.tree.map(lambda a, b: jnp.where(number >= 0, a, b), value, other)
 
-    def _of_layer(self, number: Array, gradient: Params) -> Params:
-        return self._or(number, gradient, jax.tree.map(jnp.zeros_like, gradient))
+    def _mask_gradient(self, number: Array, gradient: Params) -> Params:
+        """The gradient of a layer's weights; zeros for padding."""
+        zeros = jax.tree.map(jnp.zeros_like, gradient)
+        return self._unless_padding(number, gradient, zeros)
 
-    def run(
-        self, leaves: Params, constants: Params, x: Any, rows: tuple[Any, Array]
-    ) -> Any:
-        """The layers' output, keeping nothing.
+    def run(self, leaves: Params, constants: Params, x: Any, rows: Rows) -> Any:
+        """The layers' output; saves nothing.
 
         Args:
           leaves: {path: [depth of the whole stack, ...]}.
-          constants: likewise.
+          constants: {path: [depth of the whole stack, ...]}, not differentiated.
           x: activations.
-          rows: the first row of the stack to run, and the numbers of the layers from
-            there on.
+          rows: the rows of the stack to run.
         """
 
-        def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
-            return self._or(number, self.layer(weights, x, number), x), None
+        def run_layer(
+            x: Any, weights: Params, _: Array, number: Array, __: None
+        ) -> tuple[Any, None]:
+            y = self.layer(weights, x, number)
+            return self._unless_padding(number, y, x), None
 
-        return self._sweep(one, x, leaves, constants, rows, None)[0]
+        return self._sweep(run_layer, x, leaves, constants, rows, None)[0]
 
     def forward(
-        self, leaves: Params, constants: Params, x: Any, rows: tuple[Any, Array]
+        self, leaves: Params, constants: Params, x: Any, rows: Rows
     ) -> tuple[Any, Saved]:
-        """As `run`, with what `backward` needs: arrays [layers run, ...]."""
+        """The layers' output, and the residuals that `backward` needs.
 
-        def one(x: Any, weights: Params, _: Array, number: Array, __: None) -> tuple:
+        Takes the arguments of `run`; the residuals' arrays are [rows, ...].
+        """
+
+        def run_layer(
+            x: Any, weights: Params, _: Array, number: Array, __: None
+        ) -> tuple[Any, Saved]:
             y, vjp = jax.vjp(
                 lambda weights, x: self.layer(weights, x, number), weights, x
             )
-            return self._or(number, y, x), VjpReader.save(vjp, weights)
+            return self._unless_padding(number, y, x), VjpReader.save(vjp, weights)
 
-        return self._sweep(one, x, leaves, constants, rows, None)
+        return self._sweep(run_layer, x, leaves, constants, rows, None)
 
     def backward(
         self,
@@ -126,37 +144,38 @@ class LayerScan:
         constants: Params,
         saved: Saved,
         dx: Any,
-        rows: tuple[Any, Array],
+        rows: Rows,
         sums: Params | None = None,
         on: Array | None = None,
     ) -> tuple[Any, Params]:
-        """From the gradient of the output to that of the input and of the leaves.
+        """The backward pass: (gradient of the input, gradient of the leaves).
 
         Args:
           leaves: as given to `forward`.
-          constants: likewise.
-          saved: what it returned.
+          constants: as given to `forward`.
+          saved: the residuals that `forward` returned.
           dx: gradient of the output.
           rows: as given to `forward`.
           sums: {path: [depth of the whole stack, ...]} to which the gradients of these
-            rows are added in place; without it they are returned, [layers run, ...].
-          on: whether they are added at all; by default they are.
+            rows are added in place; without it they are returned, [rows, ...].
+          on: whether to add them; by default they are added.
         """
 
-        def one(
+        def run_layer(
             carry: tuple, weights: Params, row: Array, number: Array, saved: Saved
         ) -> tuple[tuple, Params]:
             dy, sums = carry
             dweights, dx = saved.reader.vjp(saved, weights)(dy)
-            dweights, dx = self._of_layer(number, dweights), self._or(number, dx, dy)
+            dweights = self._mask_gradient(number, dweights)
+            dx = self._unless_padding(number, dx, dy)
             gradient = self.reduce(dweights)
             if sums is None:
                 return (dx, None), gradient
-            return (dx, _added(sums, gradient, row, on)), {}
+            return (dx, _add_to_row(sums, gradient, row, on)), {}
 
         carry = dx, sums
         (dx, sums), gradient = self._sweep(
-            one, carry, leaves, constants, rows, saved, reverse=True
+            run_layer, carry, leaves, constants, rows, saved, reverse=True
         )
         return dx, gradient if sums is None else sums
 
@@ -166,53 +185,53 @@ class LayerScan:
         constants: Params,
         saved: Saved,
         dx: Any,
-        rows: tuple[Any, Array],
-    ) -> tuple[Any, list[Array]]:
-        """The first part of `backward` (B): (gradient of the input, what W needs)."""
+        rows: Rows,
+    ) -> tuple[Any, Saved]:
+        """B, the first part of `backward`: (gradient of the input, state for W)."""
 
-        def both(weights: Params, args: tuple) -> tuple[Params, Any]:
-            saved, dx = args
-            return saved.reader.vjp(saved, weights)(dx)
+        def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
+            saved, dy = args
+            return saved.reader.vjp(saved, weights)(dy)
 
-        def one(
+        def run_layer(
             dy: Any, weights: Params, _: Array, number: Array, saved: Saved
         ) -> tuple[Any, Saved]:
-            split = SplitBackward.of(both, weights, (saved, dy))
+            split = SplitBackward.of(backward, weights, (saved, dy))
             dx, state = split.run_first(weights, (saved, dy))
-            return self._or(number, dx, dy), Saved.of(state, split)
+            return self._unless_padding(number, dx, dy), Saved.of(state, split)
 
-        return self._sweep(one, dx, leaves, constants, rows, saved, reverse=True)
+        return self._sweep(run_layer, dx, leaves, constants, rows, saved, reverse=True)
 
     def backward_weights(
         self,
         leaves: Params,
         constants: Params,
         state: Saved,
-        rows: tuple[Any, Array],
+        rows: Rows,
         sums: Params,
         on: Array,
     ) -> Params:
-        """The second part (W): sums with the gradients of these rows added if `on`."""
+        """W, the second part: sums with the gradients of these rows added if `on`."""
 
-        def one(
+        def run_layer(
             sums: Params, weights: Params, row: Array, number: Array, state: Saved
         ) -> tuple[Params, None]:
             gradient = state.reader.run_second(weights, state.unpack())
-            gradient = self._of_layer(number, gradient)
-            gradient = self.reduce(gradient)
-            return _added(sums, gradient, row, on), None
+            gradient = self.reduce(self._mask_gradient(number, gradient))
+            return _add_to_row(sums, gradient, row, on), None
 
-        return self._sweep(one, sums, leaves, constants, rows, state)[0]
+        return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
 
 
-def _added(sums: Params, new: Params, row: Array, on: Array | None) -> Params:
-    added = {}
+def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Params:
+    """Adds the gradient of one layer to its row of the sums, if `on`."""
+    result = {}
     for path, total in sums.items():
-        more = new[path].astype(total.dtype)
-        more = more if on is None else jnp.where(on, more, 0)
+        addend = new[path].astype(total.dtype)
+        addend = addend if on is None else jnp.where(on, addend, 0)
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)
-        added[path] = lax.dynamic_update_index_in_dim(total, before + more, row, 0)
-    return added
+        result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
+    return result
 
 
 def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
@@ -222,8 +241,8 @@ def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
       (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.
     """
 
-    def rows(leaves: Params) -> tuple[int, Array]:
-        return 0, jnp.arange(len(next(iter(leaves.values()))))
+    def rows(leaves: Params) -> Rows:
+        return Rows(0, jnp.arange(len(next(iter(leaves.values())))))
 
     @jax.custom_vjp
     def run(leaves: Params, constants: Params, x: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What a forward pass saves for a backward pass: arrays and how to read them.
+"""Residuals that a forward pass saves for a backward pass, as one pytree.
 
 `jax.vjp` returns a function that is a pytree: its leaves are arrays, its structure is
-code. `Saved` keeps the two together as one pytree, so that arrays may go through scans
-and buffers, and whoever gets them can run the backward pass.
+code. `Saved` holds both, so that the arrays can pass through scans and buffers, and
+their receiver can run the backward pass.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class Saved:
     """Arrays that one pass saves for another.
 
     Attributes:
-      arrays: plain arrays; random keys are saved as their data, which a buffer can
-        hold.
-      structure: how to read them.
+      arrays: plain arrays; random keys are saved as their data, as a buffer cannot
+        hold keys.
+      structure: the reader of the arrays.
     """
 
     arrays: list[Array]
@@ -49,8 +49,8 @@ class Saved:
         """Saves arrays for `reader`.
 
         Args:
-          arrays: any arrays, random keys among them.
-          reader: what can use the arrays, such as the structure of a vjp.
+          arrays: any arrays, including random keys.
+          reader: an object that uses the arrays, such as a `VjpReader`.
           *kind: hashable values that are equal in all traces of one function.
         """
         impls = tuple(
@@ -67,11 +67,11 @@ class Saved:
 
     @property
     def reader(self) -> Any:
-        """What can use the arrays."""
+        """The object that uses the arrays."""
         return self.structure.reader
 
     def unpack(self) -> list[Array]:
-        """The arrays as they were given to `of`, random keys among them."""
+        """The arrays as given to `of`, including random keys."""
         return [
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
             for x, impl in zip(self.arrays, self.structure.key_impls, strict=True)
@@ -89,11 +89,11 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class VjpReader:
-    """A vjp function without its arrays and weights.
+    """The structure of a vjp function, without its arrays and weights.
 
     Attributes:
       treedef: structure of the vjp function.
-      weights: for each of its leaves the path of the weight that it is, or None.
+      weights: for each of its leaves the path of the weight, or None for an array.
     """
 
     treedef: Any
@@ -101,7 +101,7 @@ class VjpReader:
 
     @classmethod
     def save(cls, vjp: Callable, weights: Params) -> Saved:
-        """Saves a vjp function, all but its weights: they are gathered again."""
+        """Saves a vjp function without its weights, which are gathered again."""
         leaves, treedef = jax.tree.flatten(vjp)
         paths = tuple(
             next((path for path, w in weights.items() if w is leaf), None)
@@ -111,7 +111,7 @@ class VjpReader:
         return Saved.of(arrays, cls(treedef, paths), paths)
 
     def vjp(self, saved: Saved, weights: Params) -> Callable:
-        """The vjp function, with weights that were gathered again."""
+        """The vjp function, with the given weights in place of the saved paths."""
         arrays = iter(saved.unpack())
         leaves = [next(arrays) if p is None else weights[p] for p in self.weights]
         return jax.tree.unflatten(self.treedef, leaves)

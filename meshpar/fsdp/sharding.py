@@ -13,12 +13,12 @@ from meshpar.layouts.plan import Spec, partition_spec
 
 @dataclasses.dataclass(frozen=True)
 class ManualSharding:
-    """Where the manual axes split one tensor, and where the automatic ones do.
+    """Dims of one tensor that manual axes split, and those that automatic ones split.
 
     Attributes:
       splits: (dim, axes) of every dim that manual axes split.
       rest: the manual axes over which the tensor is whole.
-      automatic: spec over the automatic axes alone.
+      automatic: spec with the automatic axes only.
     """
 
     splits: tuple[tuple[int, tuple[str, ...]], ...]
@@ -29,10 +29,10 @@ class ManualSharding:
     def of(
         cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
     ) -> "ManualSharding":
-        """The sharding of a leaf with mesh axes `spec` per dim.
+        """Makes the sharding of a leaf with mesh axes `spec` per dim.
 
         Raises:
-          LayoutError: a dim splits over an automatic axis first.
+          LayoutError: a dim is split by an automatic axis before a manual one.
         """
         splits, automatic = [], []
         for dim, axes in enumerate(spec):
@@ -56,7 +56,7 @@ class ManualSharding:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The manual part as a spec for shard_map."""
+        """Spec with the manual axes only, for shard_map."""
         dims = dict(self.splits)
         return PartitionSpec(*(dims.get(d) for d in range(max(dims, default=-1) + 1)))
 
@@ -82,10 +82,11 @@ def on_local_shards(
     tree: Params,
     shardings: Mapping[str, ManualSharding],
 ) -> Params:
-    """Moves tensors with the automatic axes manual too, each device its own shard.
+    """Calls `move` with the automatic axes made manual, too: on each device's shards.
 
-    Beside automatic axes a collective would run on tensors made whole over those axes,
-    and TPUs would turn a reduce_scatter into an all_reduce, even for axes of size 1.
+    Otherwise the compiler would make tensors whole over the automatic axes before a
+    collective, and TPUs would turn a reduce_scatter into an all_reduce, even if these
+    axes have size 1.
     """
     kinds = jax.sharding.get_abstract_mesh()
     axes = set(kinds.axis_names) - set(kinds.manual_axes)

@@ -1,9 +1,9 @@
-"""A backward pass cut in two: the gradient of the input first, of the weights later.
+"""Splits a backward pass in two: the gradient of the input, then that of the weights.
 
-Zero-bubble schedules run the second part (W) when a stage would be idle. The cut is
-made in the jaxpr: whatever the gradient of the input needs belongs to the first part
-(B), the rest to the second, and the values that W reads from B are handed over. Nothing
-is computed twice; a loop inside a layer is not cut.
+Zero-bubble schedules run the second part (W) when a stage would be idle. The jaxpr is
+split: equations that the gradient of the input needs belong to the first part (B), the
+others to the second, and B hands over the values that W reads. Nothing is computed
+twice. A loop inside a layer is not split.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
 """
@@ -35,9 +35,10 @@ def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one equation: the values of its output variables."""
     functions, params = compat.bind_params(eqn)
-    found = eqn.primitive.bind(*functions, *values, **params)
-    return found if eqn.primitive.multiple_results else [found]
+    outputs = eqn.primitive.bind(*functions, *values, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def _read(env: dict, atom: Any) -> Any:
@@ -45,20 +46,20 @@ def _read(env: dict, atom: Any) -> Any:
 
 
 def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr with every call in it written out."""
+    """Evaluates a jaxpr with every call in it inlined."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [_read(env, atom) for atom in eqn.invars]
         if eqn.primitive.name in _CALLS:
-            found = _inlined(*_body(eqn), values)
+            outputs = _inlined(*_body(eqn), values)
         else:
-            found = _bind(eqn, values)
-        env.update(zip(eqn.outvars, found, strict=True))
+            outputs = _bind(eqn, values)
+        env.update(zip(eqn.outvars, outputs, strict=True))
     return [_read(env, atom) for atom in jaxpr.outvars]
 
 
 def _without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
-    """(closed jaxpr of fn(*inputs) with every call written out, fn's result tree)."""
+    """(closed jaxpr of fn(*inputs) with every call inlined, fn's result tree)."""
     whole, result = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     closed = jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*inputs)
     return closed, result
@@ -69,12 +70,12 @@ class SplitBackward:
     """The two parts of fn(weights, args) -> (gradient of the weights, rest).
 
     Attributes:
-      jaxpr: all of it, without calls.
+      jaxpr: the whole function, with calls inlined.
       consts: its constants.
-      num_weights: inputs that are weights, which W may read again.
-      first: equations of B, by number; the others that are needed belong to W.
-      second: equations of W.
-      handed_over: variables that B computes, or gets, and W reads.
+      num_weights: number of inputs that are weights, which W may read again.
+      first: equations of B, by number.
+      second: equations of W, by number.
+      handed_over: variables that W reads and that B computes or has as inputs.
       gradients: output variables of W.
       rest: output variables of B.
       gradient_tree: structure of the gradient.
@@ -94,7 +95,7 @@ class SplitBackward:
 
     @classmethod
     def of(cls, fn: Callable[[Any, Any], tuple[Any, Any]], weights: Any, args: Any):
-        """Traces fn(weights, args) and cuts it; only shapes matter."""
+        """Traces fn(weights, args) and splits it; only shapes matter."""
         flat_weights, weights_tree = jax.tree.flatten(weights)
         flat_args, args_tree = jax.tree.flatten(args)
         num_weights = len(flat_weights)
@@ -112,17 +113,17 @@ class SplitBackward:
         gradients, rest = jaxpr.outvars[:count], jaxpr.outvars[count:]
         first = _needed(jaxpr, rest, frozenset())
         second = _needed(jaxpr, gradients, frozenset(first))
-        made = {v for i in second for v in jaxpr.eqns[i].outvars}
-        outside = {*jaxpr.invars[: len(flat_weights)], *jaxpr.constvars}
+        available = {v for i in second for v in jaxpr.eqns[i].outvars}
+        available |= {*jaxpr.invars[:num_weights], *jaxpr.constvars}
         reads = [v for i in second for v in jaxpr.eqns[i].invars] + gradients
-        handed = [v for v in _variables(reads) if v not in made and v not in outside]
+        handed_over = [v for v in _variables(reads) if v not in available]
         return cls(
             jaxpr,
             closed.consts,
-            len(flat_weights),
+            num_weights,
             tuple(first),
             tuple(second),
-            tuple(dict.fromkeys(handed)),
+            tuple(dict.fromkeys(handed_over)),
             tuple(gradients),
             tuple(rest),
             gradient_tree,
@@ -130,6 +131,7 @@ class SplitBackward:
         )
 
     def _start(self, weights: Any) -> dict:
+        """{variable: value} of the constants and the weights."""
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         weights = jax.tree.leaves(weights)
         inputs = self.jaxpr.invars[: self.num_weights]
@@ -138,8 +140,8 @@ class SplitBackward:
     def _run(self, env: dict, numbers: Sequence[int]) -> None:
         for number in numbers:
             eqn = self.jaxpr.eqns[number]
-            found = _bind(eqn, [_read(env, atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, found, strict=True))
+            outputs = _bind(eqn, [_read(env, atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
 
     def run_first(self, weights: Any, args: Any) -> tuple[Any, list[Array]]:
         """B: the rest of fn's results, and the arrays that W needs."""
@@ -154,8 +156,8 @@ class SplitBackward:
         """W: the gradient of the weights."""
         env = self._start(weights) | dict(zip(self.handed_over, state, strict=True))
         self._run(env, self.second)
-        found = [_read(env, v) for v in self.gradients]
-        return jax.tree.unflatten(self.gradient_tree, found)
+        gradients = [_read(env, v) for v in self.gradients]
+        return jax.tree.unflatten(self.gradient_tree, gradients)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -163,7 +165,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _needed(jaxpr: Any, outputs: Sequence[Any], done: frozenset[int]) -> list[int]:
-    """Equations that outputs need, in order, but for those that are done."""
+    """Equations that outputs need, in order, without those that are done."""
     live, numbers = set(_variables(outputs)), []
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]
@@ -180,15 +182,14 @@ def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> s
     Args:
       fn: any function of pytrees.
       params: {key: array or ShapeDtypeStruct}.
-      *args: pytrees of the same; only shapes matter.
+      *args: pytrees of arrays or ShapeDtypeStructs; only shapes matter.
     """
     paths, (leaves, tree) = list(params), jax.tree.flatten(args)
 
     def flat(*inputs: Array) -> list[Array]:
-        given = dict(zip(paths, inputs, strict=False))
-        return jax.tree.leaves(
-            fn(given, *jax.tree.unflatten(tree, inputs[len(given) :]))
-        )
+        params = dict(zip(paths, inputs, strict=False))
+        args = jax.tree.unflatten(tree, inputs[len(params) :])
+        return jax.tree.leaves(fn(params, *args))
 
     closed, _ = _without_calls(flat, (*params.values(), *leaves))
     jaxpr = closed.jaxpr

@@ -1,8 +1,8 @@
-"""The collectives that ZeRO makes, declared from shapes alone.
+"""Declares the collectives of ZeRO, from shapes alone.
 
-`declare_moves` counts the buckets that `gather` moves, and asks the transport which
-collectives a compiled program shows for them; the other functions say how often a step
-moves what, by the policy of `zero`.
+`declare_moves` counts the buckets that `gather` moves, and asks the transport for the
+collectives that a compiled program shows for them. The other functions apply the policy
+of `zero`: which tensors move, and how often per step.
 """
 
 import functools
@@ -25,7 +25,7 @@ Shardings = Mapping[str, ManualSharding]
 Sizes = Mapping[str, int]
 """{mesh axis: size}."""
 
-_SHARED = "embedding, head and the like"
+_SHARED = "embedding, head and other shared tensors"
 
 
 class LayerPass(NamedTuple):
@@ -33,7 +33,7 @@ class LayerPass(NamedTuple):
 
     Attributes:
       name: "forward", "backward" or "forward again".
-      runs: how often a step runs the pass.
+      runs: number of runs per step.
       depth: layers of one run.
     """
 
@@ -43,14 +43,14 @@ class LayerPass(NamedTuple):
 
 
 def ways_of(axes: Iterable[str], sizes: Sizes) -> int:
-    """Devices that axes span together."""
+    """Number of devices along several axes together."""
     return math.prod(sizes[axis] for axis in axes)
 
 
 def local_shape(
     x: jax.ShapeDtypeStruct, sharding: ManualSharding, sizes: Sizes
 ) -> jax.ShapeDtypeStruct:
-    """The part of a tensor that one device moves: its shard over automatic axes."""
+    """Shape of a tensor on one device, split over the automatic axes only."""
     shape = list(x.shape)
     for dim, entry in enumerate(sharding.automatic):
         shape[dim] //= ways_of(_entry_axes(entry), sizes)
@@ -75,12 +75,12 @@ def declare_moves(
 
     Args:
       kind: "all_gather" or "reduce_scatter".
-      shapes: {path: whole tensor, in the dtype that travels}.
+      shapes: {path: whole tensor, in the dtype in which it moves}.
       shardings: {path: how manual axes split it}.
       sizes: {mesh axis: size}.
       transport: how the tensors move.
-      runs: how often a step moves them.
-      why: the reason, for people.
+      runs: number of moves per step.
+      why: the reason, for reports.
     """
     totals: dict[tuple, list[int]] = {}
     split = {
@@ -91,19 +91,21 @@ def declare_moves(
     for axes in dict.fromkeys(shardings[path].axes for path in split):
         group = {path: x for path, x in split.items() if shardings[path].axes == axes}
         for paths in make_buckets(group, shardings, 1):
-            chosen = transport
+            bucket_transport = transport
             if kind == "all_gather":
                 # A bucket of several tensors is gathered by one collective.
                 alone = num_bytes(group[paths[0]]) if len(paths) == 1 else 0
-                chosen = transport.for_gathers(alone)
+                bucket_transport = transport.for_gathers(alone)
             for dim_axes, size in _bucket_moves(kind, paths, group, shardings, sizes):
-                moved = chosen.declare(kind, dim_axes, ways_of(dim_axes, sizes), size)
-                total = totals.setdefault((dim_axes, moved.kind, moved.note), [0, 0])
-                total[0] += moved.count
-                total[1] += moved.payload_bytes
-    for (axes, moved_kind, note), (count, size) in totals.items():
+                ways = ways_of(dim_axes, sizes)
+                movement = bucket_transport.declare(kind, dim_axes, ways, size)
+                key = dim_axes, movement.kind, movement.note
+                total = totals.setdefault(key, [0, 0])
+                total[0] += movement.count
+                total[1] += movement.payload_bytes
+    for (axes, movement_kind, note), (count, size) in totals.items():
         yield DeclaredCollective(
-            moved_kind,
+            movement_kind,
             axes,
             ways_of(axes, sizes),
             runs * count,
@@ -116,7 +118,7 @@ def declare_moves(
 def _bucket_moves(
     kind: str, paths: list[str], shapes: Shapes, shardings: Shardings, sizes: Sizes
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(axes, whole bytes) of each move that makes one bucket whole."""
+    """(axes, whole bytes) of each move of one bucket."""
     if len(paths) > 1:
         axes, dtype = shardings[paths[0]].axes, shapes[paths[0]].dtype
         ways = ways_of(axes, sizes)
@@ -158,7 +160,7 @@ def declared_gathers(
 
     Args:
       zero: the policy.
-      weights: {path: whole weight of one stage, in the dtype that travels}.
+      weights: {path: whole weight of one stage, in the dtype in which it moves}.
       sizes: {mesh axis: size}.
       passes: all passes over the layers.
     """
@@ -196,8 +198,8 @@ def declared_scatters(
 
     Args:
       zero: the policy.
-      weights: {path: whole weight of one stage, in the dtype that travels}.
-      sums: the same weights, in the dtype in which gradients are added up.
+      weights: {path: whole weight of one stage, in the dtype in which it moves}.
+      sums: {path: whole weight of one stage, in the dtype of summed gradients}.
       sizes: {mesh axis: size}.
       passes: all passes over the layers; the last one is the backward pass.
     """

@@ -1,12 +1,13 @@
-"""ZeRO-1, 2 and 3 as one policy: when weights are whole, when gradients are reduced.
+"""ZeRO-1, 2 and 3 as one policy: when weights are gathered and gradients reduced.
 
-    zero=1   weights gathered once a step; gradients reduce-scattered after it
-    zero=2   the same gather; gradients reduce-scattered layer by layer, going backward
-    zero=3   weights gathered layer by layer, forward and again backward
+             weights gathered                  gradients reduce-scattered
+    zero=1   once per step                     once per step
+    zero=2   once per step                     layer by layer, in the backward pass
+    zero=3   layer by layer, in both passes    layer by layer, in the backward pass
 
-Sums over microbatches change this: zero=1 and 2 then add up whole gradients and reduce
-them once a step (no_sync). In a pipeline each tick adds to such a sum; under zero=3 the
-layers gather their weights in every tick that uses them, and reduce gradients in it.
+With several microbatches, zero=1 and 2 sum whole gradients over them and reduce the sum
+once per step (no_sync). A pipeline does so, too; under zero=3 its layers gather weights
+and reduce gradients in every tick that uses them.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
 """
@@ -35,20 +36,20 @@ from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 class Zero:
     """The policy of one program; its methods run inside shard_map.
 
-    "Leaves" are what the loss is differentiated by: shards where the policy gathers
-    inside the loss, whole weights otherwise.
+    The loss is differentiated by "leaves": shards if the policy gathers inside the
+    loss, whole weights otherwise.
 
     Attributes:
       layered: the model layer by layer.
-      layout: gives level, microbatches, remat and prefetch.
+      layout: the layout; its ZeRO level, microbatches, remat and prefetch matter.
       shardings: {path: how manual axes split the tensor}.
       transports: how tensors move.
       in_ticks: whether a pipeline runs the layers, tick by tick.
-      cast: parameters to the dtype of the loss.
+      cast: casts parameters to the compute dtype.
       vary: marks an array as differing over the manual axes.
 
     Raises:
-      LayoutError: a prefetch that matches no sharded parameter of the stack.
+      LayoutError: a prefetch matches no sharded parameter of the stack.
     """
 
     layered: LayeredModel
@@ -60,7 +61,7 @@ class Zero:
     vary: Callable[[Array], Array]
 
     def __post_init__(self):
-        _ = self.prefetched
+        _ = self.prefetched  # Raises for a prefetch without a match.
 
     @functools.cached_property
     def layer_shardings(self) -> dict[str, ManualSharding]:
@@ -78,7 +79,7 @@ class Zero:
             if not hits:
                 raise LayoutError(
                     f"prefetch={regex} matches no sharded parameter of the stack; "
-                    f"there are {', '.join(split)}"
+                    f"write a regex that matches any of {', '.join(split)}"
                 )
             matches |= hits
         return frozenset(matches)
@@ -102,16 +103,17 @@ class Zero:
 
     @property
     def reduces_shared_early(self) -> bool:
-        """Whether embedding and head, too, are reduced inside the backward pass.
+        """Whether shared weights' gradients are reduced inside the backward pass.
 
         A pipeline reduces them once per step.
         """
         return self.reduces_early and not self.in_ticks
 
     def leaves(self, params: Params) -> tuple[Params, Params]:
-        """(leaves, weights that are whole already) from this device's shards."""
-        wire = params if self.transports.widens else self.cast(params)
-        shards = {path: self.vary(x) for path, x in wire.items()}
+        """(leaves, weights that are already gathered) from this device's shards."""
+        # Casting before the gather moves fewer bytes, where transports allow it.
+        moved = params if self.transports.widens else self.cast(params)
+        shards = {path: self.vary(x) for path, x in moved.items()}
         if self.gathers_layers:
             return shards, {}
         whole = gather_shards(shards, self.shardings)
@@ -158,7 +160,7 @@ class Zero:
         shardings: dict[str, ManualSharding],
         transport: Transport,
     ) -> Params:
-        """Whole weights, in the dtype that travels."""
+        """Whole weights, in the dtype in which they move."""
         if self.gathers_layers:
             return gather_shards(leaves, shardings, transport)
         return whole if self.reduces_early else leaves
@@ -181,7 +183,7 @@ class Zero:
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def scattered(self, grads: Params) -> Params:
-        """Gradients reduce-scattered that are still whole, layer by layer."""
+        """Reduce-scatters the gradients that are still whole, layer by layer."""
         shared, stack = self.layered.split(grads)
         transport = self.transports.once
         if self.splits_any and not self.reduces_shared_early:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: one executor for every schedule."""
+"""Pipelines: `spec` and `partition`, the `executor`, and runners that train with it."""

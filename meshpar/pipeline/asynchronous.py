@@ -1,7 +1,7 @@
 """One asynchronous training step: the ticks of PipeDream, inside shard_map.
 
-Each tick runs one forward pass with the weights as they are now, one backward pass with
-the weights that its minibatch met going forward, and one update.
+Each tick runs one forward pass with the current weights, one backward pass with the
+weights that its minibatch used going forward, and one update.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import DictKey, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, parameter_path
 from meshpar.collectives.varying import vary
+from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import WEIGHT, Frame
 from meshpar.lowering.state import Metrics
 from meshpar.pipeline.buffers import (
-    AXIS,
     put_slot,
     send_to_stage,
     take_slot,
@@ -39,14 +39,14 @@ class _Updates(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick on one stage.
+    """State of one stage between ticks; every buffer is [slots + 1, ...].
 
     Attributes:
-      params: its weights as they are now; embedding and head as its own copies.
-      optimizer_state: likewise.
-      inputs: activations that have arrived.
-      saved: stage inputs, each with all weights that they met.
-      gradients: gradients that have arrived.
+      params: the current weights of the stage, with a copy of embedding and head.
+      optimizer_state: the optimizer state of `params`.
+      inputs: buffer of activations that have arrived.
+      saved: buffer of stage inputs, each with all weights that F used.
+      gradients: buffer of gradients that have arrived.
       dx: gradient that this stage sends next.
       metrics: sums over minibatches.
       squares: [M] squared norm of this stage's gradients of every minibatch.
@@ -62,13 +62,21 @@ class _Carry(NamedTuple):
     squares: Array
 
 
+class _HeadResult(NamedTuple):
+    """Metrics and gradient of the head, valid where `on` (the last stage)."""
+
+    on: Array
+    metrics: Metrics
+    gradient: Params
+
+
 @dataclasses.dataclass(frozen=True)
 class AsynchronousStep:
     """The ticks of one training step.
 
     Attributes:
       pipeline: the stages.
-      executor: its ticks, each with all slots.
+      executor: runs the ticks, each with all operations.
       optimizer: updates the weights of a stage.
       owners: {path: the stage that trains it} of tensors outside the stack.
     """
@@ -87,31 +95,31 @@ class AsynchronousStep:
         self, params: Params, optimizer_state: Any, key: Array, batch: Any
     ) -> tuple[Params, Any, Metrics]:
         """Runs all ticks: (weights, optimizer state, means of metrics)."""
-        frame, tables = self.frame, self.pipeline.tables
+        frame, tables = self.frame, self.pipeline.loop.tables
         key, columns = frame.shard_key(key), self.executor.stage_columns()
-        number = lax.axis_index(AXIS)
-        # Weights differ over pipe alone: so must the flags of their updates.
+        stage_index = lax.axis_index(PIPE)
+        # Weights differ over pipe alone, so the flags of their updates must, too.
         updates = _Updates(
             *(
-                jnp.asarray(column)[:, number]
+                jnp.asarray(column)[:, stage_index]
                 for column in (tables.columns.b_on, tables.columns.b_microbatch)
             )
         )
-        own = functools.partial(jax.tree.map, self._of_stage)
+        vary_over_stages = functools.partial(jax.tree.map, self._vary_over_stages)
         with frame.scope():
             m = columns.f_microbatch[0]
-            stage = self.pipeline.stage(*self._used(params), batch, key)
+            stage = self.pipeline.stage(*self._compute_weights(params), batch, key)
             x = jax.eval_shape(lambda: stage.embed(m))
-            kept = x, jax.eval_shape(lambda: self._used(params))
+            saved = x, jax.eval_shape(lambda: self._compute_weights(params))
             carry = _Carry(
-                own(params),
-                own(optimizer_state),
-                zeros_like(x, self.frame.vary, tables.num_inputs + 1),
-                zeros_like(kept, self.frame.vary, tables.num_saved + 1),
-                zeros_like(x, self.frame.vary, tables.num_gradients + 1),
-                zeros_like(x, self.frame.vary),
+                vary_over_stages(params),
+                vary_over_stages(optimizer_state),
+                zeros_like(x, frame.vary, tables.num_inputs + 1),
+                zeros_like(saved, frame.vary, tables.num_saved + 1),
+                zeros_like(x, frame.vary, tables.num_gradients + 1),
+                zeros_like(x, frame.vary),
                 self.executor.no_metrics(stage, m),
-                self._of_stage(jnp.zeros(frame.layout.microbatches)),
+                self._vary_over_stages(jnp.zeros(frame.layout.microbatches)),
             )
 
             def tick(
@@ -122,21 +130,22 @@ class AsynchronousStep:
             carry = lax.scan(tick, carry, (columns, updates))[0]
         means = frame.means(carry.metrics)
         means.pop(WEIGHT)
-        norms = jnp.sqrt(lax.psum(carry.squares, AXIS))
+        norms = jnp.sqrt(lax.psum(carry.squares, PIPE))
         params, optimizer_state = (
-            self._collected(tree) for tree in (carry.params, carry.optimizer_state)
+            self._broadcast_shared(tree)
+            for tree in (carry.params, carry.optimizer_state)
         )
         return params, optimizer_state, means | {"grad_norm": jnp.mean(norms)}
 
-    def _of_stage(self, x: Array) -> Array:
-        """Marks an array as differing over pipe."""
+    def _vary_over_stages(self, x: Array) -> Array:
+        """Marks an array as differing over pipe (and over replicas)."""
         replicas = set(self.frame.all_manual_axes) - set(self.frame.manual_axes)
-        return vary(x, (*replicas, AXIS))
+        return vary(x, (*replicas, PIPE))
 
-    def _used(self, params: Params) -> tuple[Params, Params]:
-        """Weights as a minibatch meets them: embedding and head, and the layers."""
-        used = jax.tree.map(self.frame.vary, self.frame.cast(params))
-        return self.frame.layered.split(used)
+    def _compute_weights(self, params: Params) -> tuple[Params, Params]:
+        """Weights in the compute dtype: embedding and head, and the layers."""
+        weights = jax.tree.map(self.frame.vary, self.frame.cast(params))
+        return self.frame.layered.split(weights)
 
     def _tick(
         self,
@@ -146,81 +155,101 @@ class AsynchronousStep:
         row: Columns,
         updates: _Updates,
     ) -> _Carry:
-        num, batch_axes = self.frame.layout.pipe, self.frame.batch_axes
-        gradients = put_slot(
-            carry.gradients, row.gradient_arrived, send_to_stage(carry.dx, -1, num)
-        )
-        used = self._used(carry.params)
-        now = self.pipeline.stage(*used, batch, key)
+        """One tick: a gradient arrives, F with head and loss, B, update."""
+        dy = send_to_stage(carry.dx, -1, self.frame.layout.pipe)
+        gradients = put_slot(carry.gradients, row.gradient_arrived, dy)
+        carry = carry._replace(gradients=gradients)
+        carry, head = self._forward(batch, key, carry, row)
+        carry, gradient = self._backward(batch, key, carry, row, head)
+        carry = self._update(carry, gradient, updates)
+        metrics = {
+            name: total + jnp.where(head.on, head.metrics[name], 0.0)
+            for name, total in carry.metrics.items()
+        }
+        return carry._replace(metrics=metrics)
+
+    def _forward(
+        self, batch: Any, key: Array, carry: _Carry, row: Columns
+    ) -> tuple[_Carry, _HeadResult]:
+        """F with head and loss."""
+        weights = self._compute_weights(carry.params)
+        stage = self.pipeline.stage(*weights, batch, key)
         x = where_tree(
             row.first > 0,
-            now.embed(row.f_microbatch),
+            stage.embed(row.f_microbatch),
             take_slot(carry.inputs, row.f_input),
         )
-        y = now.run(row.f_chunk, row.f_microbatch, x)
-        saved = put_slot(carry.saved, row.f_saved, (x, used))
-        inputs = put_slot(carry.inputs, row.arrived, send_to_stage(y, 1, num))
+        y = stage.run(row.f_chunk, row.f_microbatch, x)
+        saved = put_slot(carry.saved, row.f_saved, (x, weights))
+        x = send_to_stage(y, 1, self.frame.layout.pipe)
+        inputs = put_slot(carry.inputs, row.arrived, x)
         last = row.last > 0
-        metrics, dy, of_head = now.head(row.f_microbatch, y, last)
-        total = metrics[WEIGHT]
-        if batch_axes:
-            total = lax.psum(total, batch_axes)
-        total = jnp.where(total == 0, 1.0, total)  # Then all gradients are 0, too.
-        dy, of_head = jax.tree.map(lambda g: (g / total).astype(g.dtype), (dy, of_head))
-        gradients = put_slot(gradients, row.head_gradient, dy)
-
-        x, (shared, stack) = take_slot(saved, row.b_saved)
-        then = self.pipeline.stage(shared, stack, batch, key)
-        dy = take_slot(gradients, row.b_gradient)
-        zeros = zeros_like(stack, self.frame.vary, dtype=jnp.float32)
-        back = row.b_microbatch
-        dx, of_stack = then.backward(row.b_chunk, back, x, dy, zeros, row.b_on > 0)
-        of_embed = then.embed_backward(back, dx, row.b_first > 0)
-        shared = {
-            path: jnp.where(last, of_head[path], 0.0).astype(jnp.float32)
-            + jnp.where(row.b_first > 0, g, 0.0).astype(jnp.float32)
-            for path, g in of_embed.items()
-        }
-        gradient = {**shared, **of_stack}
-        if batch_axes:
-            gradient = lax.psum(gradient, batch_axes)
-        return self._updated(carry, gradient, updates)._replace(
+        metrics, dy, gradient = stage.head(row.f_microbatch, y, last)
+        weight = metrics[WEIGHT]
+        if self.frame.batch_axes:
+            weight = lax.psum(weight, self.frame.batch_axes)
+        weight = jnp.where(weight == 0, 1.0, weight)  # Then all gradients are 0, too.
+        dy, gradient = jax.tree.map(
+            lambda g: (g / weight).astype(g.dtype), (dy, gradient)
+        )
+        carry = carry._replace(
             inputs=inputs,
             saved=saved,
-            gradients=gradients,
-            dx=dx,
-            metrics={
-                name: total + jnp.where(last, metrics[name], 0.0)
-                for name, total in carry.metrics.items()
-            },
+            gradients=put_slot(carry.gradients, row.head_gradient, dy),
         )
+        return carry, _HeadResult(last, metrics, gradient)
 
-    def _updated(self, carry: _Carry, gradient: Params, updates: _Updates) -> _Carry:
-        """One step of the optimizer on this stage, where it is time."""
+    def _backward(
+        self,
+        batch: Any,
+        key: Array,
+        carry: _Carry,
+        row: Columns,
+        head: _HeadResult,
+    ) -> tuple[_Carry, Params]:
+        """B with the saved weights; also returns the gradient of all weights."""
+        x, (shared, stack) = take_slot(carry.saved, row.b_saved)
+        stage = self.pipeline.stage(shared, stack, batch, key)
+        dy = take_slot(carry.gradients, row.b_gradient)
+        zeros = zeros_like(stack, self.frame.vary, dtype=jnp.float32)
+        on, microbatch = row.b_on > 0, row.b_microbatch
+        dx, stack_gradient = stage.backward(row.b_chunk, microbatch, x, dy, zeros, on)
+        embed_gradient = stage.embed_backward(microbatch, dx, row.b_first > 0)
+        shared_gradient = {
+            path: jnp.where(head.on, head.gradient[path], 0.0).astype(jnp.float32)
+            + jnp.where(row.b_first > 0, g, 0.0).astype(jnp.float32)
+            for path, g in embed_gradient.items()
+        }
+        gradient = {**shared_gradient, **stack_gradient}
+        if self.frame.batch_axes:
+            gradient = lax.psum(gradient, self.frame.batch_axes)
+        return carry._replace(dx=dx), gradient
+
+    def _update(self, carry: _Carry, gradient: Params, updates: _Updates) -> _Carry:
+        """One optimizer step on this stage, in ticks with B."""
         gradient = {p: g.astype(carry.params[p].dtype) for p, g in gradient.items()}
         changes, state = self.optimizer.update(
             gradient, carry.optimizer_state, carry.params
         )
-        on, new = updates.on > 0, optax.apply_updates(carry.params, changes)
+        on, params = updates.on > 0, optax.apply_updates(carry.params, changes)
         squares = sum(jnp.sum(jnp.square(g)) for g in gradient.values())
         return carry._replace(
-            params=where_tree(on, new, carry.params),
+            params=where_tree(on, params, carry.params),
             optimizer_state=where_tree(on, state, carry.optimizer_state),
             squares=carry.squares.at[updates.microbatch].add(
                 jnp.where(on, squares, 0.0)
             ),
         )
 
-    def _collected(self, tree: Any) -> Any:
-        """Tensors outside the stack from their owners to all stages."""
-        stage, owners = lax.axis_index(AXIS), self.owners
+    def _broadcast_shared(self, tree: Any) -> Any:
+        """Sends tensors outside the stack from their owners to all stages."""
+        stage, owners = lax.axis_index(PIPE), self.owners
         stack = self.frame.layered.split(self.frame.plan.parameters)[1]
 
-        def leaf(keys: Any, x: Array) -> Array:
-            paths = [key.key for key in keys if isinstance(key, DictKey)]
-            if any(path in stack for path in paths):
+        def broadcast(keys: Any, x: Array) -> Array:
+            if parameter_path(keys, stack) is not None:
                 return x
-            owner = next((owners[path] for path in paths if path in owners), 0)
-            return lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), AXIS)
+            owner = owners.get(parameter_path(keys, owners), 0)
+            return lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), PIPE)
 
-        return tree_map_with_path(leaf, tree)
+        return tree_map_with_path(broadcast, tree)

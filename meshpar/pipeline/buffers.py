@@ -1,6 +1,7 @@
-"""What waits between the ticks of a pipeline, and how it gets from stage to stage.
+"""Buffers between the ticks of a pipeline, and the sends between its stages.
 
-A buffer is a tree of arrays [slots + 1, ...], whose last slot takes what nobody needs.
+A buffer is a tree of arrays [slots + 1, ...]; values that no tick reads go to the last
+slot.
 """
 
 from collections.abc import Callable
@@ -13,41 +14,39 @@ from jax import lax
 from meshpar.arrays import Array
 from meshpar.layouts.axes import PIPE
 
-AXIS = PIPE
-"""The mesh axis of the stages."""
-
 
 def send_to_stage(x: Any, step: int, num_stages: int, wraps: bool = False) -> Any:
-    """From every stage to the one after (step=1) or before (step=-1).
+    """Sends a tree from every stage to the next (step=1) or the previous (step=-1) one.
 
-    The last stage sends to the first one only if `wraps`; who gets nothing gets zeros.
+    Only if `wraps` do the last stage and the first one send to each other; otherwise
+    the stage at the end receives zeros.
     """
     pairs = [
         (stage, (stage + step) % num_stages)
         for stage in range(num_stages)
         if wraps or 0 <= stage + step < num_stages
     ]
-    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x)
+    return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
 
 def zeros_like(
     like: Any, vary: Callable[[Array], Array], *lead: int, dtype: Any = None
 ) -> Any:
-    """Zeros [*lead, ...] of the shapes of a tree."""
+    """Zeros [*lead, ...] for every leaf of a tree, in its dtype or the given one."""
     return jax.tree.map(
         lambda x: vary(jnp.zeros((*lead, *x.shape), dtype or x.dtype)), like
     )
 
 
 def take_slot(buffer: Any, slot: Array) -> Any:
-    """What lies in a slot."""
+    """Reads a slot of a buffer."""
     return jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), buffer
     )
 
 
 def put_slot(buffer: Any, slot: Array, value: Any) -> Any:
-    """The buffer with a value in a slot."""
+    """Returns the buffer with `value` in a slot."""
     return jax.tree.map(
         lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0),
         buffer,
@@ -56,5 +55,5 @@ def put_slot(buffer: Any, slot: Array, value: Any) -> Any:
 
 
 def where_tree(on: Array, value: Any, other: Any) -> Any:
-    """One tree or the other."""
+    """`jnp.where` on every leaf of two trees."""
     return jax.tree.map(lambda a, b: jnp.where(on, a, b), value, other)

@@ -1,9 +1,9 @@
-"""The order in which a pipeline stores its layers, and the model's own.
+"""Converts stacked parameters between the model's order and a pipeline's.
 
-Stages hold several chunks, or unequal numbers of layers, so a stack is stored in
-another order than the model's, and with padding (`partition.Partition`). Training runs
-on arrays as stored; checkpoints, comparisons and models that are used have the model's
-order, so nothing outside a program depends on its layout.
+If stages hold several chunks or unequal numbers of layers, a pipeline stores a stack
+in another order than the model's, and with padding (`partition.Partition`). Training
+runs on arrays as stored. Checkpoints, comparisons and bound models have the model's
+order, so that nothing outside a program depends on its layout.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, tree_map_with_path
 
-from meshpar.arrays import Params
+from meshpar.arrays import Params, parameter_path
 from meshpar.errors import LayoutError
 from meshpar.models.model import Model
 from meshpar.pipeline.partition import Partition
@@ -22,71 +22,74 @@ from meshpar.pipeline.partition import Partition
 
 @dataclasses.dataclass(frozen=True)
 class LayerOrder:
-    """Turns trees of parameters between the two orders.
+    """Converts trees of parameters between the two orders.
 
     Attributes:
-      partition: which layers every stage holds.
-      prefix: what the paths of stacked parameters begin with.
+      partition: the layers of every stage.
+      prefix: the first part of the paths of stacked parameters.
     """
 
     partition: Partition
     prefix: str
 
-    def _mapped(self, fn: Callable[[Any], Any], tree: Any, length: int) -> Any:
+    def _map_stacked(self, fn: Callable[[Any], Any], tree: Any, length: int) -> Any:
         """Applies fn to every leaf [length, ...] below the path of a stacked tensor."""
 
-        def one(keys: Any, leaf: Any) -> Any:
+        def convert(keys: Any, leaf: Any) -> Any:
             paths = [key.key for key in keys if isinstance(key, DictKey)]
-            ours = any(str(path).startswith(self.prefix) for path in paths)
-            return fn(leaf) if ours and leaf.shape[:1] == (length,) else leaf
+            stacked = any(str(path).startswith(self.prefix) for path in paths)
+            return fn(leaf) if stacked and leaf.shape[:1] == (length,) else leaf
 
-        return tree_map_with_path(one, tree)
+        return tree_map_with_path(convert, tree)
 
     def in_model_order(self, tree: Any) -> Any:
         """Leaves [depth, ...] from leaves as stored."""
-        return self._mapped(self.partition.restore, tree, len(self.partition.order))
+        rows = len(self.partition.order)
+        return self._map_stacked(self.partition.restore, tree, rows)
 
     def as_stored(self, tree: Any) -> Any:
         """Leaves as stored from leaves [depth, ...]."""
-        return self._mapped(self.partition.store, tree, self.partition.depth)
+        return self._map_stacked(self.partition.store, tree, self.partition.depth)
 
     def abstract_in_model_order(self, tree: Any) -> Any:
-        """The same of ShapeDtypeStructs; `pipe` splits the depth if it divides it."""
+        """ShapeDtypeStructs [depth, ...] from those of leaves as stored.
+
+        `pipe` splits the depth if it divides it; otherwise each stage has all layers.
+        """
         depth = self.partition.depth
 
-        def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def convert(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = leaf.sharding
             if depth % self.partition.num_stages:
                 spec = PartitionSpec(None, *sharding.spec[1:])
                 sharding = NamedSharding(sharding.mesh, spec)
             return leaf.update(shape=(depth, *leaf.shape[1:]), sharding=sharding)
 
-        return self._mapped(one, tree, len(self.partition.order))
+        return self._map_stacked(convert, tree, len(self.partition.order))
 
     def check_optimizer(self, state: Any, params: Params) -> None:
-        """Refuses optimizers that mix layers, which padding would change.
+        """Refuses optimizers that mix layers, as padding would change their updates.
 
         Raises:
-          LayoutError: a leaf of the optimizer state that belongs to a stacked tensor
-            and has another shape than it.
+          LayoutError: a leaf of the optimizer state belongs to a stacked tensor and
+            has neither its shape nor is a scalar.
         """
+        stack = [path for path in params if path.startswith(self.prefix)]
 
-        def one(keys: Any, leaf: Any) -> None:
-            for key in keys:
-                path = key.key if isinstance(key, DictKey) else ""
-                if path in params and str(path).startswith(self.prefix):
-                    if leaf.shape not in ((), params[path].shape):
-                        raise LayoutError(
-                            f"the optimizer keeps {leaf.shape} for {path} "
-                            f"{params[path].shape}: it mixes layers, and this "
-                            "pipeline stores them in another order or padded; use "
-                            "schedule=1f1b with a depth that pipe divides"
-                        )
+        def check(keys: Any, leaf: Any) -> None:
+            path = parameter_path(keys, stack)
+            if path is not None and leaf.shape not in ((), params[path].shape):
+                raise LayoutError(
+                    f"the optimizer keeps {leaf.shape} for {path} "
+                    f"{params[path].shape}: it mixes layers, and this pipeline stores "
+                    "them in another order or padded; use schedule=1f1b with a depth "
+                    "that pipe divides"
+                )
 
-        tree_map_with_path(one, state)
+        tree_map_with_path(check, state)
 
     def stored(self, model: Model) -> Model:
-        """The model whose parameters are as stored."""
+        """The model with parameters as stored."""
         rows = len(self.partition.order)
         params = {
             path: dataclasses.replace(param, shape=(rows, *param.shape[1:]))
@@ -94,14 +97,14 @@ class LayerOrder:
             else param
             for path, param in model.params.items()
         }
-        back = self.in_model_order
+        restore = self.in_model_order
         return dataclasses.replace(
             model,
             params=params,
             init=lambda key: self.as_stored(model.init(key)),
-            loss=lambda params, batch, key: model.loss(back(params), batch, key),
+            loss=lambda params, batch, key: model.loss(restore(params), batch, key),
             evaluation_loss=lambda params, batch: model.evaluation_loss(
-                back(params), batch
+                restore(params), batch
             ),
-            bind=lambda params: model.bind(back(params)),
+            bind=lambda params: model.bind(restore(params)),
         )

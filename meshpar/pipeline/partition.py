@@ -1,7 +1,7 @@
-"""Which layers each stage of a pipeline holds: even, by hand, or balanced by cost.
+"""Partitions of layers over pipeline stages: even, given, or balanced by cost.
 
 Chunk v of stage p is position v * num_stages + p of the model. Every position has
-`rows` rows in the stacked parameters, of which the last may be padding: an array
+`rows` rows in the stacked parameters, of which the last may be padding. An array
 [depth, ...] in the model's order becomes [num_stages * num_chunks * rows, ...], stage
 by stage, so that splitting its first dim over `pipe` gives every stage its chunks.
 """
@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.arrays import abstract, abstract_layer
 from meshpar.errors import LayoutError
 from meshpar.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How many layers every position of a pipeline holds.
+    """The number of layers of every position of a pipeline.
 
     Attributes:
       num_stages: P, the size of the mesh axis `pipe`.
@@ -56,18 +57,18 @@ class Partition:
 
     @property
     def moves(self) -> bool:
-        """Whether layers are stored in another order than the model's."""
+        """Whether layers are stored in another order than the model's, or padded."""
         return not np.array_equal(self.order, np.arange(self.depth))
 
     def store(self, x: jax.Array) -> jax.Array:
-        """From [depth, ...] in the model's order to rows as stored; padding is 0."""
+        """Rows as stored from [depth, ...] in the model's order; padding is 0."""
         order = self.order
         rows = jnp.take(x, np.maximum(order, 0), axis=0)
         real = (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(real, rows, jnp.zeros_like(rows))
 
     def restore(self, x: jax.Array) -> jax.Array:
-        """From rows as stored to [depth, ...] in the model's order."""
+        """[depth, ...] in the model's order from rows as stored."""
         order = self.order
         rows = np.argsort(np.where(order < 0, len(order), order), kind="stable")
         return jnp.take(x, rows[: self.depth], axis=0)
@@ -76,11 +77,17 @@ class Partition:
 def make_partition(
     depth: int, num_stages: int, num_chunks: int = 1, sizes: Sequence[int] = ()
 ) -> Partition:
-    """A partition with the sizes that are given, or as even as can be.
+    """Makes a partition of the given sizes, or of sizes as even as possible.
+
+    Args:
+      depth: layers of the model.
+      num_stages: P, the size of the mesh axis `pipe`.
+      num_chunks: V, chunks of layers per stage.
+      sizes: layers of every position; empty for an even partition.
 
     Raises:
-      LayoutError: sizes that are not one per position, or do not add up; fewer layers
-        than positions.
+      LayoutError: there are fewer layers than positions, or the sizes are not one per
+        position, at least 1 each and `depth` in all.
     """
     positions = num_stages * num_chunks
     if depth < positions:
@@ -108,26 +115,23 @@ class Costs(NamedTuple):
 
 
 def measured_costs(model: Model, batch: Any) -> Costs:
-    """Costs of a layered model's parts, as its compiled forward passes count them.
+    """Costs of a model's parts, by XLA's cost analysis of their forward passes.
 
-    For `balanced([costs.layer] * depth, P, costs.embed, costs.head)`.
+    Use them as `balanced_sizes([costs.layer] * depth, P, costs.embed, costs.head)`.
 
     Args:
-      model: from `from_nnx` with a `LayerStack`.
+      model: made by `from_nnx` with a `LayerStack`.
       batch: pytree of arrays or ShapeDtypeStructs; only shapes matter.
 
     Raises:
-      LayoutError: the model has no stages.
+      LayoutError: the model has no layered form.
     """
     if (layered := model.layered) is None:
-        raise LayoutError("the model has no layered form (give from_nnx a LayerStack)")
-    shared, stack = layered.split(
-        {
-            path: jax.ShapeDtypeStruct(param.shape, param.dtype)
-            for path, param in model.params.items()
-        }
-    )
-    one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in stack.items()}
+        raise LayoutError(
+            "the model has no layered form: make it by from_nnx with a LayerStack"
+        )
+    shared, stack = layered.split(abstract(model.params))
+    layer = abstract_layer(stack)
     x = jax.eval_shape(lambda p, b: layered.embed(p, b, None), shared, batch)
 
     def flops(fn: Callable[..., Any], *args: Any) -> float:
@@ -136,7 +140,7 @@ def measured_costs(model: Model, batch: Any) -> Costs:
 
     return Costs(
         flops(lambda p, b: layered.embed(p, b, None), shared, batch),
-        flops(lambda p, x: layered.layer(p, x, None), one, x),
+        flops(lambda p, x: layered.layer(p, x, None), layer, x),
         flops(lambda p, x, b: layered.head_loss(p, x, b, None)[0], shared, x, batch),
     )
 
@@ -144,27 +148,29 @@ def measured_costs(model: Model, batch: Any) -> Costs:
 def balanced_sizes(
     costs: Sequence[float], positions: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Cuts layers into runs whose dearest one is as cheap as possible.
+    """Cuts layers into runs such that the most expensive run costs least.
 
     Args:
       costs: cost c_i of every layer, in any unit.
       positions: number of runs; at most the number of layers.
-      first: what the first run carries beside its layers (the embedding).
-      last: what the last one carries (the head).
+      first: cost of the embedding, which the first run carries too.
+      last: cost of the head, which the last run carries too.
 
     Returns:
-      Layers of every run. Of equally good cuts the one whose runs are most even.
+      Layers of every run; among equally good cuts those of the most even one.
 
     Raises:
-      LayoutError: more runs than layers.
+      LayoutError: there are more runs than layers.
 
     Source: Huang et al., GPipe, arXiv:1811.06965, section 2.1 (estimates c_i, and a
       partition that minimizes the variance of the runs' costs).
     """
     depth, sums = len(costs), [0.0, *itertools.accumulate(costs)]
     if not 1 <= positions <= depth:
-        raise LayoutError(f"{depth} layers cannot be cut into {positions} runs")
-    # best[n][i]: (dearest run, sum of squares) of the first i layers in n runs.
+        raise LayoutError(
+            f"{depth} layers cannot be cut into {positions} runs; use 1 to {depth}"
+        )
+    # best[n][i]: (largest cost, sum of squared costs) of i layers cut into n runs.
     worst = float("inf"), float("inf")
     best = [[worst] * (depth + 1) for _ in range(positions + 1)]
     cut = [[0] * (depth + 1) for _ in range(positions + 1)]
@@ -174,10 +180,10 @@ def balanced_sizes(
         for i in range(n, depth + 1):
             for j in range(n - 1, i):
                 cost = sums[i] - sums[j] + extra
-                dearest, squares = best[n - 1][j]
-                found = max(dearest, cost), squares + cost * cost
-                if found < best[n][i]:
-                    best[n][i], cut[n][i] = found, j
+                largest, squares = best[n - 1][j]
+                score = max(largest, cost), squares + cost * cost
+                if score < best[n][i]:
+                    best[n][i], cut[n][i] = score, j
     sizes, end = [], depth
     for n in range(positions, 0, -1):
         start = cut[n][end]

@@ -1,12 +1,12 @@
 """PipeDream: asynchronous 1F1B with weight stashing, a staleness mode of pipelines.
 
 Every microbatch is a minibatch of its own. A stage updates its weights after each
-backward pass and does not wait for the others, so what a minibatch meets on the way
-are weights of different ages. Forward and backward pass of one minibatch use the same
-weights on each stage (weight stashing); different stages may use different ones (no
-vertical sync). On stage p of P the weights lag 2(P-1-p) updates behind: two operations
-share a tick; with one at a time it would be P-1-p. A training step runs M minibatches
-and then drains.
+backward pass and does not wait for the others, so a minibatch passes through weights of
+different ages. Forward and backward pass of a minibatch use the same weights on each
+stage (weight stashing), but weights of different ages on different stages (no vertical
+sync). On stage p of P the weights lag 2(P-1-p) updates behind, because F and B share a
+tick; with one operation per tick they would lag P-1-p. A training step runs M
+minibatches and then drains.
 
 Source: Narayanan et al., PipeDream, arXiv:1806.03377, sections 3.2 and 3.3.
 """
@@ -41,11 +41,11 @@ from meshpar.schedules.ticks import Phase
 
 
 def reason_unsupported(layout: Layout, name: str, clip_norm: float | None) -> str:
-    """Why stages cannot update weights by themselves under a layout; "" if they can.
+    """The reason why stages cannot update weights by themselves; "" if they can.
 
     Args:
       layout: the layout.
-      name: of the schedule.
+      name: name of the schedule.
       clip_norm: largest global gradient norm, or None.
     """
     for setting, is_set in (
@@ -72,7 +72,7 @@ class PipeDreamRunner(Runner):
       optimizer: updates the weights of each stage after each backward pass.
 
     Raises:
-      LayoutError: weights or optimizer state that no stage has whole.
+      LayoutError: no stage has whole weights, or their whole optimizer state.
     """
 
     pipeline: PipelineRunner
@@ -87,8 +87,8 @@ class PipeDreamRunner(Runner):
             )
         stack = self.frame.layered.split(plan.parameters)[1]
         for leaf in plan.optimizer:
-            ours = any(f"['{path}']" in leaf.path for path in stack)
-            if ours and leaf.spec[:1] != ((PIPE,),):
+            stacked = any(f"['{path}']" in leaf.path for path in stack)
+            if stacked and leaf.spec[:1] != ((PIPE,),):
                 raise LayoutError(
                     f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
                     "which no stage has alone; use one that works elementwise"
@@ -103,15 +103,16 @@ class PipeDreamRunner(Runner):
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """Runs the same ticks, each of which has all slots."""
+        """Runs the ticks of the schedule, each with all operations."""
         executor, ticks = self.pipeline.executor, self.pipeline.spec.schedule.num_ticks
-        every = Phase(0, ticks, True, True, False, True)
-        tables = dataclasses.replace(executor.tables, phases=(every,))
-        return dataclasses.replace(executor, tables=tables)
+        phase = Phase(0, ticks, True, True, False, True)
+        tables = dataclasses.replace(executor.loop.tables, phases=(phase,))
+        loop = dataclasses.replace(executor.loop, tables=tables)
+        return dataclasses.replace(executor, loop=loop)
 
     @property
     def layer_passes(self) -> list[LayerPass]:
-        """Every pass over one stage's layers in one step: each runs in all ticks."""
+        """Every pass over one stage's layers in one step; each runs in all ticks."""
         ticks, rows = self.pipeline.spec.schedule.num_ticks, self._rows
         names = "forward", "forward again", "backward"
         return [LayerPass(name, ticks, rows) for name in names]
@@ -123,16 +124,16 @@ class PipeDreamRunner(Runner):
 
     @property
     def sums_dtype(self) -> Any:
-        """Float32, as in a pipeline that waits."""
+        """Float32, as in a synchronous pipeline."""
         return self.pipeline.sums_dtype
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
-        """Metrics and gradients of one moment, without updates."""
+        """Metrics and gradients at the given weights, without updates."""
         return self.pipeline.sums(params, batch, key)
 
     @property
     def evaluates(self) -> bool:
-        """Stages evaluate too."""
+        """True: no device holds the whole model, so stages evaluate it together."""
         return True
 
     def evaluate(self, params: Params, batch: Any) -> Metrics:
@@ -141,12 +142,12 @@ class PipeDreamRunner(Runner):
 
     @property
     def trains(self) -> bool:
-        """Weights change within a step."""
+        """True: weights change within a step."""
         return True
 
     @property
     def reason_not_equal(self) -> str:
-        """Weights are stale on purpose."""
+        """The reason: weights are stale on purpose."""
         return (
             f"schedule={self.pipeline.spec.schedule.name} trains with stale weights on "
             "purpose, so it does not equal one device: verify schedule=1f1b, which has "
@@ -154,21 +155,24 @@ class PipeDreamRunner(Runner):
         )
 
     def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
-        """Gradients of each tick, and at the end of the step the edges."""
+        """Gradients of each tick; embedding and head once per step."""
         del batch
-        frame, sizes = self.frame, self.frame.mesh.shape
-        ticks, manual = self.pipeline.spec.schedule.num_ticks, frame.manual_axes
+        frame, ticks = self.frame, self.pipeline.spec.schedule.num_ticks
+        manual = frame.manual_axes
         ways, size = frame.ways(manual), 4 * num_metrics
         yield DeclaredCollective(
             "all_reduce", manual, ways, 1, size, "loss and metrics"
         )
         if axes := frame.batch_axes:
-            shapes, shardings = frame.stage_weights(jnp.float32), self.zero.shardings
-            local = [local_shape(x, shardings[p], sizes) for p, x in shapes.items()]
-            size, ways = ticks * sum(map(num_bytes, local)), frame.ways(axes)
-            count, why = ticks * (len(local) + 1), "gradients of every minibatch"
+            shardings, sizes = self.zero.shardings, frame.mesh.shape
+            shapes = [
+                local_shape(x, shardings[path], sizes)
+                for path, x in frame.stage_weights(jnp.float32).items()
+            ]
+            size, ways = ticks * sum(map(num_bytes, shapes)), frame.ways(axes)
+            count, why = ticks * (len(shapes) + 1), "gradients of every minibatch"
             yield DeclaredCollective("all_reduce", axes, ways, count, size, why)
-            why = "its weight, if the model gives one"
+            why = "weight of every minibatch, if the model gives one"
             yield DeclaredCollective(
                 "all_reduce", axes, ways, 0, 4 * ticks, why, bound=True
             )
@@ -185,35 +189,36 @@ class PipeDreamRunner(Runner):
         )
 
     def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """Messages between stages."""
-        return declared_sends(self.frame, self.executor, batch)
+        """Sends between stages."""
+        return declared_sends(self.frame, self.executor.loop, batch)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
-        """Bytes held all through a step, stashed weights among them."""
+        """Bytes on one device held through the whole step, with the stashed weights."""
         held = self.pipeline.held(traced, held)
-        more = self._saved_bytes(traced) - self.pipeline.saved_bytes(traced)
-        return held._replace(activations=held.activations + more)
+        stashed = self._saved_bytes(traced) - self.pipeline.saved_bytes(traced)
+        return held._replace(activations=held.activations + stashed)
 
     def _saved_bytes(self, traced: TracedLayer) -> int:
-        """Stage inputs, each with the weights that its minibatch met."""
+        """Bytes of stage inputs, each with the weights that its minibatch used."""
         leaves = self.frame.plan.weights.values()
         weights = sum(leaf.bytes_per_device for leaf in leaves)
         return self.pipeline.saved_bytes(traced, weights)
 
     def report(self, trace: Callable[[], TracedLayer]) -> dict[str, Any]:
-        """The schedule, and the bytes that stages keep."""
+        """The schedule, and the bytes that stages save."""
         saved, spec = self._saved_bytes(trace()), self.pipeline.spec
-        return {"pipeline": pipeline_report(spec, self.executor, saved)}
+        return {"pipeline": pipeline_report(spec, self.executor.loop, saved)}
 
     def _owners(self, batch: Any) -> dict[str, int]:
-        """{path: stage} of tensors outside the stack: where their gradient comes from.
+        """{path: the stage that trains it} of tensors outside the stack.
 
         Raises:
-          LayoutError: both edges use one (tied embeddings), with weights of two ages.
+          LayoutError: embedding and head share a tensor (tied embeddings), which two
+            stages would update at different times.
         """
         layered, last = self.frame.layered, self.frame.layout.pipe - 1
         shared = layered.split(abstract(self.frame.plan.weights))[0]
-        key = jax.random.key(0)  # In training mode: evaluation may use fewer.
+        key = jax.random.key(0)  # Training mode, as evaluation may use fewer weights.
         x = jax.eval_shape(lambda p, b: layered.embed(p, b, key), shared, batch)
         by_embed = used_inputs(lambda p, b: layered.embed(p, b, key), shared, batch)
         by_head = used_inputs(
@@ -243,14 +248,12 @@ class PipeDreamRunner(Runner):
         step = AsynchronousStep(
             self.pipeline, self.executor, self.optimizer, self._owners(shapes)
         )
-        key_spec, rows = (
-            PartitionSpec(),
-            batch_specs(frame.layout, batch, frame.batch_axes),
-        )
+        rows = batch_specs(frame.layout, batch, frame.batch_axes)
+        whole = PartitionSpec()
         run = jax.shard_map(
             step.run,
-            in_specs=(frame.specs, optimizer_specs, key_spec, rows),
-            out_specs=(frame.specs, optimizer_specs, PartitionSpec()),
+            in_specs=(frame.specs, optimizer_specs, whole, rows),
+            out_specs=(frame.specs, optimizer_specs, whole),
             axis_names=manual,
         )
         params, optimizer_state, metrics = run(

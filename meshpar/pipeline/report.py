@@ -1,8 +1,8 @@
-"""A report of one pipeline: its schedule, bubble, buffers and messages, as data."""
+"""The report of one pipeline: schedule, bubble, buffers and sends, as data."""
 
 import dataclasses
 
-from meshpar.pipeline.executor import Executor
+from meshpar.pipeline.phases import TickLoop
 from meshpar.pipeline.spec import PipelineSpec
 from meshpar.schedules.published import formula
 
@@ -17,16 +17,16 @@ class PipelineReport:
       microbatches: number of microbatches.
       chunks: chunks of layers per stage.
       layers: layers of every chunk, in the order of the model.
-      ops: (F, B or W; microbatch; chunk; stage; tick) of everything that runs.
+      ops: (F, B or W; microbatch; chunk; stage; tick) of all operations.
       text: the schedule as text, stages down and ticks across.
       ticks: ticks of one step.
       bubble: share of the time in which a stage waits, from the table; B takes twice
         as long as F, and as long as F where W is split off.
-      formula: the bubble by the papers' formula, and the formula; None for a schedule
-        of one's own.
-      in_flight: most stage inputs that each stage keeps.
-      saved_bytes: bytes on one device that are kept between F and B.
-      sends: messages of one stage to its neighbours per step.
+      formula: the bubble by the papers' formula, and the formula; None for a
+        schedule that the user registered.
+      in_flight: most stage inputs that each stage saves.
+      saved_bytes: bytes on one device saved between F and B.
+      sends: activations and gradients that one stage sends per step.
     """
 
     schedule: str
@@ -45,14 +45,14 @@ class PipelineReport:
 
 
 def pipeline_report(
-    spec: PipelineSpec, executor: Executor, saved_bytes: int
+    spec: PipelineSpec, loop: TickLoop, saved_bytes: int
 ) -> PipelineReport:
-    """Reports a pipeline.
+    """Makes the report of a pipeline.
 
     Args:
       spec: schedule and partition.
-      executor: runs the schedule.
-      saved_bytes: bytes on one device that are kept between F and B.
+      loop: the schedule's ticks, by phases.
+      saved_bytes: bytes on one device saved between F and B.
     """
     schedule = spec.schedule
     return PipelineReport(
@@ -68,5 +68,5 @@ def pipeline_report(
         formula=formula(schedule),
         in_flight=tuple(schedule.in_flight()),
         saved_bytes=saved_bytes,
-        sends=executor.num_sends + executor.num_gradient_sends,
+        sends=loop.num_activation_sends + loop.num_gradient_sends,
     )

@@ -1,10 +1,11 @@
 """The pipeline runner: layers split over stages, run tick by tick inside shard_map.
 
-The stack of layers is split over `pipe`; embedding and head run on the stages at its
-edges, or split by vocabulary on all of them. The layers, gathers and reductions are
-those of a program without a pipeline; the executor runs them as the schedule says.
+The stack of layers is split over `pipe`. Embedding and head run on the first and the
+last stage, or on all stages, each with a slice of the vocabulary. Layers, gathers and
+reductions are those of a program without a pipeline; the executor runs them in the
+order of the schedule.
 
-    zero=1, 2   weights gathered once a step, gradients reduced once a step
+    zero=1, 2   weights gathered once per step, gradients reduced once per step
     zero=3      weights gathered in every tick that uses them, gradients reduced in it
 """
 
@@ -13,7 +14,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,9 +24,8 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
-from meshpar.layouts.axes import FSDP, PIPE
+from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.scope import current_scope
 from meshpar.lowering.frame import WEIGHT
 from meshpar.lowering.memory import Held, TracedLayer
 from meshpar.lowering.runner import Runner
@@ -35,15 +34,17 @@ from meshpar.models.layer_stack import Key
 from meshpar.models.model import Model
 from meshpar.pipeline import terms
 from meshpar.pipeline.executor import Executor
+from meshpar.pipeline.phases import TickLoop
+from meshpar.pipeline.pipe_sharding import check_parameters, check_vocabulary
 from meshpar.pipeline.report import PipelineReport, pipeline_report
 from meshpar.pipeline.spec import PipelineSpec
 from meshpar.pipeline.stage import PipelineStage
 from meshpar.schedules.table import Schedule
-from meshpar.schedules.ticks import Tables, compile_schedule
+from meshpar.schedules.ticks import compile_schedule
 
 
 def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
-    """Why a schedule cannot run a model under a layout; "" if it can."""
+    """The reason why a schedule cannot run a model under a layout; "" if it can."""
     if not model.layered.evaluates:
         return (
             f"pipe={layout.pipe} evaluates by the layers of the model, but it has an "
@@ -55,20 +56,22 @@ def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
     gathers = layout.fsdp > 1 and layout.zero_level == 3
     for setting, is_set in (
         (f"tensor={layout.tensor}", layout.tensor > 1),
-        (f"{FSDP}={layout.fsdp},zero=3", gathers),
+        (f"fsdp={layout.fsdp},zero=3", gathers),
     ):
         if is_set:
             return _reason_divergent(schedule, setting)
     for setting, default in (("tick_loop", "phases"), ("vocab", "edge")):
         if (value := getattr(layout, setting)) != default:
             return (
-                f"schedule={schedule.name} has conditionals of its own, in which "
-                f"nothing may be sent over pipe: leave out {setting}={value}"
+                f"schedule={schedule.name} runs F, B and W under conditionals that "
+                "differ between stages, in which nothing may be sent over pipe: leave "
+                f"out {setting}={value}"
             )
     return ""
 
 
 def _reason_divergent(schedule: Schedule, setting: str) -> str:
+    """The reason why conditionals of a schedule exclude collectives of a setting."""
     return (
         f"schedule={schedule.name} runs F, B and W under conditionals that differ "
         f"between stages, and {setting} needs collectives in them, which can deadlock; "
@@ -84,8 +87,8 @@ class PipelineRunner(Runner):
       spec: schedule and partition.
 
     Raises:
-      LayoutError: parameters that are split over stages in another way than the stack
-        of layers, or collectives inside conditionals that differ between stages.
+      LayoutError: `pipe` splits parameters in a way that a pipeline cannot run, or
+        collectives would stand under conditionals that differ between stages.
     """
 
     stage_axes: ClassVar[tuple[str, ...]] = (PIPE,)
@@ -93,29 +96,10 @@ class PipelineRunner(Runner):
     spec: PipelineSpec
 
     def __post_init__(self):
-        shared, stack = self.frame.layered.split(self.frame.plan.parameters)
-        for path, leaf in stack.items():
-            if leaf.spec[0] != (PIPE,) or PIPE in sum(leaf.spec[1:], ()):
-                raise LayoutError(
-                    f"{path} {leaf.shape}: pipe={self.layout.pipe} splits the "
-                    f"first dim of the stack and nothing else, but its dims "
-                    f"{leaf.names} split over {leaf.spec}; name the first dim "
-                    "'layers', and map no other one to pipe"
-                )
-        if self.executor.divergent and self.zero.gathers_layers:
+        check_parameters(self.frame.layered, self.frame.plan)
+        if self.loop.divergent and self.zero.gathers_layers:
             setting = f"fsdp={self.layout.fsdp},zero=3"
             raise LayoutError(_reason_divergent(self.spec.schedule, setting))
-        for path, leaf in shared.items():
-            split = [
-                name
-                for name, axes in zip(leaf.names or (), leaf.spec, strict=False)
-                if PIPE in axes
-            ]
-            if split and not (self.layout.splits_vocabulary and split == ["vocab"]):
-                raise LayoutError(
-                    f"{path} {leaf.shape} splits {split} over {leaf.spec}: outside the "
-                    "stack of layers no dim may be mapped to pipe, but by vocab=pipe"
-                )
 
     @property
     def layout(self) -> Layout:
@@ -123,42 +107,43 @@ class PipelineRunner(Runner):
         return self.frame.layout
 
     @functools.cached_property
-    def tables(self) -> Tables:
-        """The compiled schedule."""
-        return compile_schedule(self.spec.schedule)
+    def loop(self) -> TickLoop:
+        """The schedule's ticks, by phases."""
+        uniform = self.layout.tick_loop == "uniform"
+        return TickLoop(compile_schedule(self.spec.schedule), uniform)
 
     @functools.cached_property
     def executor(self) -> Executor:
         """Runs the ticks."""
         schedule = self.spec.schedule
         return Executor(
-            self.tables,
-            schedule.num_stages,
-            schedule.num_chunks > 1,
-            self.frame.vary,
-            self.layout.tick_loop == "uniform",
-            self.layout.splits_vocabulary,
+            loop=self.loop,
+            num_stages=schedule.num_stages,
+            wraps=schedule.num_chunks > 1,
+            vary=self.frame.vary,
+            shares_vocabulary=self.layout.splits_vocabulary,
         )
 
     @property
     def layer_passes(self) -> list[LayerPass]:
         """Every pass over one stage's layers in one step.
 
-        A pass runs in every tick in which some stage needs it. Compiled conditionals do
-        not tell how often they are taken: with tick_loop=uniform every tick counts.
+        A pass runs in every tick in which some stage needs it. With tick_loop=uniform
+        every tick counts, as a compiled program does not say how often it takes a
+        conditional.
         """
         rows = self.spec.partition.rows
-        forward, backward = map(self.executor.ticks, ("forward", "backward"))
-        again = [LayerPass("forward again", backward, rows)]
+        forward, backward = map(self.loop.count_ticks, ("forward", "backward"))
+        recompute = [LayerPass("forward again", backward, rows)]
         return [
             LayerPass("forward", forward, rows),
-            *(again if self.layout.save == "inputs" else []),
+            *(recompute if self.layout.save == "inputs" else []),
             LayerPass("backward", backward, rows),
         ]
 
     @property
     def sums_dtype(self) -> Any:
-        """Float32: gradients of all ticks are added up."""
+        """Float32, as gradients are summed over the ticks."""
         return jnp.float32
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
@@ -179,7 +164,7 @@ class PipelineRunner(Runner):
 
     @property
     def evaluates(self) -> bool:
-        """Stages evaluate too: no device holds the whole model."""
+        """True: no device holds the whole model, so stages evaluate it together."""
         return True
 
     def evaluate(self, params: Params, batch: Any) -> Metrics:
@@ -198,7 +183,7 @@ class PipelineRunner(Runner):
     def stage(
         self, shared: Params, stack: Params, batch: Any, key: Key
     ) -> PipelineStage:
-        """This device's stage; without a key in evaluation mode."""
+        """This device's stage; evaluates if `key` is None."""
         partition, layout = self.spec.partition, self.layout
         numbers = jnp.asarray(partition.order).reshape(partition.num_stages, -1)
         return PipelineStage(
@@ -212,7 +197,7 @@ class PipelineRunner(Runner):
             layers=self._layers,
             weigh=self._weigh,
             vary=self.frame.vary,
-            residuals=layout.save == "residuals",
+            saves_residuals=layout.save == "residuals",
             shares_vocabulary=layout.splits_vocabulary,
         )
 
@@ -222,40 +207,16 @@ class PipelineRunner(Runner):
 
     def _weigh(self, loss: Array, aux: Metrics) -> tuple[Array, Metrics]:
         if self.layout.splits_vocabulary:
-            self._check_vocabulary({"loss": loss, **aux})
+            check_vocabulary(self.frame.plan, {"loss": loss, **aux})
         return self.frame.weigh(loss, aux)
 
-    def _check_vocabulary(self, values: Metrics) -> None:
-        """Refuses a head that sees one slice of the vocabulary as if it were whole."""
-        for name, value in values.items():
-            if PIPE in jax.typeof(jnp.asarray(value)).manual_axis_type.varying:
-                raise LayoutError(
-                    f"vocab=pipe: {name} depends on the logits otherwise than through "
-                    "vocabulary.token_losses, and a stage has one slice of them; leave "
-                    "that out, or use vocab=edge"
-                )
-        whole = {
-            leaf.shape[dim]
-            for leaf in self.frame.plan.parameters.values()
-            for dim, axes in enumerate(leaf.spec)
-            if axes[:1] == (PIPE,) and leaf.names[dim] == "vocab"
-        }
-        stages = self.layout.pipe
-        for name, size in current_scope().vocabulary_used.items():
-            if size * stages not in whole:
-                raise LayoutError(
-                    f"vocab=pipe: vocabulary.{name} saw {size} tokens on every stage, "
-                    f"but a slice has {sorted(n // stages for n in whole)}: name the "
-                    "vocab dim of embedding and head, and do not allow it to be whole"
-                )
-
     def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """Messages between stages, and the vocabulary over all of them."""
-        yield from terms.declared_sends(self.frame, self.executor, batch)
-        yield from terms.declared_vocabulary(self.frame, self.executor, batch)
+        """Sends between stages, and the all_reduces of a split vocabulary."""
+        yield from terms.declared_sends(self.frame, self.loop, batch)
+        yield from terms.declared_vocabulary(self.frame, self.loop, batch)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
-        """Bytes held all through a step."""
+        """Bytes on one device held through the whole step."""
         weights, gradients = terms.stage_bytes(self.frame, self.zero)
         saved = self.saved_bytes(traced)
         rows = 0 if self.layout.save == "residuals" else self.spec.partition.rows
@@ -266,40 +227,39 @@ class PipelineRunner(Runner):
             head_ways=self.layout.pipe if self.layout.splits_vocabulary else 1,
         )
 
-    def saved_bytes(self, traced: TracedLayer, more: int = 0) -> int:
-        """Bytes on one device kept between forward and backward passes.
+    def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
+        """Bytes on one device saved between forward and backward passes.
 
         Args:
-          traced: one layer.
-          more: bytes kept beside each stage input.
+          traced: sizes of one layer.
+          extra: bytes saved beside each stage input.
         """
-        rows, tables = self.spec.partition.rows, self.tables
+        rows, tables = self.spec.partition.rows, self.loop.tables
         per_slot = rows * traced.saved if self.layout.save == "residuals" else traced.x
-        return terms.buffer_bytes(tables, traced, rows, per_slot + more)
+        return terms.buffer_bytes(tables, traced, rows, per_slot + extra)
 
     def report(self, trace: Callable[[], TracedLayer]) -> dict[str, PipelineReport]:
-        """The schedule, and the bytes that stages keep."""
+        """The schedule, and the bytes that stages save."""
         saved = self.saved_bytes(trace())
-        return {"pipeline": pipeline_report(self.spec, self.executor, saved)}
+        return {"pipeline": pipeline_report(self.spec, self.loop, saved)}
 
     @property
     def may_deadlock(self) -> bool:
-        """Whether stages take conditionals of their own."""
-        return self.executor.divergent
+        """Whether each stage takes conditionals of its own."""
+        return self.loop.divergent
 
     def check_compiled(self, collectives: list[Collective]) -> None:
         """Refuses collectives under conditionals that differ between stages.
 
         Raises:
-          MeshparError: there are some; a stage would wait for one that never comes.
+          MeshparError: there is one; some stages would wait in it forever.
         """
         if not self.may_deadlock:
             return
-        under = [one for one in collectives if one.conditional]
-        if under:
-            places = ", ".join(sorted({f"{one.kind} at {one.source}" for one in under}))
+        places = {f"{c.kind} at {c.source}" for c in collectives if c.conditional}
+        if places:
             raise MeshparError(
-                f"schedule={self.spec.schedule.name}: the compiler put "
-                f"collectives under conditionals that only some stages take ({places}),"
-                " and the others would never come: a deadlock; use schedule=1f1b"
+                f"schedule={self.spec.schedule.name}: the compiler put collectives "
+                "under conditionals that only some stages take "
+                f"({', '.join(sorted(places))}), which deadlocks; use schedule=1f1b"
             )

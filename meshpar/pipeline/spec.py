@@ -1,4 +1,4 @@
-"""The pipeline that a layout asks for: its schedule, and which layers a stage holds."""
+"""The pipeline of a layout: its schedule and its partition of the layers."""
 
 import dataclasses
 
@@ -14,9 +14,9 @@ class PipelineSpec:
     """A layout's pipeline for a model of some depth.
 
     Attributes:
-      schedule: when every operation runs.
-      partition: which layers every stage holds.
-      why: what schedule=auto took, and why; "" if the layout names its schedule.
+      schedule: the tick of every operation.
+      partition: the layers of every stage.
+      why: the choice of schedule=auto and its reason; "" for a named schedule.
     """
 
     schedule: Schedule
@@ -25,31 +25,32 @@ class PipelineSpec:
 
 
 def make_spec(layout: Layout, depth: int) -> PipelineSpec:
-    """Makes the schedule and the partition that a layout asks for.
+    """Makes the schedule and the partition of a layout.
 
     Raises:
-      LayoutError: a schedule or a partition that cannot be.
+      LayoutError: the schedule or the partition does not fit stages, microbatches or
+        depth.
     """
     stages, num, chunks = layout.pipe, layout.microbatches, layout.virtual_stages
     name, why = layout.schedule, ""
     if name == "auto":
-        rounds = chunks > 1 and depth % (stages * chunks) == 0 and num % stages == 0
-        name = "interleaved" if rounds else "1f1b"
+        fits = chunks > 1 and depth % (stages * chunks) == 0 and num % stages == 0
+        name = "interleaved" if fits else "1f1b"
         reason = (
             f"virtual_stages={chunks}: {stages * chunks} chunks divide {depth} layers, "
             f"and pipe={stages} divides microbatches={num}"
         )
         if chunks == 1:
             reason = "virtual_stages=1"
-        elif not rounds:
+        elif not fits:
             reason = (
                 f"virtual_stages={chunks} left aside, because {stages * chunks} chunks "
                 f"have to divide {depth} layers, and pipe={stages} microbatches={num}"
             )
             if layout.partition:
                 raise LayoutError(
-                    f"partition={layout.partition}: schedule=auto would have "
-                    f"{reason}; say schedule=interleaved, or leave virtual_stages out"
+                    f"partition={layout.partition}: schedule=auto would take 1f1b with "
+                    f"{reason}; write schedule=interleaved, or leave out virtual_stages"
                 )
             chunks = 1
         why = f"schedule=auto took {name} ({reason})"

@@ -1,4 +1,4 @@
-"""What a pipeline declares: messages between stages, and bytes that stages hold."""
+"""Declared collectives of a pipeline, and the bytes that its stages hold."""
 
 import math
 from collections.abc import Iterator
@@ -12,24 +12,24 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.memory import TracedLayer
-from meshpar.pipeline.executor import Executor
+from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
 
 
 def declared_sends(
-    frame: Frame, executor: Executor, batch: Any
+    frame: Frame, loop: TickLoop, batch: Any
 ) -> Iterator[DeclaredCollective]:
-    """Activations and gradients that stages send each other in one step."""
+    """Declares the activations and gradients that stages send in one step."""
     num, leaves = frame.layout.pipe, frame.activations(batch)
     size = sum(map(num_bytes, leaves))
-    sends = executor.num_sends, executor.num_gradient_sends
+    sends = loop.num_activation_sends, loop.num_gradient_sends
     names = "activations to the next stage", "gradients to the stage before"
     if frame.layout.tensor == 1:
         for count, why in zip(sends, names, strict=True):
             runs = count * len(leaves)
             yield DeclaredCollective("permute", (PIPE,), num, runs, count * size, why)
         return
-    # Between blocks the model may split activations over `tensor`, or not.
+    # The model may split the activations between blocks over `tensor`, or not.
     count, why = sum(sends), f"at most: {', '.join(names)}"
     yield DeclaredCollective(
         "permute", (PIPE,), num, count, count * size, why, bound=True
@@ -37,19 +37,19 @@ def declared_sends(
 
 
 def declared_vocabulary(
-    frame: Frame, executor: Executor, batch: Any
+    frame: Frame, loop: TickLoop, batch: Any
 ) -> Iterator[DeclaredCollective]:
-    """A bound on the all_reduces of embedding and head over all stages.
+    """Declares a bound on the all_reduces of embedding and head over all stages.
 
-    In every tick that uses them: x once for the embedding and once for its gradient;
-    for the head x, its gradient and some numbers per token.
+    Each tick of the embedding reduces x once, and once for the gradient. Each tick of
+    the head reduces x, its gradient and some numbers per token.
     """
     if not frame.layout.splits_vocabulary:
         return
-    ticks = executor.ticks
-    units = ticks("forward") + 3 * ticks("head") + ticks("backward")
-    size = units * frame.activation_bytes(batch)
-    why = f"vocab=pipe: at most {units} activations, for embedding and head"
+    ticks = loop.count_ticks
+    count = ticks("forward") + 3 * ticks("head") + ticks("backward")
+    size = count * frame.activation_bytes(batch)
+    why = f"vocab=pipe: at most {count} activations, for embedding and head"
     yield DeclaredCollective(
         "all_reduce", (PIPE,), frame.layout.pipe, 0, size, why, bound=True
     )
@@ -60,22 +60,23 @@ def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) 
 
     Args:
       tables: the compiled schedule.
-      traced: one layer.
+      traced: sizes of one layer.
       rows: layers of one chunk.
-      per_slot: bytes that F leaves for B.
+      per_slot: bytes that F saves for B.
     """
-    waiting = tables.num_inputs + tables.num_gradients + 3
-    total = (tables.num_saved + 1) * per_slot + waiting * traced.x
+    # One more slot in both buffers, and the gradient that is sent next.
+    activations = tables.num_inputs + tables.num_gradients + 3
+    total = (tables.num_saved + 1) * per_slot + activations * traced.x
     if tables.num_states:
-        # W needs about what the layer holds while it runs.
+        # The state for W is about as large as a running layer.
         total += (tables.num_states + 1) * rows * traced.running
     return total
 
 
 def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
-    """Bytes of (weights, sums of their gradients) that a stage holds all through.
+    """Bytes of (weights, float32 sums of their gradients) on one stage.
 
-    Whole over the batch axes, but for the stack under zero=3; sums are float32.
+    Both are whole over the batch axes, except for the stack under zero=3.
     """
     weights = gradients = 0
     shared = frame.layered.split(frame.plan.weights)[0]

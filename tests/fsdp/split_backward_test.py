@@ -1,4 +1,4 @@
-"""A backward pass in two parts is the whole one, and computes nothing twice."""
+"""The two parts of a split backward pass equal the whole, and repeat nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ def test_two_parts_are_the_whole(remat):
     np.testing.assert_allclose(dx, want_dx, rtol=1e-4, atol=1e-4)
     for name, value in want.items():
         np.testing.assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-4)
-    # Together as many matmuls as whole. Only the scale needs the output of the last.
+    # The parts have as many matmuls as the whole; only W needs h @ down, for the scale.
     assert dots(split.run_first, weights, (x, dy)) == 3
     assert dots(split.run_second, weights, state) == 3
     assert dots(backward, weights, (x, dy)) == 6
-    # W reads no weight: under zero=3 it would have to be gathered again.
+    # W does not read `scale`, which zero=3 would have to gather again.
     read = {
         v
         for i in split.second

@@ -75,7 +75,7 @@ def test_equals_the_automatic_lowering(layout):
 def test_around_rings_gradients_are_the_same(
     monkeypatch, shape, gathers_around_rings, kinds
 ):
-    """As on TPUs, where a ring's steps hide behind compute."""
+    """Transports as on TPUs, where the steps of a ring overlap with compute."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
     monkeypatch.setattr(transport, "LARGE_BYTES", 16)
     layout = "data=2,fsdp=4,prefetch=attention/q"
@@ -91,16 +91,16 @@ def test_around_rings_gradients_are_the_same(
     )
     monkeypatch.setattr(frame, "transports_for", lambda *_: transports)
     program = lower(layout, TINY)
-    _, got = program.gradients(program.init(0), batch())
-    assert relative_error(host(got), host(gradients)) < 1e-5
+    _, by_rings = program.gradients(program.init(0), batch())
+    assert relative_error(host(by_rings), host(gradients)) < 1e-5
     assert program.violations() == []
     depth = TINY.layered.depth
-    layered = {one.kind for one in program.collectives if one.executions % depth == 0}
+    layered = {c.kind for c in program.collectives if c.executions % depth == 0}
     assert layered == kinds
     if shape == (4,):  # Outside the layers the three steps of a ring are a loop.
-        once = [one for one in program.collectives if one.executions == 1]
-        prefetches = 2 * 3  # Of the first layer of both passes, step by step.
-        assert [one.kind for one in once].count("permute") == prefetches
+        once = [c.kind for c in program.collectives if c.executions == 1]
+        prefetches = 2 * 3  # The first layer of both passes, in three steps each.
+        assert once.count("permute") == prefetches
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
 
 
@@ -113,7 +113,7 @@ def test_weights_gathered_one_layer_ahead_change_nothing(layout):
     assert program.violations() == []
     early = [term for term in program.contract.terms if "one layer ahead" in term.why]
     assert {term.kind for term in early} == {"all_gather"}
-    # The last layer of every pass gathers once more than there are layers.
+    # Every pass gathers once more than there are layers.
     assert all(term.count % (TINY.layered.depth + 1) == 0 for term in early)
 
 
@@ -131,7 +131,7 @@ def test_a_prefetch_that_cannot_be_is_refused(layout, lowering, words):
 
 
 def test_zero_3_keeps_no_gathered_weight():
-    """Another layer costs less memory than its whole weights, without remat."""
+    """One more layer takes less memory than its whole weights, without remat."""
     sizes = dict(embed=256, heads=4, kv_heads=4, mlp=1024)
     layer = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
     memory = []
@@ -139,7 +139,7 @@ def test_zero_3_keeps_no_gathered_weight():
         program = lower("fsdp=8", model(depth=depth, **sizes))
         memory.append(program.compiled.memory_analysis().temp_size_in_bytes)
     growth = (memory[1] - memory[0]) / 4
-    # Its shard's gradient in two copies, and the activations of two sequences.
+    # A layer adds two copies of its shard's gradient, and its activations.
     assert growth < layer / 2
 
 
@@ -199,26 +199,26 @@ STAGES = meshpar.LayerStack(
 
 @pytest.mark.parametrize("layout", ["fsdp=4", "data=2,fsdp=2,zero=1,microbatches=2"])
 def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
-    """Uneven masks over shards and microbatches, with dropout, equal one device."""
+    """Masks that differ between shards, and dropout, give the values of one device."""
     rng = np.random.default_rng(0)
     data = {
         "x": rng.normal(size=(8, 4)).astype(np.float32),
         "y": rng.normal(size=8).astype(np.float32),
         "mask": np.array([1, 0, 1, 1, 1, 0, 1, 0.5], np.float32),
     }
-    stack, found = meshpar.from_nnx(Stack, STAGES), []
-    one = "data=1" + (",microbatches=2" if "microbatches" in layout else "")
-    for text in (one, layout):
+    stack, results = meshpar.from_nnx(Stack, STAGES), []
+    one_device = "data=1" + (",microbatches=2" if "microbatches" in layout else "")
+    for text in (one_device, layout):
         n = layouts.parse(text).num_devices
         program = meshpar.lower(
             stack, optax.sgd(0.1), text, data, devices=jax.devices()[:n]
         )
-        found.append(host(program.gradients(program.init(0), data)))
-    (metrics, want), (got_metrics, got) = found
-    assert got_metrics.keys() == {"loss", "error", "weight"}
-    for name, value in metrics.items():
-        assert got_metrics[name] == pytest.approx(value, rel=1e-5)
-    assert relative_error(got, want) < 1e-5
+        results.append(host(program.gradients(program.init(0), data)))
+    (want_metrics, want), (metrics, gradients) = results
+    assert metrics.keys() == {"loss", "error", "weight"}
+    for name, value in want_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5)
+    assert relative_error(gradients, want) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
         ("fsdp=2,params.layers=fsdp,params.embed=none", "splits the stack"),
     ],
 )
-def test_what_it_cannot_do_goes_to_the_compiler_unless_asked_for(layout, words):
+def test_layouts_that_it_cannot_lower_go_to_jit_unless_asked_for(layout, words):
     assert words in ShardMapLowering.reason_unsupported(TINY, layouts.parse(layout))
     with pytest.raises(LayoutError, match=f"{words}.*use lowering=jit"):
         lower(layout, model(depth=2), lowering="shard_map")
@@ -282,7 +282,7 @@ def test_a_bucket_holds_tensors_of_one_kind_up_to_its_size():
         ["a", "c", "e"],
         ["d"],
     ]
-    # Eight times larger when whole: c travels alone too.
+    # Whole tensors are eight times larger, so that c moves alone, too.
     assert [*buckets.make_buckets(tree, shardings, 8)] == [
         ["b"],
         ["c"],

@@ -12,21 +12,21 @@ from meshpar.pipeline import partition
 
 
 @pytest.mark.parametrize("stages, chunks, depth", [(2, 2, 8), (3, 1, 7), (2, 3, 11)])
-def test_every_layer_has_its_place(stages, chunks, depth):
-    made = partition.make_partition(depth, stages, chunks)
-    assert max(made.sizes) - min(made.sizes) <= 1
-    stored = made.order.reshape(stages, chunks, made.rows)
+def test_every_layer_is_stored_once_and_in_order(stages, chunks, depth):
+    split = partition.make_partition(depth, stages, chunks)
+    assert max(split.sizes) - min(split.sizes) <= 1
+    stored = split.order.reshape(stages, chunks, split.rows)
     layers = []
     for chunk, stage in itertools.product(range(chunks), range(stages)):
         layers += [i for i in stored[stage, chunk] if i >= 0]
     assert layers == list(range(depth))
     x = jnp.arange(3.0 * depth).reshape(depth, 3) + 1
-    assert (made.restore(made.store(x)) == x).all()
-    assert (made.store(x)[made.order < 0] == 0).all()
-    assert made.moves
+    assert (split.restore(split.store(x)) == x).all()
+    assert (split.store(x)[split.order < 0] == 0).all()
+    assert split.moves
 
 
-def test_one_even_chunk_per_stage_stays_in_place():
+def test_one_even_chunk_per_stage_keeps_the_model_order():
     assert not partition.make_partition(8, 4).moves
 
 
@@ -42,7 +42,7 @@ def brute_force(costs, positions, first, last):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_balanced_cut_is_the_best_there_is(seed):
+def test_balanced_sizes_equal_the_best_of_all_cuts(seed):
     random = np.random.default_rng(seed)
     costs, first, last = random.uniform(1, 5, 9).tolist(), 2.0, 4.0
     sizes = partition.balanced_sizes(costs, 4, first, last)
@@ -54,8 +54,8 @@ def test_the_balanced_cut_is_the_best_there_is(seed):
 
 
 def test_measured_costs_are_the_matmuls_of_the_model():
-    of = model(depth=8, vocab=2048)
-    costs = partition.measured_costs(of, batch())
+    big_head = model(depth=8, vocab=2048)
+    costs = partition.measured_costs(big_head, batch())
     tokens, width, mlp = BATCH * LENGTH, 32, 64
     attention = 4 * width * width + 2 * LENGTH * width
     assert costs.layer == pytest.approx(
@@ -63,7 +63,7 @@ def test_measured_costs_are_the_matmuls_of_the_model():
     )
     assert costs.head == pytest.approx(2 * tokens * width * 2048, rel=0.2)
     sizes = partition.balanced_sizes([costs.layer] * 8, 2, costs.embed, costs.head)
-    assert sizes[0] > sizes[1]  # A head that costs as much as several layers.
+    assert sizes[0] > sizes[1]  # The head costs as much as several layers.
     with pytest.raises(LayoutError, match="no layered form"):
         partition.measured_costs(model("linen"), batch())
 
@@ -72,7 +72,7 @@ def test_measured_costs_are_the_matmuls_of_the_model():
     "sizes, words",
     [((3, 4), "8 in all"), ((8, 0), "at least 1"), ((2, 2, 4), "give 2 numbers")],
 )
-def test_sizes_that_cannot_be(sizes, words):
+def test_impossible_sizes_are_refused(sizes, words):
     with pytest.raises(LayoutError, match=words):
         partition.make_partition(8, 2, 1, sizes)
     with pytest.raises(LayoutError, match="makes 4 chunks of 3 layers"):

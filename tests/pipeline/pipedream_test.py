@@ -20,20 +20,20 @@ DEEP = model(depth=4)
 
 
 def bent_embedding():
-    """The same with an embedding whose gradient depends on its weights."""
-    made = model(depth=4)
+    """A model with an embedding whose gradient depends on its weights."""
+    plain = model(depth=4)
 
     def embed(shared, batch, key):
-        return 2 * jnp.tanh(made.layered.embed(shared, batch, key))
+        return 2 * jnp.tanh(plain.layered.embed(shared, batch, key))
 
-    layered = dataclasses.replace(made.layered, embed=embed)
-    return dataclasses.replace(made, layered=layered, loss=layered.loss)
+    layered = dataclasses.replace(plain.layered, embed=embed)
+    return dataclasses.replace(plain, layered=layered, loss=layered.loss)
 
 
 def delayed(optimizer, stages, num, of, seed=0):
-    """Every stage's own weights, each 2(P-1-p) updates behind when a minibatch comes.
+    """Delayed SGD: on stage p a minibatch uses weights 2(P-1-p) updates old.
 
-    The recurrence of PipeDream's section 3.3, with the delays of the fused tick.
+    The recurrence of PipeDream's section 3.3, with the delays of F and B in one tick.
     """
     params = of.init(jax.random.key(seed))
     depth = of.layered.depth // stages
@@ -64,14 +64,15 @@ def delayed(optimizer, stages, num, of, seed=0):
     for m in range(num):
         ages = [max(0, m - 2 * (stages - 1 - stage)) for stage in range(stages)]
         seen = [tree[age] for tree, age in zip(versions, ages, strict=True)]
-        found = gradient(whole(seen), jax.tree.map(lambda x, m=m: x[m], minibatches))
-        norms.append(optax.tree.norm(found))
+        rows = jax.tree.map(lambda x, m=m: x[m], minibatches)
+        grads = gradient(whole(seen), rows)
+        norms.append(optax.tree.norm(grads))
         for stage in range(stages):
-            now = versions[stage][-1]
+            weights = versions[stage][-1]
             changes, states[stage] = optimizer.update(
-                part(found, stage), states[stage], now
+                part(grads, stage), states[stage], weights
             )
-            versions[stage].append(optax.apply_updates(now, changes))
+            versions[stage].append(optax.apply_updates(weights, changes))
     return host(whole([tree[-1] for tree in versions])), np.mean(norms)
 
 
@@ -95,7 +96,7 @@ def test_equals_delayed_sgd(layout, optimizer, of):
         error = np.linalg.norm(moved - wanted) / np.linalg.norm(wanted)
         assert error < 1e-4, path
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    # It is not what synchronous training does.
+    # Synchronous training ends elsewhere.
     flushed = lower("data=1", of, optimizer)
     other, _ = flushed.step(flushed.init(0), batch())
     up = "blocks/mlp/up"
@@ -114,7 +115,7 @@ def test_equals_delayed_sgd(layout, optimizer, of):
         ("pipe=2,virtual_stages=2", {}, "one chunk of layers"),
     ],
 )
-def test_what_stages_cannot_do_alone_is_refused(layout, options, words):
+def test_options_that_need_all_stages_at_once_are_refused(layout, options, words):
     with pytest.raises(LayoutError, match=words):
         lower(f"{layout},schedule=pipedream,microbatches=4", DEEP, **options)
 

@@ -39,7 +39,7 @@ def alone(of, microbatches=1):
 
 
 def assert_equals_one_device(layout, of="deep", microbatches=1):
-    # One compilation: after the first step, momentum is the gradient.
+    # After the first step, momentum is the gradient: one compilation gives both.
     program = lower(layout, MODELS[of], optax.sgd(0.1, momentum=0.9))
     assert isinstance(program.lowering.runner, PipelineRunner)
     state, metrics = program.step(program.init(0), batch())
@@ -87,21 +87,21 @@ def test_equals_one_device_and_keeps_its_contract(layout):
 
 
 def every_combination():
-    """All schedules, sizes, axes beside them, places of the head, and stashes."""
-    beside = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
+    """Every schedule with numbers of stages, other axes, vocab= and save=."""
+    other_axes = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
     kinds = ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1")
     for kind, stages, other, vocab, save, of in itertools.product(
         kinds,
         (2, 4, 8),
-        beside,
+        other_axes,
         ("edge", "pipe"),
         ("inputs", "residuals"),
         ("untied", "tied16"),
     ):
-        alone = kind == "zb_h1" and (
+        refused = kind == "zb_h1" and (
             other.endswith(("zero=3", "tensor=2")) or vocab == "pipe"
         )
-        if (stages == 8 and other) or alone:
+        if (stages == 8 and other) or refused:
             continue
         parts = f"pipe={stages}", other, f"microbatches=8,schedule={kind}"
         layout = ",".join([part for part in parts if part])
@@ -124,7 +124,7 @@ def test_tied_embeddings(layout):
 
 
 class Penalized(nnx.Module):
-    """Layers that also add to an auxiliary loss, which travels with x."""
+    """Layers that add to an auxiliary loss, which is part of the activations."""
 
     def __init__(self, rngs):
         names = ("embed", "mlp")
@@ -160,18 +160,20 @@ def test_auxiliary_losses_travel_with_the_activations():
         layer=lambda layer, x: layer(x),
         head_loss=head_loss,
     )
-    made = meshpar.from_nnx(Penalized, stages)
+    penalized = meshpar.from_nnx(Penalized, stages)
     random = np.random.default_rng(0)
     rows = {k: random.normal(size=(8, n)) for k, n in (("x", 4), ("y", 8))}
     rows = {k: x.astype(np.float32) for k, x in rows.items()}
-    found = []
+    results = []
     for layout in ("pipe=2,data=2,microbatches=2,virtual_stages=2", "data=1"):
         layout = layouts.parse(layout)
         devices = jax.devices()[: layout.num_devices]
-        program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
-        found.append(host(program.gradients(program.init(0), rows)))
+        program = meshpar.lower(
+            penalized, optax.sgd(0.1), layout, rows, devices=devices
+        )
+        results.append(host(program.gradients(program.init(0), rows)))
         assert program.violations() == []
-    (metrics, gradients), (want_metrics, want) = found
+    (metrics, gradients), (want_metrics, want) = results
     assert metrics["penalty"] == pytest.approx(want_metrics["penalty"], rel=1e-5)
     assert relative_error(gradients, want) < 1e-5
 
@@ -231,22 +233,22 @@ def test_memory_does_not_grow_with_the_microbatches(schedule):
 
 
 @mock.patch.dict(schedules.SCHEDULES)
-def test_a_schedule_of_ones_own_trains():
+def test_a_registered_schedule_trains():
     @schedules.register("slow")
     def sluggish(num_stages, num_microbatches, num_chunks):
-        """1F1B with an idle tick after every one."""
-        made = schedules.make_schedule("1f1b", num_stages, num_microbatches)
-        twice = [
-            {op: 2 * t for op, t in d.items()} for d in (made.forward, made.backward)
+        """1F1B with an idle tick after every tick."""
+        fast = schedules.make_schedule("1f1b", num_stages, num_microbatches)
+        ticks = [
+            {op: 2 * t for op, t in d.items()} for d in (fast.forward, fast.backward)
         ]
         sizes = num_stages, num_microbatches, num_chunks
-        return schedules.Schedule("slow", *sizes, *twice)
+        return schedules.Schedule("slow", *sizes, *ticks)
 
     program = assert_equals_one_device("pipe=2,microbatches=2,schedule=slow")
     assert program.violations() == []
 
 
-def test_auto_says_what_it_takes():
+def test_schedule_auto_reports_its_choice():
     layout = layouts.parse("pipe=2,microbatches=4,virtual_stages=2")
     assert make_spec(layout, 8).schedule.name == "interleaved"
     odd = make_spec(layout, 6)
@@ -271,21 +273,21 @@ def test_auto_says_what_it_takes():
         ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
     ],
 )
-def test_what_cannot_be_is_refused_before_compiling(layout, options, words):
+def test_impossible_layouts_are_refused_before_compiling(layout, options, words):
     with pytest.raises(LayoutError, match=words):
         lower(layout, DEEP, **options)
     with pytest.raises(LayoutError, match="no layered form"):
         lower("pipe=2,microbatches=4", model("linen"))
 
 
-def test_an_optimizer_that_mixes_layers_is_refused_where_they_are_moved():
+def test_an_optimizer_that_mixes_layers_is_refused_if_they_are_reordered():
     with pytest.raises(LayoutError, match="mixes layers"):
         layout = "pipe=2,microbatches=4,virtual_stages=2"
         lower(layout, DEEP, optax.adafactor(1e-2, min_dim_size_to_factor=4))
 
 
 def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
-    """A layer that sums over data would wait for stages that skip it."""
+    """A layer that sums over tensor would wait for stages that skip it."""
     monkeypatch.setattr(runner, "reason_unsupported", lambda *_: "")
     program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
     with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
@@ -319,7 +321,7 @@ def test_models_that_a_pipeline_cannot_run_are_refused():
 
 
 class Directions(nnx.Module):
-    """Layers that divide by the norm of their weights: NaN where padding has 0."""
+    """Layers that divide by the norm of their weights, which is NaN for padding."""
 
     def __init__(self, rngs):
         self.inside = nnx.Param(rngs.params.normal((4, 8)), out_sharding=(None, "mlp"))
@@ -344,16 +346,18 @@ def test_padding_never_reaches_real_layers(kind):
         layer=layer,
         head_loss=lambda _, x, b: jnp.square(x).mean(),
     )
-    made = meshpar.from_nnx(Directions, stages)
+    normalized = meshpar.from_nnx(Directions, stages)
     rows = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
-    found = []
+    results = []
     for layout in (f"pipe=2,microbatches=2,schedule={kind}", "data=1"):
         devices = jax.devices()[: layouts.parse(layout).num_devices]
-        program = meshpar.lower(made, optax.sgd(0.1), layout, rows, devices=devices)
+        program = meshpar.lower(
+            normalized, optax.sgd(0.1), layout, rows, devices=devices
+        )
         gradients = host(program.gradients(program.init(0), rows)[1])
         metrics = host(program.step(program.init(0), rows)[1])
-        found.append(gradients | {"grad_norm": metrics["grad_norm"]})
-    assert relative_error(*found) < 1e-5
+        results.append(gradients | {"grad_norm": metrics["grad_norm"]})
+    assert relative_error(*results) < 1e-5
 
 
 def z_loss(logits):
@@ -361,7 +365,7 @@ def z_loss(logits):
 
 
 def whole_again(logits):
-    """Twice the slice, as if the head were not split."""
+    """A loss that treats the slice as half of a whole vocabulary."""
     targets = jnp.zeros(logits.shape[:2], jnp.int32)
     return vocabulary.token_losses(jnp.tile(logits, 2), targets).mean()
 
@@ -370,7 +374,7 @@ def whole_again(logits):
     "penalty, words",
     [(z_loss, "one slice of them"), (whole_again, "saw 64 tokens on every stage")],
 )
-def test_what_takes_a_slice_of_the_vocabulary_for_the_whole_is_refused(
+def test_losses_that_treat_a_slice_of_the_vocabulary_as_whole_are_refused(
     monkeypatch, penalty, words
 ):
     def with_penalty(logits, targets):

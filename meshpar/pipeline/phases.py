@@ -1,0 +1,120 @@
+"""Phases of a pipeline's ticks: which operations a scan holds, and what stages send.
+
+A phase is a run of consecutive ticks that one `lax.scan` executes. Everything here
+follows from the tables of the schedule alone; no array is computed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from meshpar.schedules.ticks import Columns, Phase, Tables
+
+_SLOT_COLUMNS = "f_on", "last", "b_on", "b_first", "w_on"
+"""Columns that say whether a stage runs the operations of `Slots`, in their order."""
+
+
+class Slots(NamedTuple):
+    """Whether each operation of a tick runs: True, False or a flag for a conditional.
+
+    Attributes:
+      forward: F.
+      head: head and loss after F.
+      backward: B.
+      embed_backward: the embedding's gradient after B.
+      weight: W.
+    """
+
+    forward: Any
+    head: Any
+    backward: Any
+    embed_backward: Any
+    weight: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TickLoop:
+    """The scans that execute the ticks of one schedule.
+
+    Attributes:
+      tables: the compiled schedule.
+      uniform: one scan for all ticks, with conditionals around the operations that no
+        stage runs in a tick; it compiles faster than one scan per phase.
+    """
+
+    tables: Tables
+    uniform: bool = False
+
+    @property
+    def divergent(self) -> bool:
+        """Whether each stage takes conditionals of its own.
+
+        Only where W is split off: such schedules fill the bubble by letting stages run
+        different operations in one tick.
+        """
+        return bool(self.tables.num_states)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases, one per scan; a single one where conditionals select."""
+        if not (self.divergent or self.uniform):
+            return self.tables.phases
+        stop = self.tables.phases[-1].stop
+        return (Phase(0, stop, True, True, self.divergent, None),)
+
+    @property
+    def num_forward_ticks(self) -> int:
+        """Ticks up to the last F, which evaluation runs."""
+        return max(phase.stop for phase in self.tables.phases if phase.forward)
+
+    def used_slots(self, phase: Phase) -> Slots:
+        """Bools [ticks of the phase]: whether any stage runs an operation."""
+        columns = (getattr(self.tables.columns, name) for name in _SLOT_COLUMNS)
+        return Slots(*(c[phase.start : phase.stop].any(axis=1) for c in columns))
+
+    def slots(self, phase: Phase, columns: Columns, used: Slots) -> Slots:
+        """Operations of one tick.
+
+        Args:
+          phase: the phase of the tick.
+          columns: flags and numbers of one stage in the tick, traced.
+          used: one row of `used_slots`, traced.
+        """
+        if self.divergent:
+            return Slots(*(getattr(columns, name) > 0 for name in _SLOT_COLUMNS))
+        if self.uniform:
+            return used._replace(weight=False)
+        head = used.head if phase.head is None else phase.head
+        backward = phase.backward
+        return Slots(phase.forward, head, backward, backward, phase.weight)
+
+    def sends_activations(self, phase: Phase) -> bool:
+        """Whether some stage receives an activation in a phase."""
+        arrived = self.tables.columns.arrived[phase.start : phase.stop]
+        return bool((arrived < self.tables.num_inputs).any())
+
+    def sends_gradients(self, phase: Phase) -> bool:
+        """Whether some stage receives a gradient in a phase."""
+        arrived = self.tables.columns.gradient_arrived[phase.start : phase.stop]
+        return bool((arrived < self.tables.num_gradients).any())
+
+    @property
+    def num_activation_sends(self) -> int:
+        """Activations that one stage sends per training step, masked ones included."""
+        return self._count_ticks(self.sends_activations)
+
+    @property
+    def num_gradient_sends(self) -> int:
+        """Gradients that one stage sends per training step, masked ones included."""
+        return self._count_ticks(self.sends_gradients)
+
+    def count_ticks(self, slot: str) -> int:
+        """Ticks whose program holds "forward", "backward" or "head".
+
+        Ticks that skip the operation under a conditional count, too.
+        """
+        return self._count_ticks(lambda phase: getattr(phase, slot) is not False)
+
+    def _count_ticks(self, condition: Callable[[Phase], bool]) -> int:
+        phases = (phase for phase in self.phases if condition(phase))
+        return sum(phase.stop - phase.start for phase in phases)

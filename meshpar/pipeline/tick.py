@@ -1,0 +1,192 @@
+"""One tick of a pipeline on one stage.
+
+Its operations run in this order:
+
+    gradient arrives | embed | F | send | head and loss | B | embedding's gradient | W
+
+An activation is sent beside head and backward pass, a gradient beside the forward pass
+of the next tick, so that sends overlap with compute.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.arrays import Array, Params
+from meshpar.pipeline.buffers import put_slot, take_slot, where_tree
+from meshpar.pipeline.phases import Slots
+from meshpar.pipeline.stage import PipelineStage
+from meshpar.schedules.ticks import Columns
+
+
+class Sums(NamedTuple):
+    """Sums over the microbatches of one step, on one stage.
+
+    Attributes:
+      metrics: {name: scalar}.
+      stack: gradient of this stage's layers.
+      shared: gradient of embedding and head.
+    """
+
+    metrics: Params
+    stack: Params
+    shared: Params
+
+
+class Carry(NamedTuple):
+    """State of one stage between ticks; every buffer is [slots + 1, ...].
+
+    Attributes:
+      inputs: buffer of activations that have arrived.
+      saved: buffer of the values that F saves for B.
+      gradients: buffer of gradients that have arrived.
+      dx: gradient that this stage sends next.
+      states: buffer of the values that B saves for W; None if B computes the weight
+        gradients.
+      sums: metrics and gradients so far.
+    """
+
+    inputs: Any
+    saved: Any
+    gradients: Any
+    dx: Any
+    states: Any
+    sums: Sums
+
+
+class Edges(NamedTuple):
+    """Microbatches that embedding, head and the embedding's gradient work on."""
+
+    embed: Array
+    head: Array
+    embed_backward: Array
+
+
+class Row(NamedTuple):
+    """One tick of one stage: a row of the schedule's tables."""
+
+    columns: Columns
+    edges: Edges
+
+
+def stage_input(stage: PipelineStage, row: Row, inputs: Any) -> Any:
+    """The input of F: the embedding on the first stage, otherwise what has arrived."""
+    columns = row.columns
+    embedded = stage.embed(row.edges.embed)
+    return where_tree(columns.first > 0, embedded, take_slot(inputs, columns.f_input))
+
+
+def add_where(on: Array, total: Params, new: Params) -> Params:
+    """Adds `new` where `on`; paths that `new` lacks keep their total."""
+    return {
+        path: x + jnp.where(on, new[path].astype(x.dtype), 0) if path in new else x
+        for path, x in total.items()
+    }
+
+
+def _run_if(on: bool | Array, fn: Callable[[Any], Any], operand: Any) -> Any:
+    """fn(operand), of the operand's structure, or the operand itself if not `on`."""
+    if isinstance(on, bool):
+        return fn(operand) if on else operand
+    return lax.cond(on, fn, lambda operand: operand, operand)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tick:
+    """Runs one tick inside shard_map.
+
+    Attributes:
+      stage: this stage's operations.
+      row: its row of the schedule's tables.
+      slots: which operations run.
+      sends_activations: whether any stage sends an activation.
+      sends_gradients: whether any stage sends a gradient.
+      send: (value, step) -> the value of the stage `step` before this one.
+      shares_vocabulary: whether all stages run embedding and head together.
+    """
+
+    stage: PipelineStage
+    row: Row
+    slots: Slots
+    sends_activations: bool
+    sends_gradients: bool
+    send: Callable[[Any, int], Any]
+    shares_vocabulary: bool
+
+    def run(self, carry: Carry) -> Carry:
+        """All operations of the tick, in order."""
+        if self.sends_gradients:
+            dy = self.send(carry.dx, -1)
+            slot = self.row.columns.gradient_arrived
+            carry = carry._replace(gradients=put_slot(carry.gradients, slot, dy))
+        if self.slots.forward is not False:
+            carry = self._forward(carry)
+        carry = _run_if(self.slots.backward, self._backward, carry)
+        carry = _run_if(self.slots.embed_backward, self._embed_backward, carry)
+        return _run_if(self.slots.weight, self._weights, carry)
+
+    def _forward(self, carry: Carry) -> Carry:
+        """F, its send, and head and loss."""
+        columns = self.row.columns
+        x = stage_input(self.stage, self.row, carry.inputs)
+
+        def forward(saved_and_x: tuple[Any, Any]) -> tuple[Any, Any]:
+            buffer, x = saved_and_x
+            y, saved = self.stage.forward(columns.f_chunk, columns.f_microbatch, x)
+            return put_slot(buffer, columns.f_saved, saved), y
+
+        saved, y = _run_if(self.slots.forward, forward, (carry.saved, x))
+        carry = carry._replace(saved=saved)
+        if self.sends_activations:
+            inputs = put_slot(carry.inputs, columns.arrived, self.send(y, 1))
+            carry = carry._replace(inputs=inputs)
+        return _run_if(self.slots.head, self._head, (carry, y))[0]
+
+    def _head(self, carry_and_y: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        carry, y = carry_and_y
+        columns = self.row.columns
+        on, sums = columns.last > 0, carry.sums
+        metrics, dy, gradient = self.stage.head(self.row.edges.head, y, on)
+        sums = sums._replace(
+            metrics=add_where(on, sums.metrics, metrics),
+            shared=self._add_shared(on, sums.shared, gradient),
+        )
+        gradients = put_slot(carry.gradients, columns.head_gradient, dy)
+        return carry._replace(gradients=gradients, sums=sums), y
+
+    def _add_shared(self, on: Array, total: Params, gradient: Params) -> Params:
+        """Adds a gradient of the shared weights; with vocab=pipe each stage's slice."""
+        every_stage = jnp.full_like(on, True)
+        return add_where(every_stage if self.shares_vocabulary else on, total, gradient)
+
+    def _backward(self, carry: Carry) -> Carry:
+        columns = self.row.columns
+        chunk, microbatch = columns.b_chunk, columns.b_microbatch
+        saved = take_slot(carry.saved, columns.b_saved)
+        dy = take_slot(carry.gradients, columns.b_gradient)
+        if carry.states is not None:
+            dx, state = self.stage.backward_input(chunk, microbatch, saved, dy)
+            states = put_slot(carry.states, columns.b_state, state)
+            return carry._replace(dx=dx, states=states)
+        dx, stack = self.stage.backward(
+            chunk, microbatch, saved, dy, carry.sums.stack, columns.b_on > 0
+        )
+        return carry._replace(dx=dx, sums=carry.sums._replace(stack=stack))
+
+    def _embed_backward(self, carry: Carry) -> Carry:
+        on = self.row.columns.b_first > 0
+        microbatch = self.row.edges.embed_backward
+        gradient = self.stage.embed_backward(microbatch, carry.dx, on)
+        shared = self._add_shared(on, carry.sums.shared, gradient)
+        return carry._replace(sums=carry.sums._replace(shared=shared))
+
+    def _weights(self, carry: Carry) -> Carry:
+        columns = self.row.columns
+        state = take_slot(carry.states, columns.w_state)
+        stack = self.stage.backward_weights(
+            columns.w_chunk, state, carry.sums.stack, columns.w_on > 0
+        )
+        return carry._replace(sums=carry.sums._replace(stack=stack))

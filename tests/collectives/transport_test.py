@@ -1,0 +1,130 @@
+"""Transports move tensors as a single collective does, and declare what they move."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from meshpar import layouts, mesh
+from meshpar.collectives import transport
+from meshpar.collectives.transport import ONE_SHOT, Rings
+from meshpar.contracts import hlo
+from meshpar.layouts.axes import DATA, FSDP
+
+N = 8
+ROWS, COLUMNS = 16, 32
+TRANSPORTS = {
+    "one shot": ONE_SHOT,
+    "ring": Rings({FSDP: (8,)}),
+    "torus of 2 dims": Rings({FSDP: (2, 4)}),
+    "torus of 3 dims": Rings({FSDP: (2, 2, 2)}),
+    "ring in a loop": Rings({FSDP: (8,)}, loop=True),
+    "rings of another axis": Rings({DATA: (8,)}),
+}
+
+
+def compiled(move, x):
+    """The program that applies `move` to the shards of x [N, ...] inside shard_map."""
+    devices = jax.make_mesh((N,), (FSDP,), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec(FSDP)
+    mapped = jax.shard_map(
+        lambda x: move(x[0])[None], mesh=devices, in_specs=spec, out_specs=spec
+    )
+    return jax.jit(mapped).lower(x).compile()
+
+
+def moved_by(program):
+    """(kinds, number of executed collectives, their payload bytes) of a program."""
+    collectives = hlo.parse_hlo(program.as_text(), {FSDP: N})
+    assert all(c.axes == (FSDP,) for c in collectives)
+    return (
+        {c.kind for c in collectives},
+        sum(c.executions for c in collectives),
+        sum(c.payload_bytes * c.executions for c in collectives),
+    )
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_all_gather_equals_its_definition_and_declaration(name, dim):
+    moving = TRANSPORTS[name]
+    x = np.random.default_rng(0).normal(size=(N, ROWS, COLUMNS)).astype(np.float32)
+    program = compiled(lambda x: moving.all_gather(x, (FSDP,), dim), x)
+    whole = np.concatenate(list(x), axis=dim)
+    np.testing.assert_array_equal(program(x), np.stack([whole] * N))
+    declared = moving.declare("all_gather", (FSDP,), N, whole.nbytes)
+    kinds, count, payload = moved_by(program)
+    assert kinds == {declared.kind}
+    assert (count, payload) == (declared.count, declared.payload_bytes)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_reduce_scatter_equals_its_definition_and_declaration(name):
+    moving = TRANSPORTS[name]
+    x = np.random.default_rng(0).integers(-9, 9, (N, ROWS, COLUMNS)).astype(np.float32)
+    program = compiled(lambda x: moving.reduce_scatter(x, (FSDP,)), x)
+    np.testing.assert_array_equal(program(x), np.stack(np.split(x.sum(0), N)))
+    declared = moving.declare("reduce_scatter", (FSDP,), N, x[0].nbytes)
+    kinds, count, payload = moved_by(program)
+    assert kinds == {declared.kind}
+    assert (count, payload) == (declared.count, declared.payload_bytes)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
+def test_rings_declare_the_steps_of_each_ring_and_their_bytes(shape):
+    declared = Rings({FSDP: shape}).declare("all_gather", (FSDP,), N, 800)
+    assert declared.kind == "permute" and declared.note == "around rings"
+    assert declared.count == sum(size - 1 for size in shape)
+    assert declared.payload_bytes == 700
+
+
+def test_rings_cover_their_own_axes_alone():
+    rings = Rings({FSDP: (8,)})
+    assert rings.covers((FSDP,))
+    assert not rings.covers((DATA,)) and not rings.covers((DATA, FSDP))
+    assert rings.declare("all_gather", (DATA,), 8, 800) == ("all_gather", 1, 800, "")
+    assert not ONE_SHOT.covers((FSDP,))
+
+
+def test_small_tensors_are_gathered_by_one_collective():
+    rings = Rings({FSDP: (8,)})
+    assert rings.for_gathers(transport.LARGE_BYTES) is rings
+    assert rings.for_gathers(transport.LARGE_BYTES - 1) is ONE_SHOT
+    assert ONE_SHOT.for_gathers(2 * transport.LARGE_BYTES) is ONE_SHOT
+
+
+def chosen(devices=None):
+    layout = layouts.parse(f"{FSDP}=8")
+    return transport.transports_for(mesh.make_mesh(layout, devices), (DATA, FSDP))
+
+
+def test_cpus_move_small_floats_as_float32_in_one_collective():
+    transports = chosen()
+    assert transports == transport.Transports(widens=True)
+    assert transports.wire_dtype(jnp.bfloat16) == jnp.float32
+    assert transports.wire_dtype(jnp.int8) == jnp.int8
+    assert not transport.Transports().widens
+    assert transport.Transports().wire_dtype(jnp.bfloat16) == jnp.bfloat16
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='the TPU compiler comes with pip install "meshpar[aot-tpu]"',
+)
+@pytest.mark.parametrize(
+    "topology, torus, gathers_around_rings",
+    [("v5e:2x4", (4, 2), False), ("v5p:2x2x2", (2, 2, 2), True)],
+)
+def test_tpus_move_gradients_around_rings(topology, torus, gathers_around_rings):
+    """v5e runs an all_gather beside compute; v5p does not, and gathers by rings."""
+    transports = chosen(mesh.topology(topology))
+    rings = transports.gradients
+    assert isinstance(rings, Rings) and not rings.loop
+    assert rings.shapes == {DATA: (), FSDP: torus}
+    assert transports.prefetched is rings
+    assert transports.weights is (rings if gathers_around_rings else ONE_SHOT)
+    assert transports.once == Rings(rings.shapes, loop=True)
+    assert transports.wire_dtype(jnp.bfloat16) == jnp.bfloat16
