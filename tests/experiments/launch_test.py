@@ -65,7 +65,7 @@ def starts(tmp_path, process=0):
 def test_a_process_that_dies_starts_all_again(tmp_path):
     script = COUNT + (
         "echo $((n * 10)) >$MESHPAR_PROGRESS; ((n == 3)) && exit 0; "
-        "((MESHPAR_PROCESS_ID)) || sleep 30; "
+        "((MESHPAR_PROCESS_ID)) || exec sleep 30; "
         "until [[ -e HERE/0 ]] && (($(wc -l <HERE/0) == n)); do sleep 0.01; done; "
         "kill -9 $$"
     )

@@ -226,7 +226,7 @@ def test_bad_input_is_an_error(arguments, words, tmp_path, monkeypatch):
 def test_bad_input_ends_a_program_without_a_traceback(arguments, words, tmp_path):
     run = [sys.executable, "-m", "experiments.run", f"--workdir={tmp_path}/w"]
     done = subprocess.run(
-        [*run, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*run, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2, done.stderr
     assert "error: " in done.stderr and words in done.stderr
@@ -319,7 +319,7 @@ def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
     while max(losses(workdir), default=0) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(60) == RESTART
+    assert process.wait(200) == RESTART
     steps = [int(p.name) for p in (workdir / "checkpoints").iterdir()]
     assert max(steps) == max(losses(workdir)) >= 3
 
@@ -327,7 +327,7 @@ def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
 def test_verify_command_proves_and_names_differences(text):
     run = [sys.executable, "-m", "experiments.verify", "--recipe=tiny"]
     run += [f"--data={text}", "--layout=fsdp=2,tensor=2", "--verify_steps=2"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("EQUAL: fsdp=2,tensor=2,zero=3"), last
@@ -337,7 +337,7 @@ def test_verify_command_proves_and_names_differences(text):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
@@ -363,7 +363,7 @@ def checkpoint_command(monkeypatch, capsys):
 
 def checkpoint_process(*words):
     tool = [sys.executable, "-m", "experiments.checkpoint", *map(str, words)]
-    return subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_the_checkpoint_command_says_what_lies_there(

@@ -1,4 +1,4 @@
-"""The explicit lowering: what it moves, what it keeps, and that it changes nothing."""
+"""The shard_map lowering: what it moves and keeps; its layouts are in matrix_test."""
 
 import dataclasses
 import functools
@@ -21,48 +21,6 @@ from meshpar.lowering import frame
 from meshpar.lowering.shard_map import ShardMapLowering
 
 TINY = model(depth=3)
-PAYLOAD = 4 * sum(param.size for param in TINY.params.values())
-
-
-@pytest.mark.parametrize(
-    "layout, least, most",
-    [
-        ("data=8", 2.0, 2.0),
-        ("fsdp=8,zero=1", 2.0, 2.0),
-        ("fsdp=8,zero=2", 2.0, 2.0),
-        ("fsdp=8,zero=3", 2.7, 3.0),
-        ("fsdp=8,zero=1,microbatches=2", 2.0, 2.0),
-        ("fsdp=8,zero=2,microbatches=2", 2.0, 2.0),
-        ("data=2,fsdp=4,zero=3,remat=full", 2.5, 3.0),
-        ("data=2,fsdp=2,tensor=2,microbatches=2", 0, 99),
-        ("tensor=4", 0, 99),
-    ],
-)
-def test_the_compiled_step_keeps_its_contract(layout, least, most):
-    """Bytes on the wire, in payloads of all parameters times (n-1)/n."""
-    program = lower(layout, TINY, clip_norm=1.0)
-    assert isinstance(program.lowering, ShardMapLowering)
-    assert program.violations() == []
-    moved = sum(c.wire_bytes for c in program.collectives) / (PAYLOAD * 7 / 8)
-    assert least - 0.01 <= moved <= most + 0.01
-    if "microbatches" not in layout:
-        declared = program.contract.wire_bytes / (PAYLOAD * 7 / 8)
-        over_tensor = sum(
-            c.wire_bytes for c in program.collectives if "tensor" in c.axes
-        )
-        rest = moved - over_tensor / (PAYLOAD * 7 / 8)
-        assert rest == pytest.approx(declared, abs=0.02)
-
-
-@pytest.mark.parametrize("layout", ["data=2,fsdp=2,tensor=2", slow("fsdp=4,zero=2")])
-def test_equals_the_automatic_lowering(layout):
-    found = {}
-    for kind in ("shard_map", "jit"):
-        program = lower(layout, TINY, lowering=kind)
-        found[kind] = host(program.gradients(program.init(0), batch()))
-    (metrics, gradients), (want_metrics, want) = found["shard_map"], found["jit"]
-    assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-6)
-    assert relative_error(gradients, want) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -104,13 +62,10 @@ def test_around_rings_gradients_are_the_same(
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
 
 
-@pytest.mark.parametrize("layout", [slow("fsdp=4"), "fsdp=2,remat=full,microbatches=2"])
-def test_weights_gathered_one_layer_ahead_change_nothing(layout):
+@pytest.mark.parametrize("layout", ["fsdp=4", "fsdp=2,remat=full,microbatches=2"])
+def test_weights_gathered_one_layer_ahead_are_declared(layout):
     program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
     assert len(program.lowering.zero.prefetched) > 4
-    _, gradients = program.gradients(program.init(0), batch())
-    assert relative_error(host(gradients), host(one_device()[1])) < 1e-5
-    assert program.violations() == []
     early = [term for term in program.contract.terms if "one layer ahead" in term.why]
     assert {term.kind for term in early} == {"all_gather"}
     # Every pass gathers once more than there are layers.

@@ -1,4 +1,4 @@
-"""Pipelines: every schedule trains the same model, and moves what it declares."""
+"""Pipelines: schedules, models and options; common layouts are in matrix_test."""
 
 import functools
 import itertools
@@ -24,7 +24,6 @@ from meshpar.pipeline.spec import make_spec
 DEEP = model(depth=8)
 MODELS = {
     "deep": DEEP,
-    "tied": model(depth=4, tied=True, position="learned", norm="layernorm"),
     "untied": model(depth=16),
     "tied16": model(depth=16, tied=True, position="learned", norm="layernorm"),
     "noisy": model(depth=4, dropout=0.3),
@@ -59,33 +58,6 @@ def test_evaluation_runs_through_the_stages(layout):
     assert loss == pytest.approx(alone("deep")[2]["loss"], rel=1e-5)
 
 
-LAYOUTS = [
-    "pipe=2,microbatches=4,schedule=gpipe",
-    slow("pipe=8,microbatches=8"),
-    slow("pipe=4,data=2,microbatches=8,save=residuals"),
-    "pipe=2,fsdp=4,zero=1,microbatches=4",
-    "pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,save=residuals",
-    "pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full",
-    "pipe=4,tensor=2,microbatches=4,virtual_stages=2",
-    slow("pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,save=residuals"),
-    slow("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots"),
-    "pipe=3,fsdp=2,microbatches=2",
-    "pipe=2,data=2,microbatches=4,partition=3/5,save=residuals",
-    slow("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1"),
-    slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe"),
-    "pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe",
-    "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals,tick_loop=uniform",
-    "pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals",
-    slow("pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,tick_loop=uniform"),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_one_device_and_keeps_its_contract(layout):
-    program = assert_equals_one_device(layout)
-    assert program.violations() == []
-
-
 def every_combination():
     """Every schedule with numbers of stages, other axes, vocab= and save=."""
     other_axes = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=3", "tensor=2")
@@ -112,15 +84,6 @@ def every_combination():
 @pytest.mark.parametrize("layout, of", list(every_combination()))
 def test_every_combination_equals_one_device(layout, of):
     assert_equals_one_device(layout, of)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["pipe=2,data=2,microbatches=4", "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe"],
-)
-def test_tied_embeddings(layout):
-    program = assert_equals_one_device(layout, "tied")
-    assert program.violations() == []
 
 
 class Penalized(nnx.Module):
@@ -192,27 +155,6 @@ def test_bfloat16_adds_gradients_up_in_float32(vocab):
     _, gradients = program.gradients(program.init(0), batch())
     assert 1e-4 < relative_error(host(gradients), alone("deep")[1]) < 3e-2
     assert program.violations() == []
-
-
-def test_training_is_the_same_and_checkpoints_know_no_schedule():
-    """Three steps; the state in the model's order is what one device has."""
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    programs = [
-        lower(layout, DEEP, optimizer, clip_norm=1.0)
-        for layout in ("pipe=2,data=2,microbatches=4,virtual_stages=2", "data=1")
-    ]
-    assert programs[0].layer_order is not None
-    states = [program.init(0) for program in programs]
-    for step in range(3):
-        for i, program in enumerate(programs):
-            states[i], _ = program.step(states[i], batch(step))
-    portable = programs[0].in_model_order(states[0])
-    for got, want in zip(*map(jax.tree.leaves, (portable, states[1])), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-6)
-    back = programs[0].as_stored(portable)
-    for got, want in zip(*map(jax.tree.leaves, (back, states[0])), strict=True):
-        assert got.sharding == want.sharding
-        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])

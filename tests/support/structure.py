@@ -81,26 +81,15 @@ def imports(source: Source, names: Collection[str]) -> set[str]:
     return {module for module in modules & set(names) if module != source.name}
 
 
-def import_graph(
-    sources: Mapping[str, Source], excepted: Collection[tuple[str, str]] = ()
-) -> dict[str, set[str]]:
-    """Returns {module: modules of the package that it imports}, less the excepted."""
-    return {
-        name: {
-            module
-            for module in imports(source, sources)
-            if (name, module) not in excepted
-        }
-        for name, source in sources.items()
-    }
+def import_graph(sources: Mapping[str, Source]) -> dict[str, set[str]]:
+    """Returns {module: modules of the package that it imports}."""
+    return {name: imports(source, sources) for name, source in sources.items()}
 
 
-def room_graph(
-    sources: Mapping[str, Source], excepted: Collection[tuple[str, str]] = ()
-) -> dict[str, set[str]]:
+def room_graph(sources: Mapping[str, Source]) -> dict[str, set[str]]:
     """Returns {room: other rooms that its files import}, without the facade."""
     rooms: dict[str, set[str]] = {}
-    for name, imported in import_graph(sources, excepted).items():
+    for name, imported in import_graph(sources).items():
         room = sources[name].room
         if room:
             targets = {sources[module].room for module in imported}
@@ -138,7 +127,6 @@ def upward_imports(
     sources: Mapping[str, Source],
     order: Sequence[str],
     aside: Mapping[str, set[str]],
-    excepted: Collection[tuple[str, str]] = (),
 ) -> list[str]:
     """Finds imports from a higher room, from the facade, and rooms nobody placed.
 
@@ -146,11 +134,10 @@ def upward_imports(
       sources: files of the package.
       order: rooms from bottom to top.
       aside: {room: the only rooms it may import}, for rooms outside the order.
-      excepted: imports (importer, imported) to leave out.
     """
     allowed = {room: set(order[:floor]) for floor, room in enumerate(order)} | aside
     problems = []
-    for name, imported in import_graph(sources, excepted).items():
+    for name, imported in import_graph(sources).items():
         source = sources[name]
         if not source.room:
             continue

@@ -1,6 +1,7 @@
 """Tiny models and batches that the tests share."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -29,6 +30,12 @@ def model(framework: str = "nnx", **sizes) -> meshpar.Model:
     return building.make_model(config(framework, **sizes))
 
 
+@functools.cache
+def standard_model() -> meshpar.Model:
+    """Eight layers for pipelines, grouped heads that four devices can split."""
+    return model(depth=8, kv_heads=4)
+
+
 def batch(seed: int = 0, size: int = BATCH) -> dict[str, np.ndarray]:
     ids = np.random.default_rng(seed).integers(0, 64, (size, LENGTH + 1), np.int32)
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
@@ -46,6 +53,15 @@ def lower(layout, of=None, optimizer=None, **options) -> meshpar.TrainProgram:
         devices=jax.devices()[: layout.num_devices],
         **options,
     )
+
+
+def lower_standard(layout, of=None, **options) -> meshpar.TrainProgram:
+    """Lowers with the optimizer that files share, so that they share compiled programs.
+
+    Adam divides by nearly zero where a gradient is rounding alone: hence the epsilon.
+    """
+    optimizer = optax.adamw(1e-2, eps=1e-2)
+    return lower(layout, of or standard_model(), optimizer, clip_norm=1.0, **options)
 
 
 def host(tree):

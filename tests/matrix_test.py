@@ -1,0 +1,230 @@
+"""Every layout: it equals one device, keeps its contract and lies where the plan says.
+
+One program per row is compiled, and all of this is proved of that program: the initial
+parameters, three steps' losses, the gradients (Adam's first moment after one step),
+the state after three steps, the collectives, the shardings and the bytes per device.
+"""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from support.tiny_models import (
+    batch,
+    host,
+    lower_standard,
+    model,
+    relative_error,
+    standard_model,
+)
+
+import meshpar
+from meshpar.lowering.jit import JitLowering
+from meshpar.lowering.shard_map import ShardMapLowering
+from meshpar.pipeline.runner import PipelineRunner
+
+MODELS = {
+    "deep": standard_model(),
+    "linen": model("linen", depth=8),
+    "tied": model(depth=8, tied=True, position="learned", norm="layernorm"),
+}
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program.
+
+    Attributes:
+      layout: its layout string.
+      of: the model, by its name in MODELS.
+      wire: least and most bytes on the wire, in payloads of all parameters times
+        (n-1)/n, if theory knows them.
+      lowering: the lowering that is asked for; empty for the default.
+      slow: whether only `-m slow` runs it.
+    """
+
+    layout: str
+    of: str = "deep"
+    wire: tuple[float, float] | None = None
+    lowering: str = ""
+    slow: bool = False
+
+
+BY_US = [
+    Row("data=8", wire=(2.0, 2.0)),
+    Row("fsdp=8,zero=1", wire=(2.0, 2.0)),
+    Row("fsdp=8,zero=2", wire=(2.0, 2.0)),
+    Row("fsdp=8,zero=3", wire=(2.7, 3.0)),
+    Row("fsdp=8,zero=1,microbatches=2", wire=(2.0, 2.0)),
+    Row("fsdp=8,zero=2,microbatches=2", wire=(2.0, 2.0)),
+    Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0)),
+    Row("tensor=4"),
+    Row("data=2,fsdp=2,tensor=2"),
+    Row("data=2,fsdp=2,tensor=2,microbatches=2"),
+    Row("fsdp=4,tensor=2,microbatches=2"),
+    Row("fsdp=2,remat=dots"),
+    Row("fsdp=2,remat=full,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"),
+    Row("fsdp=4,prefetch=attention/[qkv]$,prefetch=mlp", slow=True),
+]
+BY_THE_COMPILER = [
+    Row("data=2,fsdp=2,tensor=2", lowering="jit"),
+    Row("fsdp=8,zero=2", lowering="jit"),
+    Row("fsdp=8,zero=3", "linen"),
+    Row("data=2,fsdp=2,tensor=2", "linen"),
+    Row("data=8", "linen", slow=True),
+    Row("fsdp=8,zero=1", "linen", slow=True),
+    Row("fsdp=8,zero=2", "linen", slow=True),
+    Row("tensor=4", "linen", slow=True),
+    Row("fsdp=4,tensor=2,microbatches=2", "linen", slow=True),
+]
+PIPELINES = [
+    Row("pipe=2,microbatches=4,schedule=gpipe"),
+    Row("pipe=8,microbatches=8", slow=True),
+    Row("pipe=4,data=2,microbatches=8,save=residuals", slow=True),
+    Row("pipe=2,fsdp=4,zero=1,microbatches=4"),
+    Row("pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,save=residuals"),
+    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full"),
+    Row("pipe=4,tensor=2,microbatches=4,virtual_stages=2"),
+    Row(
+        "pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,save=residuals",
+        slow=True,
+    ),
+    Row("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots", slow=True),
+    Row("pipe=3,fsdp=2,microbatches=2"),
+    Row("pipe=2,data=2,microbatches=4,partition=3/5,save=residuals"),
+    Row("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1", slow=True),
+    Row("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", slow=True),
+    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe"),
+    Row(
+        "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals,"
+        "tick_loop=uniform"
+    ),
+    Row("pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals"),
+    Row(
+        "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,tick_loop=uniform",
+        slow=True,
+    ),
+    Row("pipe=2,data=2,microbatches=4", "tied"),
+    Row("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe", "tied"),
+]
+ROWS = [*BY_US, *BY_THE_COMPILER, *PIPELINES]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A program after STEPS steps; trees are on the host, layers in the model's order.
+
+    Attributes:
+      program: the program.
+      initial: {path: parameter} before the first step.
+      metrics: {name: number} of every step.
+      gradients: {path: gradient} of the first step, clipped and times 1 - b1.
+      params: {path: parameter} after the last step.
+      moments: Adam's state after the last step.
+      state: the last state on the devices, in the program's order of layers.
+    """
+
+    program: meshpar.TrainProgram
+    initial: dict[str, np.ndarray]
+    metrics: list[dict[str, float]]
+    gradients: dict[str, np.ndarray]
+    params: dict[str, np.ndarray]
+    moments: optax.ScaleByAdamState
+    state: meshpar.TrainState
+
+
+def train(layout, of, lowering=""):
+    program = lower_standard(layout, MODELS[of], lowering=lowering)
+    state, metrics = program.init(0), []
+    initial, gradients = host(program.in_model_order(state).params), None
+    for step in range(STEPS):
+        state, values = program.step(state, batch(step))
+        metrics.append({name: float(value) for name, value in values.items()})
+        portable = host(program.in_model_order(state))
+        moments = portable.optimizer_state[0]
+        gradients = gradients or moments.mu
+    return Trained(
+        program, initial, metrics, gradients, portable.params, moments, state
+    )
+
+
+@functools.cache
+def one_device(of):
+    return train("data=1", of)
+
+
+def identity(row):
+    return "-".join(filter(None, (row.of, row.lowering, row.layout)))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * row.slow, id=identity(row))
+        for row in ROWS
+    ],
+)
+def test_every_layout(row):
+    run = train(row.layout, row.of, row.lowering)
+    check_lowering(row, run.program)
+    check_equality(run, one_device(row.of))
+    check_contract(row, run.program)
+    check_state(run)
+
+
+def check_lowering(row, program):
+    expected = JitLowering if row in BY_THE_COMPILER else ShardMapLowering
+    assert type(program.lowering) is expected
+    if row in PIPELINES:
+        assert isinstance(program.lowering.runner, PipelineRunner)
+
+
+def check_equality(run, alone):
+    chex.assert_trees_all_equal(run.initial, alone.initial)
+    assert relative_error(run.gradients, alone.gradients) < 1e-5
+    for values, expected in zip(run.metrics, alone.metrics, strict=True):
+        assert values == pytest.approx(expected, rel=1e-5)
+    assert all((run.params[path] != x).any() for path, x in run.initial.items())
+    assert relative_error(run.params, alone.params) < 1e-5
+    assert relative_error(run.moments.mu, alone.moments.mu) < 1e-5
+    assert relative_error(run.moments.nu, alone.moments.nu) < 2e-5  # Squares.
+
+
+def check_contract(row, program):
+    assert program.violations() == []
+    if row.wire is None:
+        return
+    payload = 4 * sum(param.size for param in program.model.params.values()) * 7 / 8
+    wire_bytes = sum(c.wire_bytes for c in program.collectives) / payload
+    least, most = row.wire
+    assert least - 0.01 <= wire_bytes <= most + 0.01
+    if program.layout.microbatches == 1:
+        declared = program.contract.wire_bytes / payload
+        assert wire_bytes == pytest.approx(declared, abs=0.02)
+
+
+def check_state(run):
+    """Shardings and bytes per device are the plan's; a portable state comes back."""
+    plan, program = run.program.plan, run.program
+    leaves = [(leaf, run.state.params[path]) for path, leaf in plan.parameters.items()]
+    optimizer = jax.tree.leaves(run.state.optimizer_state)
+    leaves += zip(plan.optimizer, optimizer, strict=True)
+    for leaf, value in leaves:
+        planned = NamedSharding(program.mesh, leaf.partition_spec)
+        assert value.sharding.is_equivalent_to(planned, value.ndim), leaf.path
+        shard = value.addressable_shards[0].data
+        assert shard.nbytes == leaf.bytes_per_device, leaf.path
+    back = program.as_stored(program.in_model_order(run.state))
+    chex.assert_trees_all_equal(host(back), host(run.state))
+    chex.assert_trees_all_equal_comparator(
+        lambda x, y: x.sharding == y.sharding,
+        lambda x, y: f"{x.sharding} is not {y.sharding}",
+        back,
+        run.state,
+    )
