@@ -72,7 +72,8 @@ class PipeDreamRunner(Runner):
       optimizer: updates the weights of each stage after each backward pass.
 
     Raises:
-      LayoutError: no stage has whole weights, or their whole optimizer state.
+      LayoutError: a rule splits weights over data, or a leaf of the optimizer state
+        belongs to several stages.
     """
 
     pipeline: PipelineRunner
@@ -83,7 +84,7 @@ class PipeDreamRunner(Runner):
         if split := [path for path, s in self.zero.shardings.items() if s.splits]:
             raise LayoutError(
                 f"schedule={name} updates every stage by itself, with whole weights, "
-                f"but a rule splits {split[0]} over data: leave that out"
+                f"but a rule splits {split[0]} over data: remove that rule"
             )
         stack = self.frame.layered.split(plan.parameters)[1]
         for leaf in plan.optimizer:
@@ -91,7 +92,7 @@ class PipeDreamRunner(Runner):
             if stacked and leaf.spec[:1] != ((PIPE,),):
                 raise LayoutError(
                     f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
-                    "which no stage has alone; use one that works elementwise"
+                    "which belongs to several stages; use an elementwise optimizer"
                 )
 
     @classmethod
