@@ -1,4 +1,4 @@
-"""How manual mesh axes split one tensor, inside shard_map."""
+"""Manual shardings: the dims of a tensor that manual mesh axes split."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -30,12 +30,12 @@ from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 
 WEIGHT = "weight of the batch"
-"""Among the metrics that are summed: what their means are taken over."""
+"""Name under which the weight of the batch is summed among the metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What all parts of one shard_map program share.
+    """Axes, specs and functions that the parts of one shard_map program share.
 
     Attributes:
       layered: the model layer by layer.

@@ -169,7 +169,7 @@ def test_a_replaced_machine_gets_its_shards_from_a_peer(unbroken, text, tmp_path
 
 @pytest.mark.slow
 def test_disks_together_serve_another_layout(unbroken, text, tmp_path):
-    """What fsdp=2 left apart on two disks goes on as tensor=2."""
+    """Shards that fsdp=2 left on two disks are resumed as tensor=2."""
     often = ["--set=checkpoint_every=1000", "--set=checkpoint_local_every=10"]
     running = machines(text, tmp_path, "fsdp=2", *often)
     while not list(tmp_path.glob("disk1/*/80-*/1.npz")):

@@ -1,4 +1,4 @@
-"""What `lower` makes of options, models and batches; layouts are in matrix_test."""
+"""`lower` with options, models and batches; matrix_test tries the layouts."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What is left out by default."""
+"""Marks of tests that do not run by default."""
 
 from typing import Any
 
