@@ -103,21 +103,19 @@ def lower(
     _check_trace(model, layout, mesh, step_batch)
     state = _abstract_state(params, optimizer_state, plan, mesh)
     parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
-    lowerings = [
-        _make_lowering(name, parts, spec) for name in _names(model, layout, lowering)
-    ]
-    why = spec.why if spec else ""
+    names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
+    lowerings = [_make_lowering(name, parts, spec) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
         return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
     programs = [
         make_train_program(one, state, abstract_batch, order, why) for one in lowerings
     ]
-    return pick_lowering(programs) if lowering == "auto" else programs[0]
+    return programs[0] if len(programs) == 1 else pick_lowering(programs)
 
 
-def _names(model: Model, layout: Layout, lowering: str) -> list[str]:
-    """Names of the lowerings to make, best guess first."""
+def _lowering_names(model: Model, layout: Layout, lowering: str) -> list[str]:
+    """Names of the lowerings to make; several of them are to be compared."""
     possible = not ShardMapLowering.reason_unsupported(model, layout)
     if lowering == "auto":
         if layout.pipe > 1:
@@ -170,6 +168,9 @@ def reason_unsupported(
     by_hand = ShardMapLowering.reason_unsupported(model, layout)
     if lowering == ShardMapLowering.name and by_hand:
         return f"lowering=shard_map: {by_hand}; use lowering=jit"
+    if mode is not None and type(mode) not in MODES:
+        modes = ", ".join(kind.__name__ for kind in MODES)
+        return f"mode={mode!r} is no optimizer mode; known: {modes}"
     if mode is None and layout.replica > 1:
         return (
             f"replica={layout.replica} lets replicas differ, and nothing would "

@@ -145,6 +145,7 @@ def test_equality_holds_for_the_default_sizes_at_initialization():
         ("fsdp=2,activations.heds=none", {}, ["activations.heds", "'heads'"]),
         ("data=2", {"clip_norm": 0.0}, ["clip_norm=0.0"]),
         ("fsdp=5,allow=idle_devices", {}, ["batch=16"]),
+        ("data=2", {"mode": "local_sgd"}, ["'local_sgd'", "known: LocalSGD"]),
     ],
 )
 def test_lowering_errors(layout, options, words):
