@@ -1,8 +1,8 @@
-"""Every layout: it equals one device, keeps its contract and lies where the plan says.
+"""Every layout equals one device, keeps its contract and places state as planned.
 
-One program per row is compiled, and all of this is proved of that program: the initial
-parameters, three steps' losses, the gradients (Adam's first moment after one step),
-the state after three steps, the collectives, the shardings and the bytes per device.
+One program per row is compiled. Its initial parameters, the metrics of three steps, the
+gradients (Adam's first moment after one step) and the state after three steps equal one
+device's; its collectives, shardings and bytes per device are as declared.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from support.tiny_models import (
 )
 
 import meshpar
+from meshpar.layouts.axes import TENSOR
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.pipeline.runner import PipelineRunner
@@ -198,15 +199,16 @@ def check_equality(run, alone):
 
 def check_contract(row, program):
     assert program.violations() == []
-    if row.wire is None:
-        return
     payload = 4 * sum(param.size for param in program.model.params.values()) * 7 / 8
-    wire_bytes = sum(c.wire_bytes for c in program.collectives) / payload
-    least, most = row.wire
-    assert least - 0.01 <= wire_bytes <= most + 0.01
-    if program.layout.microbatches == 1:
-        declared = program.contract.wire_bytes / payload
-        assert wire_bytes == pytest.approx(declared, abs=0.02)
+    if row.wire is not None:
+        least, most = row.wire
+        wire_bytes = sum(c.wire_bytes for c in program.collectives) / payload
+        assert least - 0.01 <= wire_bytes <= most + 0.01
+    if row in BY_US and program.layout.microbatches == 1:
+        # Over tensor the compiler communicates, and the contract only bounds it.
+        found = [c.wire_bytes for c in program.collectives if TENSOR not in c.axes]
+        declared = program.contract.wire_bytes
+        assert sum(found) / payload == pytest.approx(declared / payload, abs=0.02)
 
 
 def check_state(run):

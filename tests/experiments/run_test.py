@@ -393,8 +393,8 @@ def test_the_checkpoint_command_says_what_lies_there(
 def test_the_checkpoint_command_knows_what_could_go_on(
     unbroken, layout, code, words, checkpoint_command
 ):
-    said, output = checkpoint_command(unbroken[1], f"--can_resume={layout}")
-    assert said == code
+    exit_code, output = checkpoint_command(unbroken[1], f"--can_resume={layout}")
+    assert exit_code == code
     assert re.search(words, output, re.DOTALL), output
     with pytest.raises(MeshparError, match="did you mean 'fsdp'"):
         checkpoint_command(unbroken[1], "--can_resume=fdsp=2")
