@@ -145,7 +145,7 @@ def with_noise_for_the_other(r, seed):
 
 
 def test_a_longer_period_than_the_run_is_independent_runs():
-    """Bit for bit: no rows of one replica influence the other."""
+    """No rows of one replica influence the other, bit for bit."""
     mode = meshpar.LocalSGD(STEPS + 1)
     state, metrics = train(lower("replica=2", ADAM, mode=mode))
     half = jax.tree.map(lambda x: x[: ROWS // 2], rows(1))
@@ -156,9 +156,11 @@ def test_a_longer_period_than_the_run_is_independent_runs():
         for step in range(1, STEPS + 1):
             noisy, _ = program.step(noisy, with_noise_for_the_other(r, step))
             alone, _ = single.step(alone, rows_of(r, 2, rows(step)))
-        for path, x in host(state.params).items():
-            assert (x[r] == np.asarray(noisy.params[path])[r]).all(), path
-            assert (x[r] == np.asarray(alone.params[path])).all(), path
+        replica = {path: x[r] for path, x in host(state.params).items()}
+        for path, x in replica.items():
+            assert (x == np.asarray(noisy.params[path])[r]).all(), path
+        # Another program, whose kernels may add up in another order.
+        assert relative_error(replica, host(alone.params)) < 1e-6
     assert all(m["replica_bytes"] == 0 for m in metrics)
 
 
