@@ -206,7 +206,11 @@ def test_schedule_auto_reports_its_choice():
         ("pipe=2,save=input", {}, "use inputs or residuals"),
         ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
         ("pipe=2,partition=a", {}, "as in 3/3/2"),
-        ("pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved", {}, "multiple of pipe=8"),
+        (
+            "pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved",
+            {},
+            "not a multiple of pipe=8",
+        ),
         ("pipe=4,params.layers=none,params.embed=pipe", {}, "name the first dim"),
         ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
         ("pipe=2,tensor=2,microbatches=4,schedule=zb_h1", {}, "can deadlock"),
