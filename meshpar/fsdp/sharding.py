@@ -29,7 +29,12 @@ class ManualSharding:
     def of(
         cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
     ) -> "ManualSharding":
-        """Makes the sharding of a leaf with mesh axes `spec` per dim.
+        """Makes the sharding of a tensor.
+
+        Args:
+          path: the tensor's path, for errors.
+          spec: mesh axes per dim.
+          manual_axes: the axes of the shard_map.
 
         Raises:
           LayoutError: a dim is split by an automatic axis before a manual one.
@@ -53,12 +58,6 @@ class ManualSharding:
     def axes(self) -> tuple[str, ...]:
         """All manual axes that split the tensor."""
         return tuple(axis for _, axes in self.splits for axis in axes)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Spec with the manual axes only, for shard_map."""
-        dims = dict(self.splits)
-        return PartitionSpec(*(dims.get(d) for d in range(max(dims, default=-1) + 1)))
 
     @property
     def automatic_axes(self) -> frozenset[str]:

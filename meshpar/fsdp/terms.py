@@ -137,7 +137,14 @@ def _bucket_moves(
 def declare_all_reduces(
     shards: Shapes, shardings: Shardings, sizes: Sizes, why: str
 ) -> Iterator[DeclaredCollective]:
-    """Declares `all_reduce_grads` of shards over the axes that do not split them."""
+    """Declares `all_reduce_grads` of shards over the axes that do not split them.
+
+    Args:
+      shards: {path: shard over the manual axes, in the dtype in which it moves}.
+      shardings: {path: how manual axes split it}.
+      sizes: {mesh axis: size}.
+      why: the reason, for reports.
+    """
     for axes in dict.fromkeys(shardings[path].rest for path in shards):
         if not axes:
             continue

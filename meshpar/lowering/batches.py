@@ -31,7 +31,7 @@ def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
 
 
 def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
-    """The global batch, and the part of one replica, with shardings.
+    """The abstract global batch, and that of one replica, with shardings.
 
     Args:
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.

@@ -28,6 +28,7 @@ from meshpar.fsdp.split_backward import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.memory import Held, TracedLayer
 from meshpar.lowering.runner import Runner
@@ -86,10 +87,8 @@ class PipeDreamRunner(Runner):
                 f"schedule={name} updates every stage by itself, with whole weights, "
                 f"but a rule splits {split[0]} over data: remove that rule"
             )
-        stack = self.frame.layered.split(plan.parameters)[1]
         for leaf in plan.optimizer:
-            stacked = any(f"['{path}']" in leaf.path for path in stack)
-            if stacked and leaf.spec[:1] != ((PIPE,),):
+            if self._is_stacked(leaf) and leaf.spec[:1] != ((PIPE,),):
                 raise LayoutError(
                     f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
                     "which belongs to several stages; use an elementwise optimizer"
@@ -101,6 +100,11 @@ class PipeDreamRunner(Runner):
     ) -> "PipeDreamRunner":
         """The runner that trains the stages of a pipeline."""
         return cls(pipeline.frame, pipeline.zero, pipeline, optimizer)
+
+    def _is_stacked(self, leaf: LeafPlan) -> bool:
+        """Whether a leaf of the optimizer state belongs to the stack of layers."""
+        stack = self.frame.layered.split(self.frame.plan.parameters)[1]
+        return any(f"['{path}']" in leaf.path for path in stack)
 
     @functools.cached_property
     def executor(self) -> Executor:
@@ -155,15 +159,9 @@ class PipeDreamRunner(Runner):
             "the same stages"
         )
 
-    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+    def declared_reductions(self) -> Iterator[DeclaredCollective]:
         """Gradients of each tick; embedding and head once per step."""
-        del batch
         frame, ticks = self.frame, self.pipeline.spec.schedule.num_ticks
-        manual = frame.manual_axes
-        ways, size = frame.ways(manual), 4 * num_metrics
-        yield DeclaredCollective(
-            "all_reduce", manual, ways, 1, size, "loss and metrics"
-        )
         if axes := frame.batch_axes:
             shardings, sizes = self.zero.shardings, frame.mesh.shape
             shapes = [
@@ -177,11 +175,11 @@ class PipeDreamRunner(Runner):
             yield DeclaredCollective(
                 "all_reduce", axes, ways, 0, 4 * ticks, why, bound=True
             )
-        shared, stack = frame.layered.split(frame.plan.parameters)
+        shared = frame.layered.split(frame.plan.parameters)[0]
         edges = [leaf.bytes_per_device for leaf in shared.values()] + [
             leaf.bytes_per_device
             for leaf in frame.plan.optimizer
-            if not any(f"['{path}']" in leaf.path for path in stack)
+            if not self._is_stacked(leaf)
         ]
         size, count = sum(edges) + 4 * frame.layout.microbatches, len(edges) + 1
         why = "embedding and head from the stages that train them, once a step; norms"

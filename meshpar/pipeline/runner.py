@@ -217,6 +217,7 @@ class PipelineRunner(Runner):
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
+        del held  # A stage holds its own layers alone.
         weights, gradients = terms.stage_bytes(self.frame, self.zero)
         saved = self.saved_bytes(traced)
         rows = 0 if self.layout.save == "residuals" else self.spec.partition.rows
