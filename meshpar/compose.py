@@ -170,9 +170,9 @@ def reason_unsupported(
     known = ("auto", *LOWERINGS)
     if lowering and lowering not in known:
         return f"lowering={lowering!r} ({nearest(lowering, known)})"
-    not_manual = ShardMapLowering.reason_unsupported(model, layout)
-    if lowering == ShardMapLowering.name and not_manual:
-        return f"lowering=shard_map: {not_manual}; use lowering=jit"
+    no_shard_map = ShardMapLowering.reason_unsupported(model, layout)
+    if lowering == ShardMapLowering.name and no_shard_map:
+        return f"lowering=shard_map: {no_shard_map}; use lowering=jit"
     if mode is not None and type(mode) not in MODES:
         modes = ", ".join(kind.__name__ for kind in MODES)
         return f"mode={mode!r} is no optimizer mode; known: {modes}"
@@ -182,9 +182,9 @@ def reason_unsupported(
             "synchronize them: give mode=LocalSGD(...) (--optimizer_mode=local_sgd), "
             f"or use data={layout.replica}"
         )
-    if not_manual or lowering == JitLowering.name:
+    if no_shard_map or lowering == JitLowering.name:
         if reason := JitLowering.reason_unsupported(model, layout):
-            but = f" (which does not work yet: {not_manual})" if not_manual else ""
+            but = f" (which does not work yet: {no_shard_map})" if no_shard_map else ""
             return f"{reason}; use lowering=shard_map{but}"
     pipe: dict[str, bool] = {}
     if layout.pipe > 1:
@@ -193,8 +193,7 @@ def reason_unsupported(
         if reason := pipeline.reason_unsupported(model, layout, schedule):
             return reason
         if schedule.asynchronous:
-            name = schedule.name
-            if reason := pipedream.reason_unsupported(layout, name, clip_norm):
+            if reason := pipedream.reason_unsupported(layout, schedule, clip_norm):
                 return reason
         pipe = dict(
             asynchronous=schedule.asynchronous, reorders_layers=spec.partition.moves

@@ -7,7 +7,7 @@ of `zero`: which tensors move, and how often per step.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.buckets import make_buckets, padding
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.zero import Zero
+from meshpar.layouts.axes import ways_of
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 Shardings = Mapping[str, ManualSharding]
@@ -40,11 +41,6 @@ class LayerPass(NamedTuple):
     name: str
     runs: int
     depth: int
-
-
-def ways_of(axes: Iterable[str], sizes: Sizes) -> int:
-    """Number of devices along several axes together."""
-    return math.prod(sizes[axis] for axis in axes)
 
 
 def local_shape(

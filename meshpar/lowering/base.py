@@ -7,7 +7,6 @@ the same way under all lowerings.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.arrays import Params, num_bytes
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.layouts.axes import REPLICA
+from meshpar.layouts.axes import REPLICA, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.memory import (
@@ -150,7 +149,7 @@ class Lowering:
 
     def ways(self, axes: Iterable[str]) -> int:
         """Devices that axes span together."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        return ways_of(axes, self.mesh.shape)
 
     def memory(self, batch: Any, state: dict[str, int] | None = None) -> Memory | None:
         """Predicts a step's memory; None for models without layers.

@@ -19,9 +19,9 @@ from meshpar.collectives.shard_keys import for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.collectives.varying import vary
 from meshpar.fsdp.sharding import ManualSharding
-from meshpar.fsdp.terms import Shapes, ways_of
+from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import BATCH_DIMS, REPLICA, TOKEN_AXES
+from meshpar.layouts.axes import BATCH_DIMS, REPLICA, TOKEN_AXES, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.lowering.batches import batch_specs

@@ -38,15 +38,18 @@ from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.report import pipeline_report
 from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.terms import declared_sends
+from meshpar.schedules.table import Schedule
 from meshpar.schedules.ticks import Phase
 
 
-def reason_unsupported(layout: Layout, name: str, clip_norm: float | None) -> str:
+def reason_unsupported(
+    layout: Layout, schedule: Schedule, clip_norm: float | None
+) -> str:
     """The reason why stages cannot update weights by themselves; "" if they can.
 
     Args:
       layout: the layout.
-      name: name of the schedule.
+      schedule: an asynchronous schedule.
       clip_norm: largest global gradient norm, or None.
     """
     for setting, is_set in (
@@ -58,8 +61,8 @@ def reason_unsupported(layout: Layout, name: str, clip_norm: float | None) -> st
     ):
         if is_set:
             return (
-                f"schedule={name} updates every stage by itself, with whole weights: "
-                f"leave out {setting}"
+                f"schedule={schedule.name} updates every stage by itself, with whole "
+                f"weights: leave out {setting}"
             )
     return ""
 
@@ -118,14 +121,10 @@ class PipeDreamRunner(Runner):
     @property
     def layer_passes(self) -> list[LayerPass]:
         """Every pass over one stage's layers in one step; each runs in all ticks."""
-        ticks, rows = self.pipeline.spec.schedule.num_ticks, self._rows
+        spec = self.pipeline.spec
+        ticks, rows = spec.schedule.num_ticks, spec.partition.rows
         names = "forward", "forward again", "backward"
         return [LayerPass(name, ticks, rows) for name in names]
-
-    @property
-    def _rows(self) -> int:
-        """Layers of one stage."""
-        return self.pipeline.spec.partition.rows
 
     @property
     def sums_dtype(self) -> Any:
