@@ -184,8 +184,10 @@ def reason_unsupported(
         )
     if no_shard_map or lowering == JitLowering.name:
         if reason := JitLowering.reason_unsupported(model, layout):
-            but = f" (which does not work yet: {no_shard_map})" if no_shard_map else ""
-            return f"{reason}; use lowering=shard_map{but}"
+            if no_shard_map:
+                why = f"lowering=shard_map is not possible: {no_shard_map}"
+                return f"{reason}; leave it out ({why})"
+            return f"{reason}; leave it out, or use lowering=shard_map"
     pipe: dict[str, bool] = {}
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)

@@ -38,7 +38,7 @@ class JitLowering(Lowering):
         if layout.prefetch:
             return (
                 f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
-                "lowering=jit; leave it out"
+                "lowering=jit"
             )
         return ""
 
