@@ -11,6 +11,11 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.plan import Spec, partition_spec
 
 
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
 @dataclasses.dataclass(frozen=True)
 class ManualSharding:
     """Dims of one tensor that manual axes split, and those that automatic ones split.
@@ -62,8 +67,7 @@ class ManualSharding:
     @property
     def automatic_axes(self) -> frozenset[str]:
         """The automatic axes that split the tensor."""
-        dims = (dim if isinstance(dim, tuple) else (dim,) for dim in self.automatic)
-        return frozenset(axis for dim in dims for axis in dim if axis is not None)
+        return frozenset(a for entry in self.automatic for a in entry_axes(entry))
 
     @property
     def alone(self) -> bool:

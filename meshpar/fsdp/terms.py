@@ -8,7 +8,7 @@ of `zero`: which tensors move, and how often per step.
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from meshpar.arrays import abstract_layer, num_bytes
 from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.buckets import make_buckets, padding
-from meshpar.fsdp.sharding import ManualSharding
+from meshpar.fsdp.sharding import ManualSharding, entry_axes
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import ways_of
 
@@ -49,13 +49,8 @@ def local_shape(
     """Shape of a tensor on one device, split over the automatic axes only."""
     shape = list(x.shape)
     for dim, entry in enumerate(sharding.automatic):
-        shape[dim] //= ways_of(_entry_axes(entry), sizes)
+        shape[dim] //= ways_of(entry_axes(entry), sizes)
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 def declare_moves(

@@ -183,7 +183,14 @@ class PipelineRunner(Runner):
     def stage(
         self, shared: Params, stack: Params, batch: Any, key: Key
     ) -> PipelineStage:
-        """This device's stage; evaluates if `key` is None."""
+        """This device's stage.
+
+        Args:
+          shared: whole weights of embedding and head, or this stage's slice of them.
+          stack: leaves of its layers.
+          batch: this device's part of the batch.
+          key: random key; None evaluates.
+        """
         partition, layout = self.spec.partition, self.layout
         numbers = jnp.asarray(partition.order).reshape(partition.num_stages, -1)
         return PipelineStage(
