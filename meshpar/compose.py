@@ -79,8 +79,12 @@ def lower(
       mode: how replicas that train apart are synchronized, for layouts with
         replica=R; every replica trains on its part of the batch.
 
+    Returns:
+      The program; nothing is compiled yet, except with lowering="auto".
+
     Raises:
       LayoutError: a layout that the devices, the model or the batch cannot honour.
+      ValueError: `clip_norm` is not above 0, or batch leaves share no leading dim.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     if clip_norm is not None and not clip_norm > 0:
@@ -109,7 +113,8 @@ def lower(
         make = MODES[type(mode)]
         return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
     programs = [
-        make_train_program(one, state, abstract_batch, order, why) for one in lowerings
+        make_train_program(candidate, state, abstract_batch, order, why)
+        for candidate in lowerings
     ]
     return programs[0] if len(programs) == 1 else pick_lowering(programs)
 
@@ -150,7 +155,7 @@ def reason_unsupported(
     mode: Mode | None = None,
     clip_norm: float | None = None,
 ) -> str:
-    """Why parts do not go together, whatever the sizes; "" if they do.
+    """Why model, layout, lowering and mode do not go together; "" if they do.
 
     Args:
       model: the model.
@@ -165,9 +170,9 @@ def reason_unsupported(
     known = ("auto", *LOWERINGS)
     if lowering and lowering not in known:
         return f"lowering={lowering!r} ({nearest(lowering, known)})"
-    by_hand = ShardMapLowering.reason_unsupported(model, layout)
-    if lowering == ShardMapLowering.name and by_hand:
-        return f"lowering=shard_map: {by_hand}; use lowering=jit"
+    no_shard_map = ShardMapLowering.reason_unsupported(model, layout)
+    if lowering == ShardMapLowering.name and no_shard_map:
+        return f"lowering=shard_map: {no_shard_map}; use lowering=jit"
     if mode is not None and type(mode) not in MODES:
         modes = ", ".join(kind.__name__ for kind in MODES)
         return f"mode={mode!r} is no optimizer mode; known: {modes}"
@@ -177,10 +182,12 @@ def reason_unsupported(
             "synchronize them: give mode=LocalSGD(...) (--optimizer_mode=local_sgd), "
             f"or use data={layout.replica}"
         )
-    if by_hand or lowering == JitLowering.name:
+    if no_shard_map or lowering == JitLowering.name:
         if reason := JitLowering.reason_unsupported(model, layout):
-            but = f" (which does not work yet: {by_hand})" if by_hand else ""
-            return f"{reason}; use lowering=shard_map{but}"
+            if no_shard_map:
+                why = f"lowering=shard_map is not possible: {no_shard_map}"
+                return f"{reason}; leave it out ({why})"
+            return f"{reason}; leave it out, or use lowering=shard_map"
     pipe: dict[str, bool] = {}
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)
@@ -188,8 +195,7 @@ def reason_unsupported(
         if reason := pipeline.reason_unsupported(model, layout, schedule):
             return reason
         if schedule.asynchronous:
-            name = schedule.name
-            if reason := pipedream.reason_unsupported(layout, name, clip_norm):
+            if reason := pipedream.reason_unsupported(layout, schedule, clip_norm):
                 return reason
         pipe = dict(
             asynchronous=schedule.asynchronous, reorders_layers=spec.partition.moves

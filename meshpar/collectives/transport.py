@@ -1,4 +1,4 @@
-"""Transports: ways to move tensors between devices, each beside what it declares.
+"""Transports: ways to move tensors, each beside the collectives that it declares.
 
 A transport gathers and reduce-scatters along mesh axes inside shard_map, and says which
 collectives a compiled program will show for it. `transports_for` chooses the transports
@@ -55,11 +55,22 @@ class Transport:
         return self
 
     def all_gather(self, x: Array, axes: tuple[str, ...], dim: int) -> Array:
-        """Joins the shards of all devices along `dim`; call inside shard_map."""
+        """Joins the shards of all devices along `dim`; call inside shard_map.
+
+        Args:
+          x: this device's shard.
+          axes: mesh axes that hold the shards.
+          dim: the dim that they split.
+        """
         return lax.all_gather(x, axes, axis=dim, tiled=True)
 
     def reduce_scatter(self, rows: Array, axes: tuple[str, ...]) -> Array:
-        """Sums over the axes, and keeps this device's part of dim 0."""
+        """Sums over the axes, and keeps this device's part of dim 0.
+
+        Args:
+          rows: [n * rows, columns], this device's addend.
+          axes: mesh axes of n devices.
+        """
         return lax.psum_scatter(rows, axes, tiled=True)
 
     def declare(
@@ -87,8 +98,8 @@ class Rings(Transport):
     Attributes:
       shapes: {axis: the torus whose rings make up the axis}; other axes take one
         collective.
-      loop: whether the steps of a reduce_scatter are a loop, which compiles sooner,
-        for what no compute could hide.
+      loop: whether the steps of a reduce_scatter are a loop, which compiles faster but
+        cannot overlap with compute.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -129,13 +140,13 @@ class Rings(Transport):
 
 @dataclasses.dataclass(frozen=True)
 class Transports:
-    """The transports of one mesh, by what they move.
+    """The transports of one mesh, by the tensors that they move.
 
     Attributes:
       weights: a layer's weights, gathered where the layer runs.
       prefetched: weights gathered one layer ahead, beside a whole layer's compute.
       gradients: a layer's gradients, reduce-scattered beside the backward pass.
-      once: gradients outside the layers, which nothing hides.
+      once: gradients outside the layers, or once per step, which no compute hides.
       widens: whether floats smaller than 32 bits travel as float32.
     """
 

@@ -28,8 +28,8 @@ class CollectiveRow:
       axes: mesh axes.
       declared_bytes: bytes that one device sends per step, as declared.
       bounded: whether the declared bytes are an upper bound.
-      found_bytes: the same, as compiled.
-      exposed_bytes: the part of them that no compute hides.
+      found_bytes: bytes that one device sends per step, as compiled.
+      exposed_bytes: the part of `found_bytes` that no compute hides.
       executions: how often they run per step, as compiled.
       why: the reasons declared.
     """
@@ -64,8 +64,8 @@ class Explanation:
       violations: lines that say where the program breaks its contract.
       warnings: lines about things that are legal and probably not meant.
       pipeline: its schedule, if there is one.
-      mode: how replicas are synchronized, if they train apart; then the traffic is that
-        of the step beside which most travels.
+      mode: how replicas are synchronized, if they train apart; `traffic` then describes
+        the step that moves most.
     """
 
     layout: str
@@ -147,18 +147,18 @@ def _collective_rows(
     rows = []
     for kind, axes in dict.fromkeys(keys):
         terms = [d for d in declared if (d.kind, d.axes) == (kind, axes)]
-        found = [c for c in collectives if (c.kind, c.axes) == (kind, axes)]
+        compiled = [c for c in collectives if (c.kind, c.axes) == (kind, axes)]
         rows.append(
             CollectiveRow(
                 kind=kind,
                 axes=axes,
                 declared_bytes=sum((term.wire_bytes for term in terms), 0.0),
                 bounded=any(term.bound for term in terms),
-                found_bytes=sum((c.wire_bytes for c in found), 0.0),
+                found_bytes=sum((c.wire_bytes for c in compiled), 0.0),
                 exposed_bytes=sum(
-                    (c.wire_bytes for c in found if not c.overlapped), 0.0
+                    (c.wire_bytes for c in compiled if not c.overlapped), 0.0
                 ),
-                executions=sum(c.executions for c in found),
+                executions=sum(c.executions for c in compiled),
                 why=tuple(dict.fromkeys(term.why for term in terms)),
             )
         )

@@ -117,9 +117,12 @@ def verify(
       seed: seed of both runs.
       tolerance: largest relative error that counts as rounding.
 
+    Returns:
+      All comparisons, and the violations of the contract of `program`.
+
     Raises:
-      MeshparError: called in a multi-process run, where one device cannot hold both,
-        or for a staleness mode, which is another algorithm.
+      MeshparError: the run has several processes, so one device cannot hold both; or
+        the program trains with stale weights, which is another algorithm.
     """
     if program.reason_not_equal:
         raise MeshparError(program.reason_not_equal)

@@ -1,10 +1,10 @@
 """Warnings about collectives that are legal and probably not meant."""
 
-import math
+import itertools
 from collections.abc import Iterator
 
 from meshpar.contracts.collective import Collective
-from meshpar.layouts.axes import FSDP
+from meshpar.layouts.axes import FSDP, ways_of
 from meshpar.lowering.train_program import TrainProgram
 
 SMALL_BYTES, MANY = 2**16, 64
@@ -44,6 +44,6 @@ def _stacked_sizes(program: TrainProgram) -> dict[int, str]:
     sizes = {}
     for path, weight in layered.split(plan.weights)[1].items():
         for leaf in (plan.parameters[path], weight):
-            ways = math.prod(plan.layout.sizes[a] for axes in leaf.spec for a in axes)
+            ways = ways_of(itertools.chain(*leaf.spec), plan.layout.sizes)
             sizes[leaf.bytes_per_device * ways // plan.layout.tensor] = path
     return sizes

@@ -16,6 +16,13 @@ from meshpar.fsdp.sharding import ManualSharding
 BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket, whole; tensors from `transport.LARGE_BYTES` on move alone."""
 
+TILE = 16, 128
+"""Rows and columns of a TPU tile of the smallest dtype.
+
+TPUs reduce-scatter only whole tiles along rows. Other shapes become an all_reduce,
+which doubles the traffic.
+"""
+
 
 def make_buckets(
     tree: Mapping[str, Any], shardings: Mapping[str, ManualSharding], ways: int
@@ -44,14 +51,6 @@ def make_buckets(
             paths, filled = [], 0
         unfinished[kind] = [*paths, path], filled + size
     yield from (paths for paths, _ in unfinished.values())
-
-
-TILE = 16, 128
-"""Rows and columns of a TPU tile of the smallest dtype.
-
-TPUs reduce-scatter only whole tiles along rows. Other shapes become an all_reduce,
-which doubles the traffic.
-"""
 
 
 def padding(shard_size: int) -> int:

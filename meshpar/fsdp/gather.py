@@ -171,7 +171,15 @@ def _scatter_bucket(
 
 
 def all_reduce_grads(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params:
-    """Sums gradients over the manual axes that do not split them, in buckets."""
+    """Sums gradients over the manual axes that do not split them, in buckets.
+
+    Args:
+      tree: {path: this device's shard of its addend}; call inside shard_map.
+      shardings: {path: how manual axes split it}.
+
+    Returns:
+      {path: this device's shard of the sum}.
+    """
     return on_local_shards(
         functools.partial(_all_reduce, shardings=shardings), tree, shardings
     )
@@ -204,6 +212,10 @@ def gather_with(
 
     The leaves get the gradient of the whole weights even if `gather` returns weights
     that were gathered before (ZeRO-2).
+
+    Args:
+      gather: leaves -> whole weights.
+      reduce: gradient of the whole weights -> gradient of the leaves.
     """
 
     @jax.custom_vjp

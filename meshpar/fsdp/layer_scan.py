@@ -187,7 +187,10 @@ class LayerScan:
         dx: Any,
         rows: Rows,
     ) -> tuple[Any, Saved]:
-        """B, the first part of `backward`: (gradient of the input, state for W)."""
+        """B, the first part of `backward`: (gradient of the input, state for W).
+
+        Takes the arguments of `backward`; the state's arrays are [rows, ...].
+        """
 
         def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
             saved, dy = args
@@ -211,7 +214,11 @@ class LayerScan:
         sums: Params,
         on: Array,
     ) -> Params:
-        """W, the second part: sums with the gradients of these rows added if `on`."""
+        """W, the second part: sums with the gradients of these rows added if `on`.
+
+        Takes the arguments of `backward`, with the state that `backward_input` returned
+        in place of the residuals.
+        """
 
         def run_layer(
             sums: Params, weights: Params, row: Array, number: Array, state: Saved
@@ -236,6 +243,9 @@ def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Para
 
 def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
     """The whole stack as a function that jax differentiates by `LayerScan.backward`.
+
+    Args:
+      layers: runs a stack in which row i is layer i.
 
     Returns:
       (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.

@@ -11,6 +11,11 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.plan import Spec, partition_spec
 
 
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
 @dataclasses.dataclass(frozen=True)
 class ManualSharding:
     """Dims of one tensor that manual axes split, and those that automatic ones split.
@@ -29,7 +34,12 @@ class ManualSharding:
     def of(
         cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
     ) -> "ManualSharding":
-        """Makes the sharding of a leaf with mesh axes `spec` per dim.
+        """Makes the sharding of a tensor.
+
+        Args:
+          path: the tensor's path, for errors.
+          spec: mesh axes per dim.
+          manual_axes: the axes of the shard_map.
 
         Raises:
           LayoutError: a dim is split by an automatic axis before a manual one.
@@ -55,16 +65,9 @@ class ManualSharding:
         return tuple(axis for _, axes in self.splits for axis in axes)
 
     @property
-    def spec(self) -> PartitionSpec:
-        """Spec with the manual axes only, for shard_map."""
-        dims = dict(self.splits)
-        return PartitionSpec(*(dims.get(d) for d in range(max(dims, default=-1) + 1)))
-
-    @property
     def automatic_axes(self) -> frozenset[str]:
         """The automatic axes that split the tensor."""
-        dims = (dim if isinstance(dim, tuple) else (dim,) for dim in self.automatic)
-        return frozenset(axis for dim in dims for axis in dim if axis is not None)
+        return frozenset(a for entry in self.automatic for a in entry_axes(entry))
 
     @property
     def alone(self) -> bool:

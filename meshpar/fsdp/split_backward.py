@@ -94,7 +94,9 @@ class SplitBackward:
     rest_tree: Any
 
     @classmethod
-    def of(cls, fn: Callable[[Any, Any], tuple[Any, Any]], weights: Any, args: Any):
+    def of(
+        cls, fn: Callable[[Any, Any], tuple[Any, Any]], weights: Any, args: Any
+    ) -> "SplitBackward":
         """Traces fn(weights, args) and splits it; only shapes matter."""
         flat_weights, weights_tree = jax.tree.flatten(weights)
         flat_args, args_tree = jax.tree.flatten(args)

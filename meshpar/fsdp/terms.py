@@ -7,8 +7,8 @@ of `zero`: which tensors move, and how often per step.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from meshpar.arrays import abstract_layer, num_bytes
 from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.buckets import make_buckets, padding
-from meshpar.fsdp.sharding import ManualSharding
+from meshpar.fsdp.sharding import ManualSharding, entry_axes
 from meshpar.fsdp.zero import Zero
+from meshpar.layouts.axes import ways_of
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 Shardings = Mapping[str, ManualSharding]
@@ -42,24 +43,14 @@ class LayerPass(NamedTuple):
     depth: int
 
 
-def ways_of(axes: Iterable[str], sizes: Sizes) -> int:
-    """Number of devices along several axes together."""
-    return math.prod(sizes[axis] for axis in axes)
-
-
 def local_shape(
     x: jax.ShapeDtypeStruct, sharding: ManualSharding, sizes: Sizes
 ) -> jax.ShapeDtypeStruct:
     """Shape of a tensor on one device, split over the automatic axes only."""
     shape = list(x.shape)
     for dim, entry in enumerate(sharding.automatic):
-        shape[dim] //= ways_of(_entry_axes(entry), sizes)
+        shape[dim] //= ways_of(entry_axes(entry), sizes)
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 def declare_moves(
@@ -137,7 +128,14 @@ def _bucket_moves(
 def declare_all_reduces(
     shards: Shapes, shardings: Shardings, sizes: Sizes, why: str
 ) -> Iterator[DeclaredCollective]:
-    """Declares `all_reduce_grads` of shards over the axes that do not split them."""
+    """Declares `all_reduce_grads` of shards over the axes that do not split them.
+
+    Args:
+      shards: {path: shard over the manual axes, in the dtype in which it moves}.
+      shardings: {path: how manual axes split it}.
+      sizes: {mesh axis: size}.
+      why: the reason, for reports.
+    """
     for axes in dict.fromkeys(shardings[path].rest for path in shards):
         if not axes:
             continue

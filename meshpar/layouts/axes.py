@@ -6,6 +6,8 @@ field of `Layout`; no other file writes an axis name as a string.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping
 
 REPLICA, PIPE, DATA, FSDP, TENSOR = "replica", "pipe", "data", "fsdp", "tensor"
 
@@ -89,6 +91,16 @@ def names_of(**traits: object) -> tuple[str, ...]:
         for axis in RECORDS
         if all(getattr(axis, trait) == value for trait, value in traits.items())
     )
+
+
+def ways_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Number of devices along several axes together.
+
+    Args:
+      axes: names of mesh axes.
+      sizes: {mesh axis: size}.
+    """
+    return math.prod(sizes[axis] for axis in axes)
 
 
 BATCH_DIMS: dict[str, tuple[str, ...]] = {

@@ -165,11 +165,6 @@ class Layout:
         return math.prod(self.sizes.values())
 
     @property
-    def num_batch_shards(self) -> int:
-        """Number of shards of the rows of one replica's batch."""
-        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
-
-    @property
     def num_token_shards(self) -> int:
         """Number of shards of one replica's batch, over all dims of its leaves."""
         return math.prod(self.sizes[axis] for axis in TOKEN_AXES)

@@ -9,6 +9,7 @@ import dataclasses
 from meshpar.lowering.train_program import TrainProgram
 
 _ABOUT = 1.05
+"""Exposed bytes within this factor of the least count as about the same."""
 
 
 def pick_lowering(candidates: list[TrainProgram]) -> TrainProgram:

@@ -1,13 +1,12 @@
 """The lowering protocol: from a model under a layout to the functions of one step.
 
-A lowering says how gradients come about (`jit`: the compiler inserts the collectives;
-`shard_map`: we write them), which collectives it declares, what memory it holds, what
-it reports, and what it does not support. The optimizer runs on shards in the same way
-under all lowerings.
+A lowering computes gradients (`jit`: the compiler inserts the collectives; `shard_map`:
+we write them). It declares its collectives, predicts its memory, adds sections to
+reports, and refuses layouts that it does not support. The optimizer runs on shards in
+the same way under all lowerings.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -16,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Params
+from meshpar.arrays import Params, num_bytes
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.layouts.axes import REPLICA
+from meshpar.layouts.axes import REPLICA, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.memory import (
@@ -35,7 +34,7 @@ from meshpar.models.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """The pure functions of one training step, and what is known of it beforehand.
+    """The pure functions of one training step, and facts known before it is compiled.
 
     Attributes:
       model: the model.
@@ -109,7 +108,7 @@ class Lowering:
         """A spec on this mesh, or on the mesh in use, which knows its manual axes."""
         return spec if self.replica_axes else NamedSharding(self.mesh, spec)
 
-    # What is known of a step before it is compiled.
+    # Facts about a step, known before it is compiled.
 
     @classmethod
     def reason_unsupported(cls, model: Model, layout: Layout) -> str:
@@ -136,7 +135,7 @@ class Lowering:
         size = 8 * len(self.plan.parameters)
         for leaf in self.plan.optimizer:
             if leaf.shape and leaf.shape not in whole:
-                size += 2 * math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+                size += 2 * num_bytes(leaf)
         why = "global norm, and the optimizer's means over whole tensors"
         yield DeclaredCollective(
             "all_reduce", axes, self.ways(axes), 0, size, why, bound=True
@@ -150,7 +149,7 @@ class Lowering:
 
     def ways(self, axes: Iterable[str]) -> int:
         """Devices that axes span together."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        return ways_of(axes, self.mesh.shape)
 
     def memory(self, batch: Any, state: dict[str, int] | None = None) -> Memory | None:
         """Predicts a step's memory; None for models without layers.

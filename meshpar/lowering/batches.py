@@ -6,7 +6,6 @@ which dim.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import REPLICA
+from meshpar.layouts.axes import REPLICA, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 
@@ -31,7 +30,7 @@ def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
 
 
 def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
-    """The global batch, and the part of one replica, with shardings.
+    """The abstract global batch, and that of one replica, with shardings.
 
     Args:
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
@@ -70,7 +69,7 @@ def _check_divides(
 ) -> None:
     """Checks the dims after the first, which `check_batch_size` has checked."""
     for dim, axes in enumerate(axes_per_dim, start=1):
-        ways = math.prod(layout.sizes[axis] for axis in axes)
+        ways = ways_of(axes, layout.sizes)
         if shape[dim] % ways:
             raise LayoutError(
                 f"batch leaf {list(shape)}: dim {dim} does not divide over "

@@ -19,9 +19,9 @@ from meshpar.collectives.shard_keys import for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.collectives.varying import vary
 from meshpar.fsdp.sharding import ManualSharding
-from meshpar.fsdp.terms import Shapes, ways_of
+from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import BATCH_DIMS, PIPE, REPLICA, TOKEN_AXES
+from meshpar.layouts.axes import BATCH_DIMS, REPLICA, TOKEN_AXES, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.lowering.batches import batch_specs
@@ -67,10 +67,14 @@ class Frame:
         return (*self.stage_axes, *self.batch_axes)
 
     @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axis along which replicas run apart, or ()."""
+        return (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
+
+    @property
     def all_manual_axes(self) -> tuple[str, ...]:
         """The manual axes, and that of replicas around them."""
-        replicas = (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
-        return (*replicas, *self.manual_axes)
+        return (*self.replica_axes, *self.manual_axes)
 
     @functools.cached_property
     def transports(self) -> Transports:
@@ -133,7 +137,15 @@ class Frame:
         return model_scope(self.layout, self.mesh, self.all_manual_axes)
 
     def mapped(self, fn: Callable, batch: Any, out_specs: Any) -> Callable:
-        """fn(params, key, batch) as a function of global arrays, run on shards."""
+        """fn(params, key, batch) as a function of global arrays, run on shards.
+
+        Call it outside shard_map.
+
+        Args:
+          fn: runs on one device's shards.
+          batch: the global batch, arrays or ShapeDtypeStructs; only ranks matter.
+          out_specs: specs of the results over the manual axes.
+        """
         if not self.manual_axes:
             return fn
         return jax.shard_map(
@@ -160,7 +172,12 @@ class Frame:
         return for_shard(key, first, *split)
 
     def weigh(self, loss: Array, aux: Metrics) -> tuple[Array, Metrics]:
-        """The loss times its weight, and all metrics in that unit."""
+        """The loss times its weight, and all metrics times that weight.
+
+        Args:
+          loss: mean loss of this device's samples.
+          aux: scalars beside it; "weight" is the weight of the loss, 1 without.
+        """
         weight = self.vary(jnp.float32(aux.get("weight", 1.0)))
         metrics = {
             name: lax.stop_gradient(weight) * self.vary(jnp.float32(x))
@@ -190,7 +207,7 @@ class Frame:
         return {
             path: jax.ShapeDtypeStruct(
                 tuple(
-                    size // self.ways({*axes} & {PIPE})
+                    size // self.ways({*axes} & {*self.stage_axes})
                     for size, axes in zip(leaf.shape, leaf.spec, strict=True)
                 ),
                 dtype or self.transports.wire_dtype(leaf.dtype),

@@ -43,20 +43,25 @@ class Inspection:
         """The program as StableHLO."""
         return self._lower()
 
-    @functools.cached_property
+    @property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program.
 
         Raises:
           MeshparError: it could deadlock.
         """
+        return self._compiled_and_read[0]
+
+    @functools.cached_property
+    def _compiled_and_read(self) -> tuple[jax.stages.Compiled, list[Collective]]:
         compiled = self.lowered.compile()
-        self._check(read_collectives(compiled, self._mesh))
-        return compiled
+        collectives = read_collectives(compiled, self._mesh)
+        self._check(collectives)
+        return compiled, collectives
 
     @functools.cached_property
     def compiler_log(self) -> list[str]:
-        """Lines that the compiler wrote; the program is compiled now if it is not."""
+        """Lines that the compiler writes; none if the program was compiled before."""
         with captured_log() as log:
             _ = self.compiled
         return log
@@ -64,7 +69,7 @@ class Inspection:
     @functools.cached_property
     def collectives(self) -> list[Collective]:
         """The collectives of the compiled program."""
-        return read_collectives(self.compiled, self._mesh)
+        return self._compiled_and_read[1]
 
     @functools.cached_property
     def fingerprint(self) -> str:

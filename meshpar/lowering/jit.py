@@ -1,7 +1,7 @@
 """The jit lowering: every mesh axis is automatic, XLA inserts the collectives.
 
 Training state carries the shardings of the plan, activations carry the model's
-constraints. ZeRO is a matter of what is sharded over `fsdp`, and when.
+constraints. ZeRO follows from the specs of weights, gradients and optimizer state.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class JitLowering(Lowering):
         if layout.prefetch:
             return (
                 f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
-                "lowering=jit; leave it out"
+                "lowering=jit"
             )
         return ""
 

@@ -1,11 +1,11 @@
 """Predicts the memory of a training step on one device, by kind, without compiling.
 
-State is exact (it is the plan's). Activations come from tracing one layer: what it
-saves for the backward pass, times the depth, and what it holds while it runs.
+State is exact (it is the plan's). Activations come from tracing one layer: the bytes
+that it saves for the backward pass, times the depth, and those that it holds while it
+runs.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class Memory:
       weights: copies in the compute dtype.
       gradients: as the backward pass holds them.
       activations: saved by all layers for the backward pass.
-      working: what one layer, or the head, holds while it runs backward: its whole
+      working: held by one layer, or the head, while it runs backward: its whole
         weights, their gradient and its activations.
       synchronization: state that synchronizes replicas (local SGD).
     """
@@ -55,9 +55,9 @@ class TracedLayer(NamedTuple):
 
     Attributes:
       x: activations between two layers.
-      saved: what a layer saves for its backward pass.
-      running: what a layer holds while it runs backward.
-      head: what embedding and head hold.
+      saved: saved by a layer for its backward pass.
+      running: held by a layer while it runs backward.
+      head: held by embedding and head.
       layer_weights: whole weights of one layer.
       largest: the largest weight outside the stack, whole.
     """
@@ -169,7 +169,7 @@ def _residual_bytes(fn: Callable, weights: Any, *args: Any) -> int:
 def _tree_bytes(tree: Any) -> int:
     """Bytes of all arrays of a tree, random keys aside."""
     return sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        num_bytes(x)
         for x in jax.tree.leaves(tree)
         if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     )

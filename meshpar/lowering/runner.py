@@ -67,14 +67,11 @@ class Runner:
         """Why the steps do not equal those of one device; "" if they do."""
         return ""
 
-    def declared(
-        self, batch: Any, num_metrics: int
-    ) -> Iterator[DeclaredCollective] | None:
-        """The collectives of a runner that trains itself; None for those of ZeRO."""
-        del batch, num_metrics
+    def declared_reductions(self) -> Iterator[DeclaredCollective] | None:
+        """Collectives of a runner that reduces gradients itself; None for ZeRO's."""
 
     def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """Collectives beside those of ZeRO and of the compiler."""
+        """Collectives of the runner's own, such as sends between stages."""
         del batch
         return iter(())
 
@@ -82,8 +79,8 @@ class Runner:
         """Bytes held all through a step.
 
         Args:
-          traced: one layer.
-          held: what a program holds that runs all layers in one scan.
+          traced: bytes of one layer.
+          held: bytes that a program holds if it runs all layers in one scan.
         """
         del traced
         return held

@@ -1,6 +1,7 @@
 """The scan runner: all layers on every device, one microbatch after the other."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,7 +49,10 @@ class ScanRunner(Runner):
             return self._accumulate(gradients, batch, key)
 
     def _accumulate(
-        self, gradients: Any, batch: Any, key: Array
+        self,
+        gradients: Callable[[Any, Array], tuple[Metrics, Params]],
+        batch: Any,
+        key: Array,
     ) -> tuple[Metrics, Params]:
         """Sums of `gradients` over the microbatches, in float32."""
         num = self.frame.layout.microbatches

@@ -128,7 +128,7 @@ class ShardMapLowering(Lowering):
         mapped = self.frame.mapped(shard, batch, PartitionSpec())
         return mapped(params, jax.random.key(0), batch)
 
-    # What is known of a step before it is compiled.
+    # Facts about a step, known before it is compiled.
 
     @property
     def reason_not_equal(self) -> str:
@@ -138,20 +138,19 @@ class ShardMapLowering(Lowering):
     def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
         """The collectives of one training step."""
         yield from super().declared(batch, num_metrics)
-        own = self.runner.declared(batch, num_metrics)
-        yield from self._declared_grads(num_metrics) if own is None else own
+        if manual := self.frame.manual_axes:
+            ways, size = self.ways(manual), 4 * num_metrics
+            yield DeclaredCollective(
+                "all_reduce", manual, ways, 1, size, "loss and metrics"
+            )
+            own = self.runner.declared_reductions()
+            yield from self._declared_zero() if own is None else own
         yield from self._declared_tensor(batch)
         yield from self.runner.declared_beside(batch)
 
-    def _declared_grads(self, num_metrics: int) -> Iterator[DeclaredCollective]:
-        """Metrics, gathers and reductions over the manual axes."""
+    def _declared_zero(self) -> Iterator[DeclaredCollective]:
+        """Gathers of weights and reductions of gradients, by the ZeRO policy."""
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
-        if not (manual := frame.manual_axes):
-            return
-        ways, size = frame.ways(manual), 4 * num_metrics
-        yield DeclaredCollective(
-            "all_reduce", manual, ways, 1, size, "loss and metrics"
-        )
         passes, dtype = self.runner.layer_passes, self.runner.sums_dtype
         weights = frame.stage_weights()
         yield from declared_gathers(zero, weights, sizes, passes)

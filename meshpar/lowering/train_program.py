@@ -29,7 +29,7 @@ class TrainProgram(Program):
     Attributes:
       abstract_state: the training state as ShapeDtypeStructs with shardings.
       inspection: the training step, lowered, compiled and read back.
-      why_auto: what lowering=auto or schedule=auto took, and why.
+      why_auto: the choice of lowering=auto or schedule=auto, and its reason.
     """
 
     abstract_state: TrainState
@@ -255,7 +255,7 @@ def make_train_program(
       abstract_state: ShapeDtypeStructs with shardings.
       abstract_batch: the global batch, with shardings.
       layer_order: how the layers are stored.
-      why_auto: what schedule=auto took, and why.
+      why_auto: the choice of schedule=auto, and its reason.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

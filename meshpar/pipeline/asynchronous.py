@@ -94,7 +94,17 @@ class AsynchronousStep:
     def run(
         self, params: Params, optimizer_state: Any, key: Array, batch: Any
     ) -> tuple[Params, Any, Metrics]:
-        """Runs all ticks: (weights, optimizer state, means of metrics)."""
+        """Runs all ticks of a training step; call inside shard_map.
+
+        Args:
+          params: {path: this device's shard} of the master weights.
+          optimizer_state: the optimizer state of `params`, as shards.
+          key: the random key of the step.
+          batch: this device's part of the batch.
+
+        Returns:
+          (weights, optimizer state, means of metrics with "grad_norm").
+        """
         frame, tables = self.frame, self.pipeline.loop.tables
         key, columns = frame.shard_key(key), self.executor.stage_columns()
         stage_index = lax.axis_index(PIPE)
@@ -138,9 +148,8 @@ class AsynchronousStep:
         return params, optimizer_state, means | {"grad_norm": jnp.mean(norms)}
 
     def _vary_over_stages(self, x: Array) -> Array:
-        """Marks an array as differing over pipe (and over replicas)."""
-        replicas = set(self.frame.all_manual_axes) - set(self.frame.manual_axes)
-        return vary(x, (*replicas, PIPE))
+        """Marks an array as differing over pipe, and over replicas."""
+        return vary(x, (*self.frame.replica_axes, PIPE))
 
     def _compute_weights(self, params: Params) -> tuple[Params, Params]:
         """Weights in the compute dtype: embedding and head, and the layers."""

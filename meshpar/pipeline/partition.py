@@ -153,8 +153,8 @@ def balanced_sizes(
     Args:
       costs: cost c_i of every layer, in any unit.
       positions: number of runs; at most the number of layers.
-      first: cost of the embedding, which the first run carries too.
-      last: cost of the head, which the last run carries too.
+      first: cost of the embedding, which is added to the first run.
+      last: cost of the head, which is added to the last run.
 
     Returns:
       Layers of every run; among equally good cuts those of the most even one.

@@ -28,6 +28,7 @@ from meshpar.fsdp.split_backward import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.memory import Held, TracedLayer
 from meshpar.lowering.runner import Runner
@@ -37,15 +38,18 @@ from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.report import pipeline_report
 from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.terms import declared_sends
+from meshpar.schedules.table import Schedule
 from meshpar.schedules.ticks import Phase
 
 
-def reason_unsupported(layout: Layout, name: str, clip_norm: float | None) -> str:
+def reason_unsupported(
+    layout: Layout, schedule: Schedule, clip_norm: float | None
+) -> str:
     """The reason why stages cannot update weights by themselves; "" if they can.
 
     Args:
       layout: the layout.
-      name: name of the schedule.
+      schedule: an asynchronous schedule.
       clip_norm: largest global gradient norm, or None.
     """
     for setting, is_set in (
@@ -57,8 +61,8 @@ def reason_unsupported(layout: Layout, name: str, clip_norm: float | None) -> st
     ):
         if is_set:
             return (
-                f"schedule={name} updates every stage by itself, with whole weights: "
-                f"leave out {setting}"
+                f"schedule={schedule.name} updates every stage by itself, with whole "
+                f"weights: leave out {setting}"
             )
     return ""
 
@@ -86,10 +90,8 @@ class PipeDreamRunner(Runner):
                 f"schedule={name} updates every stage by itself, with whole weights, "
                 f"but a rule splits {split[0]} over data: remove that rule"
             )
-        stack = self.frame.layered.split(plan.parameters)[1]
         for leaf in plan.optimizer:
-            stacked = any(f"['{path}']" in leaf.path for path in stack)
-            if stacked and leaf.spec[:1] != ((PIPE,),):
+            if self._is_stacked(leaf) and leaf.spec[:1] != ((PIPE,),):
                 raise LayoutError(
                     f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
                     "which belongs to several stages; use an elementwise optimizer"
@@ -101,6 +103,11 @@ class PipeDreamRunner(Runner):
     ) -> "PipeDreamRunner":
         """The runner that trains the stages of a pipeline."""
         return cls(pipeline.frame, pipeline.zero, pipeline, optimizer)
+
+    def _is_stacked(self, leaf: LeafPlan) -> bool:
+        """Whether a leaf of the optimizer state belongs to the stack of layers."""
+        stack = self.frame.layered.split(self.frame.plan.parameters)[1]
+        return any(f"['{path}']" in leaf.path for path in stack)
 
     @functools.cached_property
     def executor(self) -> Executor:
@@ -114,14 +121,10 @@ class PipeDreamRunner(Runner):
     @property
     def layer_passes(self) -> list[LayerPass]:
         """Every pass over one stage's layers in one step; each runs in all ticks."""
-        ticks, rows = self.pipeline.spec.schedule.num_ticks, self._rows
+        spec = self.pipeline.spec
+        ticks, rows = spec.schedule.num_ticks, spec.partition.rows
         names = "forward", "forward again", "backward"
         return [LayerPass(name, ticks, rows) for name in names]
-
-    @property
-    def _rows(self) -> int:
-        """Layers of one stage."""
-        return self.pipeline.spec.partition.rows
 
     @property
     def sums_dtype(self) -> Any:
@@ -155,15 +158,9 @@ class PipeDreamRunner(Runner):
             "the same stages"
         )
 
-    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+    def declared_reductions(self) -> Iterator[DeclaredCollective]:
         """Gradients of each tick; embedding and head once per step."""
-        del batch
         frame, ticks = self.frame, self.pipeline.spec.schedule.num_ticks
-        manual = frame.manual_axes
-        ways, size = frame.ways(manual), 4 * num_metrics
-        yield DeclaredCollective(
-            "all_reduce", manual, ways, 1, size, "loss and metrics"
-        )
         if axes := frame.batch_axes:
             shardings, sizes = self.zero.shardings, frame.mesh.shape
             shapes = [
@@ -177,11 +174,11 @@ class PipeDreamRunner(Runner):
             yield DeclaredCollective(
                 "all_reduce", axes, ways, 0, 4 * ticks, why, bound=True
             )
-        shared, stack = frame.layered.split(frame.plan.parameters)
+        shared = frame.layered.split(frame.plan.parameters)[0]
         edges = [leaf.bytes_per_device for leaf in shared.values()] + [
             leaf.bytes_per_device
             for leaf in frame.plan.optimizer
-            if not any(f"['{path}']" in leaf.path for path in stack)
+            if not self._is_stacked(leaf)
         ]
         size, count = sum(edges) + 4 * frame.layout.microbatches, len(edges) + 1
         why = "embedding and head from the stages that train them, once a step; norms"

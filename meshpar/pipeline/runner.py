@@ -183,7 +183,14 @@ class PipelineRunner(Runner):
     def stage(
         self, shared: Params, stack: Params, batch: Any, key: Key
     ) -> PipelineStage:
-        """This device's stage; evaluates if `key` is None."""
+        """This device's stage.
+
+        Args:
+          shared: whole weights of embedding and head, or this stage's slice of them.
+          stack: leaves of its layers.
+          batch: this device's part of the batch.
+          key: random key; None evaluates.
+        """
         partition, layout = self.spec.partition, self.layout
         numbers = jnp.asarray(partition.order).reshape(partition.num_stages, -1)
         return PipelineStage(
@@ -217,6 +224,7 @@ class PipelineRunner(Runner):
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
+        del held  # A stage holds its own layers alone.
         weights, gradients = terms.stage_bytes(self.frame, self.zero)
         saved = self.saved_bytes(traced)
         rows = 0 if self.layout.save == "residuals" else self.spec.partition.rows

@@ -27,6 +27,10 @@ class PipelineSpec:
 def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     """Makes the schedule and the partition of a layout.
 
+    Args:
+      layout: the layout; pipe is above 1.
+      depth: layers of the model.
+
     Raises:
       LayoutError: the schedule or the partition does not fit stages, microbatches or
         depth.

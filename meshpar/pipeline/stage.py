@@ -141,6 +141,7 @@ class PipelineStage:
         self, chunk: Array, state: Saved, sums: Params, on: Array
     ) -> Params:
         """W: sums with the weights' gradient added if `on`."""
+        # The key is not used: `state` holds those of its layers.
         layers, rows = self.layers(self.key), self._rows(chunk)
         return layers.backward_weights(self.stack, {}, state, rows, sums, on)
 

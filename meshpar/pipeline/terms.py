@@ -19,7 +19,13 @@ from meshpar.schedules.ticks import Tables
 def declared_sends(
     frame: Frame, loop: TickLoop, batch: Any
 ) -> Iterator[DeclaredCollective]:
-    """Declares the activations and gradients that stages send in one step."""
+    """Declares the activations and gradients that stages send in one step.
+
+    Args:
+      frame: the shard_map program around the pipeline.
+      loop: the schedule's ticks, by phases.
+      batch: abstract batch of one replica.
+    """
     num, leaves = frame.layout.pipe, frame.activations(batch)
     size = sum(map(num_bytes, leaves))
     sends = loop.num_activation_sends, loop.num_gradient_sends

@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 def stage_input(stage: PipelineStage, row: Row, inputs: Any) -> Any:
-    """The input of F: the embedding on the first stage, otherwise what has arrived."""
+    """The input of F: the embedding on the first stage, or a received activation."""
     columns = row.columns
     embedded = stage.embed(row.edges.embed)
     return where_tree(columns.first > 0, embedded, take_slot(inputs, columns.f_input))
