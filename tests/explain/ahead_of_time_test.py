@@ -1,4 +1,4 @@
-"""Ahead of time for machines that are not here, with their real compilers."""
+"""Programs compiled for machines that are not present, with their real compilers."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ SETTINGS = [
 ]
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason='the TPU compiler comes with pip install "meshpar[aot-tpu]"',
+    reason='the TPU compiler comes with pip install -e ".[aot-tpu]"',
 )
 
 
@@ -218,7 +218,7 @@ def test_shapes_that_do_not_exist_are_an_error():
 
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason='the GPU compiler comes with pip install "meshpar[aot-gpu]"',
+    reason='the GPU compiler comes with pip install -e ".[aot-gpu]"',
 )
 def test_gpu_programs_keep_the_contract():
     program = meshpar.lower(
