@@ -1,4 +1,4 @@
-"""Launchers: what they would do, restarts, and that they are well formed."""
+"""Launchers: dry runs, restarts, and files that are well formed."""
 
 import pathlib
 import subprocess
