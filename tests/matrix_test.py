@@ -1,4 +1,4 @@
-"""Every layout: it equals one device, keeps its contract and follows the plan.
+"""Every layout: it equals one device, keeps its contract and lies where the plan says.
 
 One program per row is compiled, and all of this is proved of that program: the initial
 parameters, three steps' losses, the gradients (Adam's first moment after one step),
