@@ -102,7 +102,7 @@ def layout_figure() -> pyplot.Figure:
 
 
 def main() -> None:
-    """Writes the pictures beside this file."""
+    """Writes layout.png beside this file."""
     path = pathlib.Path(__file__).with_name("layout.png")
     layout_figure().savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
 

@@ -1,4 +1,4 @@
-r"""Lists the checkpoints of a run, and says whether a layout could resume from them.
+r"""Checkpoints of a run: lists them, asks whether a layout can resume, moves weights.
 
     python -m experiments.checkpoint runs/bytes-llama
     python -m experiments.checkpoint runs/bytes-llama --can_resume="fsdp=4,tensor=2"

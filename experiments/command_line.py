@@ -25,7 +25,9 @@ RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
 )
 LAYOUT = flags.DEFINE_string(
-    "layout", None, 'Such as "data=2,fsdp=2,tensor=2"; mixes these axes by default.'
+    "layout",
+    None,
+    'Such as "data=2,fsdp=2,tensor=2"; by default these axes over all devices.',
 )
 LOWERING = flags.DEFINE_string(
     "lowering",
@@ -54,7 +56,10 @@ BATCH_SIZE = flags.DEFINE_integer(
 )
 SEED = flags.DEFINE_integer("seed", None, "Seed of weights, dropout and shuffling.")
 DEVICES = flags.DEFINE_integer(
-    "devices", 0, "Number of devices to use; CPU devices are simulated (8 by default)."
+    "devices",
+    0,
+    "Number of devices to use; CPU devices are simulated, as many as the layout fills "
+    "by default, or 8 without a layout.",
 )
 PLATFORM = flags.DEFINE_enum(
     "platform",
@@ -63,7 +68,7 @@ PLATFORM = flags.DEFINE_enum(
     "Kind of device; accelerators before CPUs by default.",
 )
 SET = flags.DEFINE_multi_string(
-    "set", [], "KEY=VALUE for any value of the recipe, such as model.depth=4."
+    "set", [], "Sets any value of the recipe, KEY=VALUE, such as model.depth=4"
 )
 COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "host:port of process 0; set by launchers."

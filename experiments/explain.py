@@ -4,7 +4,7 @@ r"""Explains what a layout does to a model: specs, memory, collectives, warnings
         --batch_size=16 --topology=v5e:4x4 --html=report.html
 
 It compiles the step and does not run it; --topology compiles for machines that are not
-here. Exits 0, or 1 if the compiled program breaks its contract.
+present. Exits 0, or 1 if the compiled program breaks its contract.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""meshpar: train any Flax model under any parallel layout with JAX SPMD."""
+"""meshpar: train Flax models under parallel layouts with JAX SPMD."""
 
 from meshpar import collectives as collectives
 from meshpar import layouts as layouts

@@ -96,4 +96,4 @@ def test_the_page_of_layouts_has_every_item():
 @every_page
 def test_generated_tables_are_up_to_date(page):
     with_tables = runpy.run_path(str(ROOT / "docs/tables.py"))["with_tables"]
-    assert page.read_text() == with_tables(page.read_text()), "run docs/tables.py"
+    assert page.read_text() == with_tables(page.read_text()), "run docs.tables"

@@ -112,7 +112,7 @@ def test_cpus_move_small_floats_as_float32_in_one_collective():
 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason='the TPU compiler comes with pip install "meshpar[aot-tpu]"',
+    reason='the TPU compiler comes with pip install -e ".[aot-tpu]"',
 )
 @pytest.mark.parametrize(
     "topology, torus, gathers_around_rings",

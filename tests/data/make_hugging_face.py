@@ -1,6 +1,6 @@
 """Makes the small random models beside this file, with transformers and torch.
 
-pip install transformers torch && python tests/data/make_hugging_face.py
+pip install -e ".[hugging-face]" && python tests/data/make_hugging_face.py
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Launchers: what they would do, restarts, and that they are well formed."""
+"""Launchers: dry runs, restarts, and files that are well formed."""
 
 import pathlib
 import subprocess
@@ -37,7 +37,7 @@ def run(*words, timeout=60):
 def test_dry_runs_say_what_they_would_do(words, says, tmp_path):
     done = run(f"launch/{words[0]}", *words[1:], *COMMAND)
     assert done.returncode == 0, done.stderr
-    assert all(one in done.stdout for one in says), done.stdout
+    assert all(text in done.stdout for text in says), done.stdout
     assert "experiments.run" in done.stdout and "fsdp=2" in done.stdout
     assert not (ROOT / "logs" / "progress").exists()
 
@@ -119,7 +119,7 @@ def test_the_job_set_has_the_shape_of_one():
     assert spec["completionMode"] == "Indexed"
     assert spec["parallelism"] == spec["completions"]
     (container,) = spec["template"]["spec"]["containers"]
-    environment = {one["name"]: one.get("value") for one in container["env"]}
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert environment["MESHPAR_NUM_PROCESSES"] == str(spec["completions"])
     host, _, port = environment["MESHPAR_COORDINATOR"].partition(":")
     assert host == f"{made['metadata']['name']}-{job['name']}-0-0.meshpar"

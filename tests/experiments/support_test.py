@@ -50,4 +50,4 @@ def test_the_matrix_has_all_cells_and_both_answers():
 
 def test_the_page_shows_the_matrix():
     page = (DOCS / "support.md").read_text()
-    assert support_table() in page, "regenerate it: python -m docs.tables"
+    assert support_table() in page, "run python -m docs.tables"

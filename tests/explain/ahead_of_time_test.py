@@ -1,4 +1,4 @@
-"""Ahead of time for machines that are not here, with their real compilers."""
+"""Programs compiled for machines that are not present, with their real compilers."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ SETTINGS = [
 ]
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason='the TPU compiler comes with pip install "meshpar[aot-tpu]"',
+    reason='the TPU compiler comes with pip install -e ".[aot-tpu]"',
 )
 
 
@@ -60,13 +60,13 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
     )
     assert program.violations() == []
     payload = 2 * sum(p.size for p in program.model.params.values()) * 7 / 8
-    moved = sum(one.wire_bytes for one in program.collectives) / payload
+    moved = sum(c.wire_bytes for c in program.collectives) / payload
     assert least - 0.01 <= moved <= most + 0.01
     if "fsdp=8,remat" in layout or "prefetch" in layout:
-        hidden = [one for one in program.collectives if one.overlapped]
-        assert sum(one.wire_bytes for one in hidden) > 2 * payload
+        hidden = [c for c in program.collectives if c.overlapped]
+        assert sum(c.wire_bytes for c in hidden) > 2 * payload
         # Only chips that gather beside compute do so in one collective.
-        gathered = [one for one in hidden if one.kind == "all_gather"]
+        gathered = [c for c in hidden if c.kind == "all_gather"]
         assert bool(gathered) == ("v5e" in topology)
         assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
 
@@ -89,10 +89,10 @@ def test_rings_follow_the_chips_and_send_asynchronously():
     )
     mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
     text = jax.jit(mapped).lower(x, x, x).compile().as_text()
-    found = hlo.parse_hlo(text, dict(chips.shape))
-    assert {one.kind for one in found} == {"permute"}
-    assert len(found) == 2 * (7 + 3)
-    assert all(one.asynchronous for one in found)
+    sent = hlo.parse_hlo(text, dict(chips.shape))
+    assert {c.kind for c in sent} == {"permute"}
+    assert len(sent) == 2 * (7 + 3)
+    assert all(c.asynchronous for c in sent)
 
 
 @tpu
@@ -108,10 +108,10 @@ def test_permutes_of_many_chips_are_not_written_out_pair_by_pair():
     mapped = jax.shard_map(body, mesh=chips, in_specs=spec, out_specs=spec)
     options = torus.compiler_options(chips)
     code = [
-        jax.jit(mapped, compiler_options=told).lower(x).compile().memory_analysis()
-        for told in (None, options)
+        jax.jit(mapped, compiler_options=chosen).lower(x).compile().memory_analysis()
+        for chosen in (None, options)
     ]
-    written_out, looked_up = (one.generated_code_size_in_bytes for one in code)
+    written_out, looked_up = (stats.generated_code_size_in_bytes for stats in code)
     assert looked_up < 0.7 * written_out
     few = mesh.make_mesh(layouts.parse("fsdp=8"), mesh.topology("v5e:2x4"))
     assert torus.compiler_options(few) is None
@@ -157,12 +157,12 @@ def test_tpu_synchronizations_hide_behind_the_layers():
     kinds = program.steps.exchange.transfer_kinds
     middle = next(t for t in kinds if None not in (t.scatter, t.gather))
     text = program.step_program(middle).as_text()
-    found = hlo.parse_hlo(text, dict(program.mesh.shape))
+    sent = hlo.parse_hlo(text, dict(program.mesh.shape))
     parts = program.programs, program.contract, middle
-    assert contract.contract_beside(*parts).violations(found) == []
-    across = [one for one in found if "replica" in one.axes]
-    assert {one.kind for one in across} == {"all_to_all", "all_gather"}
-    assert all(one.overlapped for one in across)
+    assert contract.contract_beside(*parts).violations(sent) == []
+    across = [c for c in sent if "replica" in c.axes]
+    assert {c.kind for c in across} == {"all_to_all", "all_gather"}
+    assert all(c.overlapped for c in across)
     entry = text[text.index("ENTRY") :].splitlines()
 
     def places(pattern):
@@ -186,7 +186,7 @@ def test_tpu_synchronizations_hide_behind_the_layers():
         ("llama2-7b", "v5e:4x4", "fsdp=16,remat=full", 16),
     ],
 )
-def test_predicted_memory_is_the_tpu_compiler_s(recipe, topology, layout, batch):
+def test_predicted_memory_is_near_the_tpu_compilers(recipe, topology, layout, batch):
     config = dataclasses.replace(recipes.get(recipe), batch_size=batch)
     program = building.make_program(
         config, meshpar.layouts.parse(layout), mesh.topology(topology)
@@ -218,7 +218,7 @@ def test_shapes_that_do_not_exist_are_an_error():
 
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason='the GPU compiler comes with pip install "meshpar[aot-gpu]"',
+    reason='the GPU compiler comes with pip install -e ".[aot-gpu]"',
 )
 def test_gpu_programs_keep_the_contract():
     program = meshpar.lower(
@@ -230,4 +230,4 @@ def test_gpu_programs_keep_the_contract():
         compute_dtype=jnp.bfloat16,
     )
     assert program.violations() == []
-    assert all(one.axes for one in program.collectives)
+    assert all(c.axes for c in program.collectives)

@@ -1,4 +1,4 @@
-"""explain: what is said is what was compiled; lowering="auto" takes the better."""
+"""explain: reports match the compiled program; lowering="auto" takes the better."""
 
 import html.parser
 import json

@@ -1,4 +1,4 @@
-"""The verifier finds what is planted."""
+"""verify: finds planted differences and broken contracts."""
 
 import dataclasses
 

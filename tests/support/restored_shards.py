@@ -3,7 +3,7 @@ r"""One process of a run: restores, compares its shards, and reads its program b
     launch/local.sh N -- python tests/support/restored_shards.py \
         LAYOUT FOLDER REFERENCE OUT
 
-REFERENCE is a .npz of all leaves; process 0 writes to OUT the collectives it found.
+REFERENCE is a .npz of all leaves; process 0 writes the step's collectives to OUT.
 """
 
 import contextlib
@@ -40,9 +40,8 @@ def main(layout, folder, reference, out):
                     np.asarray(shard.data), whole[shard.index]
                 )
     assert program.violations() == []
-    found = program.collectives
     rows = sorted(
-        [one.kind, one.axes, one.payload_bytes, one.executions] for one in found
+        [c.kind, c.axes, c.payload_bytes, c.executions] for c in program.collectives
     )
     if jax.process_index() == 0:
         pathlib.Path(out).write_text(json.dumps([newest.step, rows]))
