@@ -6,7 +6,7 @@ the program that it returns compiles when it is first used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def lower(
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     _check_trace(model, layout, mesh, step_batch)
     state = _abstract_state(params, optimizer_state, plan, mesh)
-    parts = model, optimizer, plan, mesh, clip_norm, compute_dtype
+    parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     lowerings = [_make_lowering(name, parts, spec) for name in names]
     if mode is not None:
@@ -121,30 +121,40 @@ def lower(
 
 def _lowering_names(model: Model, layout: Layout, lowering: str) -> list[str]:
     """Names of the lowerings to make; several of them are to be compared."""
-    possible = not ShardMapLowering.reason_unsupported(model, layout)
+    possible = [
+        name
+        for name, kind in LOWERINGS.items()
+        if not kind.reason_unsupported(model, layout)
+    ]
     if lowering == "auto":
-        if layout.pipe > 1:
-            return [ShardMapLowering.name]
-        return list(LOWERINGS) if possible else [JitLowering.name]
-    default = ShardMapLowering.name if possible else JitLowering.name
-    return [lowering or default]
+        return possible
+    default = ShardMapLowering.name
+    return [lowering or (default if default in possible else JitLowering.name)]
 
 
-def _make_lowering(
-    name: str, parts: tuple[Any, ...], spec: PipelineSpec | None
-) -> Lowering:
-    """A lowering from its parts: (model, optimizer, plan, mesh, clip, dtype)."""
+class _Parts(NamedTuple):
+    """The arguments that every lowering takes, in the order of its fields."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    plan: Plan
+    mesh: Mesh
+    clip_norm: float | None
+    compute_dtype: Any
+
+
+def _make_lowering(name: str, parts: _Parts, spec: PipelineSpec | None) -> Lowering:
+    """The lowering of a name, with the runner that the pipeline asks for."""
     if name == JitLowering.name:
         return JitLowering(*parts)
-    model, optimizer, plan, mesh, _, compute_dtype = parts
-    stage_axes = PipelineRunner.stage_axes if spec else ()
-    frame = Frame(model.layered, plan, mesh, compute_dtype, stage_axes)
+    stage_axes, layered = PipelineRunner.stage_axes if spec else (), parts.model.layered
+    frame = Frame(layered, parts.plan, parts.mesh, parts.compute_dtype, stage_axes)
     zero = frame.zero()
     if spec is None:
         return ShardMapLowering(*parts, ScanRunner(frame, zero))
     runner = PipelineRunner(frame, zero, spec)
     if spec.schedule.asynchronous:
-        return ShardMapLowering(*parts, PipeDreamRunner.of(runner, optimizer))
+        return ShardMapLowering(*parts, PipeDreamRunner.of(runner, parts.optimizer))
     return ShardMapLowering(*parts, runner)
 
 

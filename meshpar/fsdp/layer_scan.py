@@ -200,8 +200,9 @@ class LayerScan:
             dy: Any, weights: Params, _: Array, number: Array, saved: Saved
         ) -> tuple[Any, Saved]:
             split = SplitBackward.of(backward, weights, (saved, dy))
-            dx, state = split.run_first(weights, (saved, dy))
-            return self._unless_padding(number, dx, dy), Saved.of(state, split)
+            dx, arrays = split.run_first(weights, (saved, dy))
+            state = Saved.of(arrays, split, len(split.first), len(split.second))
+            return self._unless_padding(number, dx, dy), state
 
         return self._sweep(run_layer, dx, leaves, constants, rows, saved, reverse=True)
 

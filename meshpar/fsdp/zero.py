@@ -28,7 +28,7 @@ from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
 
@@ -138,7 +138,6 @@ class Zero:
     def layers(self, key: Key) -> LayerScan:
         """The stack of layers; layer i has the key `fold_in(key, i)`."""
 
-        @self._remat
         def layer(weights: Params, x: Any, i: Array) -> Any:
             y = self.layered.layer(self.cast(weights), x, fold_key(key, i))
             return jax.tree.map(self.vary, y)
@@ -146,7 +145,8 @@ class Zero:
         def reduce(grads: Params) -> Params:
             return self._reduced(grads, self.layer_shardings, self.transports.gradients)
 
-        return LayerScan(layer, self._whole_layer, reduce, self.prefetched)
+        wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
+        return LayerScan(wrapped, self._whole_layer, reduce, self.prefetched)
 
     def _whole_layer(self, leaves: Params, whole: Params) -> Params:
         ahead = self.prefetched.issuperset(leaves)
@@ -175,12 +175,6 @@ class Zero:
         if self.reduces_early:
             return reduce_scatter_grads(grads, shardings, transport)
         return grads
-
-    def _remat(self, layer: Callable) -> Callable:
-        if self.layout.remat == "none":
-            return layer
-        policy = REMAT_POLICIES[self.layout.remat]()
-        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def scattered(self, grads: Params) -> Params:
         """Reduce-scatters the gradients that are still whole, layer by layer."""

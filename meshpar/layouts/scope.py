@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.layouts.remat import wrap_remat
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,6 +144,4 @@ def remat(fn: Callable, transform: Callable = jax.checkpoint) -> Callable:
     if scope is None:
         return fn
     scope.remat_used = True
-    if scope.layout.remat == "none":
-        return fn
-    return transform(fn, policy=REMAT_POLICIES[scope.layout.remat]())
+    return wrap_remat(fn, scope.layout.remat, transform)

@@ -233,12 +233,14 @@ class Frame:
         Args:
           batch: abstract batch of one replica.
         """
-        ways = self.layout.num_token_shards * self.layout.microbatches
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] // ways, *x.shape[1:]), x.dtype),
-            batch,
-        )
-        params = abstract(self.plan.weights)
+
+        def shard(x: Any) -> jax.ShapeDtypeStruct:
+            dims = zip(x.shape, self.layout.batch_spec(len(x.shape)), strict=True)
+            rows, *rest = (size // self.ways(axes) for size, axes in dims)
+            shape = (rows // self.layout.microbatches, *rest)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        params, rows = abstract(self.plan.weights), jax.tree.map(shard, batch)
         x = jax.eval_shape(lambda p, b: self.layered.embed(p, b, None), params, rows)
         return [
             leaf.update(dtype=self.transports.wire_dtype(leaf.dtype))

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +18,13 @@ from meshpar.mesh.platform import platform_of
 def read_collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> list[Collective]:
     """The collectives of a program compiled for a mesh."""
     return parse_hlo(compiled.as_text(), dict(mesh.shape))
+
+
+class _Compilation(NamedTuple):
+    """A compiled program and the collectives in it."""
+
+    program: jax.stages.Compiled
+    collectives: list[Collective]
 
 
 class Inspection:
@@ -50,26 +57,30 @@ class Inspection:
         Raises:
           MeshparError: it could deadlock.
         """
-        return self._compiled_and_read[0]
+        return self._compilation.program
 
     @functools.cached_property
-    def _compiled_and_read(self) -> tuple[jax.stages.Compiled, list[Collective]]:
-        compiled = self.lowered.compile()
-        collectives = read_collectives(compiled, self._mesh)
+    def _compilation(self) -> _Compilation:
+        program = self.lowered.compile()
+        collectives = read_collectives(program, self._mesh)
         self._check(collectives)
-        return compiled, collectives
+        return _Compilation(program, collectives)
 
     @functools.cached_property
     def compiler_log(self) -> list[str]:
-        """Lines that the compiler writes; none if the program was compiled before."""
+        """Lines that the compiler writes; none if the program was compiled before.
+
+        A training run does not capture them, so that the last words of a compiler that
+        crashes are not lost.
+        """
         with captured_log() as log:
             _ = self.compiled
         return log
 
-    @functools.cached_property
+    @property
     def collectives(self) -> list[Collective]:
         """The collectives of the compiled program."""
-        return self._compiled_and_read[1]
+        return self._compilation.collectives
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
-from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
-from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 
@@ -112,7 +111,8 @@ def trace_layer(
             return layered.head_loss(shared, x, rows, key)[0]
 
         x = jax.eval_shape(layered.embed, shared, rows, key)
-        saved = _residual_bytes(_remat(layer, layout), layer_weights, x, key)
+        wrapped = wrap_remat(layer, layout.remat)
+        saved = _residual_bytes(wrapped, layer_weights, x, key)
         return TracedLayer(
             x=_tree_bytes(x) // ways,
             saved=saved // ways,
@@ -147,12 +147,6 @@ def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> 
 
 def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype)
-
-
-def _remat(layer: Callable, layout: Layout) -> Callable:
-    if layout.remat == "none":
-        return layer
-    return jax.checkpoint(layer, policy=REMAT_POLICIES[layout.remat]())
 
 
 def _residual_bytes(fn: Callable, weights: Any, *args: Any) -> int:

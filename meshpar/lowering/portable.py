@@ -13,7 +13,7 @@ import jax
 from meshpar.lowering.state import TrainState
 
 
-class LayerOrder(Protocol):
+class StoredOrder(Protocol):
     """Turns trees of parameters from the stored order to the model's, and back."""
 
     def in_model_order(self, tree: Any) -> Any:
@@ -36,7 +36,7 @@ class PortableState:
     """
 
     abstract: TrainState
-    order: LayerOrder | None
+    order: StoredOrder | None
 
     @property
     def abstract_portable(self) -> TrainState:

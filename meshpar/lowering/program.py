@@ -18,7 +18,7 @@ from meshpar.layouts.plan import Plan
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer
 from meshpar.lowering.inspection import read_collectives
-from meshpar.lowering.portable import LayerOrder
+from meshpar.lowering.portable import StoredOrder
 from meshpar.lowering.state import Metrics
 from meshpar.mesh.platform import platform_of
 from meshpar.models.model import Model
@@ -37,7 +37,7 @@ class Program:
 
     lowering: Lowering
     abstract_batch: Any
-    layer_order: LayerOrder | None = None
+    layer_order: StoredOrder | None = None
 
     @property
     def model(self) -> Model:
@@ -107,7 +107,7 @@ class Program:
         return self.batches.place(batch)
 
     def _placed(self, batch: Any) -> Any:
-        if isinstance(jax.tree.leaves(batch)[0], jax.Array):
+        if all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
             return batch
         return self.place_batch(batch)
 

@@ -15,7 +15,7 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.inspection import Inspection, bytes_per_device
-from meshpar.lowering.portable import LayerOrder, PortableState
+from meshpar.lowering.portable import PortableState, StoredOrder
 from meshpar.lowering.program import Program
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.mesh.torus import compiler_options
@@ -245,7 +245,7 @@ def make_train_program(
     lowering: Lowering,
     abstract_state: TrainState,
     abstract_batch: Any,
-    layer_order: LayerOrder | None = None,
+    layer_order: StoredOrder | None = None,
     why_auto: str = "",
 ) -> TrainProgram:
     """Makes the training program of a lowering; nothing is compiled yet.

@@ -98,7 +98,7 @@ class PipelineRunner(Runner):
     def __post_init__(self):
         check_parameters(self.frame.layered, self.frame.plan)
         if self.loop.divergent and self.zero.gathers_layers:
-            setting = f"fsdp={self.layout.fsdp},zero=3"
+            setting = f"zero=3 over {'*'.join(self.frame.batch_axes)}"
             raise LayoutError(_reason_divergent(self.spec.schedule, setting))
 
     @property

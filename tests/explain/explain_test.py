@@ -76,7 +76,8 @@ def test_says_what_is_replicated_and_warns():
     whole = collective.Collective(
         "all_gather", ("fsdp",), 2, stack, 1, False, False, "main", "a.py:9"
     )
-    program.inspection.__dict__["collectives"] = [one, whole]
+    compilation = program.inspection._compilation._replace(collectives=[one, whole])
+    program.inspection.__dict__["_compilation"] = compilation
     said = explain(program)
     small, gather = sorted(said.warnings, reverse=True)
     assert (
