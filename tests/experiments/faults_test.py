@@ -149,6 +149,7 @@ def said_by(started):
     return said
 
 
+@pytest.mark.slow
 def test_a_replaced_machine_gets_its_shards_from_a_peer(unbroken, text, tmp_path):
     """The run goes on from the newest local step, though one disk is empty."""
     often = ["--set=checkpoint_every=50", "--set=checkpoint_local_every=10"]
