@@ -28,7 +28,13 @@ def _names(names: Iterable[str]) -> str:
 
 def axes_table() -> str:
     """One row per mesh axis, outer to inner."""
-    header = ("item", "the axis", "splits dims of parameters", "between slices")
+    header = (
+        "item",
+        "the axis",
+        "splits dims of parameters",
+        "collectives under shard_map",
+        "between slices",
+    )
     return _markdown(
         header,
         (
@@ -36,6 +42,7 @@ def axes_table() -> str:
                 f"`{axis.name}=N`",
                 axis.doc,
                 _names(axis.param_dims),
+                "meshpar's" if axis.manual else "the compiler's",
                 "yes" if axis.crosses_slices else "no",
             )
             for axis in RECORDS

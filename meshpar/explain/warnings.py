@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from meshpar.contracts.collective import Collective
-from meshpar.layouts.axes import FSDP, ways_of
+from meshpar.layouts.axes import GATHERED_AXES, ways_of
 from meshpar.lowering.train_program import TrainProgram
 
 SMALL_BYTES, MANY = 2**16, 64
@@ -19,8 +19,8 @@ def collective_warnings(program: TrainProgram) -> Iterator[str]:
         size, key = collective.payload_bytes, (collective.kind, collective.axes)
         if size < SMALL_BYTES:
             small.setdefault(key, []).append(collective)
-        gathered = collective.kind == "all_gather" and FSDP in collective.axes
-        if gathered and size in stacked:
+        of_weights = set(GATHERED_AXES) & set(collective.axes)
+        if collective.kind == "all_gather" and of_weights and size in stacked:
             source = collective.source or "made by the compiler"
             yield (
                 f"gather of a whole stack of weights, {stacked[size]}: {size} bytes "
@@ -37,13 +37,14 @@ def collective_warnings(program: TrainProgram) -> Iterator[str]:
 
 
 def _stacked_sizes(program: TrainProgram) -> dict[int, str]:
-    """{whole bytes on one device: path} of stacks that zero=3 gathers by layer."""
+    """{bytes on one device, gathered: path} of stacks that zero=3 gathers."""
     plan, layered = program.plan, program.model.layered
     if layered is None or layered.depth == 1 or plan.layout.zero_level < 3:
         return {}
     sizes = {}
     for path, weight in layered.split(plan.weights)[1].items():
         for leaf in (plan.parameters[path], weight):
-            ways = ways_of(itertools.chain(*leaf.spec), plan.layout.sizes)
-            sizes[leaf.bytes_per_device * ways // plan.layout.tensor] = path
+            gathered = set(GATHERED_AXES) & {*itertools.chain(*leaf.spec)}
+            ways = ways_of(gathered, plan.layout.sizes)
+            sizes[leaf.bytes_per_device * ways] = path
     return sizes

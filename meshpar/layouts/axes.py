@@ -103,6 +103,16 @@ def ways_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def in_use(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of some axes that are larger than 1.
+
+    Args:
+      axes: names of mesh axes.
+      sizes: {mesh axis: size}.
+    """
+    return tuple(axis for axis in axes if sizes[axis] > 1)
+
+
 BATCH_DIMS: dict[str, tuple[str, ...]] = {
     dim: tuple(axis.name for axis in RECORDS if dim in axis.splits_batch)
     for dim in ("batch", "length")
@@ -117,6 +127,12 @@ BATCH_AXES: tuple[str, ...] = BATCH_DIMS["batch"]
 
 TOKEN_AXES: tuple[str, ...] = tuple(axis.name for axis in RECORDS if axis.splits_batch)
 """The axes that split any dim of a batch."""
+
+GATHERED_AXES: tuple[str, ...] = names_of(gathers_weights=True)
+"""The axes along which weights are gathered before use."""
+
+MANUAL_AXES: tuple[str, ...] = names_of(manual=True)
+"""The axes whose collectives the shard_map lowering writes."""
 
 SLOW_AXES: tuple[str, ...] = names_of(crosses_slices=True)
 """The axes that may cross the links between slices (DCN)."""

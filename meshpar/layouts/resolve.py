@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from meshpar.arrays import num_bytes, parameter_path
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import FSDP, PIPE, names_of
+from meshpar.layouts.axes import GATHERED_AXES, PIPE, in_use, names_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
 from meshpar.layouts.plan import LeafPlan, Plan, Spec
@@ -54,8 +54,9 @@ class _Resolver:
         spec, reasons = [], []
         for dim, (name, size) in enumerate(zip(names, param.shape, strict=True)):
             axes, why = self._axes(path, name), ""
-            if FSDP in axes and param.size < self.layout.min_shard_size:
-                axes = tuple(axis for axis in axes if axis != FSDP)
+            small = param.size < self.layout.min_shard_size
+            if small and set(axes) & set(GATHERED_AXES):
+                axes = _without_gathered(axes)
                 why = f" ({param.size} < min_shard_size={self.layout.min_shard_size})"
             if taken := [axis for axis in axes if any(axis in used for used in spec)]:
                 self._refuse_second_dim(path, names, name, taken[0])
@@ -106,7 +107,7 @@ class _Resolver:
                 f"params.{name}=AXIS or params.{name}=none to the layout"
             )
             return ()
-        return tuple(axis for axis in self.rules[name] if self.sizes[axis] > 1)
+        return in_use(self.rules[name], self.sizes)
 
     def _allowed(self, path: str) -> bool:
         matches = {regex for regex in self.layout.allow if re.search(regex, path)}
@@ -166,8 +167,9 @@ def _whole(shape: tuple[int, ...]) -> Spec:
     return ((),) * len(shape)
 
 
-def _without_fsdp(spec: Spec) -> Spec:
-    return tuple(tuple(axis for axis in axes if axis != FSDP) for axes in spec)
+def _without_gathered(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of some axes along which weights are held, not gathered."""
+    return tuple(axis for axis in axes if axis not in GATHERED_AXES)
 
 
 def _reduced_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> Spec | None:
@@ -202,7 +204,7 @@ class _LeafPlans:
         plans = {}
         for path, param in self.params.items():
             resolved, dtype = self.resolved[path], param.dtype
-            spec = _without_fsdp(resolved.spec)
+            spec = tuple(map(_without_gathered, resolved.spec))
             if self.layout.zero_level < sharded_from and spec != resolved.spec:
                 reason = f"; whole over fsdp: zero={self.layout.zero_level}"
                 resolved = _Resolved(resolved.names, spec, resolved.reason + reason)

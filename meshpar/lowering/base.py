@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.arrays import Params, num_bytes
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.layouts.axes import REPLICA, ways_of
+from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.memory import (
@@ -64,7 +64,7 @@ class Lowering:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axis along which steps run apart, manual already, or ()."""
-        return (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
+        return in_use((REPLICA,), self.mesh.shape)
 
     # The functions of a step.
 
@@ -144,8 +144,8 @@ class Lowering:
     @property
     def axes_in_use(self) -> tuple[str, ...]:
         """Axes larger than 1, but for that of replicas: no step crosses it."""
-        sizes = self.mesh.shape.items()
-        return tuple(a for a, n in sizes if n > 1 and a not in self.replica_axes)
+        steps = (axis for axis in self.mesh.axis_names if axis not in self.replica_axes)
+        return in_use(steps, self.mesh.shape)
 
     def ways(self, axes: Iterable[str]) -> int:
         """Devices that axes span together."""

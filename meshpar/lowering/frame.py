@@ -21,7 +21,14 @@ from meshpar.collectives.varying import vary
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import BATCH_DIMS, REPLICA, TOKEN_AXES, ways_of
+from meshpar.layouts.axes import (
+    BATCH_DIMS,
+    MANUAL_AXES,
+    REPLICA,
+    TOKEN_AXES,
+    in_use,
+    ways_of,
+)
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.lowering.batches import batch_specs
@@ -58,8 +65,9 @@ class Frame:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes over which this layout splits the batch."""
-        return tuple(axis for axis in TOKEN_AXES if self.mesh.shape[axis] > 1)
+        """The axes over which this lowering splits the batch."""
+        axes = (axis for axis in TOKEN_AXES if axis in MANUAL_AXES)
+        return in_use(axes, self.mesh.shape)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -69,7 +77,7 @@ class Frame:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axis along which replicas run apart, or ()."""
-        return (REPLICA,) if self.mesh.shape[REPLICA] > 1 else ()
+        return in_use((REPLICA,), self.mesh.shape)
 
     @property
     def all_manual_axes(self) -> tuple[str, ...]:

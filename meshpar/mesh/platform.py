@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
+from meshpar.errors import MeshparError
 from meshpar.layouts.scope import current_scope
 from meshpar.mesh import chips
 
@@ -41,11 +42,21 @@ GPU = Platform(chips.GPU)
 TPU = Platform(chips.TPU, hides_ring_steps=True, tiles_vectors=True)
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}
+_PLATFORMS |= {"cuda": GPU, "rocm": GPU}  # jax's names for GPUs of one vendor.
 
 
 def platform_named(name: str) -> Platform:
-    """The platform with a name in jax; "cuda" and "rocm" are GPUs as well."""
-    return _PLATFORMS.get(name, GPU)
+    """The platform with a name in jax; "cuda" and "rocm" are GPUs as well.
+
+    Raises:
+      MeshparError: none has this name.
+    """
+    if name not in _PLATFORMS:
+        raise MeshparError(
+            f"platform {name!r} is not supported: use devices of one of "
+            f"{', '.join(_PLATFORMS)}"
+        )
+    return _PLATFORMS[name]
 
 
 def platform_of(mesh: Mesh) -> Platform:

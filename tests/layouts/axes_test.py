@@ -20,7 +20,8 @@ def test_names_follow_the_records():
     assert axes.BATCH_DIMS == {"batch": ("data", "fsdp"), "length": ()}
     assert axes.TOKEN_AXES == axes.BATCH_AXES == ("data", "fsdp")
     assert axes.SLOW_AXES == ("replica", "pipe", "data")
-    assert axes.names_of(gathers_weights=True, manual=True) == ("fsdp",)
+    assert axes.GATHERED_AXES == ("fsdp",)
+    assert axes.MANUAL_AXES == ("replica", "pipe", "data", "fsdp")
     for record in axes.RECORDS:
         assert record.doc and "\n" not in record.doc
 

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 import meshpar
+from meshpar.errors import MeshparError
 from meshpar.mesh import platform
 
 
@@ -19,6 +20,11 @@ from meshpar.mesh import platform
 )
 def test_platforms_by_name(name, expected):
     assert platform.platform_named(name) is expected
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(MeshparError, match="'npu' is not supported.*cpu, gpu, tpu"):
+        platform.platform_named("npu")
 
 
 def test_the_platform_of_a_mesh_and_of_a_trace():
