@@ -100,7 +100,8 @@ def lower(
     mesh = make_mesh(layout, devices)
     abstract_batch, step_batch = abstract_batches(batch, layout, mesh)
     params = abstract(model.params)
-    optimizer_state = jax.eval_shape(optimizer.init, params)
+    trained = {path: params[path] for path, p in model.params.items() if p.trained}
+    optimizer_state = jax.eval_shape(optimizer.init, trained)
     if order is not None:
         order.check_optimizer(optimizer_state, params)
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
@@ -148,7 +149,7 @@ def _make_lowering(name: str, parts: _Parts, spec: PipelineSpec | None) -> Lower
     if name == JitLowering.name:
         return JitLowering(*parts)
     stage_axes, layered = PipelineRunner.stage_axes if spec else (), parts.model.layered
-    frame = Frame(layered, parts.plan, parts.mesh, parts.compute_dtype, stage_axes)
+    frame = Frame(layered, parts.plan, parts.mesh, stage_axes)
     zero = frame.zero()
     if spec is None:
         return ShardMapLowering(*parts, ScanRunner(frame, zero))

@@ -39,7 +39,8 @@ class LayerScan:
     Attributes:
       layer: (weights of one layer, x, its number) -> x of the same shapes.
       gather: (leaves, constants) of one layer, {path: array} -> its whole weights; a
-        subset of the leaves gives that subset of the weights.
+        subset of the paths gives that subset of the weights. The weights are
+        differentiated by the paths of the leaves.
       reduce: gradient of the weights -> gradient of the leaves.
       ahead: paths gathered while the previous layer computes. The last layer of a pass
         gathers the first one's weights again, unused: depth + 1 gathers in all.
@@ -73,16 +74,20 @@ class LayerScan:
                 for path, x in tree.items()
             }
 
-        prefetched = {path: x for path, x in leaves.items() if path in self.ahead}
-        others = {path: x for path, x in leaves.items() if path not in self.ahead}
+        def is_ahead(tree: Params, ahead: bool) -> Params:
+            return {p: x for p, x in tree.items() if (p in self.ahead) == ahead}
+
+        def gather(i: Any, ahead: bool) -> Params:
+            trees = is_ahead(leaves, ahead), is_ahead(constants, ahead)
+            return self.gather(*(layer_slice(tree, i) for tree in trees))
 
         def prefetch(i: Any) -> Params:
-            return self.gather(layer_slice(prefetched, i), {}) if prefetched else {}
+            return gather(i, ahead=True) if self.ahead else {}
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
             (carry, ready), (i, number, saved) = state, x
             following = prefetch((i + (depth - 1 if reverse else 1)) % depth)
-            gathered = self.gather(layer_slice(others, i), layer_slice(constants, i))
+            gathered = gather(i, ahead=False)
             carry, y = run_layer(carry, ready | gathered, start + i, number, saved)
             return (carry, following), y
 
@@ -131,8 +136,9 @@ class LayerScan:
         def run_layer(
             x: Any, weights: Params, _: Array, number: Array, __: None
         ) -> tuple[Any, Saved]:
+            trained = {path: weights[path] for path in leaves}
             y, vjp = jax.vjp(
-                lambda weights, x: self.layer(weights, x, number), weights, x
+                lambda trained, x: self.layer(weights | trained, x, number), trained, x
             )
             return self._unless_padding(number, y, x), VjpReader.save(vjp, weights)
 
@@ -252,20 +258,22 @@ def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
       (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.
     """
 
-    def rows(leaves: Params) -> Rows:
-        return Rows(0, jnp.arange(len(next(iter(leaves.values())))))
+    def rows(*trees: Params) -> Rows:
+        stacked = next(x for tree in trees for x in tree.values())
+        return Rows(0, jnp.arange(len(stacked)))
 
     @jax.custom_vjp
     def run(leaves: Params, constants: Params, x: Any) -> Any:
-        return layers.run(leaves, constants, x, rows(leaves))
+        return layers.run(leaves, constants, x, rows(leaves, constants))
 
     def forward(leaves: Params, constants: Params, x: Any) -> tuple[Any, Any]:
-        x, saved = layers.forward(leaves, constants, x, rows(leaves))
+        x, saved = layers.forward(leaves, constants, x, rows(leaves, constants))
         return x, (leaves, constants, saved)
 
     def backward(residuals: Any, dx: Any) -> tuple[Params, None, Any]:
         leaves, constants, saved = residuals
-        dx, dleaves = layers.backward(leaves, constants, saved, dx, rows(leaves))
+        both = rows(leaves, constants)
+        dx, dleaves = layers.backward(leaves, constants, saved, dx, both)
         return dleaves, None, dx
 
     run.defvjp(forward, backward)

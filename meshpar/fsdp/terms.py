@@ -213,6 +213,8 @@ def declared_scatters(
     )
     early = zero.reduces_early
     stack = zero.layered.split(weights if early else sums)[1]
+    if not stack:
+        return
     backward = passes[-1]
     depth = next(iter(stack.values())).shape[0]
     yield from declare(

@@ -37,7 +37,8 @@ class Zero:
     """The policy of one program; its methods run inside shard_map.
 
     The loss is differentiated by "leaves": shards if the policy gathers inside the
-    loss, whole weights otherwise.
+    loss, whole weights otherwise. "Constants" are all else that whole weights are made
+    of: parameters that are not trained, and weights that were gathered before.
 
     Attributes:
       layered: the model layer by layer.
@@ -47,6 +48,7 @@ class Zero:
       in_ticks: whether a pipeline runs the layers, tick by tick.
       cast: casts parameters to the compute dtype.
       vary: marks an array as differing over the manual axes.
+      trained: paths of the parameters that are trained.
 
     Raises:
       LayoutError: a prefetch matches no sharded parameter of the stack.
@@ -59,6 +61,7 @@ class Zero:
     in_ticks: bool
     cast: Callable[[Params], Params]
     vary: Callable[[Array], Array]
+    trained: frozenset[str]
 
     def __post_init__(self):
         _ = self.prefetched  # Raises for a prefetch without a match.
@@ -110,23 +113,32 @@ class Zero:
         return self.reduces_early and not self.in_ticks
 
     def leaves(self, params: Params) -> tuple[Params, Params]:
-        """(leaves, weights that are already gathered) from this device's shards."""
+        """(leaves, constants) from this device's shards."""
         # Casting before the gather moves fewer bytes, where transports allow it.
         moved = params if self.transports.widens else self.cast(params)
         shards = {path: self.vary(x) for path, x in moved.items()}
         if self.gathers_layers:
-            return shards, {}
+            return self._split_trained(shards)
         whole = gather_shards(shards, self.shardings)
-        return (shards if self.reduces_early else self.cast(whole)), whole
+        if self.reduces_early:
+            return self._split_trained(shards)[0], whole
+        return self._split_trained(self.cast(whole))
 
-    def shared(self, leaves: Params, whole: Params) -> Params:
+    def _split_trained(self, tree: Params) -> tuple[Params, Params]:
+        """(trained entries, others) of {path: array}."""
+        trained = {path: x for path, x in tree.items() if path in self.trained}
+        return trained, {path: x for path, x in tree.items() if path not in trained}
+
+    def shared(self, leaves: Params, constants: Params) -> Params:
         """Whole weights of embedding and head from their leaves, differentiable."""
         if not self.reduces_early:
-            return leaves
+            return {**leaves, **constants}
         shardings = self.layered.split(self.shardings)[0]
         return gather_with(
-            lambda leaves: self._whole(leaves, whole, shardings, ONE_SHOT),
-            lambda grads: self._reduced(grads, shardings, self.transports.once),
+            lambda leaves: self._whole(leaves, constants, shardings, ONE_SHOT),
+            lambda grads: self._reduced(
+                self._split_trained(grads)[0], shardings, self.transports.once
+            ),
         )(leaves)
 
     def gathered_shared(self, shared: Params) -> Params:
@@ -148,22 +160,22 @@ class Zero:
         wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
         return LayerScan(wrapped, self._whole_layer, reduce, self.prefetched)
 
-    def _whole_layer(self, leaves: Params, whole: Params) -> Params:
-        ahead = self.prefetched.issuperset(leaves)
+    def _whole_layer(self, leaves: Params, constants: Params) -> Params:
+        ahead = self.prefetched.issuperset({*leaves, *constants})
         transport = self.transports.prefetched if ahead else self.transports.weights
-        return self._whole(leaves, whole, self.layer_shardings, transport)
+        return self._whole(leaves, constants, self.layer_shardings, transport)
 
     def _whole(
         self,
         leaves: Params,
-        whole: Params,
+        constants: Params,
         shardings: dict[str, ManualSharding],
         transport: Transport,
     ) -> Params:
         """Whole weights, in the dtype in which they move."""
         if self.gathers_layers:
-            return gather_shards(leaves, shardings, transport)
-        return whole if self.reduces_early else leaves
+            return gather_shards({**leaves, **constants}, shardings, transport)
+        return constants if self.reduces_early else {**leaves, **constants}
 
     def _reduced(
         self,

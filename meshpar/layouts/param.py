@@ -1,17 +1,35 @@
-"""A parameter's shape, dtype and dim names."""
+"""Shape, dtype and dim names of a model's variables."""
 
 import dataclasses
 import math
 from typing import Any
 
+STACKED_DIM = "layers"
+"""Name of the first dim of variables that hold one row for each layer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """Shape, dtype and dim names of one parameter; names is None if it has none."""
+    """One variable of a model.
+
+    Attributes:
+      shape: logical shape.
+      dtype: dtype.
+      names: dim names; None if it has none.
+      trained: whether it has a gradient and optimizer state. A frozen parameter has
+        neither.
+      is_state: whether it is no parameter: running statistics, counters, constants. It
+        keeps its dtype inside the loss, is never trained, and may stay unnamed.
+      is_stacked: whether its first dim is known to be that of the layers, even if it
+        has no names.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     names: tuple[Any, ...] | None
+    trained: bool = True
+    is_state: bool = False
+    is_stacked: bool = False
 
     @property
     def size(self) -> int:

@@ -62,7 +62,8 @@ class Plan:
       weights: {path: LeafPlan} of the copies that the loss computes with, in the
         compute dtype; whole over `fsdp` under zero=1 and 2, sharded under zero=3, which
         gathers one layer at a time.
-      gradients: {path: LeafPlan} in the backward pass, in the dtype of the weights.
+      gradients: {path: LeafPlan} in the backward pass, in the dtype of the weights; of
+        the trained parameters alone.
       optimizer: one LeafPlan per optimizer leaf, in tree order.
       optimizer_specs: PartitionSpecs with the structure of the optimizer state.
       synchronization: one LeafPlan per tensor that synchronizes replicas (local SGD).
@@ -80,6 +81,10 @@ class Plan:
     def specs(self) -> dict[str, PartitionSpec]:
         """{path: spec} of master weights, and of the gradients the optimizer gets."""
         return {path: leaf.partition_spec for path, leaf in self.parameters.items()}
+
+    def trained(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The entries of {path: anything} that are trained."""
+        return {path: x for path, x in tree.items() if path in self.gradients}
 
     def bytes_per_device(self) -> dict[str, int]:
         """{kind: bytes} on one device, exact.

@@ -14,7 +14,7 @@ from meshpar.arrays import num_bytes, parameter_path
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import GATHERED_AXES, PIPE, in_use, names_of
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.param import Param
+from meshpar.layouts.param import STACKED_DIM, Param
 from meshpar.layouts.plan import LeafPlan, Plan, Spec
 
 
@@ -77,6 +77,8 @@ class _Resolver:
         for regex, names in self.layout.paths:
             if re.search(regex, path):
                 self.paths_used.add(regex)
+                if param.is_stacked and len(names) == len(param.shape) - 1:
+                    names = (STACKED_DIM, *names)
                 if len(names) == len(param.shape):
                     return names
                 self.problems.append(
@@ -84,15 +86,18 @@ class _Resolver:
                     f"{len(names)} names {names} for {len(param.shape)} dims"
                 )
                 return (None,) * len(param.shape)
-        if not param.shape:
-            return ()
+        unnamed = (None,) * len(param.shape)
+        if param.is_stacked:
+            unnamed = (STACKED_DIM, *unnamed[1:])
+        if not param.shape or param.is_state:
+            return unnamed
         if self.needs_names and not self._allowed(path):
             self.problems.append(
                 f"{path} {param.shape}: its dims have no names; annotate it in the "
                 f"model, name it with paths.REGEX=DIM/DIM, or allow it with "
                 f"allow={re.escape(path)}"
             )
-        return None
+        return unnamed if param.is_stacked else None
 
     def _axes(self, path: str, name: Any) -> tuple[str, ...]:
         """Mesh axes that the rules give to one dim name (or tuple of names)."""
@@ -203,12 +208,15 @@ class _LeafPlans:
         """Plans that follow the parameters, whole over `fsdp` below a ZeRO level."""
         plans = {}
         for path, param in self.params.items():
+            if kind == "gradient" and not param.trained:
+                continue
             resolved, dtype = self.resolved[path], param.dtype
             spec = tuple(map(_without_gathered, resolved.spec))
             if self.layout.zero_level < sharded_from and spec != resolved.spec:
                 reason = f"; whole over fsdp: zero={self.layout.zero_level}"
                 resolved = _Resolved(resolved.names, spec, resolved.reason + reason)
-            if float_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            floating = jnp.issubdtype(dtype, jnp.floating) and not param.is_state
+            if float_dtype is not None and floating:
                 dtype = float_dtype
             x = jax.ShapeDtypeStruct(param.shape, dtype)
             plans[path] = self.leaf(path, kind, x, resolved)

@@ -279,7 +279,7 @@ def make_exchange(
     replicas = sizes[REPLICA]
     optimizer = outer_optimizer(mode, replicas)
     rounds = () if mode.gossip is None else tuple(mode.gossip.rounds(replicas))
-    for path, leaf in plan.parameters.items():
+    for path, leaf in plan.trained(plan.parameters).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise LayoutError(
                 f"{path} is {leaf.dtype}: local SGD averages all weights of the "

@@ -24,13 +24,13 @@ from meshpar.layouts.plan import Plan
 
 
 def shard_shapes(plan: Plan, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """{path: shape of one device's shard}, for mesh axes of these sizes."""
+    """{path: shape of one device's shard} of what is trained, by sizes of mesh axes."""
     return {
         path: tuple(
             size // math.prod(sizes[axis] for axis in axes)
             for size, axes in zip(leaf.shape, leaf.spec, strict=True)
         )
-        for path, leaf in plan.parameters.items()
+        for path, leaf in plan.trained(plan.parameters).items()
     }
 
 

@@ -32,7 +32,7 @@ from meshpar.local_sgd.schedule import Actions, Schedule, Transfer
 from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
-from meshpar.lowering.replicas import with_replicas
+from meshpar.lowering.replicas import replica_average, with_replicas
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.lowering.train_program import TrainProgram
 
@@ -147,7 +147,7 @@ class LocalProgram(TrainProgram):
             params = self.model.init(jax.random.key(seed))
             stacked = jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (count, *x.shape)),
-                (params, self.lowering.optimizer.init(params)),
+                (params, self.lowering.optimizer.init(self.plan.trained(params))),
             )
             return self.steps.started(jnp.zeros((), jnp.int32), seed, *stacked)
 
@@ -170,7 +170,7 @@ class LocalProgram(TrainProgram):
             for path, spec in self.lowering.plan.specs.items()
         }
         return jax.jit(
-            lambda params: {path: x.mean(axis=0) for path, x in params.items()},
+            lambda params: {path: replica_average(x) for path, x in params.items()},
             out_shardings=shardings,
         )
 

@@ -79,6 +79,12 @@ def _stacked(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
+def _replica_mean(x: jax.Array) -> jax.Array:
+    """`replica_average` inside shard_map; integers are equal on all replicas."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.pmean(x, REPLICA) if floating else lax.pmax(x, REPLICA)
+
+
 def _without_mesh_dims(sync: SyncState) -> SyncState:
     return jax.tree.map(lambda x: x.reshape(x.shape[len(AXES) :]), sync)
 
@@ -241,7 +247,8 @@ class LocalSteps:
         """The state in which replicas [R, ...] begin; their average is the anchor."""
 
         def start(params: Params) -> SyncState:
-            average = {path: lax.pmean(x[0], REPLICA) for path, x in params.items()}
+            trained = self.lowering.plan.trained(params)
+            average = {path: lax.pmean(x[0], REPLICA) for path, x in trained.items()}
             return _with_mesh_dims(self.exchange.init(average))
 
         sync = jax.shard_map(
@@ -264,7 +271,7 @@ class LocalSteps:
         """
 
         def evaluate(state: TrainState, batch: Any) -> Metrics:
-            average = {path: lax.pmean(x, REPLICA) for path, x in state.params.items()}
+            average = {path: _replica_mean(x) for path, x in state.params.items()}
             metrics = self.lowering.evaluate(average, batch)
             weight = jnp.float32(metrics.get("weight", 1.0))
             total = lax.psum(weight, REPLICA)
@@ -272,11 +279,12 @@ class LocalSteps:
                 name: lax.psum(weight * x, REPLICA) / total
                 for name, x in metrics.items()
             }
+            trained = self.lowering.plan.trained(average)
             distance = sum(
                 jnp.sum(jnp.square(state.params[path] - x))
-                for path, x in average.items()
+                for path, x in trained.items()
             )
-            norm = sum(jnp.sum(jnp.square(x)) for x in average.values())
+            norm = sum(jnp.sum(jnp.square(x)) for x in trained.values())
             drift = lax.pmean(jnp.sqrt(distance), REPLICA) / jnp.sqrt(norm)
             if "weight" in metrics:
                 means["weight"] = total

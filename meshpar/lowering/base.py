@@ -85,17 +85,18 @@ class Lowering:
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        trained = self.plan.trained(state.params)
         updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, state.params
+            grads, state.optimizer_state, trained
         )
-        params = optax.apply_updates(state.params, updates)
+        params = state.params | optax.apply_updates(trained, updates)
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)
         return new, metrics | {"grad_norm": grad_norm}
 
     def weights(self, params: Params) -> Params:
         """The copies that the loss uses: whole over fsdp below zero=3."""
         specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
-        return self.shard(cast_params(params, self.compute_dtype), specs)
+        return self.shard(cast_params(params, self.plan), specs)
 
     def shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
         """Constrains {path: array} to specs."""
@@ -132,7 +133,7 @@ class Lowering:
         if not axes:
             return
         whole = {leaf.shape for leaf in self.plan.parameters.values()}
-        size = 8 * len(self.plan.parameters)
+        size = 8 * len(self.plan.gradients)
         for leaf in self.plan.optimizer:
             if leaf.shape and leaf.shape not in whole:
                 size += 2 * num_bytes(leaf)

@@ -48,14 +48,12 @@ class Frame:
       layered: the model layer by layer.
       plan: spec of every leaf.
       mesh: the device mesh.
-      compute_dtype: dtype of the parameters inside the loss, or None for their own.
       stage_axes: manual axes beside those that split the batch.
     """
 
     layered: LayeredModel
     plan: Plan
     mesh: Mesh
-    compute_dtype: Any
     stage_axes: tuple[str, ...] = ()
 
     @property
@@ -126,6 +124,7 @@ class Frame:
             in_ticks=bool(self.stage_axes),
             cast=self.cast,
             vary=self.vary,
+            trained=frozenset(self.plan.gradients),
         )
 
     def ways(self, axes: Iterable[str]) -> int:
@@ -138,7 +137,7 @@ class Frame:
 
     def cast(self, params: Params) -> Params:
         """Parameters in the dtype of the loss."""
-        return cast_params(params, self.compute_dtype)
+        return cast_params(params, self.plan)
 
     def scope(self) -> Any:
         """The scope in which the model is traced."""

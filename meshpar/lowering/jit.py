@@ -54,21 +54,24 @@ class JitLowering(Lowering):
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
         key, weights = state.key(), self.weights(state.params)
+        trained = self.plan.trained(weights)
         specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
 
         def loss_fn(params: Params, batch: Any, key: Array):
-            loss, aux = self.model.loss(params, batch, key)
+            loss, aux = self.model.loss(weights | params, batch, key)
             return loss.astype(jnp.float32), aux
 
         def microbatch(batch: Any, key: Array) -> tuple[Metrics, Params]:
             with_aux = jax.value_and_grad(loss_fn, has_aux=True)
-            (loss, aux), grads = with_aux(weights, batch, key)
+            (loss, aux), grads = with_aux(trained, batch, key)
             grads = {k: g.astype(state.params[k].dtype) for k, g in grads.items()}
             return {"loss": loss, **aux}, self.shard(grads, specs)
 
         if self.plan.layout.microbatches == 1:
             return microbatch(batch, key)
-        return self._accumulate(microbatch, batch, key, state.params, specs)
+        return self._accumulate(
+            microbatch, batch, key, self.plan.trained(state.params), specs
+        )
 
     def _split_rows(self, x: Array) -> Array:
         """Microbatches [M, B/M, ...] split over the mesh as a batch is."""

@@ -35,6 +35,16 @@ def with_replicas(
     return _map_replicated(convert, state)
 
 
+def replica_average(x: jax.Array) -> jax.Array:
+    """[R, ...] -> [...], the mean of floating-point numbers, the first row of others.
+
+    Integers are counters and constants, which all replicas have alike.
+    """
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.mean(axis=0).astype(x.dtype)
+    return x[0]
+
+
 def converted(
     state: TrainState,
     num_replicas: int,
@@ -54,8 +64,7 @@ def converted(
 
     def convert(x: jax.Array) -> jax.Array:
         if num_replicas > 1:
-            floating = jnp.issubdtype(x.dtype, jnp.floating)
-            x = x.mean(axis=0).astype(x.dtype) if floating else x[0]
+            x = replica_average(x)
         if new_num_replicas > 1:
             x = jnp.broadcast_to(x, (new_num_replicas, *x.shape))
         return x

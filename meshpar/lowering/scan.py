@@ -34,11 +34,11 @@ class ScanRunner(Runner):
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
         """Metrics and gradients summed over this shard's samples."""
-        leaves, whole = self.zero.leaves(params)
+        leaves, constants = self.zero.leaves(params)
 
         def gradients(batch: Any, key: Array) -> tuple[Metrics, Params]:
             def loss_fn(leaves: Params) -> tuple[Array, Metrics]:
-                return self.frame.weigh(*self._loss(leaves, whole, batch, key))
+                return self.frame.weigh(*self._loss(leaves, constants, batch, key))
 
             weighted, backward, metrics = jax.vjp(loss_fn, leaves, has_aux=True)
             return metrics, backward(jnp.ones_like(weighted))[0]
@@ -70,16 +70,16 @@ class ScanRunner(Runner):
         return lax.scan(body, zeros, (jnp.arange(num), batches))[0]
 
     def _loss(
-        self, leaves: Params, whole: Params, batch: Any, key: Key
+        self, leaves: Params, constants: Params, batch: Any, key: Key
     ) -> tuple[Array, Metrics]:
         """The model's loss, with weights made whole as ZeRO says."""
         layered = self.frame.layered
-        whole_shared, whole_stack = layered.split(whole)
+        shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
 
         def scan(_: Any, stack: Params, x: Any, key: Key) -> Any:
             run = differentiable(self.zero.layers(key))
-            return run(stack, whole_stack, jax.tree.map(self.frame.vary, x))
+            return run(stack, stack_constants, jax.tree.map(self.frame.vary, x))
 
-        shared = self.zero.shared(shared, whole_shared)
+        shared = self.zero.shared(shared, shared_constants)
         return layered.loss({**self.frame.cast(shared), **stack}, batch, key, scan)

@@ -84,7 +84,7 @@ class ShardMapLowering(Lowering):
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Loss, aux and gradients, sharded as the plan says, before clipping."""
-        out_specs = PartitionSpec(), self.frame.specs
+        out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
         mapped = self.frame.mapped(self._gradients, batch, out_specs)
         return mapped(state.params, state.key(), batch)
 
@@ -154,10 +154,10 @@ class ShardMapLowering(Lowering):
         passes, dtype = self.runner.layer_passes, self.runner.sums_dtype
         weights = frame.stage_weights()
         yield from declared_gathers(zero, weights, sizes, passes)
-        sums = frame.stage_weights(dtype)
-        yield from declared_scatters(zero, weights, sums, sizes, passes)
+        trained, sums = map(self.plan.trained, (weights, frame.stage_weights(dtype)))
+        yield from declared_scatters(zero, trained, sums, sizes, passes)
         why = "gradients, over the axes that replicate the tensor"
-        shards = frame.stage_shards(dtype)
+        shards = self.plan.trained(frame.stage_shards(dtype))
         yield from declare_all_reduces(shards, zero.shardings, sizes, why)
 
     def _declared_tensor(self, batch: Any) -> Iterator[DeclaredCollective]:

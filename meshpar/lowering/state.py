@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
+from meshpar.layouts.plan import Plan
 
 Metrics = dict[str, Array]
 """Scalars by name."""
@@ -33,11 +33,6 @@ class TrainState(NamedTuple):
         )
 
 
-def cast_params(params: Params, dtype: Any) -> Params:
-    """Floating-point parameters in another dtype; as they are without one."""
-    if dtype is None:
-        return params
-    return {
-        path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for path, x in params.items()
-    }
+def cast_params(params: Params, plan: Plan) -> Params:
+    """Parameters in the dtype in which the loss computes with them."""
+    return {path: x.astype(plan.weights[path].dtype) for path, x in params.items()}

@@ -190,7 +190,8 @@ class TrainProgram(Program):
         def init(seed: Array) -> TrainState:
             params = model.init(jax.random.key(seed))
             step = jnp.zeros((), jnp.int32)
-            return TrainState(step, seed, params, optimizer.init(params))
+            optimizer_state = optimizer.init(self.plan.trained(params))
+            return TrainState(step, seed, params, optimizer_state)
 
         return jax.jit(
             init,
@@ -200,7 +201,8 @@ class TrainProgram(Program):
 
     @functools.cached_property
     def _gradients(self) -> Callable:
-        order, like = self.layer_order, self.portable_state.params
+        order = self.layer_order
+        like = self.plan.trained(self.portable_state.params)
         shardings = {path: leaf.sharding for path, leaf in like.items()}
 
         def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:

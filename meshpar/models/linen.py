@@ -1,124 +1,159 @@
 """Flax Linen models: `from_linen`."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
-from flax import traverse_util
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
+from meshpar.models.layer_cut import LayerCut, OnCall
+from meshpar.models.layer_stack import Key, LayeredModel
+from meshpar.models.linen_functions import Apply, LinenFunctions
+from meshpar.models.linen_layers import LinenLayers
 from meshpar.models.model import Model, checked_params, loss_and_aux
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _LinenFunctions:
-    """A Linen module as functions of its parameters.
-
-    Attributes:
-      module: the module.
-      args: positional example inputs; shapes will do.
-      kwargs: example inputs by keyword.
-      rngs: names of the random streams during training.
-    """
-
-    module: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    rngs: tuple[str, ...]
-
-    def _variables(self, key: Array) -> Any:
-        keys = jax.random.split(key, 1 + len(self.rngs))
-        rngs = dict(zip(("params", *self.rngs), keys, strict=True))
-        args, kwargs = jax.tree.map(_zeros, (self.args, self.kwargs))
-        return self.module.init(rngs, *args, **kwargs)
-
-    def params(self) -> dict[str, Param]:
-        """{path: Param} of the module."""
-        variables = jax.eval_shape(self._variables, jax.random.key(0))
-        if others := sorted(set(variables) - {"params"}):
-            raise ValueError(
-                f"the module keeps collections {others} beside 'params'; meshpar "
-                "trains models without running state (LayerNorm or GroupNorm in place "
-                "of BatchNorm)"
-            )
-        leaves = traverse_util.flatten_dict(variables.get("params", {}), sep="/")
-        return checked_params({path: _param(leaf) for path, leaf in leaves.items()})
-
-    def init(self, key: Array) -> Params:
-        """Parameters from a random key."""
-        tree = nn.meta.unbox(self._variables(key)["params"])
-        return traverse_util.flatten_dict(tree, sep="/")
-
-    def bind(self, params: Params, key: Array | None = None) -> Callable:
-        """The module's `apply` with these parameters; random streams need a key."""
-        tree = traverse_util.unflatten_dict(params, sep="/")
-
-        def apply(*args: Any, **kwargs: Any) -> Any:
-            if key is not None:
-                keys = jax.random.split(key, max(1, len(self.rngs)))
-                kwargs.setdefault("rngs", dict(zip(self.rngs, keys, strict=False)))
-            return self.module.apply({"params": tree}, *args, **kwargs)
-
-        return apply
-
-
-def _zeros(leaf: Any) -> Any:
-    return jnp.zeros(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
-
-
-def _param(leaf: Any) -> Param:
-    """The Param of a variable, which Linen may have boxed with its dim names."""
-    boxed = isinstance(leaf, nn.meta.AxisMetadata)
-    names = getattr(leaf, "names", None) if boxed else None
-    x = nn.meta.unbox(leaf)
-    return Param(x.shape, x.dtype, None if names is None else tuple(names))
+LossFn = Callable[[Callable, Any], Any]
 
 
 def from_linen(
     module: nn.Module,
-    loss_fn: Callable[[Callable, Any], Any],
+    loss_fn: LossFn,
     example_inputs: Any,
-    evaluation_loss_fn: Callable[[Callable, Any], Any] | None = None,
+    evaluation_loss_fn: LossFn | None = None,
     rngs: tuple[str, ...] = ("dropout",),
+    *,
+    layers: str = "",
+    trained: str = "",
+    evaluation_module: nn.Module | None = None,
+    sown: tuple[str, ...] = (),
 ) -> Model:
     """Makes a `Model` of a Linen module.
 
-    Dim names are those of `nn.with_logical_partitioning` or `nn.with_partitioning`.
+    Dim names are those of `nn.with_logical_partitioning`, `nn.with_partitioning` or the
+    collection "params_axes".
 
     Args:
       module: the Linen module.
       loss_fn: (apply, batch) -> loss or (loss, aux), where `apply(*args, **kwargs)`
-        runs the module with its parameters and random keys.
+        runs the module with its variables and random keys.
       example_inputs: arguments of `module.init` after the key: a tuple of positional
         arguments, a dict of keyword arguments or one array; shapes will do.
       evaluation_loss_fn: (apply, batch) -> loss or (loss, aux) for evaluation, where
         `apply` has no random keys; `loss_fn` by default.
       rngs: names of the random streams that `apply` gets during training.
+      layers: path of the layers with * for their number, such as "decoder/block_*".
+        The module calls each of them once, in order, with the output of the one before
+        as first argument. Their parameters are stacked, and the explicit lowering,
+        pipelines and `remat` become possible. Layers are equal, or a pattern of unequal
+        layers repeats.
+      trained: regex of the paths of parameters that are trained; all by default. The
+        others have no gradient and no optimizer state.
+      evaluation_module: the module in evaluation mode, for modules whose mode is a
+        field; `module` by default. Its variables are those of `module`.
+      sown: collections that hold results of one step, beside those that `sow` fills;
+        training does not carry them along.
 
     Raises:
-      ValueError: the module keeps other variables than parameters, has no parameters,
-        or gives one more names than dims.
+      ValueError: the module has no parameters, gives one more names than dims, or has
+        no layers that can be run one by one.
     """
-    args, kwargs = (), {}
-    if isinstance(example_inputs, Mapping):
-        kwargs = dict(example_inputs)
-    elif isinstance(example_inputs, tuple):
-        args = example_inputs
-    else:
-        args = (example_inputs,)
-    functions = _LinenFunctions(module, args, kwargs, rngs)
+    args, kwargs = _example(example_inputs)
+    functions = LinenFunctions(module, args, kwargs, rngs, sown)
+    params = functions.params(lambda path: re.search(trained, path) is not None)
+    stacks: dict[bool, LinenLayers] = {}
+    modes = {True: functions, False: functions}
+    if evaluation_module is not None:
+        modes[False] = dataclasses.replace(functions, module=evaluation_module)
+    if layers:
+        stacks = {
+            training: LinenLayers.of(mode, layers, params)
+            for training, mode in modes.items()
+        }
+    own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, stacks)
+    return own.model()
 
-    def loss(params: Params, batch: Any, key: Array) -> tuple[Array, dict]:
-        return loss_and_aux(loss_fn(functions.bind(params, key), batch))
 
-    def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
-        apply = functions.bind(params)
-        return loss_and_aux((evaluation_loss_fn or loss_fn)(apply, batch))
+def _example(inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """(args, kwargs) of example inputs."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
-    return Model(
-        functions.params(), functions.init, loss, evaluation_loss, functions.bind
-    )
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LinenModel:
+    """The parts of a model, each by whether it trains (True) or evaluates.
+
+    Attributes:
+      functions: the module.
+      loss_fn: the loss function of training.
+      evaluation_loss_fn: the loss function of evaluation.
+      params: {path: Param} of the module.
+      stacks: the layers; none if they are not stacked.
+    """
+
+    functions: dict[bool, LinenFunctions]
+    loss_fn: LossFn
+    evaluation_loss_fn: LossFn
+    params: Mapping[str, Param]
+    stacks: dict[bool, LinenLayers]
+
+    def init(self, key: Array) -> Params:
+        variables = self.functions[True].init(key)
+        return self.stacks[True].stacked(variables) if self.stacks else variables
+
+    def bind(self, params: Params, key: Key = None) -> Apply:
+        """The module's `apply`; in evaluation mode without a key."""
+        if self.stacks:
+            params = self.stacks[True].unstacked(params)
+        return Apply(self.functions[key is not None], params, self.params, key)
+
+    def run(self, params: Params, batch: Any, key: Key) -> Any:
+        """The result of the loss function."""
+        loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
+        return loss_fn(self.bind(params, key), batch)
+
+    def run_without_layers(
+        self, shared: Params, batch: Any, key: Key, on_call: OnCall
+    ) -> Any:
+        """`run`, with `on_call` in place of the layers."""
+        apply = Apply(self.functions[key is not None], shared, self.params, key)
+        loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
+        with self.stacks[key is not None].taken_out(on_call):
+            result = loss_fn(apply, batch)
+        return result
+
+    def layered(self, params: Mapping[str, Param]) -> LayeredModel:
+        """The model layer by layer."""
+        stack = self.stacks[True]
+        return LayerCut(
+            layers=stack.layers,
+            groups=stack.groups,
+            prefix=stack.prefix,
+            params={p: x for p, x in params.items() if p.startswith(stack.prefix)},
+            run=self.run_without_layers,
+            call=lambda column, params, key, args, kwargs: self.stacks[
+                key is not None
+            ].call(column, params, key, args, kwargs),
+        ).layered_model()
+
+    def model(self) -> Model:
+        params, layered = dict(self.params), None
+        if self.stacks:
+            params = self.stacks[True].stacked_params(params)
+        params = checked_params(params)
+        if self.stacks:
+            layered = self.layered(params)
+
+        def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
+            if layered is not None:
+                return layered.loss(params, batch, key)
+            return loss_and_aux(self.run(params, batch, key))
+
+        def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
+            return loss(params, batch, None)
+
+        return Model(params, self.init, loss, evaluation_loss, self.bind, layered)

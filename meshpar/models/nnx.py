@@ -1,136 +1,36 @@
 """Flax NNX models: `from_nnx`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
+from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel, LayerStack
 from meshpar.models.model import Model, checked_params, loss_and_aux
+from meshpar.models.nnx_functions import (
+    MakeModel,
+    NnxFunctions,
+    abstract_modules,
+    init_variables,
+    path_of,
+)
+from meshpar.models.nnx_layers import NnxLayers, listed_layers, module_at
 
-_DIM_NAMES = ("out_sharding", "sharding_names", "sharding")
-"""Keys of an NNX variable's metadata that may hold its dim names, newest first."""
-
-
-class _NnxFunctions:
-    """An abstract NNX module as functions of its parameters.
-
-    Attributes:
-      prefix: first part of every path.
-      stacked: whether every variable has a leading dim that the module does not have
-        when it runs.
-      params: {path: (keys, variable)}.
-    """
-
-    def __init__(self, abstract: nnx.Module, prefix: str = "", stacked: bool = False):
-        self.prefix, self.stacked = prefix, stacked
-        self._graph, params, rngs, others = nnx.split(
-            abstract, nnx.Param, nnx.RngState, ...
-        )
-        if carried := nnx.to_flat_state(others):
-            kinds = sorted({type(v).__name__ for _, v in carried})
-            raise ValueError(
-                f"variable {_path(carried[0][0])} is one of {len(carried)} of kind "
-                f"{', '.join(kinds)}; meshpar trains models whose only variables are "
-                "nnx.Param and random state, so use a layer without running state "
-                "(LayerNorm or GroupNorm in place of BatchNorm)"
-            )
-        self.params = {
-            prefix + _path(keys): (keys, v) for keys, v in nnx.to_flat_state(params)
-        }
-        self._rngs = nnx.to_flat_state(rngs)
-
-    def __call__(self, params: Params, key: Key) -> nnx.Module:
-        """The module in training mode, or in evaluation mode without a key.
-
-        Parameters that are not given stay abstract: using one fails.
-        """
-        rng_key = jax.random.key(0) if key is None else key
-        state = nnx.from_flat_state(
-            [
-                (keys, v.replace(params[path]) if path in params else v)
-                for path, (keys, v) in self.params.items()
-            ]
-        )
-        rngs = nnx.from_flat_state(
-            [
-                (keys, v.replace(self._reseeded(i, v, rng_key)))
-                for i, (keys, v) in enumerate(self._rngs)
-            ]
-        )
-        module = nnx.merge(self._graph, state, rngs)
-        module.eval() if key is None else module.train()
-        return module
-
-    def _reseeded(self, index: int, variable: nnx.Variable, key: Array) -> Array:
-        """A random stream's key from `key`, or its counter at 0."""
-        value = variable.get_value()
-        shape = value.shape[1:] if self.stacked else value.shape
-        if not isinstance(variable, nnx.RngKey):
-            return jnp.zeros(shape, value.dtype)
-        key = jax.random.fold_in(key, index)
-        return jax.random.split(key, shape) if shape else key
-
-
-def _path(keys: Iterable[Any]) -> str:
-    return "/".join(map(str, keys))
-
-
-def _param(variable: nnx.Variable) -> Param:
-    value, metadata = variable.get_value(), variable.get_metadata()
-    names = next((metadata[key] for key in _DIM_NAMES if metadata.get(key)), None)
-    return Param(value.shape, value.dtype, None if names is None else tuple(names))
-
-
-def _stacked_module(module: nnx.Module, stack: str) -> nnx.Module:
-    """The module at an attribute path such as "decoder.blocks"."""
-    for name in stack.split("."):
-        if not hasattr(module, name):
-            modules = (k for k, v in vars(module).items() if isinstance(v, nnx.Module))
-            raise ValueError(
-                f"LayerStack(stack={stack!r}): {type(module).__name__} has no "
-                f"attribute {name!r}; its modules are {', '.join(sorted(modules))}"
-            )
-        module = getattr(module, name)
-    return module
-
-
-def _layered_model(
-    abstract: nnx.Module,
-    whole: _NnxFunctions,
-    layers: LayerStack,
-    params: dict[str, Param],
-) -> LayeredModel:
-    """The pure functions of a module that runs layer by layer."""
-    prefix = layers.stack.replace(".", "/") + "/"
-    layer = _NnxFunctions(_stacked_module(abstract, layers.stack), prefix, stacked=True)
-    depths = {path: params[path].shape[:1] for path in layer.params}
-    if len(set(depths.values())) != 1 or () in depths.values():
-        raise ValueError(
-            f"LayerStack(stack={layers.stack!r}): the first dims of its parameters "
-            f"must all be the number of layers, but are {depths}; stack them with "
-            "nnx.vmap"
-        )
-    return LayeredModel(
-        prefix=prefix,
-        depth=next(iter(depths.values()))[0],
-        embed=lambda params, batch, key: layers.embed(whole(params, key), batch),
-        layer=lambda params, x, key: layers.layer(layer(params, key), x),
-        head_loss=lambda params, x, batch, key: loss_and_aux(
-            layers.head_loss(whole(params, key), x, batch)
-        ),
-    )
+LossFn = Callable[[nnx.Module, Any], Any]
 
 
 def from_nnx(
-    make_model: Callable[[nnx.Rngs], nnx.Module],
-    loss_fn: Callable[[nnx.Module, Any], Any] | LayerStack,
-    evaluation_loss_fn: Callable[[nnx.Module, Any], Any] | None = None,
+    make_model: MakeModel,
+    loss_fn: LossFn | LayerStack,
+    evaluation_loss_fn: LossFn | None = None,
+    *,
+    layers: str = "",
+    trained: Any = "",
 ) -> Model:
     """Makes a `Model` of an NNX module.
 
@@ -139,43 +39,146 @@ def from_nnx(
     Args:
       make_model: builds the module from `nnx.Rngs`; traced, never run eagerly.
       loss_fn: (module, batch) -> loss or (loss, aux), or a `LayerStack` for a model of
-        equal layers, which allows the shard_map lowering. The loss is a mean over the
+        stacked layers, which allows the shard_map lowering. The loss is a mean over the
         batch; aux["weight"], if given, is the weight of this mean against those of
         other parts of the batch; a part of weight 0 still needs a finite loss.
       evaluation_loss_fn: (module, batch) -> loss or (loss, aux) for evaluation, with
         the module in evaluation mode (`module.eval()`); `loss_fn` by default.
+      layers: attribute path of an `nnx.List` of layers, such as "decoder.blocks". The
+        module calls each of them once, in order, with the output of the one before as
+        first argument. Their variables are stacked, and the explicit lowering,
+        pipelines and `remat` become possible. Layers are equal, or a pattern of unequal
+        layers repeats.
+      trained: the parameters that are trained; all by default. A regex of their paths,
+        or an NNX filter such as `nnx.LoRAParam`. The others have no gradient and no
+        optimizer state.
 
     Raises:
-      ValueError: the module holds variables that training would have to carry along
-        (batch statistics, caches), has no parameters, gives one more names than dims,
-        or lacks the stack that the LayerStack names.
+      ValueError: the module has no parameters, gives one more names than dims, or has
+        no layers that can be run one by one.
     """
-    with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-    module = _NnxFunctions(abstract)
-    params = checked_params({p: _param(v) for p, (_, v) in module.params.items()})
-    layered = None
-    if isinstance(loss_fn, LayerStack):
-        layered = _layered_model(abstract, module, loss_fn, params)
-        layered = dataclasses.replace(layered, evaluates=evaluation_loss_fn is None)
+    described = loss_fn if isinstance(loss_fn, LayerStack) else None
+    if described and layers:
+        raise ValueError("give a LayerStack or layers=, not both")
 
-    def init(key: Array) -> Params:
-        with nnx.use_eager_sharding(False):
-            model = make_model(nnx.Rngs(key))
-        leaves = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        return {_path(keys): v.get_value() for keys, v in leaves}
+    def parts(module: nnx.Module) -> list[nnx.Module]:
+        if described:
+            option = f"LayerStack(stack={described.stack!r})"
+            return [module_at(module, described.stack, option)]
+        return listed_layers(module, layers) if layers else []
 
-    def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
-        if layered is not None:
-            return layered.loss(params, batch, key)
-        return loss_and_aux(loss_fn(module(params, key), batch))
+    abstract, *inner = abstract_modules(make_model, parts)
+    whole = NnxFunctions(abstract)
+    params = whole.params(_trained_predicate(trained))
+    if described:
+        stack = NnxFunctions(inner[0], described.stack.replace(".", "/") + "/", True)
+        params = checked_params(params)
+        layered = _described(whole, stack, described, params)
+        evaluates = evaluation_loss_fn is None
+        layered = dataclasses.replace(layered, evaluates=evaluates)
+        own = _NnxModel(make_model, whole, None, evaluation_loss_fn)
+        return own.model(params, layered)
+    lists = NnxLayers.of(layers, inner, params) if layers else None
+    own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
+    if lists is None:
+        return own.model(checked_params(params), None)
+    params = checked_params(lists.stacked_params(params))
+    return own.model(params, own.layered(params))
 
-    def bind(params: Params) -> nnx.Module:
-        return module(params, None)
 
-    def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
-        if evaluation_loss_fn is None:
-            return loss(params, batch, None)
-        return loss_and_aux(evaluation_loss_fn(bind(params), batch))
+def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:
+    """(keys, variable) -> whether it is trained."""
+    if isinstance(trained, str):
+        return lambda keys, _: re.search(trained, path_of(keys)) is not None
+    return nnx.filterlib.to_predicate(trained)
 
-    return Model(params, init, loss, evaluation_loss, bind, layered)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NnxModel:
+    """The parts of a model.
+
+    Attributes:
+      make_model: builds the module.
+      whole: the module as a function of its variables.
+      loss_fn: the loss function of training; None if a LayerStack gives it.
+      evaluation_loss_fn: the loss function of evaluation; None if a LayerStack does.
+      lists: the layers; None if they are not stacked by meshpar.
+    """
+
+    make_model: MakeModel
+    whole: NnxFunctions
+    loss_fn: LossFn | None
+    evaluation_loss_fn: LossFn | None
+    lists: NnxLayers | None = None
+
+    def init(self, key: Array) -> Params:
+        variables = init_variables(self.make_model, key)
+        return self.lists.stacked(variables) if self.lists else variables
+
+    def bind(self, params: Params, key: Key = None) -> nnx.Module:
+        """The module; in evaluation mode without a key."""
+        return self.whole(self.lists.unstacked(params) if self.lists else params, key)
+
+    def run(self, params: Params, batch: Any, key: Key) -> Any:
+        """The result of the loss function."""
+        loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
+        return loss_fn(self.bind(params, key), batch)
+
+    def run_without_layers(
+        self, shared: Params, batch: Any, key: Key, on_call: OnCall
+    ) -> Any:
+        """`run`, with `on_call` in place of the layers."""
+        module = self.whole(shared, key)
+        self.lists.take_out(module, on_call)
+        loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
+        return loss_fn(module, batch)
+
+    def layered(self, params: Mapping[str, Param]) -> LayeredModel:
+        """The model layer by layer."""
+        lists = self.lists
+        return LayerCut(
+            layers=lists.layers,
+            groups=lists.groups,
+            prefix=lists.prefix,
+            params={p: x for p, x in params.items() if p.startswith(lists.prefix)},
+            run=self.run_without_layers,
+            call=lists.call,
+        ).layered_model()
+
+    def model(self, params: Mapping[str, Param], layered: LayeredModel | None) -> Model:
+        def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
+            if layered is not None:
+                return layered.loss(params, batch, key)
+            return loss_and_aux(self.run(params, batch, key))
+
+        def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
+            if layered is not None and layered.evaluates:
+                return layered.loss(params, batch, None)
+            return loss_and_aux(self.run(params, batch, None))
+
+        return Model(params, self.init, loss, evaluation_loss, self.bind, layered)
+
+
+def _described(
+    whole: NnxFunctions,
+    stack: NnxFunctions,
+    layers: LayerStack,
+    params: dict[str, Param],
+) -> LayeredModel:
+    """The pure functions of a module that a LayerStack describes."""
+    depths = {path: params[path].shape[:1] for path in stack.leaves}
+    if len(set(depths.values())) != 1 or () in depths.values():
+        raise ValueError(
+            f"LayerStack(stack={layers.stack!r}): the first dims of its variables "
+            f"must all be the number of layers, but are {depths}; stack them with "
+            "nnx.vmap"
+        )
+    return LayeredModel(
+        prefix=stack.prefix,
+        depth=next(iter(depths.values()))[0],
+        embed=lambda params, batch, key: layers.embed(whole(params, key), batch),
+        layer=lambda params, x, key: layers.layer(stack(params, key), x),
+        head_loss=lambda params, x, batch, key: loss_and_aux(
+            layers.head_loss(whole(params, key), x, batch)
+        ),
+    )

@@ -6,6 +6,7 @@ weights that its minibatch used going forward, and one update.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from meshpar.pipeline.buffers import (
 )
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.runner import PipelineRunner
+from meshpar.pipeline.stage import PipelineStage
 from meshpar.schedules.ticks import Columns
 
 
@@ -42,7 +44,8 @@ class _Carry(NamedTuple):
     """State of one stage between ticks; every buffer is [slots + 1, ...].
 
     Attributes:
-      params: the current weights of the stage, with a copy of embedding and head.
+      params: the current trained weights of the stage, with a copy of embedding and
+        head.
       optimizer_state: the optimizer state of `params`.
       inputs: buffer of activations that have arrived.
       saved: buffer of stage inputs, each with all weights that F used.
@@ -68,6 +71,10 @@ class _HeadResult(NamedTuple):
     on: Array
     metrics: Metrics
     gradient: Params
+
+
+_StageWith = Callable[[tuple[Params, Params]], PipelineStage]
+"""(weights of embedding and head, of the layers) -> the stage that runs with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +123,20 @@ class AsynchronousStep:
             )
         )
         vary_over_stages = functools.partial(jax.tree.map, self._vary_over_stages)
+        trained = frame.plan.trained(params)
+        others = {path: x for path, x in params.items() if path not in trained}
         with frame.scope():
             m = columns.f_microbatch[0]
-            stage = self.pipeline.stage(*self._compute_weights(params), batch, key)
+            constants = jax.tree.map(frame.vary, frame.cast(others))
+
+            def stage_with(weights: tuple[Params, Params]) -> PipelineStage:
+                return self.pipeline.stage(*weights, constants, batch, key)
+
+            stage = stage_with(self._compute_weights(trained))
             x = jax.eval_shape(lambda: stage.embed(m))
-            saved = x, jax.eval_shape(lambda: self._compute_weights(params))
+            saved = x, jax.eval_shape(lambda: self._compute_weights(trained))
             carry = _Carry(
-                vary_over_stages(params),
+                vary_over_stages(trained),
                 vary_over_stages(optimizer_state),
                 zeros_like(x, frame.vary, tables.num_inputs + 1),
                 zeros_like(saved, frame.vary, tables.num_saved + 1),
@@ -135,17 +149,17 @@ class AsynchronousStep:
             def tick(
                 carry: _Carry, row: tuple[Columns, _Updates]
             ) -> tuple[_Carry, None]:
-                return self._tick(batch, key, carry, *row), None
+                return self._tick(stage_with, carry, *row), None
 
             carry = lax.scan(tick, carry, (columns, updates))[0]
         means = frame.means(carry.metrics)
         means.pop(WEIGHT)
         norms = jnp.sqrt(lax.psum(carry.squares, PIPE))
-        params, optimizer_state = (
+        trained, optimizer_state = (
             self._broadcast_shared(tree)
             for tree in (carry.params, carry.optimizer_state)
         )
-        return params, optimizer_state, means | {"grad_norm": jnp.mean(norms)}
+        return params | trained, optimizer_state, means | {"grad_norm": jnp.mean(norms)}
 
     def _vary_over_stages(self, x: Array) -> Array:
         """Marks an array as differing over pipe, and over replicas."""
@@ -157,19 +171,14 @@ class AsynchronousStep:
         return self.frame.layered.split(weights)
 
     def _tick(
-        self,
-        batch: Any,
-        key: Array,
-        carry: _Carry,
-        row: Columns,
-        updates: _Updates,
+        self, stage_with: _StageWith, carry: _Carry, row: Columns, updates: _Updates
     ) -> _Carry:
         """One tick: a gradient arrives, F with head and loss, B, update."""
         dy = send_to_stage(carry.dx, -1, self.frame.layout.pipe)
         gradients = put_slot(carry.gradients, row.gradient_arrived, dy)
         carry = carry._replace(gradients=gradients)
-        carry, head = self._forward(batch, key, carry, row)
-        carry, gradient = self._backward(batch, key, carry, row, head)
+        carry, head = self._forward(stage_with, carry, row)
+        carry, gradient = self._backward(stage_with, carry, row, head)
         carry = self._update(carry, gradient, updates)
         metrics = {
             name: total + jnp.where(head.on, head.metrics[name], 0.0)
@@ -178,11 +187,11 @@ class AsynchronousStep:
         return carry._replace(metrics=metrics)
 
     def _forward(
-        self, batch: Any, key: Array, carry: _Carry, row: Columns
+        self, stage_with: _StageWith, carry: _Carry, row: Columns
     ) -> tuple[_Carry, _HeadResult]:
         """F with head and loss."""
         weights = self._compute_weights(carry.params)
-        stage = self.pipeline.stage(*weights, batch, key)
+        stage = stage_with(weights)
         x = where_tree(
             row.first > 0,
             stage.embed(row.f_microbatch),
@@ -209,16 +218,11 @@ class AsynchronousStep:
         return carry, _HeadResult(last, metrics, gradient)
 
     def _backward(
-        self,
-        batch: Any,
-        key: Array,
-        carry: _Carry,
-        row: Columns,
-        head: _HeadResult,
+        self, stage_with: _StageWith, carry: _Carry, row: Columns, head: _HeadResult
     ) -> tuple[_Carry, Params]:
         """B with the saved weights; also returns the gradient of all weights."""
         x, (shared, stack) = take_slot(carry.saved, row.b_saved)
-        stage = self.pipeline.stage(shared, stack, batch, key)
+        stage = stage_with((shared, stack))
         dy = take_slot(carry.gradients, row.b_gradient)
         zeros = zeros_like(stack, self.frame.vary, dtype=jnp.float32)
         on, microbatch = row.b_on > 0, row.b_microbatch

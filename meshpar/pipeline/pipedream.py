@@ -165,7 +165,9 @@ class PipeDreamRunner(Runner):
             shardings, sizes = self.zero.shardings, frame.mesh.shape
             shapes = [
                 local_shape(x, shardings[path], sizes)
-                for path, x in frame.stage_weights(jnp.float32).items()
+                for path, x in frame.plan.trained(
+                    frame.stage_weights(jnp.float32)
+                ).items()
             ]
             size, ways = ticks * sum(map(num_bytes, shapes)), frame.ways(axes)
             count, why = ticks * (len(shapes) + 1), "gradients of every minibatch"
@@ -174,7 +176,7 @@ class PipeDreamRunner(Runner):
             yield DeclaredCollective(
                 "all_reduce", axes, ways, 0, 4 * ticks, why, bound=True
             )
-        shared = frame.layered.split(frame.plan.parameters)[0]
+        shared = frame.layered.split(frame.plan.trained(frame.plan.parameters))[0]
         edges = [leaf.bytes_per_device for leaf in shared.values()] + [
             leaf.bytes_per_device
             for leaf in frame.plan.optimizer

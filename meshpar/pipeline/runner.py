@@ -12,7 +12,7 @@ order of the schedule.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -77,6 +77,20 @@ def _reason_divergent(schedule: Schedule, setting: str) -> str:
         f"between stages, and {setting} needs collectives in them, which can deadlock; "
         "leave it out, or use schedule=1f1b"
     )
+
+
+class StageWeights(NamedTuple):
+    """The weights of one stage on one device.
+
+    Attributes:
+      shared: whole weights of embedding and head, or this stage's slice of them.
+      stack: leaves of its layers.
+      constants: entries of both that are not trained.
+    """
+
+    shared: Params
+    stack: Params
+    constants: Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,16 +162,15 @@ class PipelineRunner(Runner):
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
         """Metrics and gradients summed over this shard's samples, inside shard_map."""
-        leaves, _ = self.zero.leaves(params)
         with self.frame.scope():
-            shared, stack = self.split(leaves)
-            stage = self.stage(shared, stack, batch, key)
+            weights = self.weights(params)
+            stage = self.stage(*weights, batch, key)
             zeros = (
                 {
                     path: self.frame.vary(jnp.zeros(x.shape, jnp.float32))
                     for path, x in tree.items()
                 }
-                for tree in (stack, shared)
+                for tree in (weights.stack, weights.shared)
             )
             sums = self.executor.train(stage, *zeros)
         return sums.metrics, {**sums.shared, **sums.stack}
@@ -170,24 +183,38 @@ class PipelineRunner(Runner):
     def evaluate(self, params: Params, batch: Any) -> Metrics:
         """Loss and aux in evaluation mode, inside shard_map."""
         with self.frame.scope():
-            shared, stack = self.split(self.zero.leaves(params)[0])
-            stage = self.stage(shared, stack, batch, None)
+            stage = self.stage(*self.weights(params), batch, None)
             means = self.frame.means(self.executor.evaluate(stage))
         return {name: x for name, x in means.items() if name != WEIGHT}
 
-    def split(self, leaves: Params) -> tuple[Params, Params]:
-        """Whole weights of embedding and head, and the leaves of the stack."""
-        shared, stack = self.frame.layered.split(leaves)
-        return self.frame.cast(self.zero.gathered_shared(shared)), stack
+    def weights(self, params: Params) -> StageWeights:
+        """The weights of this device's stage, from its shards of all parameters."""
+        split = self.frame.layered.split
+        (shared, stack), (shared_constants, stack_constants) = map(
+            split, self.zero.leaves(params)
+        )
+        whole = self.zero.gathered_shared({**shared, **shared_constants})
+        whole = self.frame.cast(whole)
+        return StageWeights(
+            {path: whole[path] for path in shared},
+            stack,
+            {path: whole[path] for path in shared_constants} | stack_constants,
+        )
 
     def stage(
-        self, shared: Params, stack: Params, batch: Any, key: Key
+        self,
+        shared: Params,
+        stack: Params,
+        constants: Params,
+        batch: Any,
+        key: Key,
     ) -> PipelineStage:
         """This device's stage.
 
         Args:
-          shared: whole weights of embedding and head, or this stage's slice of them.
-          stack: leaves of its layers.
+          shared: as in `StageWeights`.
+          stack: as in `StageWeights`.
+          constants: as in `StageWeights`.
           batch: this device's part of the batch.
           key: random key; None evaluates.
         """
@@ -197,6 +224,7 @@ class PipelineRunner(Runner):
             layered=self.frame.layered,
             shared=shared,
             stack=stack,
+            constants=constants,
             batches=split_microbatches(batch, layout.microbatches),
             key=key,
             numbers=self.frame.vary(numbers[lax.axis_index(PIPE)]),

@@ -1,6 +1,7 @@
 """The operations of one pipeline stage: F, B and W, embedding and head."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ class PipelineStage:
       layered: the model.
       shared: whole weights of embedding and head, or this stage's slice of them.
       stack: leaves of its layers, {path: [chunks * rows, ...]}.
+      constants: entries of both that are not trained.
       batches: microbatches of this data shard, [M, ...].
       key: random key; None in evaluation mode.
       numbers: the layer in every row of `stack`, negative for padding.
@@ -41,6 +43,7 @@ class PipelineStage:
     layered: LayeredModel
     shared: Params
     stack: Params
+    constants: Params
     batches: Any
     key: Key
     numbers: Array
@@ -63,6 +66,14 @@ class PipelineStage:
         key = fold_key(self.key, microbatch) if num > 1 else self.key
         return fold_key(key, part)
 
+    @functools.cached_property
+    def _shared_constants(self) -> Params:
+        return self.layered.split(self.constants)[0]
+
+    @functools.cached_property
+    def _stack_constants(self) -> Params:
+        return self.layered.split(self.constants)[1]
+
     def _layers(self, microbatch: Array) -> LayerScan:
         return self.layers(self._key(microbatch, 1))
 
@@ -79,6 +90,7 @@ class PipelineStage:
 
     def _embed(self, shared: Params, microbatch: Array) -> Any:
         key = self._key(microbatch, 0)
+        shared = self._shared_constants | shared
         x = self.layered.embed(shared, self._batch(microbatch), key)
         return jax.tree.map(self.vary, x)
 
@@ -97,14 +109,14 @@ class PipelineStage:
     def run(self, chunk: Array, microbatch: Array, x: Any) -> Any:
         """The output of a chunk; saves nothing."""
         layers = self._layers(microbatch)
-        return layers.run(self.stack, {}, x, self._rows(chunk))
+        return layers.run(self.stack, self._stack_constants, x, self._rows(chunk))
 
     def forward(self, chunk: Array, microbatch: Array, x: Any) -> tuple[Any, Any]:
         """F: the output of a chunk, and the values that its backward pass needs."""
         if not self.saves_residuals:
             return self.run(chunk, microbatch, x), x
         layers = self._layers(microbatch)
-        return layers.forward(self.stack, {}, x, self._rows(chunk))
+        return layers.forward(self.stack, self._stack_constants, x, self._rows(chunk))
 
     def _residuals(
         self, chunk: Array, microbatch: Array, saved: Any
@@ -113,7 +125,9 @@ class PipelineStage:
         if self.saves_residuals:
             return self.layers(self.key), saved
         layers = self._layers(microbatch)
-        return layers, layers.forward(self.stack, {}, saved, self._rows(chunk))[1]
+        return layers, layers.forward(
+            self.stack, self._stack_constants, saved, self._rows(chunk)
+        )[1]
 
     def backward(
         self,
@@ -127,7 +141,9 @@ class PipelineStage:
         """B with W: (dx, sums with the weights' gradient added if `on`)."""
         layers, residuals = self._residuals(chunk, microbatch, saved)
         rows = self._rows(chunk)
-        return layers.backward(self.stack, {}, residuals, dy, rows, sums, on)
+        return layers.backward(
+            self.stack, self._stack_constants, residuals, dy, rows, sums, on
+        )
 
     def backward_input(
         self, chunk: Array, microbatch: Array, saved: Any, dy: Any
@@ -135,7 +151,9 @@ class PipelineStage:
         """B where W is split off: (dx, the state that `backward_weights` needs)."""
         layers, residuals = self._residuals(chunk, microbatch, saved)
         rows = self._rows(chunk)
-        return layers.backward_input(self.stack, {}, residuals, dy, rows)
+        return layers.backward_input(
+            self.stack, self._stack_constants, residuals, dy, rows
+        )
 
     def backward_weights(
         self, chunk: Array, state: Saved, sums: Params, on: Array
@@ -143,7 +161,9 @@ class PipelineStage:
         """W: sums with the weights' gradient added if `on`."""
         # The key is not used: `state` holds those of its layers.
         layers, rows = self.layers(self.key), self._rows(chunk)
-        return layers.backward_weights(self.stack, {}, state, rows, sums, on)
+        return layers.backward_weights(
+            self.stack, self._stack_constants, state, rows, sums, on
+        )
 
     def head(self, microbatch: Array, y: Any, on: Array) -> tuple[Params, Any, Params]:
         """Head and loss: (metrics, dy, gradient of the shared weights).
@@ -172,4 +192,5 @@ class PipelineStage:
             masked = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
             y = jax.tree.map(lambda y: sum_varying(y, PIPE), masked)
         batch, key = self._batch(microbatch), self._key(microbatch, 2)
+        shared = self._shared_constants | shared
         return self.weigh(*self.layered.head_loss(shared, y, batch, key))

@@ -92,5 +92,5 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
         split = axes if sharded else axes - set(frame.batch_axes)
         size = math.prod(leaf.shape) // frame.ways(split)
         weights += size * jnp.dtype(leaf.dtype).itemsize
-        gradients += size * 4
+        gradients += size * 4 if path in frame.plan.gradients else 0
     return weights, gradients

@@ -1,0 +1,181 @@
+"""A Flax Linen module as functions of its variables."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from meshpar.arrays import Array, Params
+from meshpar.layouts.param import Param
+from meshpar.models.layer_stack import Key
+
+_PARAMS = "params"
+_AXES = "params_axes"
+"""Collection in which t5x and flax.linen.partitioning keep the dim names of params."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinenFunctions:
+    """A Linen module as functions of its variables, {path: array}.
+
+    Parameters have the paths of the collection "params"; a variable of another
+    collection has the collection's name before its path.
+
+    Attributes:
+      module: the module.
+      args: positional example inputs; shapes will do.
+      kwargs: example inputs by keyword.
+      rngs: names of the random streams during training.
+      sown: collections that hold one step's results, beside those that `sow` fills.
+    """
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    rngs: tuple[str, ...]
+    sown: tuple[str, ...] = ()
+
+    def variables(self, key: Array) -> Any:
+        """All variables that `module.init` makes."""
+        keys = jax.random.split(key, 1 + len(self.rngs))
+        rngs = dict(zip((_PARAMS, *self.rngs), keys, strict=True))
+        args, kwargs = jax.tree.map(_zeros, (self.args, self.kwargs))
+        return self.module.init(rngs, *args, **kwargs)
+
+    def params(self, is_trained: Callable[[str], bool]) -> dict[str, Param]:
+        """{path: Param} of the variables, parameters first.
+
+        Args:
+          is_trained: path -> whether a parameter is trained.
+        """
+        variables = jax.eval_shape(self.variables, jax.random.key(0))
+        names = _separate_names(variables.get(_AXES, {}))
+        params = {}
+        for path, collection, leaf in self._flat(variables):
+            param = _param(leaf, names.get(path))
+            is_state = collection != _PARAMS
+            floating = jnp.issubdtype(param.dtype, jnp.inexact)
+            params[path] = dataclasses.replace(
+                param,
+                trained=floating and not is_state and is_trained(path),
+                is_state=is_state,
+            )
+        return params
+
+    def init(self, key: Array) -> Params:
+        """Variables from a random key."""
+        flat = self._flat(self.variables(key))
+        return {path: nn.meta.unbox(leaf) for path, _, leaf in flat}
+
+    def _flat(self, variables: Mapping) -> Iterator[tuple[str, str, Any]]:
+        """(path, collection, leaf) of all variables that training carries along."""
+        others = sorted(set(variables) - {_PARAMS, _AXES, *self.sown})
+        for collection in (_PARAMS, *others):
+            leaves = traverse_util.flatten_dict(variables.get(collection, {}), sep="/")
+            if any(isinstance(leaf, tuple) for leaf in leaves.values()):
+                continue  # Filled by `sow`: one step's results.
+            for path, leaf in leaves.items():
+                yield path_in(collection, path), collection, leaf
+
+    def collections(self, params: Params, known: Mapping[str, Param]) -> dict:
+        """{collection: nested tree} of {path: array}.
+
+        Args:
+          params: the variables.
+          known: says which of them are parameters.
+        """
+        flat: dict[str, Params] = {}
+        for path, x in params.items():
+            collection, rest = _PARAMS, path
+            if known[path].is_state:
+                collection, rest = path.split("/", 1)
+            flat.setdefault(collection, {})[rest] = x
+        return {
+            collection: traverse_util.unflatten_dict(leaves, sep="/")
+            for collection, leaves in flat.items()
+        }
+
+    def random_keys(self, key: Key) -> dict[str, Array]:
+        """{random stream: key}; none without a key."""
+        if key is None:
+            return {}
+        keys = jax.random.split(key, max(1, len(self.rngs)))
+        return dict(zip(self.rngs, keys, strict=False))
+
+
+def path_in(collection: str, path: str) -> str:
+    """The path of a variable of a collection."""
+    return path if collection == _PARAMS else f"{collection}/{path}"
+
+
+def _zeros(leaf: Any) -> Any:
+    return jnp.zeros(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+
+
+def _separate_names(axes: Mapping) -> dict[str, tuple]:
+    """{path: dim names} that are kept beside the parameters, in "params_axes"."""
+    flat = traverse_util.flatten_dict(dict(axes), sep="/")
+    return {path.removesuffix("_axes"): tuple(x.names) for path, x in flat.items()}
+
+
+def _param(leaf: Any, separate: tuple | None) -> Param:
+    """The Param of a variable, which Linen may have boxed with its dim names."""
+    boxed = isinstance(leaf, nn.meta.AxisMetadata)
+    names = getattr(leaf, "names", None) if boxed else separate
+    x = nn.meta.unbox(leaf)
+    return Param(x.shape, x.dtype, None if names is None else tuple(names))
+
+
+class Apply:
+    """`module.apply` with variables and random keys; keeps what it updates.
+
+    Attributes:
+      updates: {path: new value} of variables that calls have changed so far.
+    """
+
+    def __init__(
+        self,
+        functions: LinenFunctions,
+        params: Params,
+        known: Mapping[str, Param],
+        key: Key,
+    ) -> None:
+        self._functions, self._module, self._key = functions, functions.module, key
+        self._params, self._known = params, known
+        state = (path for path in params if known[path].is_state)
+        self._collections = tuple(dict.fromkeys(p.split("/", 1)[0] for p in state))
+        self.updates: Params = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; takes the arguments of `module.apply` after the variables.
+
+        With `mutable=` the result is (output, {collection: tree}), as in Flax.
+        """
+        variables = self._functions.collections(
+            self._params | self.updates, self._known
+        )
+        asked = kwargs.pop("mutable", ())
+        asked = (asked,) if isinstance(asked, str) else tuple(asked or ())
+        if random_keys := self._functions.random_keys(self._key):
+            kwargs.setdefault("rngs", random_keys)
+        kept = () if self._key is None else self._collections
+        mutable = list(dict.fromkeys((*asked, *kept)))
+        if not mutable:
+            return self._module.apply(variables, *args, **kwargs)
+        output, new = self._module.apply(variables, *args, mutable=mutable, **kwargs)
+        for collection in kept:
+            leaves = traverse_util.flatten_dict(new.get(collection, {}), sep="/")
+            self._keep(collection, leaves)
+        if not asked:
+            return output
+        return output, {name: new[name] for name in asked if name in new}
+
+    def _keep(self, collection: str, leaves: Mapping[str, Array]) -> None:
+        for rest, x in leaves.items():
+            path = path_in(collection, rest)
+            if path in self._params and x is not self._params[path]:
+                self.updates[path] = x

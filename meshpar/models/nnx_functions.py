@@ -1,0 +1,181 @@
+"""A Flax NNX module as functions of its variables, without any array of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshpar.arrays import Array, Params
+from meshpar.layouts.param import Param
+from meshpar.models.layer_stack import Key
+
+MakeModel = Callable[[nnx.Rngs], nnx.Module]
+
+_DIM_NAMES = ("out_sharding", "sharding_names", "sharding")
+"""Keys of an NNX variable's metadata that may hold its dim names, newest first."""
+
+
+class AbstractModule(NamedTuple):
+    """A module split into its structure and its leaves.
+
+    Attributes:
+      graph: the structure.
+      leaves: (keys, variable or array) in the order of NNX, ShapeDtypeStructs inside.
+    """
+
+    graph: nnx.GraphDef
+    leaves: list[tuple[tuple, Any]]
+
+
+def abstract_modules(
+    make_model: MakeModel, parts: Callable[[nnx.Module], Sequence[nnx.Module]]
+) -> list[AbstractModule]:
+    """The module that `make_model` builds, and parts of it; runs no arithmetic.
+
+    Args:
+      make_model: builds the module.
+      parts: the parts of the module to return after the whole.
+    """
+    graphs: list[nnx.GraphDef] = []
+
+    def build() -> list[nnx.State]:
+        whole = make_model(nnx.Rngs(0))
+        _mark_arrays(whole)
+        splits = [nnx.split(module) for module in (whole, *parts(whole))]
+        graphs.extend(graph for graph, _ in splits)
+        return [state for _, state in splits]
+
+    with nnx.use_eager_sharding(False):
+        states = jax.eval_shape(build)
+    return [
+        AbstractModule(graph, list(nnx.to_flat_state(state)))
+        for graph, state in zip(graphs, states, strict=True)
+    ]
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Marks arrays among the attributes as data; NNX overlooks those of a trace."""
+    for _, part in nnx.iter_modules(module):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, jax.Array):
+                setattr(part, name, nnx.data(value))
+
+
+def init_variables(make_model: MakeModel, key: Array) -> Params:
+    """{path: array} of a fresh module, without its random state."""
+    with nnx.use_eager_sharding(False):
+        module = make_model(nnx.Rngs(key))
+    _mark_arrays(module)
+    leaves = nnx.to_flat_state(nnx.state(module))
+    return {
+        path_of(keys): jnp.asarray(_value(leaf))
+        for keys, leaf in leaves
+        if not isinstance(leaf, nnx.RngState)
+    }
+
+
+def path_of(keys: Iterable[Any]) -> str:
+    """The path of a variable from its keys."""
+    return "/".join(map(str, keys))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _filled(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+class NnxFunctions:
+    """An abstract module as a function of its variables.
+
+    Attributes:
+      prefix: first part of every path.
+      stacked: whether every variable has a leading dim that the module does not have
+        when it runs.
+      leaves: {path: (keys, variable or array)}, random state aside.
+    """
+
+    def __init__(
+        self, module: AbstractModule, prefix: str = "", stacked: bool = False
+    ) -> None:
+        self.prefix, self.stacked = prefix, stacked
+        self._graph = module.graph
+        self.leaves = {
+            prefix + path_of(keys): (keys, leaf)
+            for keys, leaf in module.leaves
+            if not isinstance(leaf, nnx.RngState)
+        }
+        self._rngs = [
+            (keys, leaf)
+            for keys, leaf in module.leaves
+            if isinstance(leaf, nnx.RngState)
+        ]
+
+    def params(self, is_trained: Callable[[tuple, Any], bool]) -> dict[str, Param]:
+        """{path: Param}.
+
+        Args:
+          is_trained: (keys, variable) -> whether a parameter is trained.
+        """
+        params = {}
+        for path, (keys, leaf) in self.leaves.items():
+            value, names = _value(leaf), _dim_names(leaf)
+            is_state = not isinstance(leaf, nnx.Param)
+            floating = jnp.issubdtype(value.dtype, jnp.inexact)
+            trained = floating and not is_state and is_trained(keys, leaf)
+            params[path] = Param(value.shape, value.dtype, names, trained, is_state)
+        return params
+
+    def __call__(self, params: Params, key: Key) -> nnx.Module:
+        """The module in training mode, or in evaluation mode without a key.
+
+        Variables that are not given stay abstract: using one fails.
+        """
+        rng_key = jax.random.key(0) if key is None else key
+        leaves = [
+            (keys, _filled(leaf, params[path]) if path in params else leaf)
+            for path, (keys, leaf) in self.leaves.items()
+        ]
+        rngs = [
+            (keys, leaf.replace(self._reseeded(i, leaf, rng_key)))
+            for i, (keys, leaf) in enumerate(self._rngs)
+        ]
+        module = nnx.merge(self._graph, nnx.from_flat_state(leaves + rngs))
+        module.eval() if key is None else module.train()
+        return module
+
+    def updates(self, module: nnx.Module, params: Params) -> Params:
+        """{path: new value} of the variables that a module changed while it ran.
+
+        Args:
+          module: from `__call__`, after it ran.
+          params: what it was made with.
+        """
+        after = {
+            self.prefix + path_of(keys): _value(leaf)
+            for keys, leaf in nnx.to_flat_state(nnx.state(module))
+        }
+        return {
+            path: after[path]
+            for path, x in params.items()
+            if path in after and after[path] is not x
+        }
+
+    def _reseeded(self, index: int, variable: nnx.Variable, key: Array) -> Array:
+        """A random stream's key from `key`, or its counter at 0."""
+        value = variable.get_value()
+        shape = value.shape[1:] if self.stacked else value.shape
+        if not isinstance(variable, nnx.RngKey):
+            return jnp.zeros(shape, value.dtype)
+        key = jax.random.fold_in(key, index)
+        return jax.random.split(key, shape) if shape else key
+
+
+def _dim_names(leaf: Any) -> tuple | None:
+    metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    names = next((metadata[key] for key in _DIM_NAMES if metadata.get(key)), None)
+    return None if names is None else tuple(names)
