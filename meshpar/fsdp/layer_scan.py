@@ -37,20 +37,22 @@ class LayerScan:
     """Runs consecutive layers of a stack inside shard_map, forward and backward.
 
     Attributes:
-      layer: (weights of one layer, x, its number) -> x of the same shapes.
+      layer: (weights of one layer, x, its number, context) -> x of the same shapes.
       gather: (leaves, constants) of one layer, {path: array} -> its whole weights; a
         subset of the paths gives that subset of the weights. The weights are
         differentiated by the paths of the leaves.
       reduce: gradient of the weights -> gradient of the leaves.
+      context: arrays that all layers read and that no gradient passes through.
       ahead: paths gathered while the previous layer computes. The last layer of a pass
         gathers the first one's weights again, unused: depth + 1 gathers in all.
       padded: whether some rows are padding: they pass x and its gradient on, and their
         weights' gradients are zeros.
     """
 
-    layer: Callable[[Params, Any, Array], Any]
+    layer: Callable[[Params, Any, Array, Any], Any]
     gather: Callable[[Params, Params], Params]
     reduce: Callable[[Params], Params]
+    context: Any = ()
     ahead: frozenset[str] = frozenset()
     padded: bool = False
 
@@ -96,6 +98,12 @@ class LayerScan:
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
 
+    @property
+    def _named_context(self) -> dict[str, Array]:
+        """The arrays of the context by names that no weight has."""
+        leaves = enumerate(jax.tree.leaves(self.context))
+        return {f" context {i}": x for i, x in leaves}
+
     def _unless_padding(self, number: Array, value: Any, other: Any) -> Any:
         """A layer's result; `other` for padding."""
         if not self.padded:
@@ -120,7 +128,7 @@ class LayerScan:
         def run_layer(
             x: Any, weights: Params, _: Array, number: Array, __: None
         ) -> tuple[Any, None]:
-            y = self.layer(weights, x, number)
+            y = self.layer(weights, x, number, self.context)
             return self._unless_padding(number, y, x), None
 
         return self._sweep(run_layer, x, leaves, constants, rows, None)[0]
@@ -136,11 +144,12 @@ class LayerScan:
         def run_layer(
             x: Any, weights: Params, _: Array, number: Array, __: None
         ) -> tuple[Any, Saved]:
-            trained = {path: weights[path] for path in leaves}
-            y, vjp = jax.vjp(
-                lambda trained, x: self.layer(weights | trained, x, number), trained, x
-            )
-            return self._unless_padding(number, y, x), VjpReader.save(vjp, weights)
+            def layer(trained: Params, x: Any) -> Any:
+                return self.layer(weights | trained, x, number, self.context)
+
+            y, vjp = jax.vjp(layer, {path: weights[path] for path in leaves}, x)
+            saved = VjpReader.save(vjp, weights | self._named_context)
+            return self._unless_padding(number, y, x), saved
 
         return self._sweep(run_layer, x, leaves, constants, rows, None)
 
@@ -171,7 +180,8 @@ class LayerScan:
             carry: tuple, weights: Params, row: Array, number: Array, saved: Saved
         ) -> tuple[tuple, Params]:
             dy, sums = carry
-            dweights, dx = saved.reader.vjp(saved, weights)(dy)
+            known = weights | self._named_context
+            dweights, dx = saved.reader.vjp(saved, known)(dy)
             dweights = self._mask_gradient(number, dweights)
             dx = self._unless_padding(number, dx, dy)
             gradient = self.reduce(dweights)
@@ -199,14 +209,15 @@ class LayerScan:
         """
 
         def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
-            saved, dy = args
-            return saved.reader.vjp(saved, weights)(dy)
+            saved, dy, context = args
+            return saved.reader.vjp(saved, weights | context)(dy)
 
         def run_layer(
             dy: Any, weights: Params, _: Array, number: Array, saved: Saved
         ) -> tuple[Any, Saved]:
-            split = SplitBackward.of(backward, weights, (saved, dy))
-            dx, arrays = split.run_first(weights, (saved, dy))
+            args = saved, dy, self._named_context
+            split = SplitBackward.of(backward, weights, args)
+            dx, arrays = split.run_first(weights, args)
             state = Saved.of(arrays, split, len(split.first), len(split.second))
             return self._unless_padding(number, dx, dy), state
 

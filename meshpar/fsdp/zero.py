@@ -147,18 +147,24 @@ class Zero:
             return shared
         return gather_shards(shared, self.shardings)
 
-    def layers(self, key: Key) -> LayerScan:
-        """The stack of layers; layer i has the key `fold_in(key, i)`."""
+    def layers(self, key: Key, context: Any) -> LayerScan:
+        """The stack of layers.
 
-        def layer(weights: Params, x: Any, i: Array) -> Any:
-            y = self.layered.layer(self.cast(weights), x, fold_key(key, i))
+        Args:
+          key: layer i gets `fold_in(key, i)`.
+          context: what all layers read.
+        """
+        context = jax.tree.map(self.vary, context)
+
+        def layer(weights: Params, x: Any, i: Array, context: Any) -> Any:
+            y = self.layered.layer(self.cast(weights), x, fold_key(key, i), context)
             return jax.tree.map(self.vary, y)
 
         def reduce(grads: Params) -> Params:
             return self._reduced(grads, self.layer_shardings, self.transports.gradients)
 
         wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
-        return LayerScan(wrapped, self._whole_layer, reduce, self.prefetched)
+        return LayerScan(wrapped, self._whole_layer, reduce, context, self.prefetched)
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
         ahead = self.prefetched.issuperset({*leaves, *constants})

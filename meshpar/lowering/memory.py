@@ -104,19 +104,20 @@ def trace_layer(
     with jax.set_mesh(mesh), model_scope(layout, mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
 
-        def layer(weights: Any, x: Any, key: Array) -> Any:
-            return layered.layer(weights, x, key)
+        def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
+            return layered.layer(weights, x, key, context)
 
         def head(shared: Any, x: Any, rows: Any, key: Array) -> Array:
             return layered.head_loss(shared, x, rows, key)[0]
 
         x = jax.eval_shape(layered.embed, shared, rows, key)
+        context = jax.eval_shape(layered.context, shared, rows, key)
         wrapped = wrap_remat(layer, layout.remat)
-        saved = _residual_bytes(wrapped, layer_weights, x, key)
+        saved = _residual_bytes(wrapped, layer_weights, x, key, context)
         return TracedLayer(
             x=_tree_bytes(x) // ways,
             saved=saved // ways,
-            running=_residual_bytes(layer, layer_weights, x, key) // ways,
+            running=_residual_bytes(layer, layer_weights, x, key, context) // ways,
             head=_residual_bytes(head, shared, x, rows, key) // ways,
             layer_weights=_tree_bytes(layer_weights) // layout.tensor,
             largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
@@ -150,11 +151,11 @@ def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
 
 
 def _residual_bytes(fn: Callable, weights: Any, *args: Any) -> int:
-    """Bytes that the backward pass of fn(weights, x, ...) saves, weights aside."""
+    """Bytes that the backward pass of fn(weights, x, ...) saves, but for arguments."""
 
     def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
         vjp = jax.vjp(lambda weights, x: fn(weights, x, *rest), weights, x)[1]
-        own = jax.tree.leaves(weights)
+        own = jax.tree.leaves((weights, rest))
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
     return _tree_bytes(jax.eval_shape(residuals, weights, *args))

@@ -77,8 +77,8 @@ class ScanRunner(Runner):
         shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
 
-        def scan(_: Any, stack: Params, x: Any, key: Key) -> Any:
-            run = differentiable(self.zero.layers(key))
+        def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
+            run = differentiable(self.zero.layers(key, context))
             return run(stack, stack_constants, jax.tree.map(self.frame.vary, x))
 
         shared = self.zero.shared(shared, shared_constants)

@@ -1,9 +1,10 @@
-"""The call of a layer as activations: its arguments as floating-point arrays.
+"""The call of a layer as activations, and the rest of its arguments.
 
 A model that is cut at its layers (`layer_cut`) hands a `LayerCall` from layer to layer.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,84 +14,118 @@ import numpy as np
 from meshpar.arrays import Array
 
 
-class _Static(NamedTuple):
-    """An argument that is no array, such as a flag."""
-
-    value: Any
-
-
-class _Converted(NamedTuple):
-    """An array that is no activation: its dtype."""
-
-    dtype: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Structure:
+class _Structure(NamedTuple):
     """The arguments of a call without their arrays.
 
     Attributes:
       tree: structure of (args, kwargs).
-      num_x: number of leaves of the first argument.
-      others: a `_Static` or a `_Converted` for every other leaf.
+      activations: numbers of the leaves that are activations.
+      context: numbers of the leaves that are other arrays.
+      flags: all other leaves, such as flags.
     """
 
     tree: Any
-    num_x: int
-    others: tuple[_Static | _Converted, ...]
+    activations: tuple[int, ...]
+    context: tuple[int, ...]
+    flags: tuple[Any, ...]
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
-class LayerCall:
-    """The arrays that a layer is called with, and the structure of the call.
+class Arguments:
+    """The arguments of one call of a layer.
 
     Attributes:
-      x: leaves of the first argument, which the layer returns with new values.
-      others: arrays among the other arguments, such as masks and positions. Integers
-        are held as floats, which pipelines can send and scans can differentiate.
-      structure: how the layer is called.
+      leaves: all of them, flat.
+      num_x: number of leaves of the first argument.
     """
 
-    x: tuple[Array, ...]
-    others: tuple[Array, ...]
-    structure: _Structure
-
-    @classmethod
-    def of(cls, layer: str, args: tuple, kwargs: dict[str, Any]) -> "LayerCall":
-        """The call layer(*args, **kwargs).
+    def __init__(self, layer: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Reads the call layer(*args, **kwargs).
 
         Raises:
           ValueError: no positional argument, or a first argument that holds anything
             but floating-point arrays.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        num_x = len(jax.tree.leaves(args[:1]))
-        x, others = tuple(leaves[:num_x]), leaves[num_x:]
-        if not x or not all(map(_is_activation, x)):
-            found = ", ".join(map(_describe, x)) or "nothing"
+        self.leaves, self._tree = jax.tree.flatten((args, kwargs))
+        self.num_x = len(jax.tree.leaves(args[:1]))
+        if not self.x or not all(map(is_floating, self.x)):
+            found = ", ".join(map(_describe, self.x)) or "nothing"
             raise ValueError(
                 f"{layer} is called with {found} as its first positional argument: "
                 "layers that meshpar runs one by one take floating-point activations "
                 "there"
             )
-        kinds = tuple(
-            _Converted(jnp.asarray(leaf).dtype) if _is_array(leaf) else _Static(leaf)
-            for leaf in others
-        )
-        arrays = tuple(_to_float(leaf) for leaf in others if _is_array(leaf))
-        return cls(x, arrays, _Structure(tree, num_x, kinds))
+        if any(map(_is_random_key, self.arrays.values())):
+            raise ValueError(
+                f"{layer} is called with a random key, with which all layers would "
+                "draw the same numbers; give its module random streams of its own"
+            )
 
-    def arguments(self) -> tuple[tuple, dict[str, Any]]:
+    @property
+    def x(self) -> list[Array]:
+        """Leaves of the first argument."""
+        return self.leaves[: self.num_x]
+
+    @property
+    def arrays(self) -> dict[int, Array]:
+        """{number of the leaf: array} of the other arguments."""
+        numbered = enumerate(self.leaves)
+        return {i: x for i, x in numbered if i >= self.num_x and is_array(x)}
+
+    @property
+    def fixed(self) -> tuple[Any, list[Any]]:
+        """All that is neither an array nor x."""
+        numbered = enumerate(self.leaves[self.num_x :])
+        return self._tree, [(i, x) for i, x in numbered if not is_array(x)]
+
+    def call(self, is_context: Sequence[int]) -> tuple["LayerCall", tuple[Array, ...]]:
+        """(the activations, the context) of the call.
+
+        Args:
+          is_context: numbers of the leaves that are context.
+        """
+        context = tuple(is_context)
+        activations = [i for i in self.arrays if i not in context]
+        activations = (*range(self.num_x), *activations)
+        flags = tuple(
+            x for i, x in enumerate(self.leaves) if i >= self.num_x and not is_array(x)
+        )
+        structure = _Structure(self._tree, activations, context, flags)
+        arrays = tuple(jnp.asarray(self.leaves[i]) for i in activations)
+        call = LayerCall(arrays, self.num_x, structure)
+        return call, tuple(jnp.asarray(self.leaves[i]) for i in context)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """The activations that a layer is called with.
+
+    Attributes:
+      arrays: leaves of the first argument, which the layer returns with new values, and
+        other arguments that a gradient passes through.
+      num_x: number of leaves of the first argument.
+      structure: how the layer is called.
+    """
+
+    arrays: tuple[Array, ...]
+    num_x: int
+    structure: _Structure
+
+    @property
+    def x(self) -> tuple[Array, ...]:
+        """Leaves of the first argument."""
+        return self.arrays[: self.num_x]
+
+    def arguments(self, context: tuple[Array, ...]) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of the call."""
-        arrays = iter(self.others)
-        others = [
-            kind.value
-            if isinstance(kind, _Static)
-            else _from_float(next(arrays), kind.dtype)
-            for kind in self.structure.others
-        ]
-        return jax.tree.unflatten(self.structure.tree, [*self.x, *others])
+        tree, activations, context_numbers, flags = self.structure
+        known = dict(zip(activations, self.arrays, strict=True))
+        known |= dict(zip(context_numbers, context, strict=True))
+        rest = iter(flags)
+        leaves = (
+            known[i] if i in known else next(rest) for i in range(tree.num_leaves)
+        )
+        return jax.tree.unflatten(tree, leaves)
 
     def followed_by(self, layer: str, output: Any) -> "LayerCall":
         """The call of the next layer with the output of this one.
@@ -108,44 +143,31 @@ class LayerCall:
                 f"{', '.join(map(_describe, leaves))}: layers that meshpar runs one by "
                 "one return activations of the shapes and dtypes that they take"
             )
-        return dataclasses.replace(self, x=leaves)
+        return dataclasses.replace(self, arrays=leaves + self.arrays[self.num_x :])
 
-    def tree_flatten(self) -> tuple[tuple, _Structure]:
-        """The arrays as children, the structure as static data."""
-        return (self.x, self.others), self.structure
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """The arrays as children, all else as static data."""
+        return self.arrays, (self.num_x, self.structure)
 
     @classmethod
-    def tree_unflatten(cls, structure: _Structure, arrays: tuple) -> "LayerCall":
+    def tree_unflatten(cls, static: tuple, arrays: tuple) -> "LayerCall":
         """The inverse of `tree_flatten`."""
-        return cls(*arrays, structure)
+        return cls(tuple(arrays), *static)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, traced or not."""
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def _is_activation(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+def _is_random_key(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _describe(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
-
-
-def _to_float(x: Any) -> Array:
-    """Integers as two halves of 16 bits, [2, ...], which float32 holds exactly."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.float32)
-    return jnp.stack([x >> 16, x & 0xFFFF]).astype(jnp.float32)
-
-
-def _from_float(x: Array, dtype: Any) -> Array:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return x
-    if dtype == jnp.bool_:
-        return x.astype(dtype)
-    high, low = jax.lax.stop_gradient(x).astype(jnp.int32)
-    return (high.astype(dtype) << 16) | low.astype(dtype)

@@ -12,15 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend import core
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
-from meshpar.models.layer_call import LayerCall
+from meshpar.models.layer_call import Arguments, LayerCall, is_floating
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 from meshpar.models.model import loss_and_aux
 
 OnCall = Callable[[int, tuple, dict[str, Any]], Any]
 """(number of a layer, args, kwargs) -> what the call of that layer returns."""
+
+
+class _Reached(Exception):  # noqa: N818, it is no error
+    """Ends a run at the first layer."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,48 +52,80 @@ class LayerCut:
     run: Callable[[Params, Any, Key, OnCall], Any]
     call: Callable[[int, Params, Key, tuple, dict[str, Any]], Any]
 
-    def _name(self, number: int) -> str:
+    def name(self, number: int) -> str:
+        """A layer, for errors."""
         return f"layer {number} of {self.layers!r}"
 
-    def embed(self, shared: Params, batch: Any, key: Key) -> LayerCall:
-        """What the first layer is called with.
+    def _run(self, shared: Params, batch: Any, key: Key, on_call: OnCall) -> Any:
+        shared = {p: x for p, x in shared.items() if p not in self.params}
+        return self.run(shared, batch, key, on_call)
+
+    def _first_arguments(self, shared: Params, batch: Any, key: Key) -> Arguments:
+        """The arguments of the first layer.
 
         Raises:
           ValueError: the loss function calls no layer.
         """
 
-        class Reached(Exception):  # noqa: N818, it is no error
-            """Ends the run at the first layer."""
-
-        found: list[LayerCall] = []
-
         def on_call(number: int, args: tuple, kwargs: dict[str, Any]) -> None:
-            found.append(LayerCall.of(self._name(number), args, kwargs))
-            raise Reached
+            raise _Reached(Arguments(self.name(number), args, kwargs))
 
         try:
-            self.run(shared, batch, key, on_call)
-        except Reached:
-            return found[0]
+            self._run(shared, batch, key, on_call)
+        except _Reached as reached:
+            return reached.arguments
         raise ValueError(
             f"layers={self.layers!r}: the loss function calls none of them"
         )
 
-    def layer(self, params: Params, x: LayerCall, key: Key) -> LayerCall:
+    def _first_call(
+        self, shared: Params, batch: Any, key: Key
+    ) -> tuple[LayerCall, tuple[Array, ...]]:
+        """(activations, context) of the first layer.
+
+        Integers are context, and so is what no parameter has an influence on.
+        """
+        arguments = self._first_arguments(shared, batch, key)
+        if not arguments.arrays:
+            return arguments.call(())
+
+        def others(shared: Params) -> dict[int, Array]:
+            return self._first_arguments(shared, batch, key).arrays
+
+        influenced = _influenced(others, shared)
+        return arguments.call(
+            [
+                i
+                for i, x in arguments.arrays.items()
+                if not is_floating(x) or i not in influenced
+            ]
+        )
+
+    def embed(self, shared: Params, batch: Any, key: Key) -> LayerCall:
+        """The activations that the first layer is called with."""
+        return self._first_call(shared, batch, key)[0]
+
+    def context(self, shared: Params, batch: Any, key: Key) -> tuple[Array, ...]:
+        """Other arrays that every layer is called with."""
+        return jax.lax.stop_gradient(self._first_call(shared, batch, key)[1])
+
+    def layer(
+        self, params: Params, x: LayerCall, key: Key, context: tuple[Array, ...]
+    ) -> LayerCall:
         """Runs the layers of one row of the stack."""
         for column, number in enumerate(self.groups[0]):
-            args, kwargs = x.arguments()
+            args, kwargs = x.arguments(context)
             own_key = key if len(self.groups[0]) == 1 else fold_key(key, column)
             output = self.call(column, params, own_key, args, kwargs)
-            x = x.followed_by(self._name(number), output)
+            x = x.followed_by(self.name(number), output)
         return x
 
     def head_loss(
         self, shared: Params, x: LayerCall, batch: Any, key: Key
     ) -> tuple[Any, dict]:
         """The loss function, with x in place of the output of every layer."""
-        head = _Head(self, x)
-        result = self.run(shared, batch, key, head)
+        head = _Head(self, x, key)
+        result = self._run(shared, batch, key, head)
         total = sum(map(len, self.groups))
         if head.num_called != total:
             raise ValueError(
@@ -102,6 +142,7 @@ class LayerCut:
             embed=self.embed,
             layer=self.layer,
             head_loss=self.head_loss,
+            context=self.context,
         )
 
 
@@ -112,9 +153,9 @@ class _Head:
       num_called: layers called so far.
     """
 
-    def __init__(self, cut: LayerCut, x: LayerCall) -> None:
-        self._cut, self._x = cut, x
-        self._first: LayerCall | None = None
+    def __init__(self, cut: LayerCut, x: LayerCall, key: Key) -> None:
+        self._cut, self._x, self._key = cut, x, key
+        self._first: Arguments | None = None
         self.num_called = 0
 
     def __call__(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -124,42 +165,65 @@ class _Head:
           ValueError: it is not.
         """
         cut = self._cut
-        call = LayerCall.of(cut._name(number), args, kwargs)
+        arguments = Arguments(cut.name(number), args, kwargs)
+        self._first = first = self._first or arguments
         if number != self.num_called:
             raise ValueError(
                 f"layers={cut.layers!r}: the loss function calls layer {number} when "
                 f"layer {self.num_called} is due; each layer runs once, in order"
             )
-        raw = jax.tree.leaves((args, kwargs))[len(call.x) :]
-        if self._first is None:
-            self._first, self._raw = call, raw
-        if number and not all(a is b for a, b in zip(call.x, self._x.x, strict=False)):
+        if number and not _are_same(arguments.x, self._x.x):
             raise ValueError(
                 f"layers={cut.layers!r}: the model computes between layers "
                 f"{number - 1} and {number}; move that into the layer, so that each "
                 "layer takes what the one before returned"
             )
-        same = call.structure == self._x.structure and all(
-            a is b for a, b in zip(raw, self._raw, strict=True) if hasattr(a, "dtype")
-        )
-        if not same:
+        arrays = (list(a.arrays.values()) for a in (arguments, first))
+        if arguments.fixed != first.fixed or not _are_same(*arrays):
             raise ValueError(
                 f"layers={cut.layers!r}: layer {number} is called with other arguments "
                 "than layer 0, beside its activations; make them attributes of the "
                 "layer, or compute them once before the layers"
             )
         self.num_called += 1
-        return self._returned(number)
+        return self._returned(number, args, kwargs)
 
-    def _returned(self, number: int) -> Any:
+    def _returned(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The activations in the structure of a layer's output."""
         column = number % len(self._cut.groups[0])
         row = {
             path: jax.ShapeDtypeStruct(param.shape[1:], param.dtype)
             for path, param in self._cut.params.items()
         }
-        args, kwargs = self._x.arguments()
         output = jax.eval_shape(
-            lambda row, args: self._cut.call(column, row, None, args, kwargs), row, args
+            lambda row: self._cut.call(column, row, self._key, args, kwargs), row
         )
         return jax.tree.unflatten(jax.tree.structure(output), self._x.x)
+
+
+def _are_same(first: list[Any], second: list[Any]) -> bool:
+    """Whether two lists hold the very same arrays."""
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(a is b for a, b in pairs)
+
+
+def _influenced(fn: Callable[[Params], dict[int, Array]], params: Params) -> set[int]:
+    """Keys of the results of fn(params) that depend on any of the params."""
+    keys: list[int] = []
+
+    def flat(params: Params) -> list[Array]:
+        results = fn(params)
+        keys.extend(results)
+        return list(results.values())
+
+    jaxpr = jax.make_jaxpr(flat)(params).jaxpr
+    reached = set(jaxpr.invars)
+
+    def is_reached(atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in reached
+
+    for eqn in jaxpr.eqns:
+        if any(map(is_reached, eqn.invars)):
+            reached.update(eqn.outvars)
+    outputs = zip(keys, jaxpr.outvars, strict=True)
+    return {key for key, atom in outputs if is_reached(atom)}

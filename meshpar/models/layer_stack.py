@@ -44,25 +44,33 @@ class LayerStack:
     head_loss: Callable[[Any, Any, Any], Any]
 
 
-def scan_layers(
-    layer: Callable[[Params, Any, Key], Any], stack: Params, x: Any, key: Key
-) -> Any:
+Layer = Callable[[Params, Any, Key, Any], Any]
+"""(parameters of one layer, x, key, context) -> x."""
+
+
+def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> Any:
     """Runs a stack of layers, each rematerialized by the layout in use.
 
     Args:
-      layer: (parameters of one layer, x, key) -> x.
+      layer: runs one layer.
       stack: {path: [depth, ...]}.
       x: activations.
       key: layer i gets `fold_in(key, i)`.
+      context: what all layers read.
     """
     depth = len(next(iter(stack.values())))
 
     @remat
     def body(x: Any, step: tuple[Params, Array]) -> tuple[Any, None]:
         params, i = step
-        return layer(params, x, fold_key(key, i)), None
+        return layer(params, x, fold_key(key, i), context), None
 
     return jax.lax.scan(body, x, (stack, jnp.arange(depth)))[0]
+
+
+def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
+    del shared, batch, key
+    return ()
 
 
 def fold_key(key: Key, number: Any) -> Key:
@@ -78,8 +86,10 @@ class LayeredModel:
       prefix: first part of the paths of stacked parameters, such as "blocks/".
       depth: number of layers, the first dim of every stacked parameter.
       embed: (shared parameters, batch, key) -> x.
-      layer: (parameters of one layer, x, key) -> x.
+      layer: (parameters of one layer, x, key, context) -> x.
       head_loss: (shared parameters, x, batch, key) -> (loss, aux).
+      context: (shared parameters, batch, key of embed) -> arrays that all layers read
+        and that no gradient passes through, such as masks and positions.
       evaluates: whether evaluation runs these functions too, without a key; False if
         the model has an evaluation loss of its own.
     """
@@ -87,8 +97,9 @@ class LayeredModel:
     prefix: str
     depth: int
     embed: Callable[[Params, Any, Key], Any]
-    layer: Callable[[Params, Any, Key], Any]
+    layer: Layer
     head_loss: Callable[[Params, Any, Any, Key], tuple[Array, dict]]
+    context: Callable[[Params, Any, Key], Any] = _no_context
     evaluates: bool = True
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,7 +112,7 @@ class LayeredModel:
         params: Params,
         batch: Any,
         key: Key,
-        scan: Callable[[Callable, Params, Any, Key], Any] = scan_layers,
+        scan: Callable[[Layer, Params, Any, Key, Any], Any] = scan_layers,
     ) -> tuple[Array, dict]:
         """The loss of the whole model: (loss, aux).
 
@@ -113,7 +124,8 @@ class LayeredModel:
         """
         shared, stack = self.split(params)
         x = self.embed(shared, batch, fold_key(key, 0))
-        x = scan(self.layer, stack, x, fold_key(key, 1))
+        context = self.context(shared, batch, fold_key(key, 0))
+        x = scan(self.layer, stack, x, fold_key(key, 1), context)
         x, shared = _join_gradients((x, shared))
         loss, aux = self.head_loss(shared, x, batch, fold_key(key, 2))
         return _before_backward(loss), aux

@@ -124,6 +124,12 @@ class _LinenModel:
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         with self.stacks[key is not None].taken_out(on_call):
             result = loss_fn(apply, batch)
+        if apply.updates:
+            raise ValueError(
+                f"layers={self.stacks[True].layers!r}: the model changes its variable "
+                f"{next(iter(apply.updates))!r}; a model that runs layer by layer "
+                "keeps no running state. Leave layers out"
+            )
         return result
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:

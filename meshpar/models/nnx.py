@@ -177,7 +177,7 @@ def _described(
         prefix=stack.prefix,
         depth=next(iter(depths.values()))[0],
         embed=lambda params, batch, key: layers.embed(whole(params, key), batch),
-        layer=lambda params, x, key: layers.layer(stack(params, key), x),
+        layer=lambda params, x, key, _: layers.layer(stack(params, key), x),
         head_loss=lambda params, x, batch, key: loss_and_aux(
             layers.head_loss(whole(params, key), x, batch)
         ),

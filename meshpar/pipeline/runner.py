@@ -236,9 +236,9 @@ class PipelineRunner(Runner):
             shares_vocabulary=layout.splits_vocabulary,
         )
 
-    def _layers(self, key: Key) -> LayerScan:
+    def _layers(self, key: Key, context: Any) -> LayerScan:
         padded = bool((self.spec.partition.order < 0).any())
-        return dataclasses.replace(self.zero.layers(key), padded=padded)
+        return dataclasses.replace(self.zero.layers(key, context), padded=padded)
 
     def _weigh(self, loss: Array, aux: Metrics) -> tuple[Array, Metrics]:
         if self.layout.splits_vocabulary:

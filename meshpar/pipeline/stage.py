@@ -32,7 +32,7 @@ class PipelineStage:
       key: random key; None in evaluation mode.
       numbers: the layer in every row of `stack`, negative for padding.
       num_chunks: chunks of layers.
-      layers: key -> the scan over layers with that key.
+      layers: (key, context) -> the scan over layers.
       weigh: (loss, aux) -> (loss times its weight, weighted metrics).
       vary: marks an array as differing over the manual axes.
       saves_residuals: whether `forward` saves the layers' residuals instead of their
@@ -48,7 +48,7 @@ class PipelineStage:
     key: Key
     numbers: Array
     num_chunks: int
-    layers: Callable[[Key], LayerScan]
+    layers: Callable[[Key, Any], LayerScan]
     weigh: Callable[[Array, Params], tuple[Array, Params]]
     vary: Callable[[Array], Array]
     saves_residuals: bool
@@ -70,12 +70,18 @@ class PipelineStage:
     def _shared_constants(self) -> Params:
         return self.layered.split(self.constants)[0]
 
+    @property
+    def _whole_shared(self) -> Params:
+        return self._shared_constants | self.shared
+
     @functools.cached_property
     def _stack_constants(self) -> Params:
         return self.layered.split(self.constants)[1]
 
     def _layers(self, microbatch: Array) -> LayerScan:
-        return self.layers(self._key(microbatch, 1))
+        batch, key = self._batch(microbatch), self._key(microbatch, 0)
+        context = self.layered.context(self._whole_shared, batch, key)
+        return self.layers(self._key(microbatch, 1), context)
 
     def _rows(self, chunk: Array) -> Rows:
         if self.num_chunks == 1:
@@ -122,9 +128,9 @@ class PipelineStage:
         self, chunk: Array, microbatch: Array, saved: Any
     ) -> tuple[LayerScan, Saved]:
         """The layers and their residuals, computed again if only x was saved."""
-        if self.saves_residuals:
-            return self.layers(self.key), saved
         layers = self._layers(microbatch)
+        if self.saves_residuals:
+            return layers, saved
         return layers, layers.forward(
             self.stack, self._stack_constants, saved, self._rows(chunk)
         )[1]
@@ -159,8 +165,8 @@ class PipelineStage:
         self, chunk: Array, state: Saved, sums: Params, on: Array
     ) -> Params:
         """W: sums with the weights' gradient added if `on`."""
-        # The key is not used: `state` holds those of its layers.
-        layers, rows = self.layers(self.key), self._rows(chunk)
+        # Key and context are not used: `state` holds those of its layers.
+        layers, rows = self.layers(self.key, ()), self._rows(chunk)
         return layers.backward_weights(
             self.stack, self._stack_constants, state, rows, sums, on
         )
