@@ -37,12 +37,14 @@ def abstract_layer(stack: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
     """Path of the parameter that a leaf of the optimizer state belongs to, or None.
 
+    It is the innermost dict key that is a path: outer ones may be labels.
+
     Args:
       keys: key path of the leaf (`jax.tree_util.tree_flatten_with_path`).
       params: paths of the parameters; a dict with the paths as keys will do.
     """
-    paths = (key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
-    return next((path for path in paths if path in params), None)
+    paths = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
+    return next((path for path in reversed(paths) if path in params), None)
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:

@@ -178,4 +178,5 @@ def from_nnx(
             return loss(params, batch, None)
         return loss_and_aux(evaluation_loss_fn(bind(params), batch))
 
-    return Model(params, init, loss, evaluation_loss, bind, layered)
+    keys = {path: keys for path, (keys, _) in module.params.items()}
+    return Model(params, init, loss, evaluation_loss, bind, layered, keys)
