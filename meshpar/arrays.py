@@ -19,7 +19,18 @@ Params = dict[str, Array]
 
 def num_bytes(x: Any) -> int:
     """Bytes of one array, or of anything with a shape and a dtype."""
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    dtype = x.dtype if is_key(x) else jnp.dtype(x.dtype)
+    return math.prod(x.shape) * dtype.itemsize
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array holds random keys (`jax.random.key`)."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def dtype_name(x: Any) -> str:
+    """Name of the dtype, such as "float32"; "key<fry>" for random keys."""
+    return str(x.dtype) if is_key(x) else jnp.dtype(x.dtype).name
 
 
 def abstract(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
