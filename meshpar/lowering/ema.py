@@ -91,7 +91,11 @@ def ema_weights(state: TrainState) -> Params:
             "the optimizer keeps no average of the weights: lower with "
             "meshpar.with_ema(optimizer, decay)"
         )
-    averages = states[0].ema
+    averages = {
+        path: x
+        for path, x in states[0].ema.items()
+        if not isinstance(x, optax.MaskedNode)
+    }
     return {
         path: averages[path].astype(x.dtype) if path in averages else x
         for path, x in state.params.items()

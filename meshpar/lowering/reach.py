@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
+from jax.extend.core import Literal
 
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
@@ -108,7 +108,7 @@ class _Reader:
         known = dict(zip(jaxpr.invars, labels, strict=True))
 
         def label(atom: Any) -> _Label:
-            literal = isinstance(atom, jax.extend.core.Literal)
+            literal = isinstance(atom, Literal)
             return _Label() if literal else known.get(atom, _Label())
 
         for eqn in jaxpr.eqns:

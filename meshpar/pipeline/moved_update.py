@@ -5,6 +5,7 @@ see that, means and random numbers do. The probe runs the optimizer on small ran
 stacks in both forms.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ def moved_update(
     """
     if optimizer.reach.elementwise and not optimizer.reach.positional:
         return ""
-    shapes = _small_shapes(params, stack, partition.depth)
+    small = _small_partition(partition)
+    shapes = _small_shapes(params, stack, partition.depth, small)
     rng = np.random.default_rng(0)
     params, grads = (
         {
@@ -72,26 +74,40 @@ def moved_update(
 
     def both(params: Params, grads: Params) -> tuple[Params, Params]:
         def stored(tree: Params) -> Params:
-            return tree | {path: partition.store(tree[path]) for path in stack}
+            return tree | {path: small.store(tree[path]) for path in stack}
 
         kept, moved = changes(params, grads), changes(stored(params), stored(grads))
-        restore = jax.vmap(partition.restore)
+        restore = jax.vmap(small.restore)
         return kept, moved | {path: restore(moved[path]) for path in stack}
 
     kept, moved = jax.device_get(jax.jit(both)(params, grads))
     return next((p for p in stack if not _are_equal(kept[p], moved[p])), "")
 
 
+def _small_partition(partition: Partition) -> Partition:
+    """A partition of fewer layers that reorders and pads like this one."""
+    uneven = len(set(partition.sizes)) > 1
+    sizes = (1 + (uneven and size == partition.rows) for size in partition.sizes)
+    return dataclasses.replace(partition, sizes=tuple(sizes))
+
+
 def _small_shapes(
-    params: Mapping[str, Any], stack: Collection[str], depth: int
+    params: Mapping[str, Any], stack: Collection[str], depth: int, small: Partition
 ) -> dict[str, tuple[int, ...]]:
-    """Small shapes whose sizes are in the order of the real ones; depths are real."""
-    outer = {path: 1 if path in stack else 0 for path in params}
-    sizes = {n for path, x in params.items() for n in x.shape[outer[path] :]}
-    small = {n: 2 + rank if n > 1 else 1 for rank, n in enumerate(sorted(sizes))}
+    """Small shapes, with stacks in the order of the model.
+
+    Sizes are in the order of the real ones, and those above the real depth are above
+    the small ones: optimizers compare the dims of a tensor.
+    """
+    dims = {
+        path: x.shape[1:] if path in stack else x.shape for path, x in params.items()
+    }
+    sizes = sorted({n for shape in dims.values() for n in shape} - {1})
+    above = len(small.order)
+    new = {n: 2 + i + above * (n >= depth) for i, n in enumerate(sizes)} | {1: 1}
     return {
-        path: (depth,) * outer[path] + tuple(small[n] for n in x.shape[outer[path] :])
-        for path, x in params.items()
+        path: (small.depth,) * (path in stack) + tuple(new[n] for n in shape)
+        for path, shape in dims.items()
     }
 
 

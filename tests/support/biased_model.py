@@ -20,7 +20,7 @@ class Layer(nnx.Module):
 
 
 def make_model(depth=3):
-    """Parameters layers/w, layers/bias, ends/0/w, ends/0/bias, ends/1/w, ends/1/bias."""
+    """A model with parameters layers/w, layers/bias, and ends/0/w to ends/1/bias."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -86,9 +86,7 @@ def train_plainly(optimizer, params, steps, depth=3):
     @jax.jit
     def step(params, state, batch):
         (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
-        updates, state = optimizer.update(
-            grads, state, params, value=value, grad=grads
-        )
+        updates, state = optimizer.update(grads, state, params, value=value, grad=grads)
         params = optax.apply_updates(params, updates)
         return params, state, loss(params, batch)[1]
 
