@@ -19,7 +19,18 @@ Params = dict[str, Array]
 
 def num_bytes(x: Any) -> int:
     """Bytes of one array, or of anything with a shape and a dtype."""
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    dtype = x.dtype if is_key(x) else jnp.dtype(x.dtype)
+    return math.prod(x.shape) * dtype.itemsize
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array holds random keys (`jax.random.key`)."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def dtype_name(x: Any) -> str:
+    """Name of the dtype, such as "float32"; "key<fry>" for random keys."""
+    return str(x.dtype) if is_key(x) else jnp.dtype(x.dtype).name
 
 
 def abstract(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -37,12 +48,14 @@ def abstract_layer(stack: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
     """Path of the parameter that a leaf of the optimizer state belongs to, or None.
 
+    It is the innermost dict key that is a path: outer ones may be labels.
+
     Args:
       keys: key path of the leaf (`jax.tree_util.tree_flatten_with_path`).
       params: paths of the parameters; a dict with the paths as keys will do.
     """
-    paths = (key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
-    return next((path for path in paths if path in params), None)
+    paths = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)]
+    return next((path for path in reversed(paths) if path in params), None)
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:

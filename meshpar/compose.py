@@ -26,6 +26,7 @@ from meshpar.lowering.batches import abstract_batches
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.mode import Mode
+from meshpar.lowering.optimizer import Optimizer, make_optimizer
 from meshpar.lowering.scan import ScanRunner
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.state import TrainState
@@ -51,7 +52,7 @@ MODES: dict[type, Callable[..., TrainProgram]] = {LocalSGD: make_local_program}
 
 def lower(
     model: Model,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     layout: Layout | str,
     batch: Any,
     *,
@@ -65,8 +66,8 @@ def lower(
 
     Args:
       model: from `from_nnx` or `from_linen`.
-      optimizer: any optax transformation; it runs on shards, so it must work
-        elementwise or on means over a whole tensor (clip with `clip_norm`).
+      optimizer: an optax transformation; it sees the model's nested dicts, and the
+        loss as its extra argument `value`.
       layout: a Layout or its string.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
       devices: devices to fill; all by default.
@@ -84,7 +85,8 @@ def lower(
 
     Raises:
       LayoutError: a layout that the devices, the model or the batch cannot honour.
-      ValueError: `clip_norm` is not above 0, or batch leaves share no leading dim.
+      ValueError: `clip_norm` is not above 0, batch leaves share no leading dim, or
+        the optimizer needs what training does not give it.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     if clip_norm is not None and not clip_norm > 0:
@@ -101,9 +103,11 @@ def lower(
     abstract_batch, step_batch = abstract_batches(batch, layout, mesh)
     params = abstract(model.params)
     trained = {path: params[path] for path, p in model.params.items() if p.trained}
-    optimizer_state = jax.eval_shape(optimizer.init, trained)
+    keys = {path: model.keys_of(path) for path in trained}
+    optimizer = make_optimizer(optimizer, trained, keys)
     if order is not None:
-        order.check_optimizer(optimizer_state, params)
+        order.check_optimizer(optimizer, trained)
+    optimizer_state = optimizer.abstract_state
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     _check_trace(model, layout, mesh, step_batch)
     state = _abstract_state(params, optimizer_state, plan, mesh)
@@ -137,7 +141,7 @@ class _Parts(NamedTuple):
     """The arguments that every lowering takes, in the order of its fields."""
 
     model: Model
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     plan: Plan
     mesh: Mesh
     clip_norm: float | None

@@ -36,3 +36,15 @@ def test_optimizer_leaves_know_their_parameter():
     moments = jax.tree_util.tree_leaves_with_path(state.inner_state)
     paths = [arrays.parameter_path(keys, params) for keys, _ in moments]
     assert paths == [None, "a/w", "b", "a/w", "b"]
+
+
+def test_a_label_with_the_name_of_a_parameter_is_no_parameter():
+    keys = [jax.tree_util.DictKey("b"), jax.tree_util.DictKey("a/w")]
+    assert arrays.parameter_path(keys, {"a/w", "b"}) == "a/w"
+
+
+def test_random_keys_have_bytes_and_a_name():
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+    assert arrays.num_bytes(key) == 3 * 8
+    assert arrays.dtype_name(key) == "key<fry>"
+    assert arrays.dtype_name(jnp.ones(2, jnp.bfloat16)) == "bfloat16"

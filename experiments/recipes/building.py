@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import traverse_util
 
 import meshpar
 from experiments.data import Corpus
@@ -84,7 +86,8 @@ def make_optimizer(
     The dim over which layers are stacked does not count.
     """
 
-    def decays(param: meshpar.Param) -> bool:
+    def decays(path: tuple, _: Any) -> bool:
+        param = model.params["/".join(map(str, path))]
         stacked = param.names is not None and "layers" in param.names
         return len(param.shape) - stacked >= 2
 
@@ -94,7 +97,7 @@ def make_optimizer(
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask={path: decays(param) for path, param in model.params.items()},
+        mask=lambda params: traverse_util.path_aware_map(decays, params),
     )
 
 

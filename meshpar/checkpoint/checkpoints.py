@@ -25,6 +25,7 @@ from meshpar.checkpoint.persistent import (
     first_difference,
     shapes_and_dtypes,
 )
+from meshpar.checkpoint.random_keys import with_keys, without_keys
 from meshpar.checkpoint.read_problems import Kind, Problem, Problems
 from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
@@ -92,6 +93,8 @@ class Checkpoints:
         if keep < 1:
             raise CheckpointError(f"keep={keep}: keep at least 1 checkpoint")
         self._folder = pathlib.Path(folder).absolute()
+        self._like = abstract_state, abstract_extra
+        abstract_state, abstract_extra = without_keys(self._like)
         self._abstract_state, self._abstract_extra = abstract_state, abstract_extra
         self._num_replicas = num_replicas
         self._extra_identity = {"mode": extra_identity}
@@ -124,6 +127,7 @@ class Checkpoints:
         Raises:
           CheckpointError: this write or the one before it failed.
         """
+        state, extra = without_keys((state, extra))
         metadata = {
             **metadata,
             TENSORS: shapes_and_dtypes(state),
@@ -251,7 +255,10 @@ class Checkpoints:
                 f"restored step {step} of {saved_replicas} replicas, {replicas}; "
                 "global weights and outer momentum start anew from the average"
             )
-        return Restored(state, metadata, extra, note)
+        like_state, like_extra = self._like
+        if extra is not None:
+            extra = with_keys(extra, like_extra)
+        return Restored(with_keys(state, like_state), metadata, extra, note)
 
     def close(self) -> None:
         """Waits for the last write and releases the folders.

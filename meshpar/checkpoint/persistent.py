@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint.checksums import json_checksum
 from meshpar.checkpoint.disk_space import check_writable, lack_of_space
+from meshpar.checkpoint.random_keys import without_keys
 from meshpar.checkpoint.read_problems import Kind, Problems
 from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
@@ -108,7 +109,7 @@ def reason_not_restorable(
     saved_replicas = checkpoint.metadata.get(REPLICAS, 1)
     if saved_replicas != num_replicas:
         abstract_state = with_replicas(abstract_state, num_replicas, saved_replicas)
-    own = shapes_and_dtypes(abstract_state)
+    own = shapes_and_dtypes(without_keys(abstract_state))
     return first_difference(own, checkpoint.metadata[TENSORS])
 
 

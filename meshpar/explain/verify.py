@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.arrays import is_key
 from meshpar.errors import MeshparError
 from meshpar.lowering.train_program import TrainProgram
 
@@ -93,6 +94,8 @@ def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
             for k in keys
             if not isinstance(k, jax.tree_util.DictKey)
         )
+        if is_key(leaf):
+            leaf = jax.random.key_data(leaf)
         groups.setdefault(part, {})[jax.tree_util.keystr(keys)] = leaf
     return groups
 

@@ -7,9 +7,9 @@ that decided them, and its bytes per device. `resolve.make_plan` makes it.
 import dataclasses
 from typing import Any
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
+from meshpar.arrays import dtype_name
 from meshpar.layouts.layout import Layout
 
 Spec = tuple[tuple[str, ...], ...]
@@ -115,7 +115,7 @@ class Plan:
             shape = "x".join(map(str, leaf.shape)) or "scalar"
             where = ", ".join("*".join(axes) or "-" for axes in leaf.spec)
             lines.append(
-                f"{leaf.kind:9} {leaf.path}  {shape} {np.dtype(leaf.dtype).name}  "
+                f"{leaf.kind:9} {leaf.path}  {shape} {dtype_name(leaf)}  "
                 f"[{where}]  {leaf.bytes_per_device} B/device  {leaf.reason}"
             )
         totals = ", ".join(f"{k} {v}" for k, v in self.bytes_per_device().items())

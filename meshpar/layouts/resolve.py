@@ -177,14 +177,19 @@ def _without_gathered(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in GATHERED_AXES)
 
 
-def _reduced_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> Spec | None:
-    """Spec of an optimizer leaf that lacks one dim of its parameter (Adafactor)."""
+def _related_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> tuple[Spec, str]:
+    """(spec, relation) of an optimizer leaf of another shape than its parameter."""
+    more = len(shape) - len(param.shape)
+    if more > 0 and shape[more:] == param.shape:
+        return _whole(shape[:more]) + spec, "with dims in front"  # L-BFGS
     specs = {
         spec[:d] + spec[d + 1 :]
         for d in range(len(param.shape))
         if param.shape[:d] + param.shape[d + 1 :] == shape
     }
-    return specs.pop() if len(specs) == 1 else None
+    if len(specs) == 1:
+        return specs.pop(), "less one dim"  # Adafactor
+    return _whole(shape), "another shape, whole"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,11 +234,9 @@ class _LeafPlans:
         if path is not None:
             resolved, param = self.resolved[path], self.params[path]
             if x.shape != param.shape:
-                spec = _reduced_spec(param, resolved.spec, x.shape)
-                reason = f"{x.shape} of {path} {param.shape}: " + (
-                    "less one dim" if spec else "another shape, whole"
-                )
-                resolved = _Resolved(None, spec or _whole(x.shape), reason)
+                spec, relation = _related_spec(param, resolved.spec, x.shape)
+                reason = f"{x.shape} of {path} {param.shape}: {relation}"
+                resolved = _Resolved(None, spec, reason)
         return self.leaf(keystr(keys), "optimizer", x, resolved)
 
 

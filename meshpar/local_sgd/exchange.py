@@ -28,7 +28,8 @@ from meshpar.layouts.plan import Plan
 from meshpar.local_sgd.fragments import Fragments, shard_shapes
 from meshpar.local_sgd.gossip import mix_with_neighbours, neighbour_distances
 from meshpar.local_sgd.merges import Elastic
-from meshpar.local_sgd.mode import LocalSGD, outer_optimizer
+from meshpar.local_sgd.mode import LocalSGD
+from meshpar.local_sgd.outer import outer_optimizer
 from meshpar.local_sgd.schedule import Schedule, Transfer
 from meshpar.local_sgd.sync_state import SyncState
 
@@ -273,8 +274,9 @@ def make_exchange(
 
     Raises:
       LayoutError: weights that are not floating point.
-      MeshparError: a gossip graph that does not fit the number of replicas.
-      StalenessError: an elastic pull that is too strong for so many replicas.
+      MeshparError: a gossip graph that does not fit the number of replicas, or an
+        outer optimizer that needs what a synchronization does not give it.
+      StalenessError: `outer_optimizer` refuses the mode's outer optimizer.
     """
     replicas = sizes[REPLICA]
     optimizer = outer_optimizer(mode, replicas)

@@ -218,25 +218,3 @@ class LocalSGD:
     def gathers(self) -> bool:
         """Whether slices are gathered after the outer step; gossip only mixes."""
         return self.gossip is None
-
-
-def outer_optimizer(mode: LocalSGD, replicas: int) -> optax.GradientTransformation:
-    """The optimizer that moves the global weights, without damping.
-
-    Args:
-      mode: the mode.
-      replicas: R.
-
-    Raises:
-      StalenessError: an elastic pull that is too strong for so many replicas.
-    """
-    if not isinstance(mode.merge, Elastic):
-        return mode.outer or optax.sgd(1.0)
-    beta = replicas * mode.merge.alpha
-    if beta > 1:
-        raise StalenessError(
-            f"Elastic({mode.merge.alpha}) with replica={replicas}: replicas * alpha"
-            f" = {beta:g} moves the center beyond the average; use at most "
-            f"{1 / replicas:g}"
-        )
-    return optax.sgd(beta)

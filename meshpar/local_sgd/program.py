@@ -163,6 +163,11 @@ class LocalProgram(TrainProgram):
         with jax.set_mesh(self.mesh):
             return self._average(state.params)
 
+    def ema_weights(self, state: LocalState) -> Params:
+        """The average over the replicas of what `meshpar.with_ema` keeps."""
+        with jax.set_mesh(self.mesh):
+            return self._average(super().ema_weights(state))
+
     @functools.cached_property
     def _average(self) -> Callable[[Params], Params]:
         shardings = {

@@ -7,6 +7,7 @@ the same way under all lowerings.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Params, num_bytes
+from meshpar.arrays import Params
+from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
@@ -28,6 +30,7 @@ from meshpar.lowering.memory import (
     predicted_memory,
     trace_layer,
 )
+from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.state import Metrics, TrainState, cast_params
 from meshpar.models.model import Model
 
@@ -50,7 +53,7 @@ class Lowering:
     """Whether values that differ between replicas have to be marked so (check_vma)."""
 
     model: Model
-    optimizer: optax.GradientTransformation | None
+    optimizer: Optimizer | None
     plan: Plan
     mesh: Mesh
     clip_norm: float | None
@@ -87,7 +90,7 @@ class Lowering:
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         trained = self.plan.trained(state.params)
         updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, trained
+            grads, state.optimizer_state, trained, metrics["loss"]
         )
         params = state.params | optax.apply_updates(trained, updates)
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)
@@ -132,15 +135,18 @@ class Lowering:
         axes = self.axes_in_use
         if not axes:
             return
-        whole = {leaf.shape for leaf in self.plan.parameters.values()}
-        size = 8 * len(self.plan.gradients)
-        for leaf in self.plan.optimizer:
-            if leaf.shape and leaf.shape not in whole:
-                size += 2 * num_bytes(leaf)
-        why = "global norm, and the optimizer's means over whole tensors"
+        ways, size = self.ways(axes), 8 * len(self.plan.gradients)
         yield DeclaredCollective(
-            "all_reduce", axes, self.ways(axes), 0, size, why, bound=True
+            "all_reduce", axes, ways, 0, size, "global norm", bound=True
         )
+        if (reach := self.optimizer.reach).moves:
+            why = "optimizer: not elementwise, the compiler chooses"
+            yield DeclaredCollective("any", axes, ways, 0, math.inf, why, bound=True)
+        elif reach.reduced_bytes:
+            # A compiler may reduce axis by axis, and together with the global norm.
+            wire = cost.wire_bytes("all_reduce", size + 2 * reach.reduced_bytes, ways)
+            why = "global norm, and the optimizer's reductions over tensors"
+            yield DeclaredCollective("any", axes, ways, 0, int(wire), why, bound=True)
 
     @property
     def axes_in_use(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
 from meshpar.lowering.base import Lowering
+from meshpar.lowering.ema import ema_weights
 from meshpar.lowering.inspection import Inspection, bytes_per_device
 from meshpar.lowering.portable import PortableState, StoredOrder
 from meshpar.lowering.program import Program
@@ -67,6 +68,14 @@ class TrainProgram(Program):
     def weights(self, state: TrainState) -> Params:
         """The weights that `evaluate` uses, {path: array}."""
         return state.params
+
+    def ema_weights(self, state: TrainState) -> Params:
+        """The average that `meshpar.with_ema` keeps, for `evaluate_params`.
+
+        Raises:
+          MeshparError: the optimizer keeps none.
+        """
+        return ema_weights(state)
 
     # The step, compiled and read back.
 

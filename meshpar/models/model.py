@@ -29,6 +29,8 @@ class Model:
       bind: params -> the callable model (an NNX module, or Linen's `apply`).
       layered: the model layer by layer, which the shard_map lowering needs; None if the
         model has no such form.
+      keys: {path: keys of the parameter in the model's nested dicts}, which optimizers
+        see; paths are split at "/" where it has none.
     """
 
     params: Mapping[str, Param]
@@ -37,6 +39,11 @@ class Model:
     evaluation_loss: Callable[[Params, Any], tuple[Array, dict]]
     bind: Callable[[Params], Any]
     layered: LayeredModel | None = None
+    keys: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+    def keys_of(self, path: str) -> tuple[Any, ...]:
+        """Keys of a parameter in the model's nested dicts."""
+        return self.keys.get(path) or tuple(path.split("/"))
 
 
 def loss_and_aux(result: Any) -> tuple[Array, dict]:

@@ -156,7 +156,9 @@ class _NnxModel:
                 return layered.loss(params, batch, None)
             return loss_and_aux(self.run(params, batch, None))
 
-        return Model(params, self.init, loss, evaluation_loss, self.bind, layered)
+        leaves = self.whole.leaves.items()
+        keys = {path: keys for path, (keys, _) in leaves if path in params}
+        return Model(params, self.init, loss, evaluation_loss, self.bind, layered, keys)
 
 
 def _described(

@@ -19,6 +19,7 @@ from meshpar.arrays import Array, Params, parameter_path
 from meshpar.collectives.varying import vary
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import WEIGHT, Frame
+from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.state import Metrics
 from meshpar.pipeline.buffers import (
     put_slot,
@@ -90,7 +91,7 @@ class AsynchronousStep:
 
     pipeline: PipelineRunner
     executor: Executor
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     owners: dict[str, int]
 
     @property
@@ -241,8 +242,9 @@ class AsynchronousStep:
     def _update(self, carry: _Carry, gradient: Params, updates: _Updates) -> _Carry:
         """One optimizer step on this stage, in ticks with B."""
         gradient = {p: g.astype(carry.params[p].dtype) for p, g in gradient.items()}
+        no_loss = jnp.full((), jnp.nan)  # No optimizer that uses it is run here.
         changes, state = self.optimizer.update(
-            gradient, carry.optimizer_state, carry.params
+            gradient, carry.optimizer_state, carry.params, no_loss
         )
         on, params = updates.on > 0, optax.apply_updates(carry.params, changes)
         squares = sum(jnp.sum(jnp.square(g)) for g in gradient.values())

@@ -16,7 +16,9 @@ from jax.tree_util import DictKey, tree_map_with_path
 
 from meshpar.arrays import Params, parameter_path
 from meshpar.errors import LayoutError
+from meshpar.lowering.optimizer import Optimizer
 from meshpar.models.model import Model
+from meshpar.pipeline.moved_update import moved_update
 from meshpar.pipeline.partition import Partition
 
 
@@ -67,14 +69,20 @@ class LayerOrder:
 
         return self._map_stacked(convert, tree, len(self.partition.order))
 
-    def check_optimizer(self, state: Any, params: Params) -> None:
-        """Refuses optimizers that mix layers, as padding would change their updates.
+    def check_optimizer(self, optimizer: Optimizer, params: Params) -> None:
+        """Refuses optimizers whose updates depend on the order, or on padding.
+
+        Args:
+          optimizer: of the parameters as stored.
+          params: the parameters as stored, as ShapeDtypeStructs.
 
         Raises:
           LayoutError: a leaf of the optimizer state belongs to a stacked tensor and
-            has neither its shape nor is a scalar.
+            has neither its shape nor is a scalar; or layers as stored get other
+            updates than in the order of the model.
         """
         stack = [path for path in params if path.startswith(self.prefix)]
+        remedy = "use schedule=1f1b with a depth that pipe divides"
 
         def check(keys: Any, leaf: Any) -> None:
             path = parameter_path(keys, stack)
@@ -82,11 +90,17 @@ class LayerOrder:
                 raise LayoutError(
                     f"the optimizer keeps {leaf.shape} for {path} "
                     f"{params[path].shape}: it mixes layers, and this pipeline stores "
-                    "them in another order or padded; use schedule=1f1b with a depth "
-                    "that pipe divides"
+                    f"them in another order or padded; {remedy}"
                 )
 
-        tree_map_with_path(check, state)
+        tree_map_with_path(check, optimizer.abstract_state)
+        if path := moved_update(optimizer, params, stack, self.partition):
+            raise LayoutError(
+                f"the optimizer gives {path} other updates if its layers are stored in "
+                "another order or padded, as this pipeline does: it draws random "
+                f"numbers, or depends on the number of elements; {remedy}, or an "
+                "elementwise optimizer"
+            )
 
     def stored(self, model: Model) -> Model:
         """The model with parameters as stored."""

@@ -13,12 +13,11 @@ Source: Narayanan et al., PipeDream, arXiv:1806.03377, sections 3.2 and 3.3.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract, num_bytes
@@ -31,6 +30,8 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.memory import Held, TracedLayer
+from meshpar.lowering.optimizer import Optimizer
+from meshpar.lowering.reach import Reach
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.pipeline.asynchronous import AsynchronousStep
@@ -67,6 +68,19 @@ def reason_unsupported(
     return ""
 
 
+def _reason_beyond_stage(reach: Reach, stack: Collection[str]) -> str:
+    """Why an optimizer needs more than one stage has; "" if it does not."""
+    if reach.crossed:
+        return f"its update of {min(reach.crossed)} depends on other tensors"
+    if mixed := reach.mixed.intersection(stack):
+        return f"its update of {min(mixed)} depends on all layers of the stack"
+    if reach.positional:
+        return "it draws random numbers, which would be the same on all stages"
+    if reach.uses_loss:
+        return "it uses the loss, which only the last stage knows"
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class PipeDreamRunner(Runner):
     """Trains the stages of an asynchronous pipeline.
@@ -76,12 +90,12 @@ class PipeDreamRunner(Runner):
       optimizer: updates the weights of each stage after each backward pass.
 
     Raises:
-      LayoutError: a rule splits weights over data, or a leaf of the optimizer state
-        belongs to several stages.
+      LayoutError: a rule splits weights over data, or the optimizer looks beyond one
+        stage.
     """
 
     pipeline: PipelineRunner
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
 
     def __post_init__(self):
         name, plan = self.pipeline.spec.schedule.name, self.frame.plan
@@ -96,11 +110,15 @@ class PipeDreamRunner(Runner):
                     f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
                     "which belongs to several stages; use an elementwise optimizer"
                 )
+        stack = self.frame.layered.split(plan.parameters)[1]
+        if reason := _reason_beyond_stage(self.optimizer.reach, stack):
+            raise LayoutError(
+                f"schedule={name} runs the optimizer on each stage by itself, and "
+                f"{reason}; use an elementwise optimizer, or schedule=1f1b"
+            )
 
     @classmethod
-    def of(
-        cls, pipeline: PipelineRunner, optimizer: optax.GradientTransformation
-    ) -> "PipeDreamRunner":
+    def of(cls, pipeline: PipelineRunner, optimizer: Optimizer) -> "PipeDreamRunner":
         """The runner that trains the stages of a pipeline."""
         return cls(pipeline.frame, pipeline.zero, pipeline, optimizer)
 

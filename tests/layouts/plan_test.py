@@ -97,6 +97,14 @@ def test_factored_optimizer_state_follows_its_parameter():
     assert scalar.spec == () and scalar.reason == "no parameter's: whole"
 
 
+def test_gradients_of_several_steps_are_split_as_their_parameter():
+    plan = resolve("fsdp=4,tensor=2", optimizer=optax.lbfgs(linesearch=None))
+    memory = next(x for x in plan.optimizer if "memory['head']" in x.path)
+    assert memory.shape == (10, 8, 32)
+    assert memory.spec == ((), ("fsdp",), ("tensor",))
+    assert "head (8, 32): with dims in front" in memory.reason
+
+
 def unnamed(shape=(8, 16)):
     return {**PARAMS, "free/w": Param(shape, jnp.float32, None)}
 

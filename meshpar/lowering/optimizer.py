@@ -1,0 +1,159 @@
+"""`Optimizer`: an optax transformation as functions of {path: array}.
+
+The transformation itself sees the model's nested dicts (`nesting`). An update is traced
+once on shapes alone: what training cannot give it is refused, and its `reach` is read.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshpar.arrays import Array, Params, leaves_by_path
+from meshpar.errors import MeshparError
+from meshpar.lowering.nesting import NestedState, Nesting
+from meshpar.lowering.reach import Reach, read_reach
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation as functions of {path: array}.
+
+    Attributes:
+      transformation: of nested dicts.
+      nesting: of the parameters.
+      abstract_state: the state as ShapeDtypeStructs, with {path: leaf} in place of
+        nested dicts, as in checkpoints.
+      reach: how far its updates reach.
+      forms: the nested and the flat form of its state.
+    """
+
+    transformation: optax.GradientTransformationExtraArgs
+    nesting: Nesting
+    abstract_state: Any
+    reach: Reach
+    forms: NestedState
+
+    def init(self, params: Params) -> Any:
+        """The state at the start."""
+        return self.forms.flatten(self.transformation.init(self.nesting.nest(params)))
+
+    def update(
+        self, grads: Params, state: Any, params: Params, loss: Array
+    ) -> tuple[Params, Any]:
+        """(updates, state) after one step; `loss` is the loss of `grads`."""
+        grads, params = map(self.nesting.nest, (grads, params))
+        updates, state = self.transformation.update(
+            grads, self.forms.nest(state), params, value=loss, grad=grads
+        )
+        return self.nesting.flatten(updates), self.forms.flatten(state)
+
+
+def make_optimizer(
+    transformation: optax.GradientTransformation | optax.MultiSteps,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    keys: Mapping[str, tuple[Any, ...]],
+) -> Optimizer:
+    """Makes the optimizer of a model's parameters; nothing is computed.
+
+    Args:
+      transformation: sees nested dicts; or {path: array}, if it only fits those.
+      params: the parameters that it trains.
+      keys: {path: keys in the nested dicts}, of these parameters at least.
+
+    Raises:
+      MeshparError: its update needs arguments that training does not give, or changes
+        the shapes or dtypes of its state.
+    """
+    if isinstance(transformation, optax.MultiSteps):
+        transformation = transformation.gradient_transformation()
+    transformation = optax.with_extra_args_support(transformation)
+    nesting = Nesting({path: keys[path] for path in params})
+    try:
+        state = jax.eval_shape(transformation.init, nesting.nest(params))
+    except Exception:
+        # A mask or labels given as {path: value} fit the flat dict alone.
+        flat = Nesting({path: (path,) for path in params})
+        try:
+            state = jax.eval_shape(transformation.init, dict(params))
+        except Exception:
+            state = None
+        if state is None:
+            raise
+        nesting = flat
+    _refuse_lookahead(state)
+    reach = _traced_reach(transformation, nesting.nest(params), state, nesting)
+    forms = NestedState.of(state, nesting)
+    abstract_state = forms.flatten(state)
+    return Optimizer(transformation, nesting, abstract_state, reach, forms)
+
+
+def _refuse_lookahead(state: Any) -> None:
+    """Refuses optax.lookahead, whose parameters are pairs of weights."""
+
+    def is_lookahead(node: Any) -> bool:
+        return isinstance(node, optax.LookaheadState)
+
+    if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
+        raise MeshparError(
+            "optax.lookahead trains pairs of fast and slow weights "
+            "(optax.LookaheadParams), and a model has one set of weights: use its fast "
+            "optimizer, and meshpar.with_ema for weights that change slowly"
+        )
+
+
+def _traced_reach(
+    transformation: optax.GradientTransformationExtraArgs,
+    params: Any,
+    state: Any,
+    nesting: Nesting,
+) -> Reach:
+    """Traces one update on shapes alone and reads its reach."""
+
+    def update(grads: Any, state: Any, params: Any, loss: Array) -> Any:
+        return transformation.update(grads, state, params, value=loss, grad=grads)
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    trace = jax.make_jaxpr(update, return_shape=True)
+    try:
+        jaxpr, (_, new_state) = trace(params, state, params, loss)
+    except TypeError as error:
+        raise _missing_arguments(error) or error from error
+    _check_state(state, new_state)
+    paths = nesting.nest({path: path for path in nesting.keys})
+    num_state = len(jax.tree.leaves(state))
+    return read_reach(jaxpr.jaxpr, jax.tree.leaves(paths), num_state)
+
+
+def _missing_arguments(error: TypeError) -> MeshparError | None:
+    """The error of an update that lacks arguments; None if it is another error."""
+    _, found, names = str(error).partition(" argument")
+    if not found or "missing" not in str(error):
+        return None
+    missing = ", ".join(re.findall(r"'(\w+)'", names))
+    remedy = "use an optimizer that does without"
+    if "value_fn" in missing:
+        remedy = "use one without a line search, as optax.lbfgs(..., linesearch=None)"
+    return MeshparError(
+        f"the optimizer's update needs {missing}, and training gives it gradients, "
+        f"parameters, the loss (value) and the gradients again (grad): {remedy}"
+    )
+
+
+def _check_state(before: Any, after: Any) -> None:
+    """Refuses a state that does not keep its structure, shapes and dtypes."""
+    old, new = leaves_by_path(before), leaves_by_path(after)
+    for path in {**old, **new}:
+        kinds = [
+            f"{leaf.dtype}{list(leaf.shape)}" if leaf is not None else "missing"
+            for leaf in (old.get(path), new.get(path))
+        ]
+        if kinds[0] != kinds[1]:
+            raise MeshparError(
+                f"the optimizer's state {path} is {kinds[0]} before an update and "
+                f"{kinds[1]} after it; use an optimizer whose state keeps its form"
+            )

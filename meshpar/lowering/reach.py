@@ -1,0 +1,214 @@
+"""Reach of an optimizer: the elements on which each element of an update depends.
+
+    elementwise   on the same element alone: SGD, Adam
+    tensor-wide   on other elements of the same tensor: LAMB, Adafactor, Muon
+    tree-wide     on other tensors: clipping by a global norm
+
+It is read from the jaxpr of one update on abstract arrays of the real shapes, with
+nothing computed. Primitives that are not known to be elementwise count as mixing all
+elements, so the answer errs to the safe side.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
+    "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh "
+    "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
+    "integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg "
+    "nextafter not optimization_barrier or pcast polygamma population_count pow pvary "
+    "real reduce_precision rem round rsqrt select_n sharding_constraint shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan "
+    "tanh xor".split()
+)
+_REDUCTIONS = frozenset(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
+)
+_RESHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
+_POSITIONAL = frozenset(
+    "iota random_bits random_gamma rng_bit_generator threefry2x32".split()
+)
+_CALLS = frozenset(
+    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit "
+    "remat2".split()
+)
+_LOSS = 1
+"""The bit of the loss in a label; tensors follow it."""
+
+_LEAST_BYTES = 4
+"""Bytes of an element in a collective, at least: a compiler may widen it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far the updates of one optimizer reach.
+
+    Attributes:
+      mixed: parameters whose update depends on other elements of the same tensor.
+      crossed: parameters whose update depends on other tensors.
+      positional: whether it makes numbers by position, such as noise.
+      uses_loss: whether it uses the loss.
+      reduced_bytes: bytes of the results of its reductions.
+      moves: whether it moves elements beyond reductions (matmuls, sorting, loops).
+    """
+
+    mixed: frozenset[str]
+    crossed: frozenset[str]
+    positional: bool
+    uses_loss: bool
+    reduced_bytes: int
+    moves: bool
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether every element of an update depends on the same element alone."""
+        return not self.mixed and not self.crossed
+
+
+class _Label(NamedTuple):
+    """The inputs that a value depends on.
+
+    Attributes:
+      inputs: a bit for each of them.
+      mixed: whether an element depends on others than the one at its place.
+    """
+
+    inputs: int = 0
+    mixed: bool = False
+
+    def __or__(self, other: "_Label") -> "_Label":
+        return _Label(self.inputs | other.inputs, self.mixed or other.mixed)
+
+    def blended(self) -> "_Label":
+        """The label of a value of which each element depends on all elements."""
+        return _Label(self.inputs, self.inputs > _LOSS)
+
+
+def _join(labels: Sequence[_Label]) -> _Label:
+    joined = _Label()
+    for label in labels:
+        joined |= label
+    return joined
+
+
+class _Reader:
+    """Follows labels through the equations of jaxprs, and adds up their traffic."""
+
+    def __init__(self):
+        self.reduced_bytes = 0
+        self.moves = self.positional = False
+
+    def read(self, jaxpr: Any, labels: Sequence[_Label]) -> list[_Label]:
+        """The labels of a jaxpr's results from those of its arguments."""
+        known = dict(zip(jaxpr.invars, labels, strict=True))
+
+        def label(atom: Any) -> _Label:
+            literal = isinstance(atom, Literal)
+            return _Label() if literal else known.get(atom, _Label())
+
+        for eqn in jaxpr.eqns:
+            outs = self._equation(eqn, [label(atom) for atom in eqn.invars])
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return [label(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, labels: list[_Label]) -> list[_Label]:
+        name = eqn.primitive.name
+        if name == "cond":
+            return self._cond(eqn, labels)
+        if name in _CALLS:
+            inner = _inner_jaxpr(eqn.params)
+            if len(inner.invars) == len(labels):
+                return self.read(inner, labels)
+        if name == "optimization_barrier":
+            return labels
+        out = eqn.outvars[0].aval if eqn.outvars else None
+        if name in _POSITIONAL:
+            self.positional |= out.size > 1
+        if name in _ELEMENTWISE:
+            return [_elementwise(eqn.invars, labels, out)]
+        joined = _join(labels)
+        if name in _RESHAPES:
+            source = eqn.invars[0].aval
+            self.moves |= bool(joined.inputs) and _reorders(source.shape, out.shape)
+            return [joined if source.size == out.size else joined.blended()]
+        labelled = any(
+            label.inputs and atom.aval.size > 1
+            for label, atom in zip(labels, eqn.invars, strict=True)
+        )
+        if name in _REDUCTIONS:
+            if eqn.invars[0].aval.size == out.size:
+                return [joined]
+            if labelled:
+                size = max(out.dtype.itemsize, _LEAST_BYTES)
+                self.reduced_bytes += out.size * size
+        else:
+            self.moves |= labelled
+        return [joined.blended()] * len(eqn.outvars)
+
+    def _cond(self, eqn: Any, labels: list[_Label]) -> list[_Label]:
+        predicate, *rest = labels
+        branches = [self.read(b.jaxpr, rest) for b in eqn.params["branches"]]
+        return [
+            _join([predicate.blended(), *outs]) for outs in zip(*branches, strict=True)
+        ]
+
+
+def _inner_jaxpr(params: dict[str, Any]) -> Any:
+    """The jaxpr of a call, without the constants around it."""
+    closed = params.get("jaxpr") or params["call_jaxpr"]
+    return getattr(closed, "jaxpr", closed)
+
+
+def _elementwise(atoms: Sequence[Any], labels: list[_Label], out: Any) -> _Label:
+    """The label of an elementwise result; scalars spread to all of its elements."""
+    return _join(
+        [
+            label if atom.aval.size == out.size else label.blended()
+            for atom, label in zip(atoms, labels, strict=True)
+        ]
+    )
+
+
+def _reorders(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> bool:
+    """Whether a reshape merges or splits dims, other than dims of size 1."""
+    kept, new = ([n for n in dims if n > 1] for dims in (shape, new_shape))
+    return math.prod(kept) == math.prod(new) and kept != new
+
+
+def read_reach(jaxpr: Any, paths: Sequence[str], num_state: int) -> Reach:
+    """Reads the reach of an update.
+
+    Args:
+      jaxpr: of (gradients, state, parameters, loss) -> (updates, state), where
+        gradients, parameters and updates have one leaf per path.
+      paths: of the parameters, in the order of the leaves.
+      num_state: leaves of the state.
+    """
+    num = len(paths)
+    own = [_Label(_LOSS << i) for i in range(1, num + 1)]
+    state = [_Label()] * num_state
+    while True:  # The state carries dependencies from step to step.
+        reader = _Reader()
+        out = reader.read(jaxpr, [*own, *state, *own, _Label(_LOSS)])
+        carried = [a | b for a, b in zip(state, out[num:], strict=True)]
+        if carried == state:
+            break
+        state = carried
+    updates = dict(zip(paths, out[:num], strict=True))
+    return Reach(
+        mixed=frozenset(path for path, label in updates.items() if label.mixed),
+        crossed=frozenset(
+            path
+            for (path, label), itself in zip(updates.items(), own, strict=True)
+            if label.inputs & ~itself.inputs & ~_LOSS
+        ),
+        positional=reader.positional,
+        uses_loss=any(label.inputs & _LOSS for label in out),
+        reduced_bytes=reader.reduced_bytes,
+        moves=reader.moves,
+    )
