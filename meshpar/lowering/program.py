@@ -134,7 +134,10 @@ class Program:
 
     @functools.cached_property
     def _evaluate_params(self) -> Callable[[Params, Any], Metrics]:
-        return self._jit(self.lowering.evaluate, self._whole)
+        def evaluate(params: Params, batch: Any) -> Metrics:
+            return self.lowering.evaluate(params, batch).reported()
+
+        return self._jit(evaluate, self._whole)
 
     def _jit(self, fn: Callable, out_shardings: Any) -> Callable:
         """fn(x, batch) jitted on the mesh; checked first where it might deadlock."""

@@ -99,11 +99,10 @@ class TrainProgram(Program):
         """The collectives and the state that the layout declares for one step."""
         with jax.set_mesh(self.mesh):
             traced = self._traced(self.lowering.gradients)
-            shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
-        num_metrics = len(set(shapes[0]) | {"weight"})
+            found = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
         state = self.lowering.plan.bytes_per_device()
         return Contract(
-            tuple(self.lowering.declared(self.step_batch, num_metrics)),
+            tuple(self.lowering.declared(self.step_batch, found[0])),
             {kind: state[kind] for kind in ("parameters", "optimizer")},
         )
 
@@ -204,8 +203,9 @@ class TrainProgram(Program):
         shardings = {path: leaf.sharding for path, leaf in like.items()}
 
         def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-            metrics, grads = self.lowering.gradients(state, batch)
-            return metrics, order.in_model_order(grads) if order else grads
+            totals, grads = self.lowering.gradients(state, batch)
+            grads = order.in_model_order(grads) if order else grads
+            return totals.reported(), grads
 
         return self._jit(gradients, (self._whole, shardings))
 
@@ -260,7 +260,8 @@ def make_train_program(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with model_scope(lowering.layout, lowering.mesh):
-            return lowering.train_step(state, batch)
+            state, totals = lowering.train_step(state, batch)
+            return state, totals.reported()
 
     return TrainProgram(
         lowering,

@@ -11,7 +11,8 @@ from flax import traverse_util
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
-from meshpar.models.model import Model, checked_params, loss_and_aux
+from meshpar.models.metrics import LossResult, loss_result
+from meshpar.models.model import Model, checked_params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,12 +113,12 @@ def from_linen(
         args = (example_inputs,)
     functions = _LinenFunctions(module, args, kwargs, rngs)
 
-    def loss(params: Params, batch: Any, key: Array) -> tuple[Array, dict]:
-        return loss_and_aux(loss_fn(functions.bind(params, key), batch))
+    def loss(params: Params, batch: Any, key: Array) -> LossResult:
+        return loss_result(loss_fn(functions.bind(params, key), batch))
 
-    def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
+    def evaluation_loss(params: Params, batch: Any) -> LossResult:
         apply = functions.bind(params)
-        return loss_and_aux((evaluation_loss_fn or loss_fn)(apply, batch))
+        return loss_result((evaluation_loss_fn or loss_fn)(apply, batch))
 
     return Model(
         functions.params(), functions.init, loss, evaluation_loss, functions.bind

@@ -11,7 +11,8 @@ from flax import nnx
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key, LayeredModel, LayerStack
-from meshpar.models.model import Model, checked_params, loss_and_aux
+from meshpar.models.metrics import LossResult, loss_result
+from meshpar.models.model import Model, checked_params
 
 _DIM_NAMES = ("out_sharding", "sharding_names", "sharding")
 """Keys of an NNX variable's metadata that may hold its dim names, newest first."""
@@ -121,7 +122,7 @@ def _layered_model(
         depth=next(iter(depths.values()))[0],
         embed=lambda params, batch, key: layers.embed(whole(params, key), batch),
         layer=lambda params, x, key: layers.layer(layer(params, key), x),
-        head_loss=lambda params, x, batch, key: loss_and_aux(
+        head_loss=lambda params, x, batch, key: loss_result(
             layers.head_loss(whole(params, key), x, batch)
         ),
     )
@@ -165,17 +166,17 @@ def from_nnx(
         leaves = nnx.to_flat_state(nnx.state(model, nnx.Param))
         return {_path(keys): v.get_value() for keys, v in leaves}
 
-    def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
+    def loss(params: Params, batch: Any, key: Key) -> LossResult:
         if layered is not None:
             return layered.loss(params, batch, key)
-        return loss_and_aux(loss_fn(module(params, key), batch))
+        return loss_result(loss_fn(module(params, key), batch))
 
     def bind(params: Params) -> nnx.Module:
         return module(params, None)
 
-    def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
+    def evaluation_loss(params: Params, batch: Any) -> LossResult:
         if evaluation_loss_fn is None:
             return loss(params, batch, None)
-        return loss_and_aux(evaluation_loss_fn(bind(params), batch))
+        return loss_result(evaluation_loss_fn(bind(params), batch))
 
     return Model(params, init, loss, evaluation_loss, bind, layered)
