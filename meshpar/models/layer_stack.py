@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.scope import remat
-from meshpar.models.metrics import WEIGHT, LossResult, masked
+from meshpar.models.metrics import LossResult, masked
 
 Key = Array | None
 """A random key; None runs the model in evaluation mode."""
@@ -116,10 +116,11 @@ class LayeredModel:
         x = self.embed(shared, batch, fold_key(key, 0))
         x = scan(self.layer, stack, x, fold_key(key, 1))
         x, shared, carrier = _join_gradients((x, shared, _carrier(x)))
-        loss, aux = self.head_loss(shared, x, batch, fold_key(key, 2))
-        if WEIGHT in aux:
-            loss = _carry_weight(loss, carrier, aux[WEIGHT])
-        return LossResult(_before_backward(loss), aux)
+        result = self.head_loss(shared, x, batch, fold_key(key, 2))
+        loss, weight = result.loss, result.weight
+        if weight is not None:
+            loss = _carry_weight(loss, carrier, weight)
+        return result._replace(loss=_before_backward(loss))
 
 
 def _carrier(x: Any) -> Array:

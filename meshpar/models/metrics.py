@@ -76,7 +76,8 @@ class LossResult(NamedTuple):
     Attributes:
       loss: a scalar; the mean over this part.
       aux: {name: scalar or kind}. "weight", if there is one, is the weight of `loss`
-        against the losses of other parts.
+        against the losses of other parts: a `Sum` if the loss was a `Mean`, whose
+        weight it is, a scalar if the user gave it.
     """
 
     loss: Array
@@ -85,7 +86,8 @@ class LossResult(NamedTuple):
     @property
     def weight(self) -> Array | None:
         """The weight of the loss; None if all parts count the same."""
-        return self.aux.get(WEIGHT)
+        weight = self.aux.get(WEIGHT)
+        return weight.value if isinstance(weight, Sum) else weight
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -135,8 +137,9 @@ def loss_result(result: Any) -> LossResult:
             )
         _check_scalars("the loss", loss)
         weight = lax.stop_gradient(jnp.asarray(loss.weight))
-        loss, aux[WEIGHT] = divided(jnp.asarray(loss.total), weight), weight
-    elif isinstance(loss, KINDS):
+        loss = divided(jnp.asarray(loss.total), weight)
+        return LossResult(loss, {**_checked(aux), WEIGHT: Sum(weight)})
+    if isinstance(loss, KINDS):
         raise ValueError(
             f"loss_fn returned a loss of kind {type(loss).__name__}; return a scalar "
             "(the mean over the batch) or meshpar.Mean(total, weight)"
@@ -146,9 +149,14 @@ def loss_result(result: Any) -> LossResult:
             f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar "
             "(the mean over the batch) or meshpar.Mean(total, weight)"
         )
+    return LossResult(loss, _checked(aux))
+
+
+def _checked(aux: dict[str, Any]) -> dict[str, Any]:
+    """The metrics, after their names and shapes are checked."""
     for name, value in aux.items():
         _check_metric(name, value, aux)
-    return LossResult(loss, aux)
+    return aux
 
 
 def _check_metric(name: str, value: Any, aux: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Losses with weights, and metrics of every kind: the same numbers under all layouts."""
+"""Losses with weights, and metrics of every kind: the same under all layouts."""
 
 import functools
 
@@ -186,3 +186,81 @@ def test_a_batch_of_weight_0_changes_nothing(layout, lowering, head_loss):
         assert found["loss"] == found["error"] == found["weight"] == 0
     assert stepped["grad_norm"] == 0
     jax.tree.map(np.testing.assert_array_equal, host(state.params), before)
+
+
+@pytest.mark.parametrize("lowering", ["", "jit"])
+def test_a_replica_without_a_token_weighs_nothing(lowering):
+    """Rows 0 to 7 are those of the first replica."""
+    data = rows(masked=8)
+    program = lower(
+        divided_by_the_user,
+        "replica=2,fsdp=2",
+        data,
+        mode=meshpar.LocalSGD(period=1),
+        lowering=lowering,
+    )
+    state, found = program.step(program.init(0), data)
+    second = {name: x[8:] for name, x in data.items()}
+    alone = lower(divided_by_the_user, "data=1", second)
+    one_state, want = host(alone.step(alone.init(0), second))
+    for name in ("loss", "error", "tokens", "weight", "largest", "lowest", "final"):
+        assert found[name] == pytest.approx(want[name], rel=1e-5), name
+    other = data["other"]
+    assert found["wrong/weight"] == other.sum() > other[8:].sum()
+    # The first replica stays where it began, and the two are averaged.
+    begin = alone.init(0).params
+    middle = {path: (x + begin[path]) / 2 for path, x in one_state.params.items()}
+    averaged = host(program.weights(state))
+    assert relative_error(averaged, middle) < 1e-5
+    whole = lower(divided_by_the_user, "data=1", data)
+    params = jax.tree.map(jnp.asarray, averaged)
+    evaluated = host(program.evaluate(state, data))
+    for name, value in host(whole.evaluate_params(params, data)).items():
+        assert evaluated[name] == pytest.approx(value, rel=1e-5), name
+
+
+class Words(nnx.Module):
+    """Embedding and tied head over 64 tokens, which all stages share."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(
+            rngs.params.normal((64, WIDTH)), out_sharding=("vocab", None)
+        )
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def layers(rngs):
+            return Layer(rngs)
+
+        self.layers = layers(rngs)
+
+
+def masked_tokens(net, x_BLD, batch):
+    logits_BLV = jnp.einsum("BLD,VD->BLV", x_BLD, net.table[...])
+    losses_BL = meshpar.vocabulary.token_losses(logits_BLV, batch["targets"])
+    total, count = (losses_BL * batch["mask"]).sum(), batch["mask"].sum()
+    return total / count, {"weight": count, "largest": meshpar.Max(losses_BL.max())}
+
+
+def test_a_masked_loss_runs_with_a_split_vocabulary():
+    stack = meshpar.LayerStack(
+        stack="layers",
+        embed=lambda net, batch: meshpar.vocabulary.lookup(
+            net.table[...], batch["tokens"]
+        ),
+        layer=lambda layer, x: layer(x),
+        head_loss=masked_tokens,
+    )
+    words, random = meshpar.from_nnx(Words, stack), np.random.default_rng(0)
+    ids = random.integers(0, 64, (2, 8, 4), np.int32)
+    mask = random.choice([0, 1, 5], (8, 4)).astype(np.float32)
+    mask[::4] = 0  # The first microbatch.
+    data, results = {"tokens": ids[0], "targets": ids[1], "mask": mask}, []
+    for layout in ("data=1", "pipe=2,microbatches=4,vocab=pipe"):
+        devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
+        program = meshpar.lower(words, optax.sgd(0.1), layout, data, devices=devices)
+        results.append(host(program.gradients(program.init(0), data)))
+        assert program.violations() == []
+    (want, want_grads), (found, grads) = results
+    assert_equal(found, want)
+    assert relative_error(grads, want_grads) < 1e-5
