@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
+from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.inspection import Inspection, bytes_per_device
 from meshpar.lowering.portable import PortableState, StoredOrder
@@ -48,8 +49,9 @@ class TrainProgram(Program):
           batch: device arrays from `place_batch`, or this process's rows of it.
 
         Returns:
-          The next state, and metrics: loss, grad_norm (before clipping) and the
-          scalars of the model's aux, all means over the batch.
+          The next state, and metrics of the batch: loss, grad_norm (before clipping)
+          and those of the model's aux, each by its kind. The weight of a mean is
+          reported as "NAME/weight", that of the loss as "weight".
         """
         return self.compiled(state, self._placed(batch))
 
@@ -67,6 +69,25 @@ class TrainProgram(Program):
     def weights(self, state: TrainState) -> Params:
         """The weights that `evaluate` uses, {path: array}."""
         return state.params
+
+    @functools.cached_property
+    def _metric_kinds(self) -> dict[str, type]:
+        """The kinds of the metrics of steps and evaluations.
+
+        Raises:
+          MeshparError: a name has two kinds.
+        """
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        training = self._kinds_of(self.model.loss, key)
+        evaluation = super()._metric_kinds
+        for name, kind in training.items():
+            if evaluation.get(name, kind) is not kind:
+                raise MeshparError(
+                    f"aux[{name!r}] is a meshpar.{kind.__name__} in training and a "
+                    f"meshpar.{evaluation[name].__name__} in evaluation; give it one "
+                    "kind, or two names"
+                )
+        return evaluation | training
 
     # The step, compiled and read back.
 
