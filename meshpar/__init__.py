@@ -20,12 +20,17 @@ from meshpar.local_sgd import Overwrite as Overwrite
 from meshpar.local_sgd import Shift as Shift
 from meshpar.local_sgd import warm_up as warm_up
 from meshpar.lowering.ema import with_ema as with_ema
+from meshpar.lowering.metric_sums import MetricSums as MetricSums
 from meshpar.lowering.state import TrainState as TrainState
 from meshpar.lowering.train_program import TrainProgram as TrainProgram
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
+from meshpar.models import Last as Last
 from meshpar.models import LayerStack as LayerStack
+from meshpar.models import Max as Max
+from meshpar.models import Mean as Mean
 from meshpar.models import Model as Model
+from meshpar.models import Sum as Sum
 from meshpar.models import from_linen as from_linen
 from meshpar.models import from_nnx as from_nnx
 from meshpar.ops import vocabulary as vocabulary

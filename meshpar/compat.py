@@ -61,3 +61,11 @@ def detected_cluster() -> tuple[str, int, int] | None:
         )
         return address, num, int(kind.get_process_id())
     return None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(number of constants, number of carried values) of a scan in a jaxpr."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))

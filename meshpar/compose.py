@@ -5,6 +5,7 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
+from meshpar.layouts.axes import REPLICA, TOKEN_AXES
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
@@ -34,6 +36,7 @@ from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
+from meshpar.models.row_check import Split, check_losses
 from meshpar.pipeline import pipedream
 from meshpar.pipeline import runner as pipeline
 from meshpar.pipeline.layer_order import LayerOrder
@@ -113,6 +116,7 @@ def lower(
     state = _abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
+    _check_parts(model, layout, names, batch)
     lowerings = [_make_lowering(name, parts, spec) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
@@ -250,6 +254,21 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
             f"remat={layout.remat}: the model has no rematerialization point; wrap "
             "its layer in layouts.remat(layer)"
         )
+
+
+def _check_parts(
+    model: Model, layout: Layout, lowerings: list[str], batch: Any
+) -> None:
+    """Refuses a loss that parts of the batch cannot give, where it is split."""
+    axes = {REPLICA, *(TOKEN_AXES if ShardMapLowering.name in lowerings else ())}
+    splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
+    if layout.microbatches > 1:
+        splits["microbatches"] = layout.microbatches
+    if splits:
+        why = ",".join(f"{name}={n}" for name, n in splits.items())
+        evaluates = layout.pipe > 1 or layout.replica > 1
+        split = Split(math.prod(splits.values()), why)
+        check_losses(model, batch, split, evaluates)
 
 
 def _abstract_state(

@@ -34,6 +34,7 @@ from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSte
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.replicas import replica_average, with_replicas
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.totals import Totals
 from meshpar.lowering.train_program import TrainProgram
 
 
@@ -105,11 +106,11 @@ class LocalProgram(TrainProgram):
         clock.read(state)
         actions = self.schedule.actions(clock.step + 1)
         actions = clock.check(actions, self.mode.staleness)
-        state, metrics = self.programs.run(actions.transfer, state, batch)
+        state, totals = self.programs.run(actions.transfer, state, batch)
         state = self._synchronize(state, actions)
         clock.advance(actions, state)
         return state, {
-            **self._means_of(metrics),
+            **self._reported(totals),
             "replica_bytes": sent_bytes(self.exchange, actions),
             **clock.sync_ages(),
         }
@@ -127,17 +128,11 @@ class LocalProgram(TrainProgram):
         return state
 
     @functools.cached_property
-    def _means_of(self) -> Callable[[Metrics], Metrics]:
-        """Metrics [R] to their means, weighted by "weight" if it is among them."""
-
-        def means(metrics: Metrics) -> Metrics:
-            weight = metrics.get("weight", jnp.ones(self.layout.replica))
-            return {
-                name: x.sum() if name == "weight" else (x * weight).sum() / weight.sum()
-                for name, x in metrics.items()
-            }
-
-        return jax.jit(means, out_shardings=self._whole)
+    def _reported(self) -> Callable[[Totals], Metrics]:
+        """From the totals [R] of all replicas to metrics of the whole batch."""
+        return jax.jit(
+            lambda totals: totals.over_rows().reported(), out_shardings=self._whole
+        )
 
     @functools.cached_property
     def _init(self) -> Callable[[Any], LocalState]:

@@ -17,7 +17,7 @@ import numpy as np
 from meshpar.local_sgd.schedule import Transfer
 from meshpar.local_sgd.steps import STACKED, LocalState, LocalSteps
 from meshpar.lowering.inspection import Inspection
-from meshpar.lowering.state import Metrics
+from meshpar.lowering.totals import Totals
 from meshpar.lowering.train_program import inspect_step
 
 
@@ -84,8 +84,8 @@ class StepPrograms:
         transfer: Transfer | None,
         state: LocalState,
         batch: Any,
-    ) -> tuple[LocalState, Metrics]:
-        """Runs the inner step and a transfer; `state` is donated; metrics [R]."""
+    ) -> tuple[LocalState, Totals]:
+        """Runs the inner step and a transfer; `state` is donated; totals [R]."""
         assert self._all_compiled
         program = self.inspection(transfer).compiled
         return program(state, batch, *transfer_index(transfer))

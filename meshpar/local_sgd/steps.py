@@ -24,6 +24,7 @@ from meshpar.local_sgd.schedule import Transfer
 from meshpar.local_sgd.sync_state import SyncState
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.totals import Totals
 from meshpar.mesh.platform import platform_of
 from meshpar.models.model_scope import model_scope
 
@@ -160,23 +161,27 @@ class LocalSteps:
             check_vma=False,
         )(params, sync, *rest)
 
-    def stepped(self, state: LocalState, batch: Any) -> tuple[LocalState, Metrics]:
-        """The inner step of all replicas; metrics [R]."""
+    def stepped(self, state: LocalState, batch: Any) -> tuple[LocalState, Totals]:
+        """The inner step of all replicas; totals [R]."""
 
         def step(state: TrainState, batch: Any) -> tuple:
-            new, metrics = self.lowering.train_step(state, batch)
-            metrics = {name: jnp.float32(x) for name, x in metrics.items()}
-            return new.params, new.optimizer_state, metrics
+            new, totals = self.lowering.train_step(state, batch)
+            return new.params, new.optimizer_state, self._totals_of_replica(totals)
 
-        params, optimizer_state, metrics = self.per_replica(step)(state, batch)
+        params, optimizer_state, totals = self.per_replica(step)(state, batch)
         new = state._replace(
             step=state.step + 1, params=params, optimizer_state=optimizer_state
         )
-        return new, metrics
+        return new, totals
+
+    def _totals_of_replica(self, totals: Totals) -> Totals:
+        """A replica's totals, to which those of the other replicas can be added."""
+        replicas = self.lowering.mesh.shape[REPLICA]
+        return totals.last_where(lax.axis_index(REPLICA) == replicas - 1)
 
     def stepped_beside(
         self, kind: Transfer, state: LocalState, batch: Any, index: tuple
-    ) -> tuple[LocalState, Metrics]:
+    ) -> tuple[LocalState, Totals]:
         """The inner step and a transfer during it.
 
         Args:
@@ -190,8 +195,8 @@ class LocalSteps:
             return params, self.exchange.transfer(sync, kind, index)
 
         sync = self._per_device(transfer, {}, state.sync, *index)[1]
-        state, metrics = self.stepped(state, batch)
-        return state._replace(sync=sync), metrics
+        state, totals = self.stepped(state, batch)
+        return state._replace(sync=sync), totals
 
     def launched(self, fragment: int, state: LocalState) -> LocalState:
         """The state after the snapshot of a fragment."""
@@ -272,13 +277,8 @@ class LocalSteps:
 
         def evaluate(state: TrainState, batch: Any) -> Metrics:
             average = {path: _replica_mean(x) for path, x in state.params.items()}
-            metrics = self.lowering.evaluate(average, batch)
-            weight = jnp.float32(metrics.get("weight", 1.0))
-            total = lax.psum(weight, REPLICA)
-            means = {
-                name: lax.psum(weight * x, REPLICA) / total
-                for name, x in metrics.items()
-            }
+            totals = self._totals_of_replica(self.lowering.evaluate(average, batch))
+            metrics = totals.over((REPLICA,)).reported()
             trained = self.lowering.plan.trained(average)
             distance = sum(
                 jnp.sum(jnp.square(state.params[path] - x))
@@ -286,8 +286,6 @@ class LocalSteps:
             )
             norm = sum(jnp.sum(jnp.square(x)) for x in trained.values())
             drift = lax.pmean(jnp.sqrt(distance), REPLICA) / jnp.sqrt(norm)
-            if "weight" in metrics:
-                means["weight"] = total
-            return means | {"drift": drift}
+            return metrics | {"drift": drift}
 
         return _first(self.per_replica(evaluate)(state, batch))

@@ -31,7 +31,8 @@ from meshpar.lowering.memory import (
     trace_layer,
 )
 from meshpar.lowering.optimizer import Optimizer
-from meshpar.lowering.state import Metrics, TrainState, cast_params
+from meshpar.lowering.state import TrainState, cast_params
+from meshpar.lowering.totals import Totals
 from meshpar.models.model import Model
 
 
@@ -71,30 +72,30 @@ class Lowering:
 
     # The functions of a step.
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-        """Loss, aux and gradients, sharded as the plan says, before clipping."""
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Totals, Params]:
+        """Totals of the batch and its gradients, before clipping."""
         raise NotImplementedError
 
-    def evaluate(self, params: Params, batch: Any) -> Metrics:
-        """Loss and aux of the model in evaluation mode."""
-        loss, aux = self.model.evaluation_loss(self.weights(params), batch)
-        return {"loss": loss.astype(jnp.float32), **aux}
+    def evaluate(self, params: Params, batch: Any) -> Totals:
+        """Totals of the batch in evaluation mode."""
+        return Totals.of(self.model.evaluation_loss(self.weights(params), batch))
 
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer, which runs on shards; adds grad_norm."""
-        metrics, grads = self.gradients(state, batch)
+        totals, grads = self.gradients(state, batch)
         grads = self.shard(grads, self.plan.specs)
         grad_norm = optax.tree.norm(grads)
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         trained = self.plan.trained(state.params)
+        loss = totals.reported()["loss"]
         updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, trained, metrics["loss"]
+            grads, state.optimizer_state, trained, loss
         )
         params = state.params | optax.apply_updates(trained, updates)
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)
-        return new, metrics | {"grad_norm": grad_norm}
+        return new, totals.with_mean("grad_norm", grad_norm)
 
     def weights(self, params: Params) -> Params:
         """The copies that the loss uses: whole over fsdp below zero=3."""
@@ -124,14 +125,14 @@ class Lowering:
         """Why the steps do not equal those of one device on purpose; "" if they do."""
         return ""
 
-    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+    def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
         """The collectives of one training step.
 
         Args:
           batch: abstract batch of one replica.
-          num_metrics: scalars that `gradients` returns beside the gradients.
+          totals: abstract totals that `gradients` returns.
         """
-        del batch, num_metrics
+        del batch, totals
         axes = self.axes_in_use
         if not axes:
             return

@@ -32,12 +32,11 @@ from meshpar.layouts.axes import (
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.lowering.batches import batch_specs
-from meshpar.lowering.state import Metrics, cast_params
+from meshpar.lowering.state import cast_params
+from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.metrics import LossResult
 from meshpar.models.model_scope import model_scope
-
-WEIGHT = "weight of the batch"
-"""Name under which the weight of the batch is summed among the metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,30 +177,22 @@ class Frame:
         first = lax.axis_index(rows) if rows else jnp.uint32(0)
         return for_shard(key, first, *split)
 
-    def weigh(self, loss: Array, aux: Metrics) -> tuple[Array, Metrics]:
-        """The loss times its weight, and all metrics times that weight.
+    def totals(self, result: LossResult, is_last: Any = True) -> Totals:
+        """Loss and metrics of this device's samples, each times its weight.
 
         Args:
-          loss: mean loss of this device's samples.
-          aux: scalars beside it; "weight" is the weight of the loss, 1 without.
+          result: of the loss of this device's samples.
+          is_last: whether they are the last microbatch.
         """
-        weight = self.vary(jnp.float32(aux.get("weight", 1.0)))
-        metrics = {
-            name: lax.stop_gradient(weight) * self.vary(jnp.float32(x))
-            for name, x in ({"loss": loss} | aux).items()
-            if name != "weight"
-        }
-        given = {"weight": weight} if "weight" in aux else {}
-        return metrics["loss"], {WEIGHT: weight, **metrics, **given}
+        if self.batch_axes:
+            shard, count = lax.axis_index(self.batch_axes), self.ways(self.batch_axes)
+            is_last = is_last & (shard == count - 1)
+        totals = Totals.of(result).last_where(is_last)
+        return jax.tree.map(self.vary, totals)
 
-    def means(self, metrics: Metrics) -> Metrics:
-        """From sums on every device to means, and the weight of the whole batch."""
-        names = [name for name in metrics if name != "weight"]
-        sums = lax.psum(jnp.stack([metrics[name] for name in names]), self.manual_axes)
-        total = dict(zip(names, sums, strict=True))
-        weight = total[WEIGHT]
-        means = {name: x / weight for name, x in total.items()} | {WEIGHT: weight}
-        return means | ({"weight": weight} if "weight" in metrics else {})
+    def over_devices(self, totals: Totals) -> Totals:
+        """From the totals of every device to those of the whole batch."""
+        return totals.over(self.manual_axes)
 
     def stage_weights(self, dtype: Any = None) -> Shapes:
         """{path: whole weight of one pipeline stage}, in the dtype that travels.

@@ -19,7 +19,9 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 from meshpar.lowering.base import Lowering
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.state import TrainState
+from meshpar.lowering.totals import Totals
+from meshpar.models.metrics import LossResult, masked, nonzero
 from meshpar.models.model import Model
 
 
@@ -42,30 +44,34 @@ class JitLowering(Lowering):
             )
         return ""
 
-    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+    def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
         """The collectives of one training step, without a bound."""
-        yield from super().declared(batch, num_metrics)
+        yield from super().declared(batch, totals)
         if axes := self.axes_in_use:
             why = "lowering=jit: the compiler chooses"
             yield DeclaredCollective(
                 "any", axes, self.ways(axes), 0, math.inf, why, bound=True
             )
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-        """Loss, aux and gradients, sharded as the plan says, before clipping."""
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Totals, Params]:
+        """Totals of the batch and gradients, sharded as the plan says."""
         key, weights = state.key(), self.weights(state.params)
         trained = self.plan.trained(weights)
         specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
 
-        def loss_fn(params: Params, batch: Any, key: Array):
-            loss, aux = self.model.loss(weights | params, batch, key)
-            return loss.astype(jnp.float32), aux
+        def loss_fn(params: Params, batch: Any, key: Array) -> tuple[Array, LossResult]:
+            result = self.model.loss(weights | params, batch, key)
+            return result.loss.astype(jnp.float32), result
 
-        def microbatch(batch: Any, key: Array) -> tuple[Metrics, Params]:
+        def microbatch(batch: Any, key: Array) -> tuple[Totals, Params]:
             with_aux = jax.value_and_grad(loss_fn, has_aux=True)
-            (loss, aux), grads = with_aux(trained, batch, key)
-            grads = {k: g.astype(state.params[k].dtype) for k, g in grads.items()}
-            return {"loss": loss, **aux}, self.shard(grads, specs)
+            (_, result), grads = with_aux(trained, batch, key)
+            totals = Totals.of(result)
+            grads = {
+                k: masked(totals.weight, g).astype(state.params[k].dtype)
+                for k, g in grads.items()
+            }
+            return totals, self.shard(grads, specs)
 
         if self.plan.layout.microbatches == 1:
             return microbatch(batch, key)
@@ -80,33 +86,33 @@ class JitLowering(Lowering):
 
     def _accumulate(
         self,
-        microbatch: Callable[[Any, Array], tuple[Metrics, Params]],
+        microbatch: Callable[[Any, Array], tuple[Totals, Params]],
         batch: Any,
         key: Array,
         params: Params,
         specs: dict[str, PartitionSpec],
-    ) -> tuple[Metrics, Params]:
-        """Means over microbatches, each weighted by its aux["weight"] (1 without)."""
+    ) -> tuple[Totals, Params]:
+        """Totals of the microbatches, and the means of their gradients by weight."""
         num = self.plan.layout.microbatches
         batches = jax.tree.map(self._split_rows, split_microbatches(batch, num))
         first = jax.tree.map(lambda x: x[0], batches)
-        metrics, _ = jax.eval_shape(microbatch, first, key)
-        weighted = "weight" in metrics
 
         def body(sums: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
             m, batch = m_batch
-            metrics, grads = microbatch(batch, jax.random.fold_in(key, m))
-            weight = jnp.float32(metrics.pop("weight", 1.0))
-            new = weight, *jax.tree.map(lambda x: weight * x, (metrics, grads))
-            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
-            return (*total[:2], self.shard(total[2], specs)), None
+            totals, new = microbatch(batch, jax.random.fold_in(key, m))
+            grads = {
+                path: x + (totals.divisor * new[path]).astype(x.dtype)
+                for path, x in sums[1].items()
+            }
+            sums = sums[0].added(totals.last_where(m == num - 1))
+            return (sums, self.shard(grads, specs)), None
 
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32),
-            ({k: v for k, v in metrics.items() if k != "weight"}, params),
-        )
-        sums = jnp.zeros((), jnp.float32), zeros[0], self.shard(zeros[1], specs)
-        sums, _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
-        weight, metrics, grads = sums[0], *jax.tree.map(lambda x: x / sums[0], sums[1:])
-        grads = {path: g.astype(params[path].dtype) for path, g in grads.items()}
-        return metrics | ({"weight": weight} if weighted else {}), grads
+        empty = jax.eval_shape(microbatch, first, key)[0].empty()
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        sums = empty, self.shard(zeros, specs)
+        (totals, sums), _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
+        weight = nonzero(totals.divisor)
+        grads = {
+            path: (x / weight).astype(params[path].dtype) for path, x in sums.items()
+        }
+        return totals, grads

@@ -12,15 +12,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, abstract
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer
 from meshpar.lowering.inspection import read_collectives
+from meshpar.lowering.metric_sums import MetricSums
 from meshpar.lowering.portable import StoredOrder
 from meshpar.lowering.state import Metrics
 from meshpar.mesh.platform import platform_of
+from meshpar.models.metrics import KINDS
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 
@@ -84,6 +86,23 @@ class Program:
         """
         return self._evaluate_params(params, self._placed(batch))
 
+    def metric_sums(self) -> MetricSums:
+        """Adds up the metrics of steps or evaluations by their kinds."""
+        return MetricSums(self._metric_kinds)
+
+    @functools.cached_property
+    def _metric_kinds(self) -> dict[str, type]:
+        """{name: kind} of the metrics that are not weighted as the loss is."""
+        return self._kinds_of(self.model.evaluation_loss)
+
+    def _kinds_of(self, loss: Callable, *more: Any) -> dict[str, type]:
+        """The kinds that loss(params, batch, *more) returns."""
+        arguments = abstract(self.model.params), self.abstract_batch, *more
+        with jax.set_mesh(self.mesh), model_scope(self.layout, self.mesh):
+            result = jax.eval_shape(lambda *a: loss(*a), *arguments)
+        metrics = result.metrics.items()
+        return {name: type(x) for name, x in metrics if isinstance(x, KINDS)}
+
     @functools.cached_property
     def batches(self) -> BatchPlacer:
         """Places batches on the devices."""
@@ -134,7 +153,10 @@ class Program:
 
     @functools.cached_property
     def _evaluate_params(self) -> Callable[[Params, Any], Metrics]:
-        return self._jit(self.lowering.evaluate, self._whole)
+        def evaluate(params: Params, batch: Any) -> Metrics:
+            return self.lowering.evaluate(params, batch).reported()
+
+        return self._jit(evaluate, self._whole)
 
     def _jit(self, fn: Callable, out_shardings: Any) -> Callable:
         """fn(x, batch) jitted on the mesh; checked first where it might deadlock."""

@@ -15,7 +15,8 @@ from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.memory import Held, TracedLayer
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.state import TrainState
+from meshpar.lowering.totals import Totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Runner:
         """The dtype in which gradients are added up; None where nothing is added."""
         raise NotImplementedError
 
-    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
-        """Metrics and gradients summed over this shard's samples, inside shard_map."""
+    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
+        """Totals and gradients summed over this shard's samples, inside shard_map."""
         raise NotImplementedError
 
     @property
@@ -49,7 +50,7 @@ class Runner:
         """Whether the runner updates weights itself (`train_step`)."""
         return False
 
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of training, for runners that update weights themselves."""
         raise NotImplementedError
 
@@ -58,8 +59,8 @@ class Runner:
         """Whether the runner evaluates the model itself (`evaluate`)."""
         return False
 
-    def evaluate(self, params: Params, batch: Any) -> Metrics:
-        """Loss and aux in evaluation mode."""
+    def evaluate(self, params: Params, batch: Any) -> Totals:
+        """Totals of the whole batch in evaluation mode."""
         raise NotImplementedError
 
     @property

@@ -13,8 +13,9 @@ from meshpar.collectives.microbatch import split_microbatches
 from meshpar.fsdp.layer_scan import differentiable
 from meshpar.fsdp.terms import LayerPass
 from meshpar.lowering.runner import Runner
-from meshpar.lowering.state import Metrics
+from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key, fold_key
+from meshpar.models.metrics import LossResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,46 +33,49 @@ class ScanRunner(Runner):
         """Float32 for sums over microbatches; one microbatch adds up nothing."""
         return jnp.float32 if self.frame.layout.microbatches > 1 else None
 
-    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
-        """Metrics and gradients summed over this shard's samples."""
+    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
+        """Totals and gradients summed over this shard's samples."""
         leaves, constants = self.zero.leaves(params)
 
-        def gradients(batch: Any, key: Array) -> tuple[Metrics, Params]:
-            def loss_fn(leaves: Params) -> tuple[Array, Metrics]:
-                return self.frame.weigh(*self._loss(leaves, constants, batch, key))
+        def gradients(batch: Any, key: Array, is_last: Any) -> tuple[Totals, Params]:
+            def loss_fn(leaves: Params) -> tuple[Array, Totals]:
+                result = self._loss(leaves, constants, batch, key)
+                totals = self.frame.totals(result, is_last)
+                return totals.loss, totals
 
-            weighted, backward, metrics = jax.vjp(loss_fn, leaves, has_aux=True)
-            return metrics, backward(jnp.ones_like(weighted))[0]
+            weighted, backward, totals = jax.vjp(loss_fn, leaves, has_aux=True)
+            return totals, backward(jnp.ones_like(weighted))[0]
 
         with self.frame.scope():
             if self.frame.layout.microbatches == 1:
-                return gradients(batch, key)
+                return gradients(batch, key, True)
             return self._accumulate(gradients, batch, key)
 
     def _accumulate(
         self,
-        gradients: Callable[[Any, Array], tuple[Metrics, Params]],
+        gradients: Callable[[Any, Array, Any], tuple[Totals, Params]],
         batch: Any,
         key: Array,
-    ) -> tuple[Metrics, Params]:
+    ) -> tuple[Totals, Params]:
         """Sums of `gradients` over the microbatches, in float32."""
         num = self.frame.layout.microbatches
         batches = split_microbatches(batch, num)
         first = jax.tree.map(lambda x: x[0], batches)
-        zeros = jax.tree.map(
-            lambda x: self.frame.vary(jnp.zeros(x.shape, jnp.float32)),
-            jax.eval_shape(gradients, first, key),
-        )
+        totals, grads = jax.eval_shape(gradients, first, key, True)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), grads)
+        empty = jax.tree.map(self.frame.vary, (totals.empty(), zeros))
 
         def body(sums: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
-            new = gradients(m_batch[1], fold_key(key, m_batch[0]))
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new), None
+            m, batch = m_batch
+            totals, new = gradients(batch, fold_key(key, m), m == num - 1)
+            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], new)
+            return (sums[0].added(totals), grads), None
 
-        return lax.scan(body, zeros, (jnp.arange(num), batches))[0]
+        return lax.scan(body, empty, (jnp.arange(num), batches))[0]
 
     def _loss(
         self, leaves: Params, constants: Params, batch: Any, key: Key
-    ) -> tuple[Array, Metrics]:
+    ) -> LossResult:
         """The model's loss, with weights made whole as ZeRO says."""
         layered = self.frame.layered
         shared_constants, stack_constants = layered.split(constants)

@@ -27,11 +27,15 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.base import Lowering
-from meshpar.lowering.frame import WEIGHT, Frame
+from meshpar.lowering.frame import Frame
 from meshpar.lowering.memory import Held, TracedLayer, trace_layer
 from meshpar.lowering.runner import Runner
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.state import TrainState
+from meshpar.lowering.totals import Totals
+from meshpar.models.metrics import nonzero
 from meshpar.models.model import Model
+
+_METRICS = "loss and metrics", "metrics of kind Max"
 
 _SUBLAYERS = 2
 _FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
@@ -82,25 +86,25 @@ class ShardMapLowering(Lowering):
 
     # The functions of a step.
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-        """Loss, aux and gradients, sharded as the plan says, before clipping."""
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Totals, Params]:
+        """Totals of the batch and its gradients, before clipping."""
         out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
         mapped = self.frame.mapped(self._gradients, batch, out_specs)
         return mapped(state.params, state.key(), batch)
 
     def _gradients(
         self, params: Params, key: Array, batch: Any
-    ) -> tuple[Metrics, Params]:
+    ) -> tuple[Totals, Params]:
         """`gradients` on one shard of the batch."""
         sums = self.runner.sums(params, batch, self.frame.shard_key(key))
         return self._means(*sums, params)
 
     def _means(
-        self, metrics: Metrics, grads: Params, params: Params
-    ) -> tuple[Metrics, Params]:
+        self, totals: Totals, grads: Params, params: Params
+    ) -> tuple[Totals, Params]:
         """From sums on every device to means over the whole batch."""
-        means = self.frame.means(metrics)
-        weight = means.pop(WEIGHT)
+        totals = self.frame.over_devices(totals)
+        weight = nonzero(totals.divisor)
         if self.zero.transports.widens:
             grads = {path: x.astype(jnp.float32) for path, x in grads.items()}
         grads = self.zero.scattered(grads)
@@ -109,20 +113,20 @@ class ShardMapLowering(Lowering):
             path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
             for path, x in grads.items()
         }
-        return means, grads
+        return totals, grads
 
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer; adds grad_norm."""
         if self.runner.trains:
             return self.runner.train_step(state, batch)
         return super().train_step(state, batch)
 
-    def evaluate(self, params: Params, batch: Any) -> Metrics:
-        """Loss and aux of the model in evaluation mode."""
+    def evaluate(self, params: Params, batch: Any) -> Totals:
+        """Totals of the batch in evaluation mode."""
         if not self.runner.evaluates:
             return super().evaluate(params, batch)
 
-        def shard(params: Params, _: Array, batch: Any) -> Metrics:
+        def shard(params: Params, _: Array, batch: Any) -> Totals:
             return self.runner.evaluate(params, batch)
 
         mapped = self.frame.mapped(shard, batch, PartitionSpec())
@@ -135,14 +139,16 @@ class ShardMapLowering(Lowering):
         """Why the steps do not equal those of one device on purpose; "" if they do."""
         return self.runner.reason_not_equal
 
-    def declared(self, batch: Any, num_metrics: int) -> Iterator[DeclaredCollective]:
+    def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
         """The collectives of one training step."""
-        yield from super().declared(batch, num_metrics)
+        yield from super().declared(batch, totals)
         if manual := self.frame.manual_axes:
-            ways, size = self.ways(manual), 4 * num_metrics
-            yield DeclaredCollective(
-                "all_reduce", manual, ways, 1, size, "loss and metrics"
-            )
+            ways = self.ways(manual)
+            for num, why in zip(totals.num_reduced, _METRICS, strict=True):
+                if num:
+                    yield DeclaredCollective(
+                        "all_reduce", manual, ways, 1, 4 * num, why
+                    )
             own = self.runner.declared_reductions()
             yield from self._declared_zero() if own is None else own
         yield from self._declared_tensor(batch)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
+from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.ema import ema_weights
 from meshpar.lowering.inspection import Inspection, bytes_per_device
@@ -49,8 +50,9 @@ class TrainProgram(Program):
           batch: device arrays from `place_batch`, or this process's rows of it.
 
         Returns:
-          The next state, and metrics: loss, grad_norm (before clipping) and the
-          scalars of the model's aux, all means over the batch.
+          The next state, and metrics of the batch: loss, grad_norm (before clipping)
+          and those of the model's aux, each by its kind. The weight of a mean is
+          reported as "NAME/weight", that of the loss as "weight".
         """
         return self.compiled(state, self._placed(batch))
 
@@ -76,6 +78,25 @@ class TrainProgram(Program):
           MeshparError: the optimizer keeps none.
         """
         return ema_weights(state)
+
+    @functools.cached_property
+    def _metric_kinds(self) -> dict[str, type]:
+        """The kinds of the metrics of steps and evaluations.
+
+        Raises:
+          MeshparError: a name has two kinds.
+        """
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        training = self._kinds_of(self.model.loss, key)
+        evaluation = super()._metric_kinds
+        for name, kind in training.items():
+            if evaluation.get(name, kind) is not kind:
+                raise MeshparError(
+                    f"aux[{name!r}] is a meshpar.{kind.__name__} in training and a "
+                    f"meshpar.{evaluation[name].__name__} in evaluation; give it one "
+                    "kind, or two names"
+                )
+        return evaluation | training
 
     # The step, compiled and read back.
 
@@ -108,11 +129,10 @@ class TrainProgram(Program):
         """The collectives and the state that the layout declares for one step."""
         with jax.set_mesh(self.mesh):
             traced = self._traced(self.lowering.gradients)
-            shapes = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
-        num_metrics = len(set(shapes[0]) | {"weight"})
+            found = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
         state = self.lowering.plan.bytes_per_device()
         return Contract(
-            tuple(self.lowering.declared(self.step_batch, num_metrics)),
+            tuple(self.lowering.declared(self.step_batch, found[0])),
             {kind: state[kind] for kind in ("parameters", "optimizer")},
         )
 
@@ -215,8 +235,9 @@ class TrainProgram(Program):
         shardings = {path: leaf.sharding for path, leaf in like.items()}
 
         def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-            metrics, grads = self.lowering.gradients(state, batch)
-            return metrics, order.in_model_order(grads) if order else grads
+            totals, grads = self.lowering.gradients(state, batch)
+            grads = order.in_model_order(grads) if order else grads
+            return totals.reported(), grads
 
         return self._jit(gradients, (self._whole, shardings))
 
@@ -271,7 +292,8 @@ def make_train_program(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with model_scope(lowering.layout, lowering.mesh):
-            return lowering.train_step(state, batch)
+            state, totals = lowering.train_step(state, batch)
+            return state, totals.reported()
 
     return TrainProgram(
         lowering,

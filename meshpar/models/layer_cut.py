@@ -18,7 +18,7 @@ from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_call import Arguments, LayerCall, is_floating
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
-from meshpar.models.model import loss_and_aux
+from meshpar.models.metrics import LossResult, loss_result
 
 OnCall = Callable[[int, tuple, dict[str, Any]], Any]
 """(number of a layer, args, kwargs) -> what the call of that layer returns."""
@@ -122,7 +122,7 @@ class LayerCut:
 
     def head_loss(
         self, shared: Params, x: LayerCall, batch: Any, key: Key
-    ) -> tuple[Any, dict]:
+    ) -> LossResult:
         """The loss function, with x in place of the output of every layer."""
         head = _Head(self, x, key)
         result = self._run(shared, batch, key, head)
@@ -132,7 +132,7 @@ class LayerCut:
                 f"layers={self.layers!r}: the loss function calls {head.num_called} of "
                 f"{total} layers; it has to call each of them once"
             )
-        return loss_and_aux(result)
+        return loss_result(result)
 
     def layered_model(self) -> LayeredModel:
         """The model layer by layer."""

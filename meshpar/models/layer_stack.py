@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.scope import remat
+from meshpar.models.metrics import LossResult, masked
 
 Key = Array | None
 """A random key; None runs the model in evaluation mode."""
@@ -87,7 +88,8 @@ class LayeredModel:
       depth: number of layers, the first dim of every stacked parameter.
       embed: (shared parameters, batch, key) -> x.
       layer: (parameters of one layer, x, key, context) -> x.
-      head_loss: (shared parameters, x, batch, key) -> (loss, aux).
+      head_loss: (shared parameters, x, batch, key) -> (loss, aux), by
+        `loss_result`.
       context: (shared parameters, batch, key of embed) -> arrays that all layers read
         and that no gradient passes through, such as masks and positions.
       evaluates: whether evaluation runs these functions too, without a key; False if
@@ -98,7 +100,7 @@ class LayeredModel:
     depth: int
     embed: Callable[[Params, Any, Key], Any]
     layer: Layer
-    head_loss: Callable[[Params, Any, Any, Key], tuple[Array, dict]]
+    head_loss: Callable[[Params, Any, Any, Key], LossResult]
     context: Callable[[Params, Any, Key], Any] = _no_context
     evaluates: bool = True
 
@@ -113,8 +115,8 @@ class LayeredModel:
         batch: Any,
         key: Key,
         scan: Callable[[Layer, Params, Any, Key, Any], Any] = scan_layers,
-    ) -> tuple[Array, dict]:
-        """The loss of the whole model: (loss, aux).
+    ) -> LossResult:
+        """The loss of the whole model; its gradient is 0 where its weight is 0.
 
         Args:
           params: {path: array}.
@@ -126,26 +128,63 @@ class LayeredModel:
         x = self.embed(shared, batch, fold_key(key, 0))
         context = self.context(shared, batch, fold_key(key, 0))
         x = scan(self.layer, stack, x, fold_key(key, 1), context)
-        x, shared = _join_gradients((x, shared))
-        loss, aux = self.head_loss(shared, x, batch, fold_key(key, 2))
-        return _before_backward(loss), aux
+        x, shared, carrier = _join_gradients((x, shared, _carrier(x)))
+        result = self.head_loss(shared, x, batch, fold_key(key, 2))
+        loss, weight = result.loss, result.weight
+        if weight is not None:
+            loss = _carry_weight(loss, carrier, weight)
+        return result._replace(loss=_before_backward(loss))
+
+
+def _carrier(x: Any) -> Array:
+    """A scalar 0 that varies over the manual axes of x.
+
+    Nothing reads it: its gradient carries the weight of the loss into the backward
+    pass (`_carry_weight`).
+    """
+    leaf, *_ = jax.tree.leaves(x)
+    axes, zero = jax.typeof(leaf).manual_axis_type.varying, jnp.float32(0)
+    return jax.lax.pcast(zero, tuple(sorted(axes)), to="varying") if axes else zero
+
+
+def _carry_weight(loss: Array, carrier: Array, weight: Array) -> Array:
+    """The loss itself; in the backward pass the weight is the carrier's gradient."""
+    weight = jax.lax.stop_gradient(jnp.float32(weight) + carrier)
+    return _with_carried(loss, carrier, weight)
 
 
 @jax.custom_vjp
-def _join_gradients(values: Any) -> Any:
+def _with_carried(loss: Array, carrier: Array, weight: Array) -> Array:
+    del carrier, weight
+    return loss
+
+
+_with_carried.defvjp(
+    lambda loss, carrier, weight: (loss, weight),
+    lambda weight, gradient: (gradient, weight, jnp.zeros_like(weight)),
+)
+
+
+@jax.custom_vjp
+def _join_gradients(values: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
     """Identity whose backward pass finishes all gradients before any of them is used.
 
     The head's gradient is summed in float32. Without this barrier compilers delay its
     cast, and the reduction after it, until the layers' backward pass is over.
+
+    A loss that is divided by a weight of 0 has gradients that are not a number. If the
+    gradient of the last value carries a weight of 0, all others become zeros.
     """
     return values
 
 
-def _gradients_barrier(_: None, gradients: Any) -> tuple[Any]:
+def _gradients_barrier(_: None, gradients: tuple[Any, Any, Array]) -> tuple[Any]:
     leaves, tree = jax.tree.flatten(gradients, is_leaf=_is_zero)
-    nonzero = jax.lax.optimization_barrier([g for g in leaves if not _is_zero(g)])
-    joined = iter(nonzero)
-    return (tree.unflatten([None if _is_zero(g) else next(joined) for g in leaves]),)
+    weight = None if _is_zero(leaves[-1]) else leaves[-1]
+    nonzero = [masked(weight, g) for g in leaves[:-1] if not _is_zero(g)]
+    joined = iter(jax.lax.optimization_barrier(nonzero))
+    leaves = [None if _is_zero(g) else next(joined) for g in leaves[:-1]]
+    return (tree.unflatten([*leaves, None]),)
 
 
 def _is_zero(gradient: Any) -> bool:

@@ -13,7 +13,8 @@ from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
-from meshpar.models.model import Model, checked_params, loss_and_aux
+from meshpar.models.metrics import LossResult, loss_result
+from meshpar.models.model import Model, checked_params
 
 LossFn = Callable[[Callable, Any], Any]
 
@@ -154,12 +155,12 @@ class _LinenModel:
         if self.stacks:
             layered = self.layered(params)
 
-        def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
+        def loss(params: Params, batch: Any, key: Key) -> LossResult:
             if layered is not None:
                 return layered.loss(params, batch, key)
-            return loss_and_aux(self.run(params, batch, key))
+            return loss_result(self.run(params, batch, key))
 
-        def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
+        def evaluation_loss(params: Params, batch: Any) -> LossResult:
             return loss(params, batch, None)
 
         return Model(params, self.init, loss, evaluation_loss, self.bind, layered)

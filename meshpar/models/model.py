@@ -9,11 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.metrics import LossResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Model:
     Attributes:
       params: {path: Param}, in the order of the model.
       init: key -> parameters.
-      loss: (params, batch, key) -> (loss, aux); `aux` holds scalars.
+      loss: (params, batch, key) -> (loss, aux), made by `loss_result`.
       evaluation_loss: (params, batch) -> (loss, aux) in evaluation mode, without
         dropout.
       bind: params -> the callable model (an NNX module, or Linen's `apply`).
@@ -35,8 +34,8 @@ class Model:
 
     params: Mapping[str, Param]
     init: Callable[[Array], Params]
-    loss: Callable[[Params, Any, Array], tuple[Array, dict]]
-    evaluation_loss: Callable[[Params, Any], tuple[Array, dict]]
+    loss: Callable[[Params, Any, Array], LossResult]
+    evaluation_loss: Callable[[Params, Any], LossResult]
     bind: Callable[[Params], Any]
     layered: LayeredModel | None = None
     keys: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -44,32 +43,6 @@ class Model:
     def keys_of(self, path: str) -> tuple[Any, ...]:
         """Keys of a parameter in the model's nested dicts."""
         return self.keys.get(path) or tuple(path.split("/"))
-
-
-def loss_and_aux(result: Any) -> tuple[Array, dict]:
-    """(loss, aux) from the result of a loss function.
-
-    Raises:
-      ValueError: a loss or a metric that is not a scalar, or a metric with the name of
-        one that every step reports.
-    """
-    loss, aux = result if isinstance(result, tuple) else (result, {})
-    if jnp.ndim(loss):
-        raise ValueError(
-            f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar "
-            "(the mean over the batch)"
-        )
-    for name, value in aux.items():
-        if name in ("loss", "grad_norm"):
-            raise ValueError(
-                f"aux[{name!r}] has the name of a metric that every step reports; "
-                "rename it"
-            )
-        if jnp.ndim(value):
-            raise ValueError(
-                f"aux[{name!r}] has shape {jnp.shape(value)}; aux holds scalars"
-            )
-    return loss, dict(aux)
 
 
 def checked_params(params: dict[str, Param]) -> dict[str, Param]:

@@ -11,7 +11,8 @@ from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel, LayerStack
-from meshpar.models.model import Model, checked_params, loss_and_aux
+from meshpar.models.metrics import LossResult, loss_result
+from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
     MakeModel,
     NnxFunctions,
@@ -146,15 +147,15 @@ class _NnxModel:
         ).layered_model()
 
     def model(self, params: Mapping[str, Param], layered: LayeredModel | None) -> Model:
-        def loss(params: Params, batch: Any, key: Key) -> tuple[Array, dict]:
+        def loss(params: Params, batch: Any, key: Key) -> LossResult:
             if layered is not None:
                 return layered.loss(params, batch, key)
-            return loss_and_aux(self.run(params, batch, key))
+            return loss_result(self.run(params, batch, key))
 
-        def evaluation_loss(params: Params, batch: Any) -> tuple[Array, dict]:
+        def evaluation_loss(params: Params, batch: Any) -> LossResult:
             if layered is not None and layered.evaluates:
                 return layered.loss(params, batch, None)
-            return loss_and_aux(self.run(params, batch, None))
+            return loss_result(self.run(params, batch, None))
 
         leaves = self.whole.leaves.items()
         keys = {path: keys for path, (keys, _) in leaves if path in params}
@@ -180,7 +181,7 @@ def _described(
         depth=next(iter(depths.values()))[0],
         embed=lambda params, batch, key: layers.embed(whole(params, key), batch),
         layer=lambda params, x, key, _: layers.layer(stack(params, key), x),
-        head_loss=lambda params, x, batch, key: loss_and_aux(
+        head_loss=lambda params, x, batch, key: loss_result(
             layers.head_loss(whole(params, key), x, batch)
         ),
     )

@@ -18,9 +18,10 @@ from jax.tree_util import tree_map_with_path
 from meshpar.arrays import Array, Params, parameter_path
 from meshpar.collectives.varying import vary
 from meshpar.layouts.axes import PIPE
-from meshpar.lowering.frame import WEIGHT, Frame
+from meshpar.lowering.frame import Frame
 from meshpar.lowering.optimizer import Optimizer
-from meshpar.lowering.state import Metrics
+from meshpar.lowering.totals import Totals
+from meshpar.models.metrics import nonzero
 from meshpar.pipeline.buffers import (
     put_slot,
     send_to_stage,
@@ -52,7 +53,7 @@ class _Carry(NamedTuple):
       saved: buffer of stage inputs, each with all weights that F used.
       gradients: buffer of gradients that have arrived.
       dx: gradient that this stage sends next.
-      metrics: sums over minibatches.
+      totals: loss and metrics of all minibatches.
       squares: [M] squared norm of this stage's gradients of every minibatch.
     """
 
@@ -62,15 +63,15 @@ class _Carry(NamedTuple):
     saved: Any
     gradients: Any
     dx: Any
-    metrics: Metrics
+    totals: Totals
     squares: Array
 
 
 class _HeadResult(NamedTuple):
-    """Metrics and gradient of the head, valid where `on` (the last stage)."""
+    """Totals and gradient of the head, valid where `on` (the last stage)."""
 
     on: Array
-    metrics: Metrics
+    totals: Totals
     gradient: Params
 
 
@@ -101,7 +102,7 @@ class AsynchronousStep:
 
     def run(
         self, params: Params, optimizer_state: Any, key: Array, batch: Any
-    ) -> tuple[Params, Any, Metrics]:
+    ) -> tuple[Params, Any, Totals]:
         """Runs all ticks of a training step; call inside shard_map.
 
         Args:
@@ -111,7 +112,7 @@ class AsynchronousStep:
           batch: this device's part of the batch.
 
         Returns:
-          (weights, optimizer state, means of metrics with "grad_norm").
+          (weights, optimizer state, totals of the whole batch with "grad_norm").
         """
         frame, tables = self.frame, self.pipeline.loop.tables
         key, columns = frame.shard_key(key), self.executor.stage_columns()
@@ -143,7 +144,7 @@ class AsynchronousStep:
                 zeros_like(saved, frame.vary, tables.num_saved + 1),
                 zeros_like(x, frame.vary, tables.num_gradients + 1),
                 zeros_like(x, frame.vary),
-                self.executor.no_metrics(stage, m),
+                self.executor.empty_totals(stage, columns),
                 self._vary_over_stages(jnp.zeros(frame.layout.microbatches)),
             )
 
@@ -153,14 +154,14 @@ class AsynchronousStep:
                 return self._tick(stage_with, carry, *row), None
 
             carry = lax.scan(tick, carry, (columns, updates))[0]
-        means = frame.means(carry.metrics)
-        means.pop(WEIGHT)
+        totals = frame.over_devices(carry.totals)
         norms = jnp.sqrt(lax.psum(carry.squares, PIPE))
         trained, optimizer_state = (
             self._broadcast_shared(tree)
             for tree in (carry.params, carry.optimizer_state)
         )
-        return params | trained, optimizer_state, means | {"grad_norm": jnp.mean(norms)}
+        totals = totals.with_mean("grad_norm", jnp.mean(norms))
+        return params | trained, optimizer_state, totals
 
     def _vary_over_stages(self, x: Array) -> Array:
         """Marks an array as differing over pipe, and over replicas."""
@@ -181,11 +182,8 @@ class AsynchronousStep:
         carry, head = self._forward(stage_with, carry, row)
         carry, gradient = self._backward(stage_with, carry, row, head)
         carry = self._update(carry, gradient, updates)
-        metrics = {
-            name: total + jnp.where(head.on, head.metrics[name], 0.0)
-            for name, total in carry.metrics.items()
-        }
-        return carry._replace(metrics=metrics)
+        totals = carry.totals.added(head.totals)
+        return carry._replace(totals=where_tree(head.on, totals, carry.totals))
 
     def _forward(
         self, stage_with: _StageWith, carry: _Carry, row: Columns
@@ -203,11 +201,11 @@ class AsynchronousStep:
         x = send_to_stage(y, 1, self.frame.layout.pipe)
         inputs = put_slot(carry.inputs, row.arrived, x)
         last = row.last > 0
-        metrics, dy, gradient = stage.head(row.f_microbatch, y, last)
-        weight = metrics[WEIGHT]
+        totals, dy, gradient = stage.head(row.f_microbatch, y, last)
+        weight = totals.divisor
         if self.frame.batch_axes:
             weight = lax.psum(weight, self.frame.batch_axes)
-        weight = jnp.where(weight == 0, 1.0, weight)  # Then all gradients are 0, too.
+        weight = nonzero(weight)
         dy, gradient = jax.tree.map(
             lambda g: (g / weight).astype(g.dtype), (dy, gradient)
         )
@@ -216,7 +214,7 @@ class AsynchronousStep:
             saved=saved,
             gradients=put_slot(carry.gradients, row.head_gradient, dy),
         )
-        return carry, _HeadResult(last, metrics, gradient)
+        return carry, _HeadResult(last, totals, gradient)
 
     def _backward(
         self, stage_with: _StageWith, carry: _Carry, row: Columns, head: _HeadResult

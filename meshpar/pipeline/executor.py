@@ -23,10 +23,16 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.axes import PIPE
-from meshpar.pipeline.buffers import put_slot, send_to_stage, zeros_like
+from meshpar.lowering.totals import Totals
+from meshpar.pipeline.buffers import (
+    put_slot,
+    send_to_stage,
+    where_tree,
+    zeros_like,
+)
 from meshpar.pipeline.phases import Slots, TickLoop
 from meshpar.pipeline.stage import PipelineStage
-from meshpar.pipeline.tick import Carry, Edges, Row, Sums, Tick, add_where, stage_input
+from meshpar.pipeline.tick import Carry, Edges, Row, Sums, Tick, stage_input
 from meshpar.schedules.ticks import Columns, Phase
 
 
@@ -83,14 +89,14 @@ class Executor:
             *(jnp.asarray((microbatch * on).max(axis=1)) for microbatch, on in pairs)
         )
 
-    def no_metrics(self, stage: PipelineStage, microbatch: Array) -> Params:
-        """{name: 0} for every metric of a stage."""
+    def empty_totals(self, stage: PipelineStage, columns: Columns) -> Totals:
+        """The totals of a stage before its first microbatch."""
+        on, microbatch = columns.last[0] > 0, self._edges(columns).head[0]
 
-        def metrics() -> Params:
-            x = stage.embed(microbatch)
-            return stage.head_metrics(microbatch, x, microbatch == 0)
+        def totals() -> Totals:
+            return stage.head_totals(microbatch, stage.embed(microbatch), on)
 
-        return self._zeros(jax.eval_shape(metrics))
+        return jax.tree.map(self.vary, jax.eval_shape(totals).empty())
 
     def train(self, stage: PipelineStage, stack: Params, shared: Params) -> Sums:
         """Runs all ticks of a training step; call inside shard_map.
@@ -101,7 +107,7 @@ class Executor:
           shared: zeros, to which the gradients of embedding and head are added.
 
         Returns:
-          Metrics and gradients, summed over the microbatches.
+          Totals and gradients, summed over the microbatches.
         """
         columns = self.stage_columns()
         carry = self._first_carry(stage, columns, stack, shared)
@@ -140,7 +146,7 @@ class Executor:
             self._zeros(x, tables.num_gradients + 1),
             self._zeros(x),
             states,
-            Sums(self.no_metrics(stage, microbatch), stack, shared),
+            Sums(self.empty_totals(stage, columns), stack, shared),
         )
 
     def _tick(
@@ -159,23 +165,23 @@ class Executor:
         )
         return tick.run(carry), None
 
-    def evaluate(self, stage: PipelineStage) -> Params:
-        """Runs the forward passes alone: {name: metric}, summed on the last stage."""
+    def evaluate(self, stage: PipelineStage) -> Totals:
+        """Runs the forward passes alone; totals, summed on the last stage."""
         columns = self.stage_columns()
         microbatch = columns.f_microbatch[0]
-        zeros = self.no_metrics(stage, microbatch)
+        empty = self.empty_totals(stage, columns)
         x = jax.eval_shape(lambda: stage.embed(microbatch))
         stop = self.loop.num_forward_ticks
         rows = jax.tree.map(lambda x: x[:stop], Row(columns, self._edges(columns)))
 
-        def tick(carry: tuple[Any, Params], row: Row) -> tuple[Any, None]:
-            (inputs, metrics), columns = carry, row.columns
+        def tick(carry: tuple[Any, Totals], row: Row) -> tuple[Any, None]:
+            (inputs, totals), columns = carry, row.columns
             x = stage_input(stage, row, inputs)
             y = stage.run(columns.f_chunk, columns.f_microbatch, x)
             on = columns.last > 0
-            new = stage.head_metrics(row.edges.head, y, on)
+            new = totals.added(stage.head_totals(row.edges.head, y, on))
             inputs = put_slot(inputs, columns.arrived, self._send(y, 1))
-            return (inputs, add_where(on, metrics, new)), None
+            return (inputs, where_tree(on, new, totals)), None
 
         inputs = self._zeros(x, self.loop.tables.num_inputs + 1)
-        return lax.scan(tick, (inputs, zeros), rows)[0][1]
+        return lax.scan(tick, (inputs, empty), rows)[0][1]

@@ -11,8 +11,8 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.scope import current_scope
-from meshpar.lowering.state import Metrics
 from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.metrics import LossResult
 
 
 def check_parameters(layered: LayeredModel, plan: Plan) -> None:
@@ -45,21 +45,23 @@ def check_parameters(layered: LayeredModel, plan: Plan) -> None:
             )
 
 
-def check_vocabulary(plan: Plan, values: Metrics) -> None:
+def check_vocabulary(plan: Plan, result: LossResult) -> None:
     """Checks that the head treats its slice of the vocabulary as a slice.
 
     Call it with vocab=pipe, while the loss is traced inside shard_map.
 
     Args:
       plan: shapes and splits of the parameters.
-      values: {name: scalar}, loss and metrics.
+      result: loss and metrics.
 
     Raises:
       LayoutError: a value depends on the logits of one slice alone, or a function of
         `vocabulary` was given a whole vocabulary.
     """
+    values = {"loss": result.loss, **result.aux}
     for name, value in values.items():
-        if PIPE in jax.typeof(jnp.asarray(value)).manual_axis_type.varying:
+        types = (jax.typeof(jnp.asarray(x)) for x in jax.tree.leaves(value))
+        if any(PIPE in kind.manual_axis_type.varying for kind in types):
             raise LayoutError(
                 f"vocab=pipe: {name} depends on the logits otherwise than through "
                 "vocabulary.token_losses, and a stage has one slice of them; leave "

@@ -33,7 +33,8 @@ from meshpar.lowering.memory import Held, TracedLayer
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.reach import Reach
 from meshpar.lowering.runner import Runner
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.state import TrainState
+from meshpar.lowering.totals import Totals
 from meshpar.pipeline.asynchronous import AsynchronousStep
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.report import pipeline_report
@@ -149,8 +150,8 @@ class PipeDreamRunner(Runner):
         """Float32, as in a synchronous pipeline."""
         return self.pipeline.sums_dtype
 
-    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
-        """Metrics and gradients at the given weights, without updates."""
+    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
+        """Totals and gradients at the given weights, without updates."""
         return self.pipeline.sums(params, batch, key)
 
     @property
@@ -158,8 +159,8 @@ class PipeDreamRunner(Runner):
         """True: no device holds the whole model, so stages evaluate it together."""
         return True
 
-    def evaluate(self, params: Params, batch: Any) -> Metrics:
-        """Loss and aux in evaluation mode, inside shard_map."""
+    def evaluate(self, params: Params, batch: Any) -> Totals:
+        """Totals of the whole batch in evaluation mode, inside shard_map."""
         return self.pipeline.evaluate(params, batch)
 
     @property
@@ -250,7 +251,7 @@ class PipeDreamRunner(Runner):
             )
         return {path: last if path in by_head else 0 for path in shared}
 
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """M updates of every stage; adds grad_norm, the mean over the minibatches."""
         frame, manual = self.frame, set(self.frame.manual_axes)
 
@@ -274,8 +275,8 @@ class PipeDreamRunner(Runner):
             out_specs=(frame.specs, optimizer_specs, whole),
             axis_names=manual,
         )
-        params, optimizer_state, metrics = run(
+        params, optimizer_state, totals = run(
             state.params, state.optimizer_state, state.key(), batch
         )
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)
-        return new, metrics
+        return new, totals

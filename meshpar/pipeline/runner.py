@@ -26,11 +26,11 @@ from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
-from meshpar.lowering.frame import WEIGHT
 from meshpar.lowering.memory import Held, TracedLayer
 from meshpar.lowering.runner import Runner
-from meshpar.lowering.state import Metrics
+from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key
+from meshpar.models.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.pipeline import terms
 from meshpar.pipeline.executor import Executor
@@ -160,8 +160,8 @@ class PipelineRunner(Runner):
         """Float32, as gradients are summed over the ticks."""
         return jnp.float32
 
-    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Metrics, Params]:
-        """Metrics and gradients summed over this shard's samples, inside shard_map."""
+    def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
+        """Totals and gradients summed over this shard's samples, inside shard_map."""
         with self.frame.scope():
             weights = self.weights(params)
             stage = self.stage(*weights, batch, key)
@@ -173,19 +173,18 @@ class PipelineRunner(Runner):
                 for tree in (weights.stack, weights.shared)
             )
             sums = self.executor.train(stage, *zeros)
-        return sums.metrics, {**sums.shared, **sums.stack}
+        return sums.totals, {**sums.shared, **sums.stack}
 
     @property
     def evaluates(self) -> bool:
         """True: no device holds the whole model, so stages evaluate it together."""
         return True
 
-    def evaluate(self, params: Params, batch: Any) -> Metrics:
-        """Loss and aux in evaluation mode, inside shard_map."""
+    def evaluate(self, params: Params, batch: Any) -> Totals:
+        """Totals of the whole batch in evaluation mode, inside shard_map."""
         with self.frame.scope():
             stage = self.stage(*self.weights(params), batch, None)
-            means = self.frame.means(self.executor.evaluate(stage))
-        return {name: x for name, x in means.items() if name != WEIGHT}
+            return self.frame.over_devices(self.executor.evaluate(stage))
 
     def weights(self, params: Params) -> StageWeights:
         """The weights of this device's stage, from its shards of all parameters."""
@@ -230,7 +229,7 @@ class PipelineRunner(Runner):
             numbers=self.frame.vary(numbers[lax.axis_index(PIPE)]),
             num_chunks=partition.num_chunks,
             layers=self._layers,
-            weigh=self._weigh,
+            totals=self._totals,
             vary=self.frame.vary,
             saves_residuals=layout.save == "residuals",
             shares_vocabulary=layout.splits_vocabulary,
@@ -240,10 +239,10 @@ class PipelineRunner(Runner):
         padded = bool((self.spec.partition.order < 0).any())
         return dataclasses.replace(self.zero.layers(key, context), padded=padded)
 
-    def _weigh(self, loss: Array, aux: Metrics) -> tuple[Array, Metrics]:
+    def _totals(self, result: LossResult, is_last: Any) -> Totals:
         if self.layout.splits_vocabulary:
-            check_vocabulary(self.frame.plan, {"loss": loss, **aux})
-        return self.frame.weigh(loss, aux)
+            check_vocabulary(self.frame.plan, result)
+        return self.frame.totals(result, is_last)
 
     def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
         """Sends between stages, and the all_reduces of a split vocabulary."""

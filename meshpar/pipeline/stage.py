@@ -14,7 +14,9 @@ from meshpar.collectives.varying import sum_varying
 from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.fsdp.saved import Saved
 from meshpar.layouts.axes import PIPE
+from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
+from meshpar.models.metrics import LossResult, masked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +35,7 @@ class PipelineStage:
       numbers: the layer in every row of `stack`, negative for padding.
       num_chunks: chunks of layers.
       layers: (key, context) -> the scan over layers.
-      weigh: (loss, aux) -> (loss times its weight, weighted metrics).
+      totals: (result of the loss, whether its microbatch is the last) -> totals.
       vary: marks an array as differing over the manual axes.
       saves_residuals: whether `forward` saves the layers' residuals instead of their
         input.
@@ -49,7 +51,7 @@ class PipelineStage:
     numbers: Array
     num_chunks: int
     layers: Callable[[Key, Any], LayerScan]
-    weigh: Callable[[Array, Params], tuple[Array, Params]]
+    totals: Callable[[LossResult, Any], Totals]
     vary: Callable[[Array], Array]
     saves_residuals: bool
     shares_vocabulary: bool
@@ -171,8 +173,8 @@ class PipelineStage:
             self.stack, self._stack_constants, state, rows, sums, on
         )
 
-    def head(self, microbatch: Array, y: Any, on: Array) -> tuple[Params, Any, Params]:
-        """Head and loss: (metrics, dy, gradient of the shared weights).
+    def head(self, microbatch: Array, y: Any, on: Array) -> tuple[Totals, Any, Params]:
+        """Head and loss: (totals, dy, gradient of the shared weights).
 
         Args:
           microbatch: the microbatch.
@@ -180,23 +182,24 @@ class PipelineStage:
           on: whether this stage holds y; the backward pass starts there.
         """
 
-        def loss(shared: Params, y: Any) -> tuple[Array, Params]:
-            return self._loss(shared, microbatch, y, on)
+        def loss(shared: Params, y: Any) -> tuple[Array, Totals]:
+            totals = self._loss(shared, microbatch, y, on)
+            return totals.loss, totals
 
-        weighted, vjp, metrics = jax.vjp(loss, self.shared, y, has_aux=True)
-        gradient, dy = vjp(jnp.where(on, 1.0, jnp.zeros_like(weighted)))
-        return metrics, dy, gradient
+        weighted, vjp, totals = jax.vjp(loss, self.shared, y, has_aux=True)
+        gradients = vjp(jnp.where(on, 1.0, jnp.zeros_like(weighted)))
+        gradient, dy = jax.tree.map(lambda g: masked(totals.weight, g), gradients)
+        return totals, dy, gradient
 
-    def head_metrics(self, microbatch: Array, y: Any, on: Array) -> Params:
-        """The metrics of `head`, without gradients."""
-        return self._loss(self.shared, microbatch, y, on)[1]
+    def head_totals(self, microbatch: Array, y: Any, on: Array) -> Totals:
+        """The totals of `head`, without gradients."""
+        return self._loss(self.shared, microbatch, y, on)
 
-    def _loss(
-        self, shared: Params, microbatch: Array, y: Any, on: Array
-    ) -> tuple[Array, Params]:
+    def _loss(self, shared: Params, microbatch: Array, y: Any, on: Array) -> Totals:
         if self.shares_vocabulary:
             masked = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
             y = jax.tree.map(lambda y: sum_varying(y, PIPE), masked)
         batch, key = self._batch(microbatch), self._key(microbatch, 2)
         shared = self._shared_constants | shared
-        return self.weigh(*self.layered.head_loss(shared, y, batch, key))
+        is_last = microbatch == len(jax.tree.leaves(self.batches)[0]) - 1
+        return self.totals(self.layered.head_loss(shared, y, batch, key), is_last)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
+from meshpar.lowering.totals import Totals
 from meshpar.pipeline.buffers import put_slot, take_slot, where_tree
 from meshpar.pipeline.phases import Slots
 from meshpar.pipeline.stage import PipelineStage
@@ -26,12 +27,12 @@ class Sums(NamedTuple):
     """Sums over the microbatches of one step, on one stage.
 
     Attributes:
-      metrics: {name: scalar}.
+      totals: loss and metrics.
       stack: gradient of this stage's layers.
       shared: gradient of embedding and head.
     """
 
-    metrics: Params
+    totals: Totals
     stack: Params
     shared: Params
 
@@ -46,7 +47,7 @@ class Carry(NamedTuple):
       dx: gradient that this stage sends next.
       states: buffer of the values that B saves for W; None if B computes the weight
         gradients.
-      sums: metrics and gradients so far.
+      sums: totals and gradients so far.
     """
 
     inputs: Any
@@ -149,9 +150,9 @@ class Tick:
         carry, y = carry_and_y
         columns = self.row.columns
         on, sums = columns.last > 0, carry.sums
-        metrics, dy, gradient = self.stage.head(self.row.edges.head, y, on)
+        totals, dy, gradient = self.stage.head(self.row.edges.head, y, on)
         sums = sums._replace(
-            metrics=add_where(on, sums.metrics, metrics),
+            totals=where_tree(on, sums.totals.added(totals), sums.totals),
             shared=self._add_shared(on, sums.shared, gradient),
         )
         gradients = put_slot(carry.gradients, columns.head_gradient, dy)
