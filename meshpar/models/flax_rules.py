@@ -3,12 +3,20 @@
 `nn.with_logical_constraint` and its relatives look up dim names in the rules of
 `nn.logical_axis_rules`. A name without a rule means "whole" to Flax; under a layout it
 is an error, as in `constrain`.
+
+Linen runs the initializer of a parameter again wherever a model uses the parameter, to
+compare shapes, and constrains the result by the names of its box. Those are names of a
+parameter, which the plan shards, and some layers give them to a flattened array. Hence
+no box constrains what it holds while a model is traced under a layout.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from meshpar.layouts.scope import Scope, activation_axes
+import flax.linen as nn
+
+from meshpar.layouts.scope import Scope, activation_axes, current_scope
 
 
 class _Names:
@@ -61,3 +69,18 @@ class FlaxRules(tuple):
             self.scope, names.seen, f"with_logical_constraint({names.seen})"
         )
         yield from super().__iter__()
+
+
+def _leave_unconstrained(box: type[nn.Partitioned]) -> None:
+    """Makes boxes hold back their constraint under a layout, in all threads."""
+    unbox = box.unbox
+
+    @functools.wraps(unbox)
+    def unbox_in_scope(self: nn.Partitioned, apply_constraint: bool = True) -> Any:
+        return unbox(self, apply_constraint and current_scope() is None)
+
+    box.unbox = unbox_in_scope
+
+
+for _box in (nn.Partitioned, nn.LogicallyPartitioned):
+    _leave_unconstrained(_box)

@@ -67,7 +67,9 @@ class _LinenFunctions:
 
 
 def _zeros(leaf: Any) -> Any:
-    return jnp.zeros(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+    if not hasattr(leaf, "shape"):
+        return leaf
+    return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _param(leaf: Any) -> Param:

@@ -86,6 +86,34 @@ def test_a_dim_that_does_not_divide_is_refused():
     lowered(("batch", "mlp"), width=17, layout=LAYOUT + ",activations.mlp=none")
 
 
+@pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
+def test_names_of_parameters_are_no_names_of_activations(box):
+    """Attention makes its kernels flat, and constrains them by their three names."""
+    kernel = nn.initializers.ones
+    attention = nn.MultiHeadDotProductAttention(
+        num_heads=2,
+        use_bias=False,
+        kernel_init=box(kernel, ("embed", "groups", "kv")),
+        out_kernel_init=box(kernel, ("groups", "kv", "embed")),
+    )
+    model = meshpar.from_linen(
+        attention,
+        lambda apply, batch: apply(batch["x"][:, None]).mean(),
+        jnp.ones((8, 1, 8)),
+    )
+    layout = "data=2,fsdp=2,tensor=2,params.groups=tensor"
+    program = meshpar.lower(model, optax.sgd(1.0), layout, DATA)
+    assert program.plan.specs["query/kernel"] == PartitionSpec("fsdp", "tensor", None)
+    assert float(program.step(program.init(0), DATA)[1]["loss"]) == 64.0
+
+
+def test_boxes_constrain_outside_a_layout():
+    mesh = make_mesh(meshpar.layouts.parse(LAYOUT))
+    box = nn.LogicallyPartitioned(jnp.ones((8, 8)), ("embed", None))
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("embed", "fsdp")]):
+        assert jax.jit(lambda: box.unbox())().sharding.spec == PartitionSpec("fsdp")
+
+
 def test_names_inside_shard_map_split_what_is_left_to_the_compiler():
     """A layered model sees shards of the batch: `batch` names a manual dim there."""
 
