@@ -1,15 +1,19 @@
 r"""Proves that a layout trains the same model as one device, and keeps its contract.
 
     python -m experiments.verify --recipe=tiny --layout="fsdp=4,tensor=2"
+    python -m experiments.verify --recipe=tiny --random=20 --seed=1
 
 Prints a table and a verdict. Exits 0 if every tensor is equal within rounding and the
 compiled program moves what the layout declares; otherwise exits 1 with the first tensor
-that differs or the collectives that are wrong.
+that differs or the collectives that are wrong. With --random, it draws layouts, prints
+a line for each and exits 1 if any is wrong.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import flags
@@ -17,15 +21,22 @@ from absl import flags
 import meshpar
 from experiments import command_line, data
 from experiments.recipes import building
+from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import SYNCHRONOUS
 from experiments.reports import verification
-from meshpar.explain import verify
+from meshpar.explain import random_layouts, verify
 
 flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
 MAX_ERROR = flags.DEFINE_float(
     "tolerance", None, "Largest relative error; the rounding error by default."
+)
+RANDOM = flags.DEFINE_integer(
+    "random", 0, "Number of random layouts to verify in place of --layout.", 0
+)
+PADDED = flags.DEFINE_bool(
+    "padded", False, "Weigh tokens, and pad the rows of every batch unevenly."
 )
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
 
@@ -41,37 +52,77 @@ def main(_: Sequence[str]) -> int:
             "replicas that train apart do not equal one device: verify the layout with "
             "data in place of replica, without --optimizer_mode"
         )
+    if RANDOM.value and (command_line.LAYOUT.value or JSON.value):
+        raise ConfigError("--random draws layouts: leave out --layout and --json")
     layout, devices = command_line.start_devices(config)
     jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
-    program = building.make_program(config, layout, devices)
-    # Dropout draws a mask per microbatch: the reference needs the same microbatches.
-    microbatches = layout.microbatches if config.model.dropout else 1
-    one_device = dataclasses.replace(meshpar.Layout(), microbatches=microbatches)
-    reference = building.make_program(config, one_device, devices[:1])
     batches = data.training_batches(
         corpus,
         length=config.model.length,
         batch_size=config.batch_size,
         seed=config.seed,
-        rows=program.batch_rows,
+        rows=range(config.batch_size),
         position=0,
     )
-    tolerance = TOLERANCE[config.compute_dtype]
-    report = verify.verify(
-        program,
-        reference,
-        (next(batches) for _ in range(VERIFY_STEPS.value)),
-        config.seed,
-        tolerance if MAX_ERROR.value is None else MAX_ERROR.value,
-    )
+    batches = list(itertools.islice(batches, VERIFY_STEPS.value))
+    if PADDED.value:
+        batches = [data.padded_unevenly(batch) for batch in batches]
+    if RANDOM.value:
+        return _verify_random(config, devices, batches)
+    return _verify_one(config, layout, devices, batches)
+
+
+def _tolerance(config: Config) -> float:
+    rounding = TOLERANCE[config.compute_dtype]
+    return rounding if MAX_ERROR.value is None else MAX_ERROR.value
+
+
+def _verify_one(
+    config: Config,
+    layout: meshpar.Layout,
+    devices: Sequence[jax.Device],
+    batches: Sequence[Any],
+) -> int:
+    """Verifies one layout, prints the report and returns the exit code."""
+    program = building.make_program(config, layout, devices, PADDED.value)
+    # Dropout draws a mask per microbatch: the reference needs the same microbatches.
+    microbatches = layout.microbatches if config.model.dropout else 1
+    one_device = dataclasses.replace(meshpar.Layout(), microbatches=microbatches)
+    reference = building.make_program(config, one_device, devices[:1], PADDED.value)
+    report = verify.verify(program, reference, batches, config.seed, _tolerance(config))
     if JSON.value:
         print(json.dumps(verification.as_dict(report, layout)))
     else:
         num_collectives = len(program.collectives)
-        verification.print_report(report, layout, VERIFY_STEPS.value, num_collectives)
+        verification.print_report(report, layout, len(batches), num_collectives)
     return 0 if report.ok else 1
+
+
+def _verify_random(
+    config: Config, devices: Sequence[jax.Device], batches: Sequence[Any]
+) -> int:
+    """Verifies random layouts, prints their outcomes and returns the exit code."""
+
+    def lower(layout: meshpar.Layout, lowering: str) -> meshpar.TrainProgram:
+        return building.make_program(
+            dataclasses.replace(config, lowering=lowering or config.lowering),
+            layout,
+            devices[: layout.num_devices],
+            PADDED.value,
+        )
+
+    outcomes = random_layouts.verify_layouts(
+        lower,
+        random_layouts.draw_layouts(RANDOM.value, len(devices), config.seed),
+        batches,
+        seed=config.seed,
+        tolerance=_tolerance(config),
+        noise=config.model.dropout > 0,
+    )
+    counts = verification.print_outcomes(outcomes)
+    return 1 if counts[random_layouts.WRONG] else 0
 
 
 if __name__ == "__main__":

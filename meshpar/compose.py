@@ -34,6 +34,7 @@ from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
+from meshpar.models.foreign_shardings import check_divides
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 from meshpar.models.row_check import Split, check_losses
@@ -227,7 +228,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     params = abstract(model.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
-        jax.eval_shape(lambda *a: model.loss(*a), params, batch, key)
+        check_divides(jax.make_jaxpr(model.loss)(params, batch, key), scope)
         if layout.pipe > 1:
             x = jax.eval_shape(model.layered.embed, params, batch, key)
             kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}

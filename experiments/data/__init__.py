@@ -2,6 +2,7 @@
 
 from experiments.data.batches import Windows as Windows
 from experiments.data.batches import held_out_batches as held_out_batches
+from experiments.data.batches import padded_unevenly as padded_unevenly
 from experiments.data.batches import training_batches as training_batches
 from experiments.data.corpus import Corpus as Corpus
 from experiments.data.corpus import DataConfig as DataConfig

@@ -116,3 +116,20 @@ def held_out_batches(
         samples = [windows[int(batch[row])] for row in rows]
         batches.append({k: np.stack([s[k] for s in samples]) for k in samples[0]})
     return batches
+
+
+def padded_unevenly(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The batch with weights, as if its first rows were much shorter than its last.
+
+    Parts of the batch then have unequal weights, over devices and over microbatches.
+
+    Args:
+      batch: {"tokens", "targets"}, int32 [rows, length].
+
+    Returns:
+      The batch and "weights", float32 [rows, length]: 1 for tokens, 0 for padding.
+    """
+    rows, length = batch["tokens"].shape
+    lengths = 1 + np.arange(rows) * (length - 1) // max(1, rows - 1)
+    is_token = np.arange(length)[None] < lengths[:, None]
+    return batch | {"weights": is_token.astype(np.float32)}

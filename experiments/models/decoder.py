@@ -4,13 +4,20 @@ Layers are stacked on a leading dim named "layers" and scanned. The shape letter
 explained in `meshpar/arrays.py`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import meshpar
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.loss import blockwise_cross_entropy, cross_entropy, logits
+from experiments.models.loss import (
+    blockwise_cross_entropy,
+    cross_entropy,
+    logits,
+    with_weight,
+)
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.ops.attention import causal_attention
@@ -217,25 +224,30 @@ class Decoder(nnx.Module):
         """Returns the head w[D, V]: the transposed embedding if it is tied."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
-    def head_loss(self, x_BLD: Array, targets_BL: Array) -> Array:
+    def head_loss(self, x_BLD: Array, targets_BL: Array, *weights_BL: Array) -> Array:
         """Mean next-token cross-entropy, in nats, of the last layer's output x_BLD."""
         x_BLD, w_DV = _gathered(self.norm(x_BLD)), self.head_weight()
-        if not self.config.loss_block:
-            return cross_entropy(logits(x_BLD, w_DV), targets_BL)
-        return blockwise_cross_entropy(x_BLD, w_DV, targets_BL, self.config.loss_block)
+        if not (block := self.config.loss_block):
+            return cross_entropy(logits(x_BLD, w_DV), targets_BL, *weights_BL)
+        return blockwise_cross_entropy(x_BLD, w_DV, targets_BL, block, *weights_BL)
 
 
 def language_model(config: DecoderConfig) -> meshpar.Model:
     """The decoder with next-token cross-entropy, as a model with a stack of layers.
 
-    Its batches are {"tokens": ids_BL, "targets": ids_BL}, both int32.
+    Its batches are {"tokens": ids_BL, "targets": ids_BL}, both int32, and perhaps
+    "weights", float32 [B, L]: the weight of every token in the mean loss.
     """
+
+    def head_loss(decoder: Decoder, x_BLD: Array, batch: dict[str, Array]) -> Any:
+        weights = [batch["weights"]] if "weights" in batch else []
+        loss = decoder.head_loss(x_BLD, batch["targets"], *weights)
+        return with_weight(loss, batch)
+
     stack = meshpar.LayerStack(
         stack="blocks",
         embed=lambda decoder, batch: decoder.embed(batch["tokens"]),
         layer=lambda block, x_BLD: block(x_BLD),
-        head_loss=lambda decoder, x_BLD, batch: decoder.head_loss(
-            x_BLD, batch["targets"]
-        ),
+        head_loss=head_loss,
     )
     return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stack)

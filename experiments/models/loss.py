@@ -1,5 +1,7 @@
 """Next-token cross-entropy: vocabulary-parallel, and in blocks to save memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,13 +15,40 @@ def logits(x_BLD: Array, w_DV: Array) -> Array:
     return layouts.constrain(logits_BLV, "batch", "length", "vocab")
 
 
-def cross_entropy(logits_BLV: Array, targets_BL: Array) -> Array:
-    """Mean negative log-likelihood of the targets, in nats per token, float32."""
-    return jnp.mean(vocabulary.token_losses(logits_BLV, targets_BL))
+def cross_entropy(
+    logits_BLV: Array, targets_BL: Array, weights_BL: Array | None = None
+) -> Array:
+    """Mean negative log-likelihood of the targets, in nats per token, float32.
+
+    Args:
+      logits_BLV: output of the head.
+      targets_BL: token ids.
+      weights_BL: weight of every token, 0 for padding; all count the same without.
+    """
+    losses_BL = vocabulary.token_losses(logits_BLV, targets_BL)
+    if weights_BL is None:
+        return jnp.mean(losses_BL)
+    return jnp.sum(weights_BL * losses_BL) / jnp.sum(weights_BL)
+
+
+def with_weight(loss: Array, batch: dict[str, Array]) -> Any:
+    """The loss, with its weight among its metrics if the tokens of the batch have one.
+
+    Args:
+      loss: the mean over the tokens.
+      batch: holds "weights", or not.
+    """
+    if "weights" not in batch:
+        return loss
+    return loss, {"weight": jnp.sum(batch["weights"])}
 
 
 def blockwise_cross_entropy(
-    x_BLD: Array, w_DV: Array, targets_BL: Array, block: int
+    x_BLD: Array,
+    w_DV: Array,
+    targets_BL: Array,
+    block: int,
+    weights_BL: Array | None = None,
 ) -> Array:
     """Applies head and `cross_entropy` to `block` tokens of each sequence at a time.
 
@@ -31,6 +60,7 @@ def blockwise_cross_entropy(
       w_DV: the head; its gradient is summed over the blocks in float32.
       targets_BL: token ids.
       block: tokens per block; divides L.
+      weights_BL: as in `cross_entropy`.
 
     Returns:
       The mean loss in nats per token, a float32 scalar.
@@ -45,10 +75,16 @@ def blockwise_cross_entropy(
     w_DV = layouts.constrain(w_DV, None, "vocab").astype(jnp.float32)
 
     @jax.checkpoint
-    def block_loss(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
-        x_BCD, targets_BC = inputs
+    def block_loss(_: None, inputs: tuple[Array, ...]) -> tuple[None, Array]:
+        x_BCD, targets_BC, *weights = inputs
         logits_BCV = logits(x_BCD, w_DV.astype(x_BCD.dtype))
-        return None, cross_entropy(logits_BCV, targets_BC)
+        if not weights:
+            return None, cross_entropy(logits_BCV, targets_BC)
+        losses_BC = vocabulary.token_losses(logits_BCV, targets_BC)
+        return None, jnp.sum(weights[0] * losses_BC)
 
-    blocks = split(x_BLD), split(targets_BL)
-    return jnp.mean(jax.lax.scan(block_loss, None, blocks)[1])
+    arrays = [x_BLD, targets_BL] + ([] if weights_BL is None else [weights_BL])
+    losses = jax.lax.scan(block_loss, None, tuple(map(split, arrays)))[1]
+    if weights_BL is None:
+        return jnp.mean(losses)
+    return jnp.sum(losses) / jnp.sum(weights_BL)

@@ -1,7 +1,8 @@
 """Builds a configuration: model, optimizer, optimizer mode and lowered program."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import meshpar
 from experiments.data import Corpus
 from experiments.models.decoder import language_model
 from experiments.models.linen_decoder import LinenDecoder, check_kind
-from experiments.models.loss import cross_entropy
+from experiments.models.loss import cross_entropy, with_weight
 from experiments.recipes.config import Config, OptimizerConfig
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
@@ -54,16 +55,14 @@ def make_model(config: Config) -> meshpar.Model:
     if config.framework == "linen":
         check_kind(decoder)
         tokens = jax.ShapeDtypeStruct((1, decoder.length), jnp.int32)
-        return meshpar.from_linen(
-            LinenDecoder(decoder),
-            lambda apply, batch: cross_entropy(
-                apply(batch["tokens"], train=True), batch["targets"]
-            ),
-            tokens,
-            lambda apply, batch: cross_entropy(
-                apply(batch["tokens"]), batch["targets"]
-            ),
-        )
+
+        def loss(apply: Callable, batch: dict[str, jax.Array], **options: Any) -> Any:
+            logits = apply(batch["tokens"], **options)
+            mean = cross_entropy(logits, batch["targets"], batch.get("weights"))
+            return with_weight(mean, batch)
+
+        training = functools.partial(loss, train=True)
+        return meshpar.from_linen(LinenDecoder(decoder), training, tokens, loss)
     return language_model(decoder)
 
 
@@ -119,7 +118,10 @@ def make_mode(config: Config) -> meshpar.LocalSGD | None:
 
 
 def make_program(
-    config: Config, layout: meshpar.Layout, devices: Sequence[jax.Device]
+    config: Config,
+    layout: meshpar.Layout,
+    devices: Sequence[jax.Device],
+    weighted: bool = False,
 ) -> meshpar.TrainProgram:
     """Lowers a configuration under a layout.
 
@@ -127,6 +129,7 @@ def make_program(
       config: the run; its vocabulary must be known (`fit_vocabulary`).
       layout: the layout.
       devices: as many devices as the layout fills.
+      weighted: whether batches hold the weight of every token.
 
     Raises:
       MeshparError: a model, layout or mode that do not fit.
@@ -136,6 +139,8 @@ def make_program(
     batch = {
         name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")
     }
+    if weighted:
+        batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     return meshpar.lower(
         model,
         make_optimizer(config.optimizer, config.steps, model),

@@ -1,12 +1,14 @@
 """Verification reports: the errors of all tensors, as a table or as JSON."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import rich.console
 import rich.table
 
 import meshpar
+from meshpar.explain.random_layouts import EQUAL, REFUSED, WRONG, Outcome
 from meshpar.explain.verify import Comparison, VerifyReport
 
 
@@ -55,7 +57,6 @@ def print_report(
     console.print(_table(report))
     for violation in report.violations:
         console.print(f"CONTRACT BROKEN: {violation}", soft_wrap=True)
-    first = report.first_difference
     if report.ok:
         console.print(
             f"EQUAL: {layout} trains the same model as one device "
@@ -63,9 +64,15 @@ def print_report(
             f"keeps its contract ({num_collectives} collectives)",
             soft_wrap=True,
         )
-    elif first is not None:
-        console.print(
-            f"DIFFERENT: first {first.kind} {first.tensor} at step {first.step}, "
-            f"relative error {first.error:.1e} above {first.tolerance:.0e}",
-            soft_wrap=True,
-        )
+    elif report.first_difference is not None:
+        console.print(f"DIFFERENT: {report.problem}", soft_wrap=True)
+
+
+def print_outcomes(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Prints one line per layout as it comes, then the counts, which it returns."""
+    counts = dict.fromkeys((EQUAL, REFUSED, WRONG), 0)
+    for outcome in outcomes:
+        print(outcome, flush=True)
+        counts[outcome.verdict] += 1
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
+    return counts

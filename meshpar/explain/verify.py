@@ -1,10 +1,10 @@
 """Equivalence: a layout trains the same model as one device, tensor by tensor.
 
-The compiled program is held to its contract as well.
+Training and evaluation are compared, and the compiled program is held to its contract.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,8 @@ class Comparison:
 
     Attributes:
       step: training step, from 1.
-      kind: "loss", "gradient", "grad_norm" or "optimizer".
-      tensor: path of the tensor; "" for scalars.
+      kind: "evaluation", "loss", "gradient", "grad_norm", "metric" or "optimizer".
+      tensor: path of the tensor, or name of the metric; "" for loss and grad_norm.
       error: norm of the difference over the norm of the reference.
       tolerance: largest error that counts as rounding.
     """
@@ -61,27 +61,44 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether all tensors are equal and the contract is kept."""
-        return self.first_difference is None and not self.violations
+        return not self.problem
+
+    @property
+    def problem(self) -> str:
+        """The first tensor that differs, or the violations; "" if all is well."""
+        if first := self.first_difference:
+            return (
+                f"first {first.kind} {first.tensor} at step {first.step}, relative "
+                f"error {first.error:.1e} above {first.tolerance:.0e}"
+            )
+        return "; ".join(self.violations)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tensors of one step whose errors are measured beside each other.
+
+    Attributes:
+      kind: as in `Comparison`.
+      tensors: {path: array}.
+    """
+
+    kind: str
+    tensors: dict[str, Any]
 
 
 def _compare(
-    step: int,
-    kind: str,
-    tested: dict[str, Any],
-    expected: dict[str, Any],
-    tolerance: float,
-) -> list[Comparison]:
-    """Compares the tensors of one kind, the errors relative to those expected."""
-    tested = {path: np.asarray(x, np.float64) for path, x in tested.items()}
-    expected = {path: np.asarray(x, np.float64) for path, x in expected.items()}
-    norms = {path: float(np.linalg.norm(x)) for path, x in expected.items()}
+    step: int, tested: Group, expected: Group, tolerance: float
+) -> Iterator[Comparison]:
+    """Compares the tensors of one group, the errors relative to those expected."""
+    found = {path: np.asarray(x, np.float64) for path, x in tested.tensors.items()}
+    wanted = {path: np.asarray(x, np.float64) for path, x in expected.tensors.items()}
+    norms = {path: float(np.linalg.norm(x)) for path, x in wanted.items()}
     floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
-    comparisons = []
-    for path, reference in expected.items():
-        difference = float(np.linalg.norm(tested[path] - reference))
+    for path, reference in wanted.items():
+        difference = float(np.linalg.norm(found[path] - reference))
         scale = max(norms[path], floor) or 1.0
-        comparisons.append(Comparison(step, kind, path, difference / scale, tolerance))
-    return comparisons
+        yield Comparison(step, expected.kind, path, difference / scale, tolerance)
 
 
 def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
@@ -100,23 +117,54 @@ def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
+def record(
+    program: TrainProgram, batches: Iterable[Any], seed: int = 0
+) -> Iterator[list[Group]]:
+    """Trains and yields the tensors of every step, on the host.
+
+    Args:
+      program: the program.
+      batches: host batches, one per step.
+      seed: seed of the run.
+    """
+    state = program.init(seed)
+    for batch in batches:
+        evaluation = jax.device_get(program.evaluate(state, batch))
+        gradients = jax.device_get(program.gradients(state, batch)[1])
+        state, metrics = program.step(state, batch)
+        metrics = jax.device_get(metrics)
+        optimizer_state = program.in_model_order(state).optimizer_state
+        parts = _optimizer_groups(jax.device_get(optimizer_state))
+        yield [
+            *(Group("evaluation", {name: x}) for name, x in evaluation.items()),
+            Group("loss", {"": metrics.pop("loss")}),
+            Group("gradient", gradients),
+            Group("grad_norm", {"": metrics.pop("grad_norm")}),
+            *(Group("metric", {name: x}) for name, x in metrics.items()),
+            *(Group("optimizer", tensors) for tensors in parts.values()),
+        ]
+
+
 def verify(
     program: TrainProgram,
-    reference: TrainProgram,
+    reference: TrainProgram | Sequence[list[Group]],
     batches: Iterable[Any],
     seed: int = 0,
     tolerance: float = 1e-5,
 ) -> VerifyReport:
-    """Trains both programs side by side and compares every tensor after every step.
+    """Trains both programs side by side and compares every tensor in every step.
 
+    Each step evaluates its batch with the weights that it starts from, and then trains.
     Parameters are not compared themselves: Adam turns gradients that are rounding
     noise into whole steps, and the losses, gradients and moments of the steps that
     follow show every difference that matters.
 
     Args:
       program: the program under test.
-      reference: the same model and optimizer on one device.
-      batches: host batches, one per step.
+      reference: the same model and optimizer on one device, or what `record` made of
+        them with the same batches and seed.
+      batches: host batches, one per step: any of your own with the shapes of the
+        program.
       seed: seed of both runs.
       tolerance: largest relative error that counts as rounding.
 
@@ -131,24 +179,14 @@ def verify(
         raise MeshparError(program.reason_not_equal)
     if jax.process_count() > 1:
         raise MeshparError("verify compares with one device: run it in one process")
-    states = [p.init(seed) for p in (program, reference)]
+    batches = list(batches)
+    if isinstance(reference, TrainProgram):
+        expected_steps = record(reference, batches, seed)
+    else:
+        expected_steps = iter(reference)
     comparisons: list[Comparison] = []
-    for step, batch in enumerate(batches, start=1):
-        gradients, metrics = [], []
-        for i, p in enumerate((program, reference)):
-            gradients.append(p.gradients(states[i], batch)[1])
-            states[i], step_metrics = p.step(states[i], batch)
-            metrics.append(jax.device_get(step_metrics))
-        for kind in ("loss", "grad_norm"):
-            scalars = [{"": m[kind]} for m in metrics]
-            comparisons += _compare(step, kind, *scalars, tolerance)
-            if kind == "loss":
-                comparisons += _compare(step, "gradient", *gradients, tolerance)
-        tested, expected = (
-            _optimizer_groups(p.in_model_order(state).optimizer_state)
-            for p, state in zip((program, reference), states, strict=True)
-        )
-        for part in expected:
-            pair = tested[part], expected[part]
-            comparisons += _compare(step, "optimizer", *pair, tolerance)
+    steps = zip(record(program, batches, seed), expected_steps, strict=True)
+    for step, (tested, expected) in enumerate(steps, start=1):
+        for pair in zip(tested, expected, strict=True):
+            comparisons += _compare(step, *pair, tolerance)
     return VerifyReport(tuple(comparisons), tuple(program.violations()))

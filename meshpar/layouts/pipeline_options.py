@@ -18,11 +18,12 @@ PIPELINE_OPTIONS = (
 )
 """Fields of `Layout`; a layout without a pipeline has their defaults."""
 
-_CHOICES = {
+CHOICES = {
     "vocab": ("edge", PIPE),
     "save": ("inputs", "residuals"),
     "tick_loop": ("phases", "uniform"),
 }
+"""{option: its values} of the options with few values."""
 
 
 def check_pipeline_options(
@@ -47,7 +48,7 @@ def check_pipeline_options(
     schedule, schedules = options["schedule"], ("auto", *SCHEDULES)
     if schedule not in schedules:
         raise LayoutError(f"schedule={schedule!r} ({nearest(schedule, schedules)})")
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if options[name] not in choices:
             raise LayoutError(f"{name}={options[name]!r}: use {' or '.join(choices)}")
     if not re.fullmatch(r"(\d+(/\d+)*)?", options["partition"]):

@@ -6,13 +6,13 @@ Outside a layout both do nothing, so that a model runs alone too.
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError, nearest
+from meshpar.layouts.axes import ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import wrap_remat
@@ -29,7 +29,7 @@ class Scope:
       layout: the layout.
       mesh: the mesh.
       manual_axes: axes of the shard_map around the model, over which it sees shards.
-      names_used: dim names that `constrain` saw.
+      names_used: dim names that `constrain` or a function of Flax saw.
       vocabulary_used: {function of `ops.vocabulary`: size of the vocabulary it saw}.
       remat_used: whether the model called `remat`.
     """
@@ -57,6 +57,45 @@ def current_scope() -> Scope | None:
     return _scope.value
 
 
+def activation_axes(
+    scope: Scope, names: Sequence[str | None], call: str
+) -> tuple[tuple[str, ...], ...]:
+    """The axes larger than 1 that split each named dim, and records the names.
+
+    Args:
+      scope: the scope; its manual axes are left out.
+      names: dim names of one activation; None leaves a dim whole.
+      call: what the model wrote, for errors.
+
+    Raises:
+      LayoutError: a name without a rule, or an axis that two dims ask for.
+    """
+    rules, sizes, entries = scope.layout.activation_rules, dict(scope.mesh.shape), []
+    for name in names:
+        if name is not None and name not in rules:
+            raise LayoutError(
+                f"{call}: no rule for {name!r} ({nearest(name, rules)}); add "
+                f"activations.{name}=AXIS or activations.{name}=none to the layout"
+            )
+        scope.names_used.add(name)
+        entries.append(
+            tuple(
+                a
+                for a in rules.get(name, ())
+                if sizes.get(a, 1) > 1 and a not in scope.manual_axes
+            )
+        )
+    flat = [axis for axes in entries for axis in axes]
+    if len(set(flat)) != len(flat):
+        twice = next(axis for axis in flat if flat.count(axis) > 1)
+        first = next(n for n, axes in zip(names, entries, strict=True) if twice in axes)
+        raise LayoutError(
+            f"{call}: two dims on axis {twice!r}; map one of them to none, as in "
+            f"activations.{first}=none"
+        )
+    return tuple(entries)
+
+
 def activation_spec(
     scope: Scope, shape: Sequence[int], names: Sequence[str | None]
 ) -> PartitionSpec:
@@ -69,35 +108,15 @@ def activation_spec(
     call = f"constrain(x{list(shape)}, {', '.join(map(repr, names))})"
     if len(names) != len(shape):
         raise LayoutError(f"{call}: {len(names)} names for {len(shape)} dims")
-    rules, sizes, entries = scope.layout.activation_rules, dict(scope.mesh.shape), []
-    for size, name in zip(shape, names, strict=True):
-        if name is not None and name not in rules:
-            raise LayoutError(
-                f"{call}: no rule for {name!r} ({nearest(name, rules)}); add "
-                f"activations.{name}=AXIS or activations.{name}=none to the layout"
-            )
-        axes = tuple(
-            a
-            for a in rules.get(name, ())
-            if sizes.get(a, 1) > 1 and a not in scope.manual_axes
-        )
-        ways = math.prod(sizes[a] for a in axes)
+    entries = activation_axes(scope, names, call)
+    for size, name, axes in zip(shape, names, entries, strict=True):
+        ways = ways_of(axes, scope.mesh.shape)
         if size % ways:
             raise LayoutError(
                 f"{call}: {name}={size} does not divide over {'*'.join(axes)}={ways}; "
                 f"change the size, or set activations.{name}=none"
             )
-        scope.names_used.add(name)
-        entries.append(axes)
-    flat = [axis for axes in entries for axis in axes]
-    if len(set(flat)) != len(flat):
-        twice = next(axis for axis in flat if flat.count(axis) > 1)
-        first = next(n for n, axes in zip(names, entries, strict=True) if twice in axes)
-        raise LayoutError(
-            f"{call}: two dims on axis {twice!r}; map one of them to none, as in "
-            f"activations.{first}=none"
-        )
-    return partition_spec(tuple(entries))
+    return partition_spec(entries)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

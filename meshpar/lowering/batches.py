@@ -106,20 +106,39 @@ class BatchPlacer:
           batch: pytree of host arrays [len(rows), ...].
 
         Raises:
-          ValueError: a leaf of another shape or dtype than the program was lowered for.
+          ValueError: a leaf of another shape or dtype than the program was lowered for,
+            or with integers that the program's dtype cannot hold. 64-bit leaves become
+            what jax makes of them, 32-bit unless `jax_enable_x64` is set.
         """
         return jax.tree.map(self._place, self.abstract, batch)
 
     def _place(self, target: jax.ShapeDtypeStruct, x: Any) -> jax.Array:
         x, shape = np.asarray(x), (len(self.rows), *target.shape[1:])
-        if x.shape != shape or x.dtype != target.dtype:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if x.shape != shape or dtype != target.dtype:
             raise ValueError(
                 f"batch leaf {x.dtype}{list(x.shape)}: the program was lowered for "
                 f"{target.dtype}{list(shape)} on this process"
             )
+        x = _as_dtype(x, target.dtype)
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             wanted = np.arange(*index[0].indices(target.shape[0]))
             return x[(np.searchsorted(self.rows, wanted), *index[1:])]
 
         return jax.make_array_from_callback(target.shape, target.sharding, shard)
+
+
+def _as_dtype(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array in the dtype that jax computes with; integers must not wrap around."""
+    if x.dtype == dtype:
+        return x
+    if np.issubdtype(dtype, np.integer) and x.size:
+        low, high, limits = x.min(), x.max(), np.iinfo(dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"batch leaf {x.dtype}{list(x.shape)} holds {low} to {high}, and "
+                f"{np.dtype(dtype)} holds {limits.min} to {limits.max}: map the values "
+                "to a smaller range, or set jax_enable_x64"
+            )
+    return x.astype(dtype)

@@ -113,7 +113,9 @@ def path_in(collection: str, path: str) -> str:
 
 
 def _zeros(leaf: Any) -> Any:
-    return jnp.zeros(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+    if not hasattr(leaf, "shape"):
+        return leaf
+    return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _separate_names(axes: Mapping) -> dict[str, tuple]:

@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 
 from meshpar.layouts import scope as scopes
 from meshpar.layouts.layout import Layout
+from meshpar.models.flax_rules import FlaxRules
+from meshpar.models.foreign_shardings import explained_errors
 
 
 @contextlib.contextmanager
@@ -20,14 +22,14 @@ def model_scope(
       layout: gives the rules.
       mesh: the device mesh.
       manual_axes: axes that are manual where the model is traced, inside shard_map.
+
+    Raises:
+      LayoutError: the model uses dim names or states shardings that the layout cannot
+        honour.
     """
-    manual_axes = frozenset(manual_axes)
-    rules = tuple(
-        (name, tuple(axis for axis in axes if axis not in manual_axes))
-        for name, axes in layout.activation_rules.items()
-    )
     with (
         scopes.use(layout, mesh, manual_axes) as scope,
-        nn.logical_axis_rules(rules),
+        nn.logical_axis_rules(FlaxRules(scope)),
+        explained_errors(),
     ):
         yield scope

@@ -177,3 +177,16 @@ def test_too_little_data_for_a_batch(corpus):
         data.training_batches(corpus, **shape, seed=0, rows=[0], position=0)
     with pytest.raises(DataError, match="held-out part"):
         data.held_out_batches(corpus, **shape, rows=[0], limit=1)
+
+
+def test_rows_are_padded_unevenly_and_none_wholly(corpus):
+    (batch,) = batches(corpus, 1)
+    padded = data.padded_unevenly(batch)
+    lengths = padded["weights"].sum(axis=1)
+    assert lengths[0] == 1 and lengths[-1] == LENGTH
+    assert (np.diff(lengths) >= 0).all()
+    assert (np.diff(padded["weights"], axis=1) <= 0).all()
+    assert padded["weights"].dtype == np.float32
+    assert padded["tokens"] is batch["tokens"]
+    one_row = {name: leaf[:1] for name, leaf in batch.items()}
+    assert data.padded_unevenly(one_row)["weights"].sum() == 1

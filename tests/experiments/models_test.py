@@ -7,7 +7,7 @@ import optax
 import pytest
 from support.tiny_models import LENGTH, batch, host, lower, model, relative_error
 
-from experiments import recipes
+from experiments import data, recipes
 from experiments.models.decoder import rotate
 from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
@@ -84,6 +84,22 @@ def test_cross_entropy_is_optax_s():
     targets = rng.integers(0, 7, (2, 3))
     want = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     np.testing.assert_allclose(cross_entropy(logits, targets), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("framework, block", [("nnx", 0), ("nnx", 4), ("linen", 0)])
+def test_tokens_without_weight_do_not_count(framework, block):
+    """Targets of padding change nothing; the weight is the number of tokens."""
+    made = model(framework, loss_block=block)
+    params = jax.jit(made.init)(jax.random.key(0))
+    evaluate = jax.jit(made.evaluation_loss)
+    padded = data.padded_unevenly(batch())
+    other = padded | {"targets": np.where(padded["weights"] > 0, padded["targets"], 7)}
+    loss, aux = evaluate(params, padded)
+    assert aux["weight"] == padded["weights"].sum()
+    assert loss == evaluate(params, other)[0] != evaluate(params, batch())[0]
+    whole = padded | {"weights": np.ones_like(padded["weights"])}
+    plain, _ = evaluate(params, batch())
+    np.testing.assert_allclose(evaluate(params, whole)[0], plain, rtol=1e-6)
 
 
 def test_a_chunked_loss_is_the_loss_in_less_memory():

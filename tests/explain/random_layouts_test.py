@@ -1,0 +1,81 @@
+"""Random layouts: drawn from the grammar, each equal, refused or wrong."""
+
+import optax
+from support import tiny_stack
+
+import meshpar
+from meshpar.explain import random_layouts
+from meshpar.explain.random_layouts import (
+    EQUAL,
+    REFUSED,
+    WRONG,
+    Draw,
+    draw_layouts,
+    verify_layouts,
+)
+from meshpar.layouts.axes import PIPE, REPLICA
+from meshpar.layouts.layout import DEFAULTS, parse
+
+BATCHES = [tiny_stack.batch()]
+
+
+def test_draws_follow_the_seed_and_fit_the_devices():
+    draws = draw_layouts(300, 8, seed=1)
+    assert draws == draw_layouts(300, 8, seed=1) != draw_layouts(300, 8, seed=2)
+    layouts = [parse(draw.layout) for draw in draws]
+    assert {layout.num_devices for layout in layouts} == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert sum(layout.num_devices == 8 for layout in layouts) > 150
+    for axis in random_layouts.DRAWN_AXES:
+        assert {layout.sizes[axis] for layout in layouts} >= {1, 2, 4, 8}
+    assert {draw.lowering for draw in draws} == {"", "jit", "shard_map"}
+
+
+def test_every_option_of_a_layout_is_drawn_or_left_out_by_name():
+    """A new option needs a line among the options that are drawn, or here."""
+    drawn = {*random_layouts.DRAWN_AXES, *random_layouts.OPTIONS}
+    drawn |= {*random_layouts.SHARDED, *random_layouts.PIPELINE}
+    needs_the_model = {"params", "activations", "paths", "prefetch", "partition"}
+    assert drawn | needs_the_model | {REPLICA, "allow"} == set(DEFAULTS)
+    layouts = [parse(draw.layout) for draw in draw_layouts(500, 8)]
+    for name in drawn:
+        values = {getattr(layout, name) for layout in layouts}
+        assert len(values) > 1, name
+    assert any(layout.pipe == 2 and layout.vocab == PIPE for layout in layouts)
+
+
+def test_outcomes_are_equal_refused_and_wrong(capsys):
+    compiled = []
+
+    def lower_layout(layout, lowering):
+        if layout.data == 8:
+            raise KeyError("a bug of ours")
+        compiled.append(layout)
+        return tiny_stack.lower(layout, lowering)
+
+    draws = [
+        Draw("fsdp=2", "jit"),
+        Draw("fsdp=3"),
+        Draw("pipe=2", "jit"),
+        Draw("data=8"),
+        Draw("pipe=2,microbatches=4"),
+    ]
+    outcomes = list(verify_layouts(lower_layout, draws, BATCHES))
+    assert [o.verdict for o in outcomes] == [EQUAL, REFUSED, REFUSED, WRONG, EQUAL]
+    assert "batch=16 does not divide" in str(outcomes[1])
+    assert "the compiler makes no pipeline" in outcomes[2].reason
+    assert "KeyError" in outcomes[3].reason
+    assert "a bug of ours" in capsys.readouterr().err
+    one_device = meshpar.Layout()
+    assert compiled.count(one_device) == 1
+
+
+def test_a_difference_is_wrong_and_named():
+    """One layout trains with another decay of Adam's first moment."""
+
+    def with_a_fault(layout, lowering):
+        optimizer = optax.adamw(1e-2, b1=0.8 if layout.data == 2 else 0.9)
+        return tiny_stack.lower(layout, lowering, optimizer)
+
+    (outcome,) = verify_layouts(with_a_fault, [Draw("data=2")], BATCHES)
+    assert outcome.verdict == WRONG
+    assert outcome.reason.startswith("first optimizer [0].mu")
