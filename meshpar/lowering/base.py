@@ -9,7 +9,7 @@ the same way under all lowerings.
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,21 @@ from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.state import TrainState, cast_params
 from meshpar.lowering.totals import Totals
 from meshpar.models.model import Model
+
+
+class Gradients(NamedTuple):
+    """What one batch gives.
+
+    Attributes:
+      totals: loss and metrics.
+      gradients: {path: array} of the trained parameters, before clipping.
+      state: {path: new value} of variables that the model changed and that are no
+        parameters.
+    """
+
+    totals: Totals
+    gradients: Params
+    state: Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +87,7 @@ class Lowering:
 
     # The functions of a step.
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Totals, Params]:
+    def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and its gradients, before clipping."""
         raise NotImplementedError
 
@@ -82,7 +97,7 @@ class Lowering:
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer, which runs on shards; adds grad_norm."""
-        totals, grads = self.gradients(state, batch)
+        totals, grads, new_state = self.gradients(state, batch)
         grads = self.shard(grads, self.plan.specs)
         grad_norm = optax.tree.norm(grads)
         if self.clip_norm is not None:
@@ -94,6 +109,7 @@ class Lowering:
             grads, state.optimizer_state, trained, loss
         )
         params = state.params | optax.apply_updates(trained, updates)
+        params |= {p: x.astype(params[p].dtype) for p, x in new_state.items()}
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)
         return new, totals.with_mean("grad_norm", grad_norm)
 

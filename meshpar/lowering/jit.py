@@ -18,7 +18,7 @@ from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
-from meshpar.lowering.base import Lowering
+from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
 from meshpar.models.metrics import LossResult, masked, nonzero
@@ -53,7 +53,7 @@ class JitLowering(Lowering):
                 "any", axes, self.ways(axes), 0, math.inf, why, bound=True
             )
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Totals, Params]:
+    def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and gradients, sharded as the plan says."""
         key, weights = state.key(), self.weights(state.params)
         trained = self.plan.trained(weights)
@@ -63,7 +63,7 @@ class JitLowering(Lowering):
             result = self.model.loss(weights | params, batch, key)
             return result.loss.astype(jnp.float32), result
 
-        def microbatch(batch: Any, key: Array) -> tuple[Totals, Params]:
+        def microbatch(batch: Any, key: Array) -> Gradients:
             with_aux = jax.value_and_grad(loss_fn, has_aux=True)
             (_, result), grads = with_aux(trained, batch, key)
             totals = Totals.of(result)
@@ -71,7 +71,7 @@ class JitLowering(Lowering):
                 k: masked(totals.weight, g).astype(state.params[k].dtype)
                 for k, g in grads.items()
             }
-            return totals, self.shard(grads, specs)
+            return Gradients(totals, self.shard(grads, specs), result.state)
 
         if self.plan.layout.microbatches == 1:
             return microbatch(batch, key)
@@ -86,33 +86,47 @@ class JitLowering(Lowering):
 
     def _accumulate(
         self,
-        microbatch: Callable[[Any, Array], tuple[Totals, Params]],
+        microbatch: Callable[[Any, Array], Gradients],
         batch: Any,
         key: Array,
         params: Params,
         specs: dict[str, PartitionSpec],
-    ) -> tuple[Totals, Params]:
-        """Totals of the microbatches, and the means of their gradients by weight."""
+    ) -> Gradients:
+        """Totals of the microbatches, and the means of their gradients by weight.
+
+        Running state is the mean of what the microbatches make of it; integers are
+        those of the last one.
+        """
         num = self.plan.layout.microbatches
         batches = jax.tree.map(self._split_rows, split_microbatches(batch, num))
         first = jax.tree.map(lambda x: x[0], batches)
 
-        def body(sums: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
+        def body(sums: Gradients, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
             m, batch = m_batch
-            totals, new = microbatch(batch, jax.random.fold_in(key, m))
+            totals, new, state = microbatch(batch, jax.random.fold_in(key, m))
             grads = {
                 path: x + (totals.divisor * new[path]).astype(x.dtype)
-                for path, x in sums[1].items()
+                for path, x in sums.gradients.items()
             }
-            sums = sums[0].added(totals.last_where(m == num - 1))
-            return (sums, self.shard(grads, specs)), None
+            state = {
+                path: x + state[path] / num if _is_floating(x) else state[path]
+                for path, x in sums.state.items()
+            }
+            totals = sums.totals.added(totals.last_where(m == num - 1))
+            return Gradients(totals, self.shard(grads, specs), state), None
 
-        empty = jax.eval_shape(microbatch, first, key)[0].empty()
+        shapes = jax.eval_shape(microbatch, first, key)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        sums = empty, self.shard(zeros, specs)
-        (totals, sums), _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
-        weight = nonzero(totals.divisor)
+        state = {path: jnp.zeros(x.shape, x.dtype) for path, x in shapes.state.items()}
+        sums = Gradients(shapes.totals.empty(), self.shard(zeros, specs), state)
+        sums, _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
+        weight = nonzero(sums.totals.divisor)
         grads = {
-            path: (x / weight).astype(params[path].dtype) for path, x in sums.items()
+            path: (x / weight).astype(params[path].dtype)
+            for path, x in sums.gradients.items()
         }
-        return totals, grads
+        return sums._replace(gradients=grads)
+
+
+def _is_floating(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)

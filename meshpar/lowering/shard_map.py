@@ -26,7 +26,7 @@ from meshpar.fsdp.terms import (
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
-from meshpar.lowering.base import Lowering
+from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.memory import Held, TracedLayer, trace_layer
 from meshpar.lowering.runner import Runner
@@ -86,11 +86,12 @@ class ShardMapLowering(Lowering):
 
     # The functions of a step.
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Totals, Params]:
+    def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and its gradients, before clipping."""
         out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
         mapped = self.frame.mapped(self._gradients, batch, out_specs)
-        return mapped(state.params, state.key(), batch)
+        totals, grads = mapped(state.params, state.key(), batch)
+        return Gradients(totals, grads, {})  # Models with layers keep no state.
 
     def _gradients(
         self, params: Params, key: Array, batch: Any

@@ -235,7 +235,7 @@ class TrainProgram(Program):
         shardings = {path: leaf.sharding for path, leaf in like.items()}
 
         def gradients(state: TrainState, batch: Any) -> tuple[Metrics, Params]:
-            totals, grads = self.lowering.gradients(state, batch)
+            totals, grads, _ = self.lowering.gradients(state, batch)
             grads = order.in_model_order(grads) if order else grads
             return totals.reported(), grads
 

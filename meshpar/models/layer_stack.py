@@ -69,6 +69,21 @@ def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> 
     return jax.lax.scan(body, x, (stack, jnp.arange(depth)))[0]
 
 
+def refuse_updates(updates: Params) -> None:
+    """Refuses running state in a model that runs layer by layer.
+
+    Raises:
+      ValueError: a part of the model changed a variable.
+    """
+    for path in updates:
+        raise ValueError(
+            f"the model changes its variable {path!r} while it runs; models that run "
+            "layer by layer keep no running state. Give the loss function alone, "
+            "without layers, or use another layer (LayerNorm or GroupNorm in place of "
+            "BatchNorm)"
+        )
+
+
 def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
     del shared, batch, key
     return ()

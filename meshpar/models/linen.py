@@ -10,7 +10,7 @@ import flax.linen as nn
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
-from meshpar.models.layer_stack import Key, LayeredModel
+from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
 from meshpar.models.metrics import LossResult, loss_result
@@ -112,10 +112,12 @@ class _LinenModel:
             params = self.stacks[True].unstacked(params)
         return Apply(self.functions[key is not None], params, self.params, key)
 
-    def run(self, params: Params, batch: Any, key: Key) -> Any:
-        """The result of the loss function."""
+    def result(self, params: Params, batch: Any, key: Key) -> LossResult:
+        """The loss, and the variables that the module changed in training mode."""
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        return loss_fn(self.bind(params, key), batch)
+        apply = self.bind(params, key)
+        result = loss_result(loss_fn(apply, batch))
+        return result._replace(state=apply.updates)
 
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
@@ -125,12 +127,7 @@ class _LinenModel:
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         with self.stacks[key is not None].taken_out(on_call):
             result = loss_fn(apply, batch)
-        if apply.updates:
-            raise ValueError(
-                f"layers={self.stacks[True].layers!r}: the model changes its variable "
-                f"{next(iter(apply.updates))!r}; a model that runs layer by layer "
-                "keeps no running state. Leave layers out"
-            )
+        refuse_updates(apply.updates)
         return result
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
@@ -158,7 +155,7 @@ class _LinenModel:
         def loss(params: Params, batch: Any, key: Key) -> LossResult:
             if layered is not None:
                 return layered.loss(params, batch, key)
-            return loss_result(self.run(params, batch, key))
+            return self.result(params, batch, key)
 
         def evaluation_loss(params: Params, batch: Any) -> LossResult:
             return loss(params, batch, None)

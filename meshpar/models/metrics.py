@@ -78,10 +78,13 @@ class LossResult(NamedTuple):
       aux: {name: scalar or kind}. "weight", if there is one, is the weight of `loss`
         against the losses of other parts: a `Sum` if the loss was a `Mean`, whose
         weight it is, a scalar if the user gave it.
+      state: {path: new value} of variables that are no parameters and that the model
+        changed, such as running statistics.
     """
 
     loss: Array
     aux: dict[str, Any]
+    state: dict[str, Array] = {}
 
     @property
     def weight(self) -> Array | None:

@@ -10,7 +10,7 @@ from flax import nnx
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
-from meshpar.models.layer_stack import Key, LayeredModel, LayerStack
+from meshpar.models.layer_stack import Key, LayeredModel, LayerStack, refuse_updates
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
@@ -120,10 +120,14 @@ class _NnxModel:
         """The module; in evaluation mode without a key."""
         return self.whole(self.lists.unstacked(params) if self.lists else params, key)
 
-    def run(self, params: Params, batch: Any, key: Key) -> Any:
-        """The result of the loss function."""
+    def result(self, params: Params, batch: Any, key: Key) -> LossResult:
+        """The loss, and the variables that the module changed in training mode."""
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        return loss_fn(self.bind(params, key), batch)
+        module = self.bind(params, key)
+        result = loss_result(loss_fn(module, batch))
+        if key is None:
+            return result
+        return result._replace(state=self.whole.updates(module, params))
 
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
@@ -132,7 +136,9 @@ class _NnxModel:
         module = self.whole(shared, key)
         self.lists.take_out(module, on_call)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        return loss_fn(module, batch)
+        result = loss_fn(module, batch)
+        refuse_updates(self.whole.updates(module, shared))
+        return result
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
@@ -150,12 +156,12 @@ class _NnxModel:
         def loss(params: Params, batch: Any, key: Key) -> LossResult:
             if layered is not None:
                 return layered.loss(params, batch, key)
-            return loss_result(self.run(params, batch, key))
+            return self.result(params, batch, key)
 
         def evaluation_loss(params: Params, batch: Any) -> LossResult:
             if layered is not None and layered.evaluates:
                 return layered.loss(params, batch, None)
-            return loss_result(self.run(params, batch, None))
+            return self.result(params, batch, None)
 
         leaves = self.whole.leaves.items()
         keys = {path: keys for path, (keys, _) in leaves if path in params}
@@ -176,12 +182,24 @@ def _described(
             f"must all be the number of layers, but are {depths}; stack them with "
             "nnx.vmap"
         )
-    return LayeredModel(
-        prefix=stack.prefix,
-        depth=next(iter(depths.values()))[0],
-        embed=lambda params, batch, key: layers.embed(whole(params, key), batch),
-        layer=lambda params, x, key, _: layers.layer(stack(params, key), x),
-        head_loss=lambda params, x, batch, key: loss_result(
-            layers.head_loss(whole(params, key), x, batch)
-        ),
-    )
+
+    def run(functions: NnxFunctions, fn: Callable, params: Params, key: Key) -> Any:
+        module = functions(params, key)
+        result = fn(module)
+        refuse_updates(functions.updates(module, params))
+        return result
+
+    def embed(params: Params, batch: Any, key: Key) -> Any:
+        return run(whole, lambda module: layers.embed(module, batch), params, key)
+
+    def layer(params: Params, x: Any, key: Key, _: Any) -> Any:
+        return run(stack, lambda module: layers.layer(module, x), params, key)
+
+    def head_loss(params: Params, x: Any, batch: Any, key: Key) -> LossResult:
+        def head(module: nnx.Module) -> Any:
+            return layers.head_loss(module, x, batch)
+
+        return loss_result(run(whole, head, params, key))
+
+    depth = next(iter(depths.values()))[0]
+    return LayeredModel(stack.prefix, depth, embed, layer, head_loss)

@@ -15,7 +15,7 @@ from meshpar.models.layer_groups import (
     stack_values,
     unstack_values,
 )
-from meshpar.models.layer_stack import Key
+from meshpar.models.layer_stack import Key, refuse_updates
 from meshpar.models.nnx_functions import AbstractModule, NnxFunctions, path_of
 
 
@@ -150,22 +150,13 @@ class NnxLayers:
     def call(
         self, column: int, params: Params, key: Key, args: tuple, kwargs: dict
     ) -> Any:
-        """Runs the layer of one column with the variables of one row.
-
-        Raises:
-          ValueError: the layer changes a variable.
-        """
+        """Runs the layer of one column with the variables of one row."""
         row = {path: x[None] for path, x in params.items()}
         own = unstack_values(row, self.prefix, self.groups, column)
         functions = self.functions[column]
         module = functions(own, key)
         output = module(*args, **kwargs)
-        if changed := functions.updates(module, own):
-            raise ValueError(
-                f"layers={self.layers!r}: a layer changes its variable "
-                f"{next(iter(changed))!r}; layers that meshpar runs one by one keep no "
-                "running state. Leave layers out, or use another layer"
-            )
+        refuse_updates(functions.updates(module, own))
         return output
 
 
