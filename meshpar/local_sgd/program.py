@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import Params
@@ -135,11 +134,11 @@ class LocalProgram(TrainProgram):
         )
 
     @functools.cached_property
-    def _init(self) -> Callable[[Any], LocalState]:
+    def _init(self) -> Callable[[Any, Params], LocalState]:
         count = self.layout.replica
 
-        def init(seed: jax.Array) -> LocalState:
-            params = self.model.init(jax.random.key(seed))
+        def init(seed: jax.Array, given: Params) -> LocalState:
+            params = self._init_params_from(seed, given)
             stacked = jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (count, *x.shape)),
                 (params, self.lowering.optimizer.init(self.plan.trained(params))),
@@ -148,10 +147,13 @@ class LocalProgram(TrainProgram):
 
         return jax.jit(init, out_shardings=self.state_shardings)
 
-    def init(self, seed: int = 0) -> LocalState:
-        """Makes a fresh state: all replicas start with equal weights."""
+    def init(self, seed: int = 0, params: Any = None) -> LocalState:
+        """Makes a fresh state: all replicas start with equal weights.
+
+        Takes the arguments of `TrainProgram.init`.
+        """
         with jax.set_mesh(self.mesh):
-            return self._init(np.uint32(seed))
+            return super().init(seed, params)
 
     def weights(self, state: LocalState) -> Params:
         """The average of the replicas, {path: array}."""

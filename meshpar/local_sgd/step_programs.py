@@ -16,9 +16,8 @@ import numpy as np
 
 from meshpar.local_sgd.schedule import Transfer
 from meshpar.local_sgd.steps import STACKED, LocalState, LocalSteps
-from meshpar.lowering.inspection import Inspection
+from meshpar.lowering.inspection import Inspection, inspect_step
 from meshpar.lowering.totals import Totals
-from meshpar.lowering.train_program import inspect_step
 
 
 def transfer_index(transfer: Transfer | None) -> tuple:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.hlo import parse_hlo
+from meshpar.lowering.base import Lowering
 from meshpar.mesh.platform import platform_of
+from meshpar.mesh.torus import compiler_options
 
 
 def read_collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> list[Collective]:
@@ -99,6 +101,37 @@ class Inspection:
         if platform_of(self._mesh).reports_peak:
             return analysis.peak_memory_in_bytes
         return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+
+def inspect_step(
+    lowering: Lowering,
+    step: Callable,
+    abstract_state: Any,
+    *arguments: Any,
+    metrics_spec: PartitionSpec | None = None,
+) -> Inspection:
+    """Inspects step(state, *arguments) -> (state, metrics), which donates its state.
+
+    Args:
+      lowering: of the step.
+      step: the step, a function to trace.
+      abstract_state: ShapeDtypeStructs with shardings.
+      *arguments: abstract arguments after the state.
+      metrics_spec: spec of the metrics; on all devices by default.
+    """
+    mesh, metrics_spec = lowering.mesh, metrics_spec or PartitionSpec()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+
+    def lower() -> jax.stages.Lowered:
+        with jax.set_mesh(mesh):
+            return jax.jit(
+                step,
+                donate_argnums=0,
+                out_shardings=(shardings, NamedSharding(mesh, metrics_spec)),
+                compiler_options=compiler_options(mesh),
+            ).lower(abstract_state, *arguments)
+
+    return Inspection(lower, mesh, lowering.check_compiled)
 
 
 def bytes_per_device(abstract: Any, shardings: Any) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
@@ -16,11 +15,11 @@ from meshpar.contracts.contract import Contract
 from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.ema import ema_weights
-from meshpar.lowering.inspection import Inspection, bytes_per_device
+from meshpar.lowering.given_params import place_params, stacked_params
+from meshpar.lowering.inspection import Inspection, bytes_per_device, inspect_step
 from meshpar.lowering.portable import PortableState, StoredOrder
 from meshpar.lowering.program import Program
 from meshpar.lowering.state import Metrics, TrainState
-from meshpar.mesh.torus import compiler_options
 from meshpar.models.model_scope import model_scope
 
 
@@ -38,9 +37,32 @@ class TrainProgram(Program):
     inspection: Inspection
     why_auto: str = ""
 
-    def init(self, seed: int = 0) -> TrainState:
-        """Makes a fresh state: the same numbers whatever the layout."""
-        return self._init(np.uint32(seed))
+    def init(self, seed: int = 0, params: Any = None) -> TrainState:
+        """Makes a fresh state: the same numbers whatever the layout.
+
+        Args:
+          seed: seed of the run, and of the parameters unless they are given.
+          params: parameters to start from: nested or flat, with the module's own paths
+            or with those of the model. Every parameter; variables that are none, such
+            as running statistics, may be left out. Each array goes straight to its
+            shards.
+
+        Raises:
+          MeshparError: a given parameter is missing, unknown or of another shape.
+        """
+        given = {} if params is None else self._placed_params(params)
+        return self._init(np.uint32(seed), given)
+
+    def _placed_params(self, params: Any) -> Params:
+        like, order = self.abstract_params, self.layer_order
+        like = order.abstract_in_model_order(like) if order else like
+        return place_params(stacked_params(self.model, like, params), like)
+
+    def _init_params_from(self, seed: Array, given: Params) -> Params:
+        """Fresh parameters with the given ones in their places, as stored."""
+        order = self.layer_order
+        given = order.as_stored(given) if order else given
+        return self.model.init(jax.random.key(seed)) | given
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Runs one training step; `state` is donated.
@@ -77,7 +99,7 @@ class TrainProgram(Program):
         Raises:
           MeshparError: the optimizer keeps none.
         """
-        return ema_weights(state)
+        return state.params | ema_weights(state)
 
     @functools.cached_property
     def _metric_kinds(self) -> dict[str, type]:
@@ -213,11 +235,11 @@ class TrainProgram(Program):
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @functools.cached_property
-    def _init(self) -> Callable[[Any], TrainState]:
-        optimizer, model = self.lowering.optimizer, self.model
+    def _init(self) -> Callable[[Any, Params], TrainState]:
+        optimizer = self.lowering.optimizer
 
-        def init(seed: Array) -> TrainState:
-            params = model.init(jax.random.key(seed))
+        def init(seed: Array, given: Params) -> TrainState:
+            params = self._init_params_from(seed, given)
             step = jnp.zeros((), jnp.int32)
             optimizer_state = optimizer.init(self.plan.trained(params))
             return TrainState(step, seed, params, optimizer_state)
@@ -240,37 +262,6 @@ class TrainProgram(Program):
             return totals.reported(), grads
 
         return self._jit(gradients, (self._whole, shardings))
-
-
-def inspect_step(
-    lowering: Lowering,
-    step: Callable,
-    abstract_state: Any,
-    *arguments: Any,
-    metrics_spec: PartitionSpec | None = None,
-) -> Inspection:
-    """Inspects step(state, *arguments) -> (state, metrics), which donates its state.
-
-    Args:
-      lowering: of the step.
-      step: the step, a function to trace.
-      abstract_state: ShapeDtypeStructs with shardings.
-      *arguments: abstract arguments after the state.
-      metrics_spec: spec of the metrics; on all devices by default.
-    """
-    mesh, metrics_spec = lowering.mesh, metrics_spec or PartitionSpec()
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-
-    def lower() -> jax.stages.Lowered:
-        with jax.set_mesh(mesh):
-            return jax.jit(
-                step,
-                donate_argnums=0,
-                out_shardings=(shardings, NamedSharding(mesh, metrics_spec)),
-                compiler_options=compiler_options(mesh),
-            ).lower(abstract_state, *arguments)
-
-    return Inspection(lower, mesh, lowering.check_compiled)
 
 
 def make_train_program(

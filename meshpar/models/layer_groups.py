@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from meshpar.arrays import Array
 from meshpar.layouts.param import STACKED_DIM, Param
@@ -73,12 +74,18 @@ def stack_values(
 ) -> dict[str, Array]:
     """{stacked path: [rows, ...]} of the layers' {path within a layer: array}."""
     return {
-        stacked_path(prefix, groups, number, rest): jnp.stack(
+        stacked_path(prefix, groups, number, rest): _stack(
             [by_layer[row[column]][rest] for row in groups]
         )
         for column, number in enumerate(groups[0])
         for rest in by_layer[number]
     }
+
+
+def _stack(rows: list[Array]) -> Array:
+    """Stacks arrays where they are: on the host, or on devices."""
+    on_host = all(isinstance(x, np.ndarray) for x in rows)
+    return np.stack(rows) if on_host else jnp.stack(rows)
 
 
 def unstack_values(

@@ -160,4 +160,7 @@ class _LinenModel:
         def evaluation_loss(params: Params, batch: Any) -> LossResult:
             return loss(params, batch, None)
 
-        return Model(params, self.init, loss, evaluation_loss, self.bind, layered)
+        model = Model(params, self.init, loss, evaluation_loss, self.bind, layered)
+        if not self.stacks:
+            return model
+        return dataclasses.replace(model, stack_variables=self.stacks[True].stacked)

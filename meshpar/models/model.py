@@ -30,6 +30,7 @@ class Model:
         model has no such form.
       keys: {path: keys of the parameter in the model's nested dicts}, which optimizers
         see; paths are split at "/" where it has none.
+      stack_variables: {path of the module: array} -> {path: array}, the layers stacked.
     """
 
     params: Mapping[str, Param]
@@ -39,6 +40,7 @@ class Model:
     bind: Callable[[Params], Any]
     layered: LayeredModel | None = None
     keys: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    stack_variables: Callable[[Params], Params] = lambda params: params
 
     def keys_of(self, path: str) -> tuple[Any, ...]:
         """Keys of a parameter in the model's nested dicts."""

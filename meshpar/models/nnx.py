@@ -165,7 +165,12 @@ class _NnxModel:
 
         leaves = self.whole.leaves.items()
         keys = {path: keys for path, (keys, _) in leaves if path in params}
-        return Model(params, self.init, loss, evaluation_loss, self.bind, layered, keys)
+        model = Model(
+            params, self.init, loss, evaluation_loss, self.bind, layered, keys
+        )
+        if self.lists is None:
+            return model
+        return dataclasses.replace(model, stack_variables=self.lists.stacked)
 
 
 def _described(

@@ -1,0 +1,115 @@
+"""Parameters of a user's own, as a nested or a flat tree, put onto their devices."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from meshpar.arrays import Params
+from meshpar.errors import MeshparError, nearest
+from meshpar.models.model import Model
+
+_LIMIT = 5
+"""Paths that an error names."""
+
+
+def flat_params(tree: Any) -> dict[str, Any]:
+    """{path: leaf} of a tree of parameters.
+
+    Args:
+      tree: {path: array}, nested dicts, the variables of a Linen module or the state of
+        an NNX module.
+    """
+    if isinstance(tree, Mapping) and set(tree) & {"params"}:
+        others = {name: x for name, x in tree.items() if name != "params"}
+        tree = {**tree["params"], **others}
+    leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(tree))[0]
+    return {path_of(keys): leaf for keys, leaf in leaves}
+
+
+def path_of(keys: tuple) -> str:
+    """The path of a leaf from its keys in a nested tree."""
+    names = [
+        getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
+        for key in keys
+    ]
+    if isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
+        names.pop()  # An NNX variable around the array.
+    return "/".join(map(str, names))
+
+
+def stacked_params(
+    model: Model, shapes: Mapping[str, Any], given: Any
+) -> dict[str, Any]:
+    """{path: array} of a model from parameters of its module, layers stacked.
+
+    Variables that are no parameters may be left out.
+
+    Args:
+      model: the model.
+      shapes: {path: anything with a shape}, in the order of the model.
+      given: as in `flat_params`, with the module's own paths or with the model's.
+
+    Raises:
+      MeshparError: a parameter is missing, unknown or of another shape.
+    """
+    flat = flat_params(given)
+    if set(flat) - set(model.params):
+        try:
+            flat = model.stack_variables(flat)
+        except (KeyError, IndexError, ValueError) as error:
+            raise MeshparError(
+                f"the layers of the given parameters do not stack ({error!r}); give "
+                "every parameter of every layer, with the paths of the module"
+            ) from error
+    known = model.params
+    if unknown := sorted(set(flat) - set(known)):
+        raise MeshparError(
+            f"{_listed(unknown)}: no parameters of the model "
+            f"({nearest(unknown[0], known)})"
+        )
+    wanted = {path for path, param in known.items() if not param.is_state}
+    if missing := sorted(wanted - set(flat)):
+        raise MeshparError(
+            f"the given parameters lack {_listed(missing)}; give every parameter "
+            f"({nearest(missing[0], flat)})"
+        )
+    for path, x in flat.items():
+        if tuple(np.shape(x)) != shapes[path].shape:
+            raise MeshparError(
+                f"{path} is given as {list(np.shape(x))}, but the model has "
+                f"{list(shapes[path].shape)}"
+            )
+    return flat
+
+
+def _listed(paths: list[str]) -> str:
+    more = len(paths) - _LIMIT
+    return ", ".join(paths[:_LIMIT]) + (f" and {more} more" if more > 0 else "")
+
+
+def place_params(
+    given: Mapping[str, Any], shardings: Mapping[str, jax.ShapeDtypeStruct]
+) -> Params:
+    """Puts each array onto its shards; host arrays never lie whole on a device.
+
+    Args:
+      given: {path: array}, of numpy or jax.
+      shardings: {path: ShapeDtypeStruct with sharding}.
+    """
+
+    def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if isinstance(x, jax.Array):
+            return jax.device_put(x.astype(like.dtype), like.sharding)
+        x = np.asarray(x)
+        return jax.make_array_from_callback(
+            like.shape, like.sharding, _shard_of(x, like.dtype)
+        )
+
+    return {path: place(x, shardings[path]) for path, x in given.items()}
+
+
+def _shard_of(x: np.ndarray, dtype: Any) -> Callable[[Any], np.ndarray]:
+    return lambda index: x[index].astype(dtype)
