@@ -178,8 +178,6 @@ DEFAULT = {
     ("mixer", "data=8", "sgd"),
     ("vit", "data=2,microbatches=4", "sgd"),
     ("gemma", "data=2,fsdp=2,tensor=2", "adam"),
-    ("gemma", "data=8", "sgd"),
-    ("stacked", "fsdp=8,zero=2", "sgd"),
     ("stacked", "fsdp=8,zero=3", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
     ("stacked", "fsdp=4,remat=full", "sgd"),
