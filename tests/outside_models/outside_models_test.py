@@ -32,8 +32,12 @@ LOSS_ERROR, UPDATE_ERROR = 1e-5, 3e-4
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
-    "adam": lambda: optax.adam(1e-2, eps=1e-4),
+    "adam": lambda: optax.adam(1e-2, eps=1e-3),
 }
+"""Adam divides by nearly zero where a gradient is rounding alone: hence the epsilon.
+
+The gradient of a bias that the next LayerNorm removes is one (Mixer's token mixing).
+"""
 
 
 def scalar(result):
@@ -178,8 +182,6 @@ DEFAULT = {
     ("mixer", "data=8", "sgd"),
     ("vit", "data=2,microbatches=4", "sgd"),
     ("gemma", "data=2,fsdp=2,tensor=2", "adam"),
-    ("gemma", "data=8", "sgd"),
-    ("stacked", "fsdp=8,zero=2", "sgd"),
     ("stacked", "fsdp=8,zero=3", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
     ("stacked", "fsdp=4,remat=full", "sgd"),
