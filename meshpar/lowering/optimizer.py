@@ -72,24 +72,30 @@ def make_optimizer(
     if isinstance(transformation, optax.MultiSteps):
         transformation = transformation.gradient_transformation()
     transformation = optax.with_extra_args_support(transformation)
-    nesting = Nesting({path: keys[path] for path in params})
-    try:
-        state = jax.eval_shape(transformation.init, nesting.nest(params))
-    except Exception:
-        # A mask or labels given as {path: value} fit the flat dict alone.
-        flat = Nesting({path: (path,) for path in params})
-        try:
-            state = jax.eval_shape(transformation.init, dict(params))
-        except Exception:
-            state = None
-        if state is None:
-            raise
-        nesting = flat
+    nesting, state = _initial(transformation, params, keys)
     _refuse_lookahead(state)
     reach = _traced_reach(transformation, nesting.nest(params), state, nesting)
     forms = NestedState.of(state, nesting)
     abstract_state = forms.flatten(state)
     return Optimizer(transformation, nesting, abstract_state, reach, forms)
+
+
+def _initial(
+    transformation: optax.GradientTransformationExtraArgs,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    keys: Mapping[str, tuple[Any, ...]],
+) -> tuple[Nesting, Any]:
+    """The nesting that a transformation fits, and its state at the start."""
+    nested = Nesting({path: keys[path] for path in params})
+    flat = Nesting({path: (path,) for path in params})
+    try:
+        return nested, jax.eval_shape(transformation.init, nested.nest(params))
+    except Exception as error:
+        # A mask or labels given as {path: value} fit the flat dict alone.
+        try:
+            return flat, jax.eval_shape(transformation.init, flat.nest(params))
+        except Exception:
+            raise error from None
 
 
 def _refuse_lookahead(state: Any) -> None:
@@ -122,7 +128,9 @@ def _traced_reach(
     try:
         jaxpr, (_, new_state) = trace(params, state, params, loss)
     except TypeError as error:
-        raise _missing_arguments(error) or error from error
+        if missing := _missing_arguments(error):
+            raise missing from error
+        raise
     _check_state(state, new_state)
     paths = nesting.nest({path: path for path in nesting.keys})
     num_state = len(jax.tree.leaves(state))

@@ -8,7 +8,7 @@ import pytest
 from flax import traverse_util
 from optax import contrib
 from support.biased_model import lower, make_model, nest, train, train_plainly
-from support.tiny_models import host, relative_error
+from support.tiny_models import host, model, relative_error
 
 import meshpar
 from meshpar.arrays import abstract, leaves_by_path, parameter_path
@@ -20,6 +20,14 @@ STEPS = 3
 MODEL = make_model()
 PARAMS = abstract(MODEL.params)
 KEYS = {path: MODEL.keys_of(path) for path in PARAMS}
+
+
+def test_keys_are_those_of_the_model():
+    assert KEYS["ends/1/bias"] == ("ends", 1, "bias")  # Of a list: an int.
+    assert Nesting(KEYS).nest(PARAMS) == nest(PARAMS)
+    linen = model("linen")
+    for path in linen.params:
+        assert linen.keys_of(path) == tuple(path.split("/"))
 
 
 def no_bias(params):
@@ -183,6 +191,12 @@ def test_a_mask_of_the_flat_dict_still_works():
 
 
 # Refused before anything is compiled.
+
+
+def test_an_optimizer_that_fits_no_tree_keeps_its_error():
+    mask = {"layers": True, "end": False}
+    with pytest.raises(ValueError, match="ends"):
+        lower("fsdp=8", optax.adamw(1e-2, mask=mask))
 
 
 def widening():
