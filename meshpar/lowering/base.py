@@ -88,8 +88,9 @@ class Lowering:
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        axes = self.replica_axes if self.types_replicas else ()
         updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, state.params, metrics["loss"]
+            grads, state.optimizer_state, state.params, metrics["loss"], axes
         )
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, state.seed, params, optimizer_state)

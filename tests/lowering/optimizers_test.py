@@ -7,7 +7,14 @@ import optax
 import pytest
 from flax import traverse_util
 from optax import contrib
-from support.biased_model import lower, make_model, nest, train, train_plainly
+from support.biased_model import (
+    lower,
+    make_model,
+    nest,
+    rows,
+    train,
+    train_plainly,
+)
 from support.tiny_models import host, model, relative_error
 
 import meshpar
@@ -52,6 +59,9 @@ LABELLED = optax.multi_transform(
 )
 
 
+PLATEAU = optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(patience=0))
+
+
 def error_to_plain_loop(program, transformation):
     """Of the weights after some steps, against optax on the nested tree."""
     start = program.in_model_order(program.init(0)).params
@@ -82,7 +92,7 @@ def test_a_mask_by_path_matters():
 @pytest.mark.parametrize(
     "name, transformation",
     {
-        "plateau": optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(patience=0)),
+        "plateau": PLATEAU,
         "polyak": optax.polyak_sgd(max_learning_rate=0.1),
         "lamb": optax.lamb(1e-2, mask=no_bias),
         "sm3": optax.sm3(0.1),
@@ -190,6 +200,35 @@ def test_a_mask_of_the_flat_dict_still_works():
         np.testing.assert_array_equal(updates[1][path], update, err_msg=path)
 
 
+@pytest.mark.parametrize(
+    "layout, options",
+    [
+        ("replica=2,fsdp=2", {"mode": meshpar.LocalSGD(period=1)}),
+        ("pipe=3,microbatches=1,schedule=pipedream", {}),
+    ],
+)
+def test_conditionals_of_optimizers_run_where_devices_differ(layout, options):
+    """Two replicas on equal rows, and one minibatch, are plain training."""
+    transformation = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
+    program = lower(layout, transformation, **options)
+    state, data = program.init(0), rows()
+    start = host(program.weights(state))
+    halves = jax.tree.map(lambda x: np.concatenate([x[:8], x[:8]]), data)
+    for _ in range(STEPS):
+        state, _ = program.step(state, halves)
+    plain = train_plainly(transformation, start, STEPS, batch=halves)[-1]
+    assert relative_error(host(program.weights(state)), plain) < 1e-6
+    assert program.violations() == []
+
+
+def test_replicas_use_losses_of_their_own():
+    transformation = optax.MultiSteps(optax.chain(contrib.muon(1e-2), PLATEAU), 1)
+    mode = meshpar.LocalSGD(period=2)
+    state = train(lower("replica=2,fsdp=2", transformation, mode=mode), 1)
+    first, second = state.optimizer_state.inner_opt_state[1][1].best_value
+    assert np.isfinite([first, second]).all() and abs(first - second) > 1e-3
+
+
 # Refused before anything is compiled.
 
 
@@ -214,6 +253,10 @@ def widening():
     [
         (optax.lookahead(optax.sgd(0.1), 5, 0.5), "lookahead trains pairs.*with_ema"),
         (optax.lbfgs(), "needs value_fn, and training gives.*linesearch=None"),
+        (
+            optax.MultiSteps(PLATEAU, 2).gradient_transformation(),
+            "needs value, and .* drops these two.*MultiSteps itself",
+        ),
         (widening(), r"'bias'\] is bfloat16\[8\] before .* float32\[8\] after"),
     ],
 )
