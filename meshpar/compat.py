@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 
 def prepare_cpu_threads() -> None:
@@ -36,10 +37,30 @@ def set_simulated_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def bind_params(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """(functions, parameters) to bind the primitive of a jaxpr's equation again."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    return ((), params) if isinstance(params, dict) else (params[0], params[1])
+CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+    + ("custom_jvp_call", "custom_vjp_call")
+)
+"""Names of primitives that call one jaxpr with their own arguments."""
+
+
+def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that an equation of `CALLS` runs, and its constants."""
+    for value in eqn.params.values():
+        if isinstance(value, core.ClosedJaxpr):
+            return value.jaxpr, value.consts
+        if isinstance(value, core.Jaxpr):
+            return value, ()
+    raise AssertionError(f"{eqn.primitive} holds no jaxpr")
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates an equation of a jaxpr: the values of its output variables."""
+    params, functions = eqn.primitive.get_bind_params(eqn.params), ()
+    if not isinstance(params, dict):
+        functions, params = params
+    outputs = eqn.primitive.bind(*functions, *values, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def detected_cluster() -> tuple[str, int, int] | None:

@@ -18,28 +18,6 @@ from jax.extend import core
 from meshpar import compat
 from meshpar.arrays import Array
 
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-    + ("custom_jvp_call", "custom_vjp_call")
-)
-
-
-def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr that a call runs, and its constants."""
-    for value in eqn.params.values():
-        if isinstance(value, core.ClosedJaxpr):
-            return value.jaxpr, value.consts
-        if isinstance(value, core.Jaxpr):
-            return value, ()
-    raise AssertionError(f"{eqn.primitive} holds no jaxpr")
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one equation: the values of its output variables."""
-    functions, params = compat.bind_params(eqn)
-    outputs = eqn.primitive.bind(*functions, *values, **params)
-    return outputs if eqn.primitive.multiple_results else [outputs]
-
 
 def _read(env: dict, atom: Any) -> Any:
     return atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -50,10 +28,10 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [_read(env, atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            outputs = _inlined(*_body(eqn), values)
+        if eqn.primitive.name in compat.CALLS:
+            outputs = _inlined(*compat.called_jaxpr(eqn), values)
         else:
-            outputs = _bind(eqn, values)
+            outputs = compat.bind(eqn, values)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [_read(env, atom) for atom in jaxpr.outvars]
 
@@ -142,7 +120,7 @@ class SplitBackward:
     def _run(self, env: dict, numbers: Sequence[int]) -> None:
         for number in numbers:
             eqn = self.jaxpr.eqns[number]
-            outputs = _bind(eqn, [_read(env, atom) for atom in eqn.invars])
+            outputs = compat.bind(eqn, [_read(env, atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outputs, strict=True))
 
     def run_first(self, weights: Any, args: Any) -> tuple[Any, list[Array]]:

@@ -105,8 +105,9 @@ class Lowering:
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         trained = self.plan.trained(state.params)
         loss = totals.reported()["loss"]
+        axes = self.replica_axes if self.types_replicas else ()
         updates, optimizer_state = self.optimizer.update(
-            grads, state.optimizer_state, trained, loss
+            grads, state.optimizer_state, trained, loss, axes
         )
         params = state.params | optax.apply_updates(trained, updates)
         params |= {p: x.astype(params[p].dtype) for p, x in new_state.items()}

@@ -14,6 +14,7 @@ import optax
 
 from meshpar.arrays import Params
 from meshpar.errors import MeshparError
+from meshpar.lowering.optimizer import with_extra_args
 from meshpar.lowering.state import TrainState
 
 
@@ -30,7 +31,7 @@ class EmaState(NamedTuple):
 
 
 def with_ema(
-    optimizer: optax.GradientTransformation, decay: float
+    optimizer: optax.GradientTransformation | optax.MultiSteps, decay: float
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that also keeps an exponential moving average of the weights.
 
@@ -49,7 +50,7 @@ def with_ema(
     """
     if not 0 <= decay < 1:
         raise MeshparError(f"with_ema(decay={decay}): use a number in [0, 1)")
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = with_extra_args(optimizer)
 
     def widened(x: jax.Array) -> jax.Array:
         # Steps of 1 - decay are too small for bfloat16.

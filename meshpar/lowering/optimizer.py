@@ -5,6 +5,7 @@ once on shapes alone: what training cannot give it is refused, and its `reach` i
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import optax
 
 from meshpar.arrays import Array, Params, leaves_by_path
 from meshpar.errors import MeshparError
+from meshpar.lowering.branchless import without_branches
 from meshpar.lowering.nesting import NestedState, Nesting
 from meshpar.lowering.reach import Reach, read_reach
 
@@ -43,14 +45,46 @@ class Optimizer:
         return self.forms.flatten(self.transformation.init(self.nesting.nest(params)))
 
     def update(
-        self, grads: Params, state: Any, params: Params, loss: Array
+        self,
+        grads: Params,
+        state: Any,
+        params: Params,
+        loss: Array,
+        manual_axes: tuple[str, ...] = (),
     ) -> tuple[Params, Any]:
-        """(updates, state) after one step; `loss` is the loss of `grads`."""
+        """(updates, state) after one step.
+
+        Args:
+          grads: {path: gradient}.
+          state: the state before.
+          params: {path: array}.
+          loss: the loss of `grads`.
+          manual_axes: manual axes along which any of these may differ, where the types
+            of values say so (check_vma).
+        """
+
+        def update(grads: Any, state: Any, params: Any, loss: Array) -> tuple[Any, Any]:
+            return self.transformation.update(
+                grads, state, params, value=loss, grad=grads
+            )
+
         grads, params = map(self.nesting.nest, (grads, params))
-        updates, state = self.transformation.update(
-            grads, self.forms.nest(state), params, value=loss, grad=grads
-        )
+        run = update
+        if manual_axes and self.reach.branches:
+            run = functools.partial(without_branches, update, manual_axes)
+        updates, state = run(grads, self.forms.nest(state), params, loss)
         return self.nesting.flatten(updates), self.forms.flatten(state)
+
+
+def with_extra_args(
+    transformation: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation with an update that takes any extra arguments."""
+    if isinstance(transformation, optax.MultiSteps):  # Its own method drops them.
+        return optax.GradientTransformationExtraArgs(
+            transformation.init, transformation.update
+        )
+    return optax.with_extra_args_support(transformation)
 
 
 def make_optimizer(
@@ -69,27 +103,31 @@ def make_optimizer(
       MeshparError: its update needs arguments that training does not give, or changes
         the shapes or dtypes of its state.
     """
-    if isinstance(transformation, optax.MultiSteps):
-        transformation = transformation.gradient_transformation()
-    transformation = optax.with_extra_args_support(transformation)
-    nesting = Nesting({path: keys[path] for path in params})
-    try:
-        state = jax.eval_shape(transformation.init, nesting.nest(params))
-    except Exception:
-        # A mask or labels given as {path: value} fit the flat dict alone.
-        flat = Nesting({path: (path,) for path in params})
-        try:
-            state = jax.eval_shape(transformation.init, dict(params))
-        except Exception:
-            state = None
-        if state is None:
-            raise
-        nesting = flat
+    transformation = with_extra_args(transformation)
+    nesting, state = _initial(transformation, params, keys)
     _refuse_lookahead(state)
     reach = _traced_reach(transformation, nesting.nest(params), state, nesting)
     forms = NestedState.of(state, nesting)
     abstract_state = forms.flatten(state)
     return Optimizer(transformation, nesting, abstract_state, reach, forms)
+
+
+def _initial(
+    transformation: optax.GradientTransformationExtraArgs,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    keys: Mapping[str, tuple[Any, ...]],
+) -> tuple[Nesting, Any]:
+    """The nesting that a transformation fits, and its state at the start."""
+    nested = Nesting({path: keys[path] for path in params})
+    flat = Nesting({path: (path,) for path in params})
+    try:
+        return nested, jax.eval_shape(transformation.init, nested.nest(params))
+    except Exception as error:
+        # A mask or labels given as {path: value} fit the flat dict alone.
+        try:
+            return flat, jax.eval_shape(transformation.init, flat.nest(params))
+        except Exception:
+            raise error from None
 
 
 def _refuse_lookahead(state: Any) -> None:
@@ -122,7 +160,9 @@ def _traced_reach(
     try:
         jaxpr, (_, new_state) = trace(params, state, params, loss)
     except TypeError as error:
-        raise _missing_arguments(error) or error from error
+        if missing := _missing_arguments(error):
+            raise missing from error
+        raise
     _check_state(state, new_state)
     paths = nesting.nest({path: path for path in nesting.keys})
     num_state = len(jax.tree.leaves(state))
@@ -134,13 +174,18 @@ def _missing_arguments(error: TypeError) -> MeshparError | None:
     _, found, names = str(error).partition(" argument")
     if not found or "missing" not in str(error):
         return None
-    missing = ", ".join(re.findall(r"'(\w+)'", names))
+    missing = re.findall(r"'(\w+)'", names)
     remedy = "use an optimizer that does without"
     if "value_fn" in missing:
         remedy = "use one without a line search, as optax.lbfgs(..., linesearch=None)"
+    elif "value" in missing:
+        remedy = (
+            "a wrapper drops these two; make it a GradientTransformationExtraArgs of "
+            "optax (give an optax.MultiSteps itself)"
+        )
     return MeshparError(
-        f"the optimizer's update needs {missing}, and training gives it gradients, "
-        f"parameters, the loss (value) and the gradients again (grad): {remedy}"
+        f"the optimizer's update needs {', '.join(missing)}, and training gives it "
+        f"the loss (value) and the gradients (grad) as extra arguments: {remedy}"
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from meshpar.compat import CALLS, called_jaxpr
+
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
     "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh "
@@ -32,10 +34,6 @@ _REDUCTIONS = frozenset(
 _RESHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
 _POSITIONAL = frozenset(
     "iota random_bits random_gamma rng_bit_generator threefry2x32".split()
-)
-_CALLS = frozenset(
-    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit "
-    "remat2".split()
 )
 _LOSS = 1
 """The bit of the loss in a label; tensors follow it."""
@@ -55,6 +53,7 @@ class Reach:
       uses_loss: whether it uses the loss.
       reduced_bytes: bytes of the results of its reductions.
       moves: whether it moves elements beyond reductions (matmuls, sorting, loops).
+      branches: whether it has conditionals.
     """
 
     mixed: frozenset[str]
@@ -63,6 +62,7 @@ class Reach:
     uses_loss: bool
     reduced_bytes: int
     moves: bool
+    branches: bool
 
     @property
     def elementwise(self) -> bool:
@@ -101,7 +101,7 @@ class _Reader:
 
     def __init__(self):
         self.reduced_bytes = 0
-        self.moves = self.positional = False
+        self.moves = self.positional = self.branches = False
 
     def read(self, jaxpr: Any, labels: Sequence[_Label]) -> list[_Label]:
         """The labels of a jaxpr's results from those of its arguments."""
@@ -119,11 +119,10 @@ class _Reader:
     def _equation(self, eqn: Any, labels: list[_Label]) -> list[_Label]:
         name = eqn.primitive.name
         if name == "cond":
+            self.branches = True
             return self._cond(eqn, labels)
-        if name in _CALLS:
-            inner = _inner_jaxpr(eqn.params)
-            if len(inner.invars) == len(labels):
-                return self.read(inner, labels)
+        if name in CALLS:
+            return self.read(called_jaxpr(eqn)[0], labels)
         if name == "optimization_barrier":
             return labels
         out = eqn.outvars[0].aval if eqn.outvars else None
@@ -156,12 +155,6 @@ class _Reader:
         return [
             _join([predicate.blended(), *outs]) for outs in zip(*branches, strict=True)
         ]
-
-
-def _inner_jaxpr(params: dict[str, Any]) -> Any:
-    """The jaxpr of a call, without the constants around it."""
-    closed = params.get("jaxpr") or params["call_jaxpr"]
-    return getattr(closed, "jaxpr", closed)
 
 
 def _elementwise(atoms: Sequence[Any], labels: list[_Label], out: Any) -> _Label:
@@ -211,4 +204,5 @@ def read_reach(jaxpr: Any, paths: Sequence[str], num_state: int) -> Reach:
         uses_loss=any(label.inputs & _LOSS for label in out),
         reduced_bytes=reader.reduced_bytes,
         moves=reader.moves,
+        branches=reader.branches,
     )

@@ -165,7 +165,12 @@ class AsynchronousStep:
 
     def _vary_over_stages(self, x: Array) -> Array:
         """Marks an array as differing over pipe, and over replicas."""
-        return vary(x, (*self.frame.replica_axes, PIPE))
+        return vary(x, self._stage_axes)
+
+    @property
+    def _stage_axes(self) -> tuple[str, ...]:
+        """Axes along which weights differ."""
+        return (*self.frame.replica_axes, PIPE)
 
     def _compute_weights(self, params: Params) -> tuple[Params, Params]:
         """Weights in the compute dtype: embedding and head, and the layers."""
@@ -242,7 +247,7 @@ class AsynchronousStep:
         gradient = {p: g.astype(carry.params[p].dtype) for p, g in gradient.items()}
         no_loss = jnp.full((), jnp.nan)  # No optimizer that uses it is run here.
         changes, state = self.optimizer.update(
-            gradient, carry.optimizer_state, carry.params, no_loss
+            gradient, carry.optimizer_state, carry.params, no_loss, self._stage_axes
         )
         on, params = updates.on > 0, optax.apply_updates(carry.params, changes)
         squares = sum(jnp.sum(jnp.square(g)) for g in gradient.values())

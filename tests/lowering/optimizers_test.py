@@ -7,8 +7,15 @@ import optax
 import pytest
 from flax import traverse_util
 from optax import contrib
-from support.biased_model import lower, make_model, nest, train, train_plainly
-from support.tiny_models import host, relative_error
+from support.biased_model import (
+    lower,
+    make_model,
+    nest,
+    rows,
+    train,
+    train_plainly,
+)
+from support.tiny_models import host, model, relative_error
 
 import meshpar
 from meshpar.arrays import abstract, leaves_by_path, parameter_path
@@ -20,6 +27,14 @@ STEPS = 3
 MODEL = make_model()
 PARAMS = abstract(MODEL.params)
 KEYS = {path: MODEL.keys_of(path) for path in PARAMS}
+
+
+def test_keys_are_those_of_the_model():
+    assert KEYS["ends/1/bias"] == ("ends", 1, "bias")  # Of a list: an int.
+    assert Nesting(KEYS).nest(PARAMS) == nest(PARAMS)
+    linen = model("linen")
+    for path in linen.params:
+        assert linen.keys_of(path) == tuple(path.split("/"))
 
 
 def no_bias(params):
@@ -42,6 +57,9 @@ LABELLED = optax.multi_transform(
     },
     ends_apart,
 )
+
+
+PLATEAU = optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(patience=0))
 
 
 def error_to_plain_loop(program, transformation):
@@ -74,7 +92,7 @@ def test_a_mask_by_path_matters():
 @pytest.mark.parametrize(
     "name, transformation",
     {
-        "plateau": optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(patience=0)),
+        "plateau": PLATEAU,
         "polyak": optax.polyak_sgd(max_learning_rate=0.1),
         "lamb": optax.lamb(1e-2, mask=no_bias),
         "sm3": optax.sm3(0.1),
@@ -182,7 +200,42 @@ def test_a_mask_of_the_flat_dict_still_works():
         np.testing.assert_array_equal(updates[1][path], update, err_msg=path)
 
 
+@pytest.mark.parametrize(
+    "layout, options",
+    [
+        ("replica=2,fsdp=2", {"mode": meshpar.LocalSGD(period=1)}),
+        ("pipe=3,microbatches=1,schedule=pipedream", {}),
+    ],
+)
+def test_conditionals_of_optimizers_run_where_devices_differ(layout, options):
+    """Two replicas on equal rows, and one minibatch, are plain training."""
+    transformation = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
+    program = lower(layout, transformation, **options)
+    state, data = program.init(0), rows()
+    start = host(program.weights(state))
+    halves = jax.tree.map(lambda x: np.concatenate([x[:8], x[:8]]), data)
+    for _ in range(STEPS):
+        state, _ = program.step(state, halves)
+    plain = train_plainly(transformation, start, STEPS, batch=halves)[-1]
+    assert relative_error(host(program.weights(state)), plain) < 1e-6
+    assert program.violations() == []
+
+
+def test_replicas_use_losses_of_their_own():
+    transformation = optax.MultiSteps(optax.chain(contrib.muon(1e-2), PLATEAU), 1)
+    mode = meshpar.LocalSGD(period=2)
+    state = train(lower("replica=2,fsdp=2", transformation, mode=mode), 1)
+    first, second = state.optimizer_state.inner_opt_state[1][1].best_value
+    assert np.isfinite([first, second]).all() and abs(first - second) > 1e-3
+
+
 # Refused before anything is compiled.
+
+
+def test_an_optimizer_that_fits_no_tree_keeps_its_error():
+    mask = {"layers": True, "end": False}
+    with pytest.raises(ValueError, match="ends"):
+        lower("fsdp=8", optax.adamw(1e-2, mask=mask))
 
 
 def widening():
@@ -200,6 +253,10 @@ def widening():
     [
         (optax.lookahead(optax.sgd(0.1), 5, 0.5), "lookahead trains pairs.*with_ema"),
         (optax.lbfgs(), "needs value_fn, and training gives.*linesearch=None"),
+        (
+            optax.MultiSteps(PLATEAU, 2).gradient_transformation(),
+            "needs value, and .* drops these two.*MultiSteps itself",
+        ),
         (widening(), r"'bias'\] is bfloat16\[8\] before .* float32\[8\] after"),
     ],
 )

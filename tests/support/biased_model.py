@@ -72,10 +72,19 @@ def nest(params):
     }
 
 
-def train_plainly(optimizer, params, steps, depth=3):
-    """Weights after every step of a plain loop of jax and optax on nested dicts."""
+def train_plainly(optimizer, params, steps, depth=3, batch=None):
+    """Weights after every step of a plain loop of jax and optax on nested dicts.
+
+    Args:
+      optimizer: an optax transformation, or optax.MultiSteps.
+      params: {path: array} to start from.
+      steps: number of steps.
+      depth: of the model.
+      batch: of every step; by default step number n has the batch `rows(n)`.
+    """
     model = make_model(depth)
-    optimizer = optax.with_extra_args_support(optimizer)
+    if not isinstance(optimizer, optax.MultiSteps):
+        optimizer = optax.with_extra_args_support(optimizer)
 
     def loss(params, batch):
         flat = {f"layers/{name}": x for name, x in params["layers"].items()}
@@ -93,7 +102,8 @@ def train_plainly(optimizer, params, steps, depth=3):
     params, weights = nest(params), []
     state = optimizer.init(params)
     for number in range(steps):
-        params, state, flat = step(params, state, rows(number))
+        data = rows(number) if batch is None else batch
+        params, state, flat = step(params, state, data)
         weights.append(jax.tree.map(np.asarray, flat))
     return weights
 
