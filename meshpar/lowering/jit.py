@@ -21,7 +21,7 @@ from meshpar.layouts.plan import partition_spec
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
-from meshpar.models.metrics import LossResult, masked, nonzero
+from meshpar.models.metrics import LossResult, masked
 from meshpar.models.model import Model
 
 
@@ -108,7 +108,7 @@ class JitLowering(Lowering):
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         sums = empty, self.shard(zeros, specs)
         (totals, sums), _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
-        weight = nonzero(totals.divisor)
+        weight = totals.nonzero_divisor
         grads = {
             path: (x / weight).astype(params[path].dtype) for path, x in sums.items()
         }
