@@ -86,7 +86,8 @@ def lower(
       The program; nothing is compiled yet, except with lowering="auto".
 
     Raises:
-      LayoutError: a layout that the devices, the model or the batch cannot honour.
+      LayoutError: a layout that the devices, the model or the batch cannot honour, or
+        a loss or metric that the parts of a split batch cannot give.
       ValueError: `clip_norm` is not above 0, or batch leaves share no leading dim.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
