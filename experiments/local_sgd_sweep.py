@@ -12,8 +12,6 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-import jax
-import numpy as np
 import rich.console
 from absl import flags
 
@@ -71,9 +69,11 @@ def train(
         state, metrics = program.step(state, next(batches))
         bytes_sent += metrics.get("replica_bytes", synchronous_bytes)
     held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
-    rows = jax.device_get([program.evaluate(state, batch) for batch in held_out])
-    names = [name for name in ("loss", "drift") if name in rows[0]]
-    means = {name: float(np.mean([row[name] for row in rows])) for name in names}
+    sums = program.metric_sums()
+    for batch in held_out:
+        sums.add(program.evaluate(state, batch))
+    found = sums.result()
+    means = {name: found[name] for name in ("loss", "drift") if name in found}
     return means | {"bytes_per_step": bytes_sent / config.steps}
 
 

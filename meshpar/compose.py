@@ -88,7 +88,8 @@ def lower(
       The program; nothing is compiled yet, except with lowering="auto".
 
     Raises:
-      LayoutError: a layout that the devices, the model or the batch cannot honour.
+      LayoutError: a layout that the devices, the model or the batch cannot honour, or
+        a loss or metric that the parts of a split batch cannot give.
       ValueError: `clip_norm` is not above 0, batch leaves share no leading dim, or
         the optimizer needs what training does not give it.
     """
@@ -117,7 +118,7 @@ def lower(
     state = _abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
-    _check_parts(model, layout, names, batch)
+    _check_parts(model, layout, names, abstract_batch)
     lowerings = [_make_lowering(name, parts, spec) for name in names]
     if mode is not None:
         make = MODES[type(mode)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import meshpar
 from experiments import data
@@ -245,10 +244,11 @@ class Trainer:
         self, state: Any, step: int, log: MetricsLog | None, progress: Progress
     ) -> None:
         """Prints and logs the means of the held-out batches."""
-        batches = [self._program.evaluate(state, batch) for batch in self._held_out]
-        names = [name for name in batches[0] if name in ("loss", "drift")]
-        rows = jax.device_get(batches)
-        means = {name: float(np.mean([row[name] for row in rows])) for name in names}
+        sums = self._program.metric_sums()
+        for batch in self._held_out:
+            sums.add(self._program.evaluate(state, batch))
+        found = sums.result()
+        means = {name: found[name] for name in ("loss", "drift") if name in found}
         drift = f", drift {means['drift']:.4f}" if "drift" in means else ""
         progress.say(f"step {step}: held-out loss {means['loss']:.4f}{drift}")
         if log:

@@ -21,7 +21,7 @@ from meshpar.layouts.plan import partition_spec
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
-from meshpar.models.metrics import LossResult, masked, nonzero
+from meshpar.models.metrics import LossResult, masked
 from meshpar.models.model import Model
 
 
@@ -120,7 +120,7 @@ class JitLowering(Lowering):
         state = {path: jnp.zeros(x.shape, x.dtype) for path, x in shapes.state.items()}
         sums = Gradients(shapes.totals.empty(), self.shard(zeros, specs), state)
         sums, _ = jax.lax.scan(body, sums, (jnp.arange(num), batches))
-        weight = nonzero(sums.totals.divisor)
+        weight = sums.totals.nonzero_divisor
         grads = {
             path: (x / weight).astype(params[path].dtype)
             for path, x in sums.gradients.items()

@@ -32,7 +32,6 @@ from meshpar.lowering.memory import Held, TracedLayer, trace_layer
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
-from meshpar.models.metrics import nonzero
 from meshpar.models.model import Model
 
 _METRICS = "loss and metrics", "metrics of kind Max"
@@ -105,7 +104,7 @@ class ShardMapLowering(Lowering):
     ) -> tuple[Totals, Params]:
         """From sums on every device to means over the whole batch."""
         totals = self.frame.over_devices(totals)
-        weight = nonzero(totals.divisor)
+        weight = totals.nonzero_divisor
         if self.zero.transports.widens:
             grads = {path: x.astype(jnp.float32) for path, x in grads.items()}
         grads = self.zero.scattered(grads)

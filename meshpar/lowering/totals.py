@@ -22,6 +22,7 @@ from meshpar.models.metrics import (
     Mean,
     divided,
     masked,
+    nonzero,
     weight_name,
 )
 
@@ -64,6 +65,11 @@ class Totals(NamedTuple):
     def divisor(self) -> Array:
         """The weight of all parts."""
         return self.parts if self.weight is None else self.weight
+
+    @property
+    def nonzero_divisor(self) -> Array:
+        """The weight of all parts, or 1 where it is 0: all totals are 0 then."""
+        return self.parts if self.weight is None else nonzero(self.weight)
 
     @property
     def loss(self) -> Array:
@@ -124,7 +130,7 @@ class Totals(NamedTuple):
         metrics = {} if self.weight is None else {WEIGHT: self.weight}
         for name, kind in self.metrics.items():
             if isinstance(kind, Weighted):
-                metrics[name] = divided(kind.total, self.divisor)
+                metrics[name] = kind.total / self.nonzero_divisor
             elif isinstance(kind, Mean):
                 metrics[name] = divided(*kind)
                 metrics[weight_name(name)] = kind.weight

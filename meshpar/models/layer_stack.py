@@ -29,10 +29,12 @@ class LayerStack:
         every variable has the number of layers as its first dim (`nnx.vmap`).
       embed: (module, batch) -> x, any pytree of activations.
       layer: (one layer's module, x) -> x of the same shapes.
-      head_loss: (module, x, batch) -> loss or (loss, aux): a mean over the batch, and
-        a dict of scalar metrics. aux["weight"], if given, is the weight of this mean
-        against those of other parts of the batch (its number of tokens, for example);
-        a part of weight 0 still needs a finite loss.
+      head_loss: (module, x, batch) -> loss or (loss, aux). The loss is a mean over
+        rows, a `meshpar.Mean(total, weight)` of two sums over rows, or any scalar with
+        aux["weight"], its weight against the losses of other parts of the batch (its
+        number of tokens, for example). A loss of weight 0 counts nothing, whatever its
+        value. aux is a dict of metrics: scalars that are means as the loss is, or
+        `meshpar.Mean`, `Sum`, `Max` and `Last`.
 
     `embed` and `head_loss` may use every variable outside the stack. All three see one
     shard of the batch: a loop inside them (`lax.scan`) has to carry values that are

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from meshpar import compat
+from meshpar.models import row_indexing as indexing
 from meshpar.models import row_shapes as shapes
 from meshpar.models.row_arithmetic import MOVES, elementwise, joined, same
 from meshpar.models.row_folding import MAX_SIZE, folded
@@ -48,12 +49,14 @@ _RULES: dict[str, Callable[[Any, Sequence[Any], int], Any]] = {
     "slice": shapes.take_part,
     "dynamic_slice": shapes.take_part,
     "pad": shapes.take_part,
+    "dynamic_update_slice": shapes.update_part,
     "concatenate": shapes.concatenate,
+    "stack": shapes.concatenate,
     "dot_general": shapes.dot_general,
-    "gather": shapes.gather,
-    "scatter": shapes.scatter,
-    "scatter_add": shapes.scatter,
-    "scatter-add": shapes.scatter,
+    "gather": indexing.gather,
+    "scatter": indexing.scatter,
+    "scatter_add": indexing.scatter,
+    "scatter-add": indexing.scatter,
 }
 _ALONG = ("axis", "axes", "dimension", "dimensions", "split_axis", "concat_dimension")
 """Parameters that name the dims along which a primitive works."""

@@ -106,7 +106,8 @@ def _scaled(name: str, values: Sequence[Any]) -> Any:
         return Rows(first.dim, first.inner, degree, True)
     if name == "select_n" and isinstance(values[0], Test):
         rows = [v for v in values[1:] if not is_zero(v)]
-        if len(set(rows)) == 1 and isinstance(rows[0], Rows) and rows[0].is_ratio:
+        ratios = {v for v in rows if isinstance(v, Rows) and v.is_ratio}
+        if len(rows) == len(ratios) == 1:
             return rows[0]
     return ENTERS
 

@@ -72,10 +72,13 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Non
 def _check(
     fn: Callable, what: str, params: Any, batch: Any, key: Any, split: Split
 ) -> None:
+    prime = _prime_for(params, batch)
     try:
-        result = row_values(fn, params, batch, key)
+        traced = _traced(fn, params, batch, key, prime)
     except Exception as error:
         result = _of_one_part(fn, what, params, batch, key, split, error)
+    else:
+        result = _values(*traced, prime)
     if problem := _problem(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
 
@@ -90,13 +93,29 @@ def row_values(fn: Callable, params: Any, batch: Any, key: Any) -> Any:
       key: abstract random key.
     """
     prime = _prime_for(params, batch)
+    return _values(*_traced(fn, params, batch, key, prime), prime)
+
+
+def _traced(
+    fn: Callable, params: Any, batch: Any, key: Any, prime: int
+) -> tuple[Any, Any, list[Any]]:
+    """(jaxpr, shapes of the result, values of the inputs) for a prime of rows."""
     batch = jax.tree.map(lambda x: _with_rows(x, prime), batch)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, batch, key)
-    values = [Fixed() for _ in jax.tree.leaves(params)]
-    values += [Rows(0) for _ in jax.tree.leaves(batch)]
-    values += [Fixed() for _ in jax.tree.leaves(key)]
+    inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
+    inputs += [Rows(0) for _ in jax.tree.leaves(batch)]
+    return closed, shape, [*inputs, *(Fixed() for _ in jax.tree.leaves(key))]
+
+
+def _values(closed: Any, shape: Any, inputs: list[Any], prime: int) -> Any:
+    """The values of a traced function's results."""
     consts = [constant(x) for x in closed.consts]
-    results = RowAnalysis(prime).run(closed.jaxpr, consts, values)
+    try:
+        results = RowAnalysis(prime).run(closed.jaxpr, consts, inputs)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # A primitive that no rule foresees must not stop a loss with a weight.
+        reason = f"it could not be followed ({type(error).__name__}: {error})"
+        return jax.tree.map(lambda _: Mixed(reason), shape)
     results = [_counted(x, prime) for x in results]
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 

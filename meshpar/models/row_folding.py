@@ -60,6 +60,7 @@ _WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "stop_gradient": lambda x, params: x,
     "integer_pow": lambda x, params: x ** params["y"],
     "reduce_sum": lambda x, params: x.sum(axis=tuple(params["axes"])),
+    "stack": lambda *x_params: np.stack(x_params[:-1], axis=x_params[-1]["axis"]),
     "concatenate": lambda *x_params: np.concatenate(
         x_params[:-1], axis=x_params[-1]["dimension"]
     ),

@@ -4,21 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from meshpar.models.row_arithmetic import joined
 from meshpar.models.row_values import (
     COMBINED,
+    PICKED,
     REDUCED,
     Fixed,
     Mixed,
     Ratio,
     Rows,
     Summed,
-    is_zero,
     nonlinear,
 )
-
-_PICKED = Mixed("single rows are picked by their number")
 
 
 def row_dims(aval: Any, prime: int) -> list[int]:
@@ -120,24 +117,51 @@ def take_part(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     if isinstance(value, Rows):
         old, new = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
         if old[value.dim] != new[value.dim]:
-            return _PICKED
+            return PICKED
         return _moved(value, value.dim)
     return value
 
 
+def update_part(eqn: Any, values: Sequence[Any], prime: int) -> Any:
+    """Writes an array into a larger one; both must hold all rows."""
+    operand, update, *starts = values
+    if any(not isinstance(v, Fixed) for v in starts):
+        return Mixed(f"{eqn.primitive.name} starts where the batch says")
+    if any(isinstance(v, REDUCED) for v in (operand, update)):
+        return nonlinear(eqn.primitive.name)
+    rows = [v for v in (operand, update) if isinstance(v, Rows)]
+    held = [row_dims(v.aval, prime) for v in eqn.invars[:2]]
+    if held != [[rows[0].dim]] * 2 or len({v.inner for v in rows}) > 1:
+        return PICKED
+    return joined([_without_columns(v) for v in (operand, update)])
+
+
 def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Joins arrays along a dim that holds no rows."""
-    dim, rows = eqn.params["dimension"], [v for v in values if isinstance(v, Rows)]
+    """Joins arrays along a dim that holds no rows, or along a new one."""
+    del prime
+    is_stack = eqn.primitive.name == "stack"
+    dim = eqn.params["axis" if is_stack else "dimension"]
+    rows = [v for v in values if isinstance(v, Rows)]
     if any(isinstance(v, REDUCED) for v in values):
-        return nonlinear("concatenate") if rows or len(set(values)) > 1 else values[0]
+        return nonlinear(eqn.primitive.name) if rows else joined(values)
     shape = eqn.outvars[0].aval.shape
-    if len({(v.dim, v.inner) for v in rows}) > 1 or rows[0].dim == dim:
+    if len({(v.dim, v.inner) for v in rows}) > 1:
+        return COMBINED
+    if not is_stack and rows[0].dim == dim:
         return COMBINED
     if len({(v.degree, v.is_ratio) for v in rows}) > 1:
-        return nonlinear("concatenate")
+        return nonlinear(eqn.primitive.name)
     is_column = dim == len(shape) - 1 and shape[dim] == len(values)
-    columns = tuple(_without_columns(v) for v in values) if is_column else ()
-    return rows[0]._replace(columns=columns)
+    columns = tuple(_column(v, is_stack) for v in values) if is_column else ()
+    place = rows[0].dim + (is_stack and dim <= rows[0].dim)
+    return rows[0]._replace(dim=place, columns=columns)
+
+
+def _column(value: Any, is_stack: bool) -> Any:
+    """One of the values that are joined along the last dim, without that dim."""
+    if isinstance(value, Fixed) and value.known is not None:
+        return value if is_stack else Fixed(value.known[..., 0])
+    return _without_columns(value)
 
 
 def _without_columns(value: Any) -> Any:
@@ -196,92 +220,3 @@ def _place_after(side: int, dim: int, contracted: Any, batched: Any, eqn: Any) -
 
     before = len(batched[0]) + (len(free(0)) if side else 0)
     return before + free(side).index(dim)
-
-
-def gather(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Indexing: a lookup in a table by row, or of one entry in each row."""
-    operand, indices = values
-    numbers, out_rank = eqn.params["dimension_numbers"], len(eqn.outvars[0].aval.shape)
-    outer = [d for d in range(out_rank) if d not in numbers.offset_dims]
-    if any(isinstance(v, REDUCED) for v in values):
-        linear = isinstance(indices, Fixed) and isinstance(operand, Summed | Ratio)
-        return operand if linear else nonlinear("indexing")
-    if isinstance(operand, Fixed):
-        if indices.dim >= len(outer) or indices.degree or indices.is_ratio:
-            return COMBINED
-        return Rows(outer[indices.dim], indices.inner)
-    dim = _dim_of_indices(eqn, operand, indices, prime)
-    if dim is not None:
-        if isinstance(indices, Rows) and (indices.dim, indices.inner) != (
-            dim,
-            operand.inner,
-        ):
-            return COMBINED
-        return operand._replace(dim=outer[dim], columns=())
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    if isinstance(indices, Rows) or sizes[operand.dim] != shape[operand.dim]:
-        return _PICKED
-    kept = [d for d in range(len(shape)) if d not in gone]
-    place = numbers.offset_dims[kept.index(operand.dim)]
-    return operand._replace(dim=place, columns=())
-
-
-def _dim_of_indices(eqn: Any, operand: Rows, indices: Any, prime: int) -> int | None:
-    """The dim of the indices that walks through the operand's rows in order."""
-    numbers = eqn.params["dimension_numbers"]
-    if operand.dim in numbers.operand_batching_dims:
-        place = tuple(numbers.operand_batching_dims).index(operand.dim)
-        return numbers.start_indices_batching_dims[place]
-    if operand.dim not in numbers.start_index_map:
-        return None
-    place = tuple(numbers.start_index_map).index(operand.dim)
-    return _counting_dim(indices, place, prime)
-
-
-def _counting_dim(indices: Any, place: int, prime: int) -> int | None:
-    """The dim along which a column of indices counts 0, 1, 2, ... over all rows."""
-    column = None
-    if isinstance(indices, Fixed) and indices.known is not None:
-        column = indices.known[..., place]
-    elif isinstance(indices, Rows) and indices.columns:
-        known = getattr(indices.columns[place], "known", None)
-        column = None if known is None else known[..., 0]
-    if column is None:
-        return None
-    for dim, size in enumerate(column.shape):
-        lined_up = np.arange(size).reshape([-1] + [1] * (column.ndim - dim - 1))
-        if size % prime == 0 and np.array_equal(
-            column, np.broadcast_to(lined_up, column.shape)
-        ):
-            return dim
-    return None
-
-
-def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Writes or adds entries at indices: one in each row, or all rows into a table."""
-    operand, indices, updates = values
-    if any(isinstance(v, REDUCED) for v in values):
-        return nonlinear("writing by index")
-    numbers, held = (
-        eqn.params["dimension_numbers"],
-        row_dims(eqn.outvars[0].aval, prime),
-    )
-    rows = [v for v in values if isinstance(v, Rows)]
-    if any(v.degree or v.is_ratio for v in (operand, indices) if isinstance(v, Rows)):
-        return nonlinear("writing by index")
-    if not held:
-        if eqn.primitive.name not in ("scatter_add", "scatter-add"):
-            return Mixed("rows overwrite each other")
-        degree = updates.degree if isinstance(updates, Rows) else 0
-        return Summed(degree, "exact" if is_zero(operand) else "shifted")
-    if len(held) > 1 or any(v.degree or v.is_ratio for v in rows):
-        return COMBINED
-    (dim,) = held
-    if dim in numbers.operand_batching_dims:
-        return Rows(dim, rows[0].inner)
-    if dim in numbers.scatter_dims_to_operand_dims:
-        place = tuple(numbers.scatter_dims_to_operand_dims).index(dim)
-        if _counting_dim(indices, place, prime) is not None:
-            return Rows(dim, rows[0].inner)
-    return _PICKED

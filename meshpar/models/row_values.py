@@ -74,6 +74,7 @@ REDUCED = (Summed, Ratio, Inverse, Test)
 ENTERS = Mixed(
     "a number computed from all rows enters single rows, as in batch normalization"
 )
+PICKED = Mixed("single rows are picked by their number")
 COMBINED = Mixed("rows are combined with other rows")
 
 

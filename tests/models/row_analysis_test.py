@@ -13,7 +13,7 @@ from support.tiny_models import batch, model
 import meshpar
 from meshpar import vocabulary
 from meshpar.errors import LayoutError
-from meshpar.models import row_check
+from meshpar.models import row_analysis, row_check
 from meshpar.models.metrics import loss_result
 from meshpar.models.row_check import Split, check_losses
 from meshpar.models.row_values import Fixed, Mixed, Ratio, Summed
@@ -185,6 +185,35 @@ def sorted_in_a_row(p, b, key):
     return jnp.sort(b["x"], axis=1)[:, 0].mean() + jnp.cumsum(b["x"], 1).mean()
 
 
+def stacked(p, b, key):
+    """Two means, joined and summed; and rows that are joined along a new dim."""
+    x = jnp.stack([b["x"], b["x"] * 2], axis=0)
+    return jnp.stack([x.mean(), b["mask"].mean()]).sum()
+
+
+def cropped(p, b, key):
+    """A crop of each row at a place of its own, written into zeros."""
+
+    def crop(x, key):
+        first = jax.random.randint(key, (), 0, 2)
+        return lax.dynamic_slice_in_dim(x, first, L - 2)
+
+    parts = jax.vmap(crop)(b["x"], jax.random.split(key, b["x"].shape[0]))
+    return jnp.zeros_like(b["x"]).at[:, 2:].set(parts).mean()
+
+
+def recurrent(p, b, key):
+    cell = nn.RNN(nn.GRUCell(D))
+    params = cell.init(key, jnp.zeros((1, L, D)))
+    return (cell.apply(params, b["x"]) ** 2).mean()
+
+
+def correct(p, b, key):
+    hits = logits(p, b)[:, 0].argmax(-1) == b["label"]
+    five = lax.top_k(logits(p, b)[:, 0], 5)[1] == b["label"][:, None]
+    return hits.mean() + five.any(-1).mean()
+
+
 def constant(p, b, key):
     return (p["w"] ** 2).sum()
 
@@ -194,7 +223,8 @@ MEANS = (
     *(divided_by_a_count, divided_first, counted_by_ones, times_one_over),
     *(half_precision, with_a_loop, attention, heads, convolved, with_dropout),
     *(with_penalties, means_of_rows, by_matrix_product, per_row_gradient),
-    *(vocabulary_loss, sorted_in_a_row, constant),
+    *(vocabulary_loss, sorted_in_a_row, stacked, cropped, recurrent, correct),
+    constant,
 )
 
 
@@ -287,6 +317,15 @@ def summed_up(p, b, key):
     return jnp.cumsum(b["x"], axis=0).mean()
 
 
+def overwritten(p, b, key):
+    return (lax.dynamic_update_slice(b["x"], p["w"][None, :, :D], (0, 0, 0))).mean()
+
+
+def mixed_up(p, b, key):
+    order = jax.random.permutation(key, b["x"].shape[0])
+    return (0.3 * b["x"] + 0.7 * b["x"][order]).var(axis=(1, 2)).mean()
+
+
 def over_rows(p, b, key):
     return lax.scan(lambda c, x: (jnp.tanh(c + x.sum()), None), 0.0, b["x"])[0]
 
@@ -317,6 +356,8 @@ REFUSED = {
     reversed_rows: "rev works along rows",
     sorted_rows: "sort works along rows",
     summed_up: "cumsum works along rows",
+    overwritten: "single rows are picked",
+    mixed_up: "single rows are picked",
     over_rows: "a loop runs over rows",
     interleaved: "rows are combined",
 }
@@ -447,6 +488,21 @@ def test_pairs_of_rows_need_a_weight():
 
     def weighted(p, b, key):
         return pairs(p, b, key), {"weight": 1.0}
+
+    check_losses(made(weighted), BATCH, split, evaluates=False)
+
+
+def test_a_primitive_that_no_rule_foresees_needs_a_weight(monkeypatch):
+    def unforeseen(*_):
+        raise IndexError("no such dim")
+
+    monkeypatch.setitem(row_analysis._RULES, "reduce_sum", unforeseen)
+    split = Split(2, "data=2")
+    with pytest.raises(LayoutError, match="could not be followed.*no such dim"):
+        check_losses(made(plain_sum), BATCH, split, evaluates=False)
+
+    def weighted(p, b, key):
+        return plain_sum(p, b, key), {"weight": 1.0}
 
     check_losses(made(weighted), BATCH, split, evaluates=False)
 
