@@ -40,9 +40,9 @@ def from_nnx(
     Args:
       make_model: builds the module from `nnx.Rngs`; traced, never run eagerly.
       loss_fn: (module, batch) -> loss or (loss, aux), or a `LayerStack` for a model of
-        stacked layers, which allows the shard_map lowering. The loss is a mean over rows,
-        a `meshpar.Mean(total, weight)`, or a scalar with aux["weight"], its weight
-        against the losses of other parts of the batch. aux is a dict of metrics:
+        stacked layers, which allows the shard_map lowering. The loss is a mean over
+        rows, a `meshpar.Mean(total, weight)`, or a scalar with aux["weight"], its
+        weight against the losses of other parts of the batch. aux is a dict of metrics:
         scalars that are means as the loss is, or `meshpar.Mean`, `Sum`, `Max`, `Last`.
       evaluation_loss_fn: (module, batch) -> loss or (loss, aux) for evaluation, with
         the module in evaluation mode (`module.eval()`); `loss_fn` by default.
