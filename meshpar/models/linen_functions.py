@@ -1,6 +1,7 @@
 """A Flax Linen module as functions of its variables."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from flax.core import DenyList
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
@@ -16,6 +18,9 @@ from meshpar.models.layer_stack import Key
 _PARAMS = "params"
 _AXES = "params_axes"
 """Collection in which t5x and flax.linen.partitioning keep the dim names of params."""
+
+_WITHOUT_INTERMEDIATES = DenyList("intermediates")
+"""The collections that `module.init` makes by default."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,12 +44,17 @@ class LinenFunctions:
     rngs: tuple[str, ...]
     sown: tuple[str, ...] = ()
 
-    def variables(self, key: Array) -> Any:
-        """All variables that `module.init` makes."""
+    def variables(self, key: Array, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
+        """The variables of some collections that `module.init` makes."""
         keys = jax.random.split(key, 1 + len(self.rngs))
         rngs = dict(zip((_PARAMS, *self.rngs), keys, strict=True))
         args, kwargs = jax.tree.map(_zeros, (self.args, self.kwargs))
-        return self.module.init(rngs, *args, **kwargs)
+        return self.module.init(rngs, *args, mutable=mutable, **kwargs)
+
+    def abstract(self, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
+        """The shapes of `variables`."""
+        run = functools.partial(self.variables, mutable=mutable)
+        return jax.eval_shape(run, jax.random.key(0))
 
     def params(self, is_trained: Callable[[str], bool]) -> dict[str, Param]:
         """{path: Param} of the variables, parameters first.
@@ -52,7 +62,7 @@ class LinenFunctions:
         Args:
           is_trained: path -> whether a parameter is trained.
         """
-        variables = jax.eval_shape(self.variables, jax.random.key(0))
+        variables = self.abstract()
         names = _separate_names(variables.get(_AXES, {}))
         params = {}
         for path, collection, leaf in self._flat(variables):
@@ -73,13 +83,25 @@ class LinenFunctions:
 
     def _flat(self, variables: Mapping) -> Iterator[tuple[str, str, Any]]:
         """(path, collection, leaf) of all variables that training carries along."""
-        others = sorted(set(variables) - {_PARAMS, _AXES, *self.sown})
+        others = sorted(set(variables) - {_PARAMS, _AXES})
         for collection in (_PARAMS, *others):
             leaves = traverse_util.flatten_dict(variables.get(collection, {}), sep="/")
-            if any(isinstance(leaf, tuple) for leaf in leaves.values()):
-                continue  # Filled by `sow`: one step's results.
+            if self._is_result(collection, leaves):
+                continue
             for path, leaf in leaves.items():
                 yield path_in(collection, path), collection, leaf
+
+    def _is_result(self, collection: str, leaves: Mapping[str, Any]) -> bool:
+        """Whether a collection holds one step's results."""
+        filled_by_sow = any(isinstance(leaf, tuple) for leaf in leaves.values())
+        return collection in self.sown or filled_by_sow
+
+    def results(self, variables: Mapping) -> Iterator[tuple[str, str]]:
+        """(collection, path within it) of the variables that hold results."""
+        for collection, tree in variables.items():
+            leaves = traverse_util.flatten_dict(tree, sep="/")
+            if self._is_result(collection, leaves):
+                yield from ((collection, path) for path in leaves)
 
     def collections(self, params: Params, known: Mapping[str, Param]) -> dict:
         """{collection: nested tree} of {path: array}.

@@ -84,7 +84,7 @@ def from_nnx(
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
     if lists is None:
         return own.model(checked_params(params), None)
-    params = checked_params(lists.stacked_params(params))
+    params = checked_params(lists.stack.stacked_params(params))
     return own.model(params, own.layered(params))
 
 
@@ -115,11 +115,13 @@ class _NnxModel:
 
     def init(self, key: Array) -> Params:
         variables = init_variables(self.make_model, key)
-        return self.lists.stacked(variables) if self.lists else variables
+        return self.lists.stack.stacked(variables) if self.lists else variables
 
     def bind(self, params: Params, key: Key = None) -> nnx.Module:
         """The module; in evaluation mode without a key."""
-        return self.whole(self.lists.unstacked(params) if self.lists else params, key)
+        if self.lists:
+            params = self.lists.stack.unstacked(params)
+        return self.whole(params, key)
 
     def result(self, params: Params, batch: Any, key: Key) -> LossResult:
         """The loss, and the variables that the module changed in training mode."""
@@ -143,15 +145,10 @@ class _NnxModel:
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
-        lists = self.lists
-        return LayerCut(
-            layers=lists.layers,
-            groups=lists.groups,
-            prefix=lists.prefix,
-            params={p: x for p, x in params.items() if p.startswith(lists.prefix)},
-            run=self.run_without_layers,
-            call=lists.call,
-        ).layered_model()
+        layers, stack = self.lists.layers, self.lists.stack
+        own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
+        run, call = self.run_without_layers, self.lists.call
+        return LayerCut(layers, stack, own, run, call).layered_model()
 
     def model(self, params: Mapping[str, Param], layered: LayeredModel | None) -> Model:
         def loss(params: Params, batch: Any, key: Key) -> LossResult:
@@ -171,7 +168,7 @@ class _NnxModel:
         )
         if self.lists is None:
             return model
-        return dataclasses.replace(model, stack_variables=self.lists.stacked)
+        return dataclasses.replace(model, stack_variables=self.lists.stack.stacked)
 
 
 def _described(

@@ -130,10 +130,18 @@ class NnxFunctions:
             params[path] = Param(value.shape, value.dtype, names, trained, is_state)
         return params
 
-    def __call__(self, params: Params, key: Key) -> nnx.Module:
-        """The module in training mode, or in evaluation mode without a key.
+    def __call__(
+        self, params: Params, key: Key, graph: nnx.GraphDef | None = None
+    ) -> nnx.Module:
+        """The module.
 
         Variables that are not given stay abstract: using one fails.
+
+        Args:
+          params: {path: array}.
+          key: random key.
+          graph: the structure; by default that of the module in training mode, or in
+            evaluation mode without a key.
         """
         rng_key = jax.random.key(0) if key is None else key
         leaves = [
@@ -144,9 +152,22 @@ class NnxFunctions:
             (keys, leaf.replace(self._reseeded(i, leaf, rng_key)))
             for i, (keys, leaf) in enumerate(self._rngs)
         ]
-        module = nnx.merge(self._graph, nnx.from_flat_state(leaves + rngs))
+        state = nnx.from_flat_state(leaves + rngs)
+        if graph is not None:
+            return nnx.merge(graph, state)
+        module = nnx.merge(self._graph, state)
         module.eval() if key is None else module.train()
         return module
+
+    def made(self, module: nnx.Module) -> list[str]:
+        """Paths of the variables that a module made while it ran."""
+        leaves = nnx.to_flat_state(nnx.state(module))
+        paths = (
+            self.prefix + path_of(keys)
+            for keys, leaf in leaves
+            if not isinstance(leaf, nnx.RngState)
+        )
+        return [path for path in paths if path not in self.leaves]
 
     def updates(self, module: nnx.Module, params: Params) -> Params:
         """{path: new value} of the variables that a module changed while it ran.
