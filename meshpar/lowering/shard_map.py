@@ -73,7 +73,10 @@ class ShardMapLowering(Lowering):
     def reason_unsupported(cls, model: Model, layout: Layout) -> str:
         """Why a model cannot be lowered so under a layout; "" if it can."""
         if model.layered is None:
-            return "the model has no layered form (give from_nnx a meshpar.LayerStack)"
+            return (
+                "the model has no layered form (name its layers by layers=, or give "
+                "from_nnx a meshpar.LayerStack)"
+            )
         for name, axes in layout.activations:
             if name == "batch" or set(axes) & set(TOKEN_AXES):
                 rule = "+".join(axes) or "none"

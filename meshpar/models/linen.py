@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import LayoutError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
@@ -120,7 +121,18 @@ class _LinenModel:
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
     ) -> Any:
-        """`run`, with `on_call` in place of the layers."""
+        """`run`, with `on_call` in place of the layers.
+
+        Raises:
+          LayoutError: a parameter is a slice of the module's.
+        """
+        for path, x in shared.items():
+            if x.shape != (whole := self.params[path].shape):
+                raise LayoutError(
+                    f"{path} is {list(x.shape)} on every stage and {list(whole)} in "
+                    "the module, and Linen modules check the shapes of their "
+                    "parameters; leave out vocab=pipe"
+                )
         apply = Apply(self.functions[key is not None], shared, self.params, key)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         with self.layers.taken_out(on_call):

@@ -15,11 +15,9 @@ from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import OnCall
 from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
+from meshpar.models.linen_calls import Lift, NumberAt, calls_replaced
 from meshpar.models.linen_functions import LinenFunctions
 from meshpar.models.linen_scan import Scan, ScannedLayers
-
-_OnModule = Callable[[int, nn.Module, Callable, tuple, dict[str, Any]], Any]
-"""(number of the call, module, the call itself, args, kwargs) -> its output."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +36,7 @@ class Configured:
         return _comparable(self.module) == _comparable(other.module)
 
     def __hash__(self) -> int:
-        return hash(type(self.module))
+        return hash(type(self.module).__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ class LinenLayers:
             found.setdefault(number, module.clone(parent=None, name=None))
             return run()
 
-        with _calls_replaced(_number_at(layers), note):
+        with calls_replaced(_number_at(layers), note):
             variables = functions.abstract(mutable=True)
         stack = _stack_of(layers, found, params, functions.rngs)
         results = functions.results(variables)
@@ -113,13 +111,12 @@ class LinenLayers:
                         "Leave that out, or leave layers out"
                     )
             if isinstance(self.stack, ScannedLayers):
-                scan = Scan.of(self.layers, module)
-                layer = scan.layer(self.layers, module, args)
+                layer = Scan.of(self.layers, module).layer(module, args)
             else:
                 layer = module.clone(parent=None, name=None)
             return on_call(number, Configured(layer), args, kwargs)
 
-        return _calls_replaced(_number_at(self.layers), replaced)
+        return calls_replaced(_number_at(self.layers), replaced)
 
     def call(
         self,
@@ -138,8 +135,8 @@ class LinenLayers:
         return apply(variables, rngs=self.functions.random_keys(key))
 
 
-def _number_at(layers: str) -> Callable[[str], int | None]:
-    """Path of a module -> number of the call of a layer; None for other modules."""
+def _number_at(layers: str) -> NumberAt:
+    """Finds the calls of the layers."""
     if "*" not in layers:
         return lambda path: 0 if path == layers else None
     pattern = LayerGroups(layers, 0).pattern
@@ -169,28 +166,6 @@ def _stack_of(
     if not found:
         raise ValueError(f"layers={layers!r} is no module that the model calls")
     return ScannedLayers.of(layers, found[0], params, rngs)
-
-
-def _calls_replaced(
-    number_at: Callable[[str], int | None], on_module: _OnModule
-) -> contextlib.AbstractContextManager:
-    """A context in which calls of the layers are replaced, but none inside them."""
-    inside = False
-
-    def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        nonlocal inside
-        module, method = context.module, context.method_name
-        number = number_at("/".join(module.path)) if method == "__call__" else None
-        if inside or number is None:
-            return next_fun(*args, **kwargs)
-        run = functools.partial(next_fun, *args, **kwargs)
-        inside = True
-        try:
-            return on_module(number, module, run, args, kwargs)
-        finally:
-            inside = False
-
-    return nn.intercept_methods(interceptor)
 
 
 def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:
@@ -223,7 +198,14 @@ def _comparable(value: Any) -> Any:
     if _is_module(value):
         fields = (f.name for f in dataclasses.fields(value))
         names = (name for name in fields if name not in ("parent", "name"))
-        return type(value), [(n, _comparable(getattr(value, n, None))) for n in names]
+        own = [(name, _comparable(getattr(value, name, None))) for name in names]
+        return _comparable(type(value)), own
+    if isinstance(value, type) and (lift := Lift.of(value)):
+        return (
+            lift.transform,
+            _comparable(lift.module_class),
+            _comparable(lift.settings),
+        )
     if isinstance(value, tuple | list):
         return [_comparable(x) for x in value]
     if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
@@ -10,61 +10,53 @@ from flax.core import lift
 
 from meshpar.arrays import Params
 from meshpar.layouts.param import STACKED_DIM, Param
+from meshpar.models.linen_calls import Lift
 
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """A lifted class of modules, `nn.scan(module_class, **settings)`.
+    """A class of modules that `nn.scan` made.
 
     Attributes:
-      module_class: class of one layer.
-      settings: arguments of `nn.scan`.
+      layers: how a user named its module.
+      lift: how it was made.
     """
 
-    module_class: type[nn.Module]
-    settings: Mapping[str, Any]
+    layers: str
+    lift: Lift
 
     @classmethod
     def of(cls, layers: str, module: nn.Module) -> "Scan":
-        """Reads how the class of a module was made.
-
-        Flax has no public way to ask; the function that it makes holds both values.
+        """The scan of a module.
 
         Raises:
-          ValueError: it was not made by `nn.scan`.
+          ValueError: it has none.
         """
-        call = vars(type(module)).get("__call__")
-        while call is not None:
-            names, cells = call.__code__.co_freevars, call.__closure__ or ()
-            made = dict(zip(names, cells, strict=True))
-            if "trafo_kwargs" in made:
-                break
-            call = getattr(call, "__wrapped__", None)
-        if call is None or made["transform"].cell_contents is not lift.scan:
+        found = Lift.of(type(module))
+        if found is None or found.transform is not lift.scan:
             raise ValueError(
                 f"layers={layers!r} is a {type(module).__name__} and no module of "
                 "nn.scan; write a * in place of the number of layers that the model "
                 'calls one by one, such as "decoder/block_*"'
             )
-        settings = made["trafo_kwargs"].cell_contents
-        return cls(made["module_class"].cell_contents, settings)
+        return cls(layers, found)
 
-    def check(self, layers: str, rngs: tuple[str, ...]) -> None:
+    def check(self, rngs: tuple[str, ...]) -> None:
         """Checks that the layers may run one by one.
 
         Args:
-          layers: how a user named them.
           rngs: names of the random streams.
 
         Raises:
           ValueError: they may not.
         """
-        axes, split = (self.settings[k] for k in ("variable_axes", "split_rngs"))
+        settings = self.lift.settings
+        axes, split = settings["variable_axes"], settings["split_rngs"]
         if axes.get("params") != 0:
             problem = f"variable_axes={dict(axes)}; meshpar needs {{'params': 0}}"
-        elif self.settings["reverse"]:
+        elif settings["reverse"]:
             problem = "reverse=True; meshpar runs layers in the order of their rows"
         elif same := [name for name in rngs if split.get(name) is False]:
             problem = (
@@ -73,31 +65,30 @@ class Scan:
             )
         else:
             return
-        raise ValueError(f"layers={layers!r}: nn.scan has {problem}")
+        raise ValueError(f"layers={self.layers!r}: nn.scan has {problem}")
 
-    def layer(self, layers: str, module: nn.Module, args: tuple) -> nn.Module:
+    def layer(self, module: nn.Module, args: tuple) -> nn.Module:
         """One layer, without variables.
 
         Args:
-          layers: how a user named them.
           module: of the lifted class.
           args: of its call.
 
         Raises:
           ValueError: the layers get arrays of their own.
         """
-        in_axes, inputs = self.settings["in_axes"], args[1:]
+        in_axes, inputs = self.lift.settings["in_axes"], args[1:]
         each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(inputs)
         for axis, x in zip(each, inputs, strict=False):
             if jax.tree.leaves(x) and axis is not nn.broadcast:
                 raise ValueError(
-                    f"layers={layers!r}: nn.scan has in_axes={in_axes}, so that each "
-                    "layer gets inputs of its own; make them parameters or attributes "
-                    "of the layer, or set in_axes=nn.broadcast"
+                    f"layers={self.layers!r}: nn.scan has in_axes={in_axes}, so that "
+                    "each layer gets inputs of its own; make them parameters or "
+                    "attributes of the layer, or set in_axes=nn.broadcast"
                 )
         fields = (f.name for f in dataclasses.fields(module) if f.init)
         own = {name: getattr(module, name) for name in fields}
-        return self.module_class(**(own | {"parent": None, "name": None}))
+        return self.lift.module_class(**(own | {"parent": None, "name": None}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +125,7 @@ class ScannedLayers:
           ValueError: `nn.scan` did not make it, it has no parameters, or its layers may
             not run one by one.
         """
-        Scan.of(layers, module).check(layers, rngs)
+        Scan.of(layers, module).check(rngs)
         own = cls(layers, 0).column(params, 0)
         if not own:
             raise ValueError(f"layers={layers!r}: the layers have no parameters")

@@ -192,8 +192,7 @@ class PipelineRunner(Runner):
         (shared, stack), (shared_constants, stack_constants) = map(
             split, self.zero.leaves(params)
         )
-        whole = self.zero.gathered_shared({**shared, **shared_constants})
-        whole = self.frame.cast(whole)
+        whole = self.frame.cast(self.zero.gathered_shared(shared | shared_constants))
         return StageWeights(
             {path: whole[path] for path in shared},
             stack,
