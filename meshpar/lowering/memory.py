@@ -113,11 +113,11 @@ def trace_layer(
         x = jax.eval_shape(layered.embed, shared, rows, key)
         context = jax.eval_shape(layered.context, shared, rows, key)
         wrapped = wrap_remat(layer, layout.remat)
-        saved = _residual_bytes(wrapped, layer_weights, x, key, context)
+        args, kept = (layer_weights, x, key, context), layered.kept
         return TracedLayer(
             x=_tree_bytes(x) // ways,
-            saved=saved // ways,
-            running=_residual_bytes(layer, layer_weights, x, key, context) // ways,
+            saved=_residual_bytes(wrapped, *args, kept=kept) // ways,
+            running=_residual_bytes(layer, *args, kept=kept) // ways,
             head=_residual_bytes(head, shared, x, rows, key) // ways,
             layer_weights=_tree_bytes(layer_weights) // layout.tensor,
             largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
@@ -150,12 +150,24 @@ def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype)
 
 
-def _residual_bytes(fn: Callable, weights: Any, *args: Any) -> int:
-    """Bytes that the backward pass of fn(weights, x, ...) saves, but for arguments."""
+def _residual_bytes(
+    fn: Callable,
+    weights: Any,
+    *args: Any,
+    kept: Callable[[Any], Any] = lambda x: (),
+) -> int:
+    """Bytes that the backward pass of fn(weights, x, ...) saves, but for arguments.
+
+    Args:
+      fn: the function.
+      weights: its weights.
+      *args: x and other arguments.
+      kept: x -> arrays in it that are not counted, either.
+    """
 
     def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
         vjp = jax.vjp(lambda weights, x: fn(weights, x, *rest), weights, x)[1]
-        own = jax.tree.leaves((weights, rest))
+        own = jax.tree.leaves((weights, rest, kept(x)))
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
     return _tree_bytes(jax.eval_shape(residuals, weights, *args))

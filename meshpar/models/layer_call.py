@@ -140,6 +140,11 @@ class LayerCall:
         return self.arrays[: self.num_x]
 
     @property
+    def kept(self) -> tuple[Array, ...]:
+        """Activations that layers do not return."""
+        return self.arrays[self.num_x :]
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """The layers of the first row."""
         return self.structure.columns
@@ -169,7 +174,7 @@ class LayerCall:
                 f"{', '.join(map(_describe, leaves))}: layers that meshpar runs one by "
                 "one return activations of the shapes and dtypes that they take"
             )
-        return dataclasses.replace(self, arrays=leaves + self.arrays[self.num_x :])
+        return dataclasses.replace(self, arrays=leaves + self.kept)
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays as children, all else as static data."""

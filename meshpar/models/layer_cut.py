@@ -168,6 +168,7 @@ class LayerCut:
             layer=self.layer,
             head_loss=self.head_loss,
             context=self.context,
+            kept=lambda x: x.kept,
         )
 
 
@@ -214,10 +215,11 @@ class _FirstRow:
                 row,
             )
         )
+        returned = in_structure(cut.name(number), output, self.arguments.x)
         self.columns.append(Column(configuration, output))
         if len(self.columns) == cut.stack.period:
             raise _Reached
-        return in_structure(cut.name(number), output, self.arguments.x)
+        return returned
 
 
 class _Head:

@@ -50,7 +50,7 @@ class NnxBlock(nnx.Module):
     def __call__(self, x_BLD, mask_BL, positions_BL, *, scale):
         angles = positions_BL[..., None] * self.frequencies[None, None]
         h = jax.nn.gelu(self.up(x_BLD + jnp.sin(angles).astype(x_BLD.dtype)))
-        mixed = jnp.cumsum(self.down(h) * mask_BL[..., None], axis=1)
+        mixed = jnp.cumsum(self.down(h) * mask_BL[..., None], axis=1) / LENGTH
         return None, x_BLD + scale * self.dropout(mixed)
 
 
@@ -94,12 +94,14 @@ class LinenBlock(nn.Module):
         h = nn.gelu(_dense(self.width * MLP, "embed", "mlp")(x_BLD))
         h = _dense(EMBED, "mlp", "embed")(h) * mask_BL[..., None]
         h = nn.Dropout(self.rate, deterministic=not self.train)(h)
-        x_BLD = x_BLD + jnp.cumsum(h, axis=1)
+        x_BLD = x_BLD + jnp.cumsum(h, axis=1) / LENGTH
         return (x_BLD, None) if self.pairs else x_BLD
 
 
 def _embed() -> nn.Embed:
-    init = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
+    init = nn.with_logical_partitioning(
+        nn.initializers.normal(0.25), ("vocab", "embed")
+    )
     return nn.Embed(VOCAB, EMBED, embedding_init=init)
 
 
@@ -112,7 +114,7 @@ class LinenNet(nn.Module):
     scan: bool = False
 
     @nn.compact
-    def __call__(self, tokens_BL, train: bool = True):
+    def __call__(self, tokens_BL, train: bool = False):
         embed = _embed()
         x_BLD, mask_BL = embed(tokens_BL), tokens_BL > 0
         block = nn.remat(LinenBlock) if self.remat else LinenBlock
@@ -204,9 +206,9 @@ def nnx_cut(*widths: int, rate: float = 0.0) -> Cut:
 def linen_cut(layers: str = "block_*", **fields: Any) -> Cut:
     def make(layers: str) -> meshpar.Model:
         tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-        evaluation = functools.partial(linen_loss, train=False)
+        training = functools.partial(linen_loss, train=True)
         net = LinenNet(**fields)
-        return meshpar.from_linen(net, linen_loss, tokens, evaluation, layers=layers)
+        return meshpar.from_linen(net, training, tokens, linen_loss, layers=layers)
 
     return Cut(make, layers)
 
