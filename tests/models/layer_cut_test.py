@@ -111,7 +111,7 @@ def test_bf16_compute_stays_close(name):
 
 def test_pipedream_trains_layers_with_context():
     """While weights hardly move, microbatches add up to steps of the whole batch."""
-    cut, num, small = CUTS["nnx_pattern"], 4, optax.sgd(1e-5)
+    cut, num, small = CUTS["nnx_pattern"], 4, optax.sgd(1e-3)
     layout = f"pipe=2,data=2,microbatches={num},schedule=pipedream"
     program = lower(cut.make(cut.layers), layout, optimizer=small)
     initial, losses, params = train(program)
@@ -121,4 +121,4 @@ def test_pipedream_trains_layers_with_context():
     np.testing.assert_allclose(losses, want_losses, rtol=2e-3)
     for path, x in want.items():
         update, own = num * (x - initial[path]), params[path] - initial[path]
-        assert np.linalg.norm(own - update) <= 0.1 * np.linalg.norm(update), path
+        assert np.linalg.norm(own - update) <= 0.05 * np.linalg.norm(update), path
