@@ -64,7 +64,7 @@ def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
             shared, stack = layered.split(params)
 
             def layer(x: Any, weights: Any) -> Any:
-                return layered.layer(weights, x, None), None
+                return layered.layer(weights, x, None, ()), None
 
             def tick(x: Any, t: Array) -> Any:
                 embedded = layered.embed(shared, microbatch_at(t), None)

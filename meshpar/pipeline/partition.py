@@ -120,7 +120,7 @@ def measured_costs(model: Model, batch: Any) -> Costs:
     Use them as `balanced_sizes([costs.layer] * depth, P, costs.embed, costs.head)`.
 
     Args:
-      model: made by `from_nnx` with a `LayerStack`.
+      model: a model with layers.
       batch: pytree of arrays or ShapeDtypeStructs; only shapes matter.
 
     Raises:
@@ -134,6 +134,7 @@ def measured_costs(model: Model, batch: Any) -> Costs:
     shared, stack = layered.split(abstract(model.params))
     layer = abstract_layer(stack)
     x = jax.eval_shape(lambda p, b: layered.embed(p, b, None), shared, batch)
+    context = jax.eval_shape(lambda p, b: layered.context(p, b, None), shared, batch)
 
     def flops(fn: Callable[..., Any], *args: Any) -> float:
         analysis = jax.jit(fn).lower(*args).compile().cost_analysis()
@@ -141,7 +142,7 @@ def measured_costs(model: Model, batch: Any) -> Costs:
 
     return Costs(
         flops(lambda p, b: layered.embed(p, b, None), shared, batch),
-        flops(lambda p, x: layered.layer(p, x, None), layer, x),
+        flops(lambda p, x, c: layered.layer(p, x, None, c), layer, x, context),
         flops(lambda p, x, b: layered.head_loss(p, x, b, None)[0], shared, x, batch),
     )
 
