@@ -1,6 +1,7 @@
 """A Flax Linen module as functions of its variables."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,14 +9,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from flax.core import scope as scopes
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key
+from meshpar.models.updates import check_updates
 
 _PARAMS = "params"
-_AXES = "params_axes"
-"""Collection in which t5x and flax.linen.partitioning keep the dim names of params."""
+_AXES = "_axes"
+"""Ending of collections in which t5x and flax.linen.partitioning keep dim names."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +33,7 @@ class LinenFunctions:
       args: positional example inputs; shapes will do.
       kwargs: example inputs by keyword.
       rngs: names of the random streams during training.
-      sown: collections that hold one step's results, beside those that `sow` fills.
+      sown: collections that hold one step's results, beside what `sow` fills.
     """
 
     module: nn.Module
@@ -53,10 +56,10 @@ class LinenFunctions:
           is_trained: path -> whether a parameter is trained.
         """
         variables = jax.eval_shape(self.variables, jax.random.key(0))
-        names = _separate_names(variables.get(_AXES, {}))
         params = {}
         for path, collection, leaf in self._flat(variables):
-            param = _param(leaf, names.get(path))
+            names = _separate_names(variables.get(collection + _AXES, {}))
+            param = _param(leaf, names.get(_path_within(collection, path)))
             is_state = collection != _PARAMS
             floating = jnp.issubdtype(param.dtype, jnp.inexact)
             params[path] = dataclasses.replace(
@@ -71,15 +74,33 @@ class LinenFunctions:
         flat = self._flat(self.variables(key))
         return {path: nn.meta.unbox(leaf) for path, _, leaf in flat}
 
+    @functools.cached_property
+    def _sown(self) -> frozenset[str]:
+        """Paths of the variables that `sow` fills while the module is initialized."""
+        sow, found = nn.Module.sow, set()
+
+        def recorded(
+            module: nn.Module, col: str, name: str, *rest: Any, **more: Any
+        ) -> bool:
+            found.add(path_in(col, "/".join((*module.path, name))))
+            return sow(module, col, name, *rest, **more)
+
+        nn.Module.sow = recorded
+        try:
+            jax.eval_shape(self.variables, jax.random.key(0))
+        finally:
+            nn.Module.sow = sow
+        return frozenset(found)
+
     def _flat(self, variables: Mapping) -> Iterator[tuple[str, str, Any]]:
         """(path, collection, leaf) of all variables that training carries along."""
-        others = sorted(set(variables) - {_PARAMS, _AXES, *self.sown})
-        for collection in (_PARAMS, *others):
-            leaves = traverse_util.flatten_dict(variables.get(collection, {}), sep="/")
-            if any(isinstance(leaf, tuple) for leaf in leaves.values()):
-                continue  # Filled by `sow`: one step's results.
-            for path, leaf in leaves.items():
-                yield path_in(collection, path), collection, leaf
+        for collection in sorted(variables, key=lambda name: (name != _PARAMS, name)):
+            if collection in self.sown or collection.endswith(_AXES):
+                continue
+            leaves = traverse_util.flatten_dict(variables[collection], sep="/")
+            for rest, leaf in leaves.items():
+                if (path := path_in(collection, rest)) not in self._sown:
+                    yield path, collection, leaf
 
     def collections(self, params: Params, known: Mapping[str, Param]) -> dict:
         """{collection: nested tree} of {path: array}.
@@ -112,6 +133,11 @@ def path_in(collection: str, path: str) -> str:
     return path if collection == _PARAMS else f"{collection}/{path}"
 
 
+def _path_within(collection: str, path: str) -> str:
+    """The inverse of `path_in`."""
+    return path if collection == _PARAMS else path.removeprefix(f"{collection}/")
+
+
 def _zeros(leaf: Any) -> Any:
     if not hasattr(leaf, "shape"):
         return leaf
@@ -119,7 +145,7 @@ def _zeros(leaf: Any) -> Any:
 
 
 def _separate_names(axes: Mapping) -> dict[str, tuple]:
-    """{path: dim names} that are kept beside the parameters, in "params_axes"."""
+    """{path: dim names} that are kept beside a collection, as in "params_axes"."""
     flat = traverse_util.flatten_dict(dict(axes), sep="/")
     return {path.removesuffix("_axes"): tuple(x.names) for path, x in flat.items()}
 
@@ -135,6 +161,9 @@ def _param(leaf: Any, separate: tuple | None) -> Param:
 class Apply:
     """`module.apply` with variables and random keys; keeps what it updates.
 
+    Where layers are taken out of its calls, it returns no collections: those of the
+    layers would be missing.
+
     Attributes:
       updates: {path: new value} of variables that calls have changed so far.
     """
@@ -145,8 +174,10 @@ class Apply:
         params: Params,
         known: Mapping[str, Param],
         key: Key,
+        is_whole: bool = True,
     ) -> None:
         self._functions, self._module, self._key = functions, functions.module, key
+        self._is_whole = is_whole
         self._params, self._known = params, known
         state = (path for path in params if known[path].is_state)
         self._collections = tuple(dict.fromkeys(p.split("/", 1)[0] for p in state))
@@ -156,28 +187,41 @@ class Apply:
         """Runs the module; takes the arguments of `module.apply` after the variables.
 
         With `mutable=` the result is (output, {collection: tree}), as in Flax.
+
+        Raises:
+          ValueError: it changes a parameter, or the form of its state; or it is asked
+            for collections of a model that runs layer by layer.
         """
         variables = self._functions.collections(
             self._params | self.updates, self._known
         )
-        asked = kwargs.pop("mutable", ())
-        asked = (asked,) if isinstance(asked, str) else tuple(asked or ())
+        asked = kwargs.pop("mutable", False)
+        if asked and not self._is_whole:
+            raise ValueError(
+                f"the loss function asks for mutable={asked!r} of a model that runs "
+                "layer by layer, which would lack what the layers keep or sow; leave "
+                "`mutable` out, or leave `layers` out"
+            )
         if random_keys := self._functions.random_keys(self._key):
             kwargs.setdefault("rngs", random_keys)
         kept = () if self._key is None else self._collections
-        mutable = list(dict.fromkeys((*asked, *kept)))
+        mutable = scopes.union_filters(asked, kept)
         if not mutable:
             return self._module.apply(variables, *args, **kwargs)
         output, new = self._module.apply(variables, *args, mutable=mutable, **kwargs)
-        for collection in kept:
-            leaves = traverse_util.flatten_dict(new.get(collection, {}), sep="/")
+        for collection in {*kept, _PARAMS} & {*new}:
+            leaves = traverse_util.flatten_dict(new[collection], sep="/")
             self._keep(collection, leaves)
         if not asked:
             return output
-        return output, {name: new[name] for name in asked if name in new}
+        return output, {
+            name: x for name, x in new.items() if scopes.in_filter(asked, name)
+        }
 
     def _keep(self, collection: str, leaves: Mapping[str, Array]) -> None:
         for rest, x in leaves.items():
             path = path_in(collection, rest)
+            x = nn.meta.unbox(x)
             if path in self._params and x is not self._params[path]:
+                check_updates({path: x}, self._known)
                 self.updates[path] = x

@@ -55,9 +55,13 @@ def from_nnx(
         or an NNX filter such as `nnx.LoRAParam`. The others have no gradient and no
         optimizer state.
 
+    Variables that are no `nnx.Param`, such as the statistics of BatchNorm, are carried
+    along in the training state; the module updates them in training mode.
+
     Raises:
-      ValueError: the module has no parameters, gives one more names than dims, or has
-        no layers that can be run one by one.
+      ValueError: the module has no parameters, none that is trained, or one with more
+        names than dims; a filter selects a variable that is no parameter; or the module
+        has no layers that can be run one by one.
     """
     described = loss_fn if isinstance(loss_fn, LayerStack) else None
     if described and layers:
@@ -89,10 +93,25 @@ def from_nnx(
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:
-    """(keys, variable) -> whether it is trained."""
+    """(keys, floating-point variable) -> whether it is trained."""
     if isinstance(trained, str):
-        return lambda keys, _: re.search(trained, path_of(keys)) is not None
-    return nnx.filterlib.to_predicate(trained)
+        return lambda keys, leaf: (
+            isinstance(leaf, nnx.Param)
+            and re.search(trained, path_of(keys)) is not None
+        )
+    selects = nnx.filterlib.to_predicate(trained)
+
+    def is_trained(keys: tuple, leaf: Any) -> bool:
+        selected = selects(keys, leaf)
+        if selected and not isinstance(leaf, nnx.Param):
+            raise ValueError(
+                f"trained={trained} selects {path_of(keys)!r}, a "
+                f"{type(leaf).__name__}; only an nnx.Param is trained: use "
+                "nnx.All(nnx.Param, ...), or make it a subclass of nnx.Param"
+            )
+        return selected
+
+    return is_trained
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,12 +142,14 @@ class _NnxModel:
 
     def result(self, params: Params, batch: Any, key: Key) -> LossResult:
         """The loss, and the variables that the module changed in training mode."""
-        loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        module = self.bind(params, key)
-        result = loss_result(loss_fn(module, batch))
         if key is None:
-            return result
-        return result._replace(state=self.whole.updates(module, params))
+            return loss_result(self.evaluation_loss_fn(self.bind(params), batch))
+
+        def loss(module: nnx.Module) -> LossResult:
+            return loss_result(self.loss_fn(module, batch))
+
+        result, state = self.whole.run(loss, params, key)
+        return result.with_state(state)
 
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
@@ -189,23 +210,19 @@ def _described(
             "nnx.vmap"
         )
 
-    def run(functions: NnxFunctions, fn: Callable, params: Params, key: Key) -> Any:
-        module = functions(params, key)
-        result = fn(module)
-        refuse_updates(functions.updates(module, params))
-        return result
-
     def embed(params: Params, batch: Any, key: Key) -> Any:
-        return run(whole, lambda module: layers.embed(module, batch), params, key)
+        return whole.run_layered(
+            lambda module: layers.embed(module, batch), params, key
+        )
 
     def layer(params: Params, x: Any, key: Key, _: Any) -> Any:
-        return run(stack, lambda module: layers.layer(module, x), params, key)
+        return stack.run_layered(lambda module: layers.layer(module, x), params, key)
 
     def head_loss(params: Params, x: Any, batch: Any, key: Key) -> LossResult:
         def head(module: nnx.Module) -> Any:
             return layers.head_loss(module, x, batch)
 
-        return loss_result(run(whole, head, params, key))
+        return loss_result(whole.run_layered(head, params, key))
 
     depth = next(iter(depths.values()))[0]
     return LayeredModel(stack.prefix, depth, embed, layer, head_loss)

@@ -15,7 +15,7 @@ from meshpar.models.layer_groups import (
     stack_values,
     unstack_values,
 )
-from meshpar.models.layer_stack import Key, refuse_updates
+from meshpar.models.layer_stack import Key
 from meshpar.models.nnx_functions import AbstractModule, NnxFunctions, path_of
 
 
@@ -154,10 +154,7 @@ class NnxLayers:
         row = {path: x[None] for path, x in params.items()}
         own = unstack_values(row, self.prefix, self.groups, column)
         functions = self.functions[column]
-        module = functions(own, key)
-        output = module(*args, **kwargs)
-        refuse_updates(functions.updates(module, own))
-        return output
+        return functions.run_layered(lambda layer: layer(*args, **kwargs), own, key)
 
 
 def _by_layer(
