@@ -14,7 +14,7 @@ from jax.extend import core
 from meshpar import compat
 from meshpar.models import row_indexing as indexing
 from meshpar.models import row_shapes as shapes
-from meshpar.models.row_arithmetic import MOVES, elementwise, joined, same
+from meshpar.models.row_arithmetic import MOVES, counted, elementwise, joined, same
 from meshpar.models.row_folding import MAX_SIZE, folded
 from meshpar.models.row_values import (
     COMBINED,
@@ -124,6 +124,8 @@ class RowAnalysis:
         known = [v.known for v in values]
         if (result := folded(eqn, known)) is not None:
             return [Fixed(result)]
+        if eqn.primitive.name == "add" and not eqn.outvars[0].aval.shape:
+            return [counted(values, self.prime)]
         return [Fixed()] * len(eqn.outvars)
 
     def _body(self, body: Any, values: Sequence[Any]) -> list[Any]:
