@@ -1,5 +1,7 @@
 """Running state: carried along, exact over the global batch, and never trained."""
 
+import dataclasses
+
 import flax.linen as nn
 import flax.linen.partitioning as partitioning
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import unflatten_dict
 from support import resnets
 from support.tiny_models import host
 
@@ -46,23 +48,14 @@ def train(program, steps=STEPS, data=rows):
 
 def usual_loop(framework, params):
     """(losses, {path: array} after the last step) of a loop without meshpar."""
+    nested = unflatten_dict(params, sep="/")
     if framework == "linen":
-        params = dict(params)
-        stats = {p: params.pop(p) for p in list(params) if p.startswith("batch_stats/")}
-        nested = {"params": {}, "batch_stats": {}}
-        for path, x in [*params.items(), *stats.items()]:
-            *above, last = path.split("/")
-            inner = nested if path in stats else nested["params"]
-            for key in above:
-                inner = inner.setdefault(key, {})
-            inner[last] = jnp.asarray(x)
-        losses, variables = resnets.linen_steps(nested, STEPS)
-        return losses, host(flat_params(variables))
-    module = resnets.NnxResNet(nnx.Rngs(0))
-    flat = flatten_dict(nnx.to_pure_dict(nnx.state(module)))
-    nnx.update(module, {k: params["/".join(map(str, k))] for k in flat})
-    losses = resnets.nnx_steps(module, STEPS)
-    return losses, host(flat_params(module))
+        stats = {"batch_stats": nested.pop("batch_stats")}
+        losses, variables = resnets.linen_steps({"params": nested, **stats}, STEPS)
+    else:
+        nested["blocks"] = {int(key): x for key, x in nested["blocks"].items()}
+        losses, variables = resnets.nnx_steps(nested, STEPS)
+    return losses, host(flat_params(variables))
 
 
 @pytest.mark.parametrize("layout", ["data=8", f"fsdp=8,{NAMES}"])
@@ -102,10 +95,11 @@ def test_state_continues_from_a_checkpoint_of_another_layout(tmp_path):
     layouts = ("data=8", f"fsdp=4,data=2,{NAMES}")
     first, second = (resnets.lower("linen", layout) for layout in layouts)
     state, _ = train(first, 2, resnets.batch)
-    with checkpoint.Checkpoints(tmp_path, first) as saved:
-        saved.save(state)
-    with checkpoint.Checkpoints(tmp_path, second) as saved:
-        restored = saved.restore()
+    saved = checkpoint.Checkpoints(tmp_path, first.portable_state)
+    saved.save(2, first.in_model_order(state), {})
+    saved.close()
+    opened = checkpoint.Checkpoints(tmp_path, second.portable_state)
+    restored = second.as_stored(opened.restore().state)
     np.testing.assert_equal(host(restored.params), host(state.params))
     state, want = first.step(state, resnets.batch(2))
     restored, found = second.step(restored, resnets.batch(2))
@@ -125,14 +119,70 @@ def test_verify_compares_state():
     assert compared.count("blocks/0/norm/mean") == 2 and len(compared) == 8
 
 
-def test_verify_finds_state_that_differs(monkeypatch):
-    tested, reference = (resnets.lower("nnx", layout) for layout in ("data=2", "data=1"))
-    model = tested.model
-
+def test_verify_finds_state_that_differs():
     def skewed(params, batch, key):
         result = model.loss(params, batch, key)
         path = "blocks/1/norm/var"
-        return result.with_state(result.state | {path: result.state[path] * 1.01})
+        return result.with_state(result.state | {path: result.state[path] * 1.001})
 
-    monkeypatch.setattr(type(tested.lowering.model), "__call__", None, raising=False)
-    object.__setattr__(model, "loss", skewed)
+    model, reference = resnets.model("nnx"), resnets.lower("nnx", "data=1")
+    planted = dataclasses.replace(model, loss=skewed)
+    tested = resnets.lower("nnx", "data=2", planted)
+    report = verify(tested, reference, [resnets.batch()])
+    first = report.first_difference
+    assert (first.kind, first.tensor) == ("state", "blocks/1/norm/var")
+
+
+# Rules for state where the batch is split into microbatches, and replicas.
+
+
+class Counting(nnx.Module):
+    """State of every kind: a counter, a mean over rows, constants, spectral norms."""
+
+    def __init__(self, rngs):
+        init = {"out_sharding": ("embed", None)}
+        self.linear = nnx.Linear(
+            WIDTH, WIDTH, use_bias=False, kernel_metadata=init, rngs=rngs
+        )
+        self.spectral = nnx.SpectralNorm(self.linear, rngs=rngs)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.mean = nnx.Variable(jnp.zeros(WIDTH))
+        self.shift = jnp.arange(float(WIDTH)) / WIDTH
+        self.host_shift = np.arange(WIDTH, dtype=np.float32)
+        self.listed = nnx.data([jnp.ones(WIDTH)])
+
+    def __call__(self, x_BD):
+        self.count.set_value(self.count.get_value() + 1)
+        mean_D = x_BD.mean(axis=0)
+        self.mean.set_value(0.75 * self.mean.get_value() + 0.25 * mean_D)
+        x_BD = x_BD + (self.shift * self.host_shift * self.listed[0])[None]
+        return self.spectral(x_BD)
+
+
+def squared(module, batch):
+    return jnp.square(module(batch["x"]) - batch["y"]).mean()
+
+
+COUNTING = meshpar.from_nnx(Counting, squared)
+CONSTANTS = {"shift", "host_shift", "listed/0"}
+
+
+def test_every_kind_of_state_is_carried_along():
+    state = {path for path, param in COUNTING.params.items() if param.is_state}
+    changing = {path for path in state if "batch_stats" in path or "spectral" in path}
+    assert state - changing == CONSTANTS | {"count", "mean"}
+    one, want = lower(COUNTING, "data=1"), None
+    for layout in ("data=1", "data=8", "fsdp=8", "data=2,microbatches=4"):
+        program = lower(COUNTING, layout)
+        begin, losses = host(program.init(0).params), None
+        trained, losses = train(program, 3)
+        found = host(trained.params)
+        if want is None:
+            want, want_losses = found, losses
+        assert losses == pytest.approx(want_losses, rel=1e-5), layout
+        for path in state:
+            np.testing.assert_allclose(
+                found[path], want[path], rtol=1e-5, atol=1e-6, err_msg=path
+            )
+            assert (found[path] != begin[path]).any() == (path not in CONSTANTS), path
+        assert found["count"] == 3

@@ -1,4 +1,7 @@
-"""Small residual networks with BatchNorm, in both stacks of Flax, and a plain loop."""
+"""Small residual networks with BatchNorm, in both stacks of Flax, and plain loops.
+
+Their activation is smooth: rounding cannot switch a gradient on or off.
+"""
 
 import functools
 
@@ -38,7 +41,7 @@ class LinenBlock(nn.Module):
         dims = linen_dims(None, None, "embed", None)
         y = nn.Conv(WIDTH, (3, 3), use_bias=False, kernel_init=dims)(x)
         y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
-        return nn.relu(x + y)
+        return nn.gelu(x + y)
 
 
 class LinenResNet(nn.Module):
@@ -69,7 +72,7 @@ class NnxBlock(nnx.Module):
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs)
 
     def __call__(self, x):
-        return nnx.relu(x + self.norm(self.conv(x)))
+        return nnx.gelu(x + self.norm(self.conv(x)))
 
 
 class NnxResNet(nnx.Module):
@@ -96,10 +99,11 @@ def model(framework):
     )
 
 
-def lower(framework, layout, **options):
+def lower(framework, layout, of=None, **options):
     devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
     options = {"optimizer": SGD, "devices": devices} | options
-    return meshpar.lower(model(framework), layout=layout, batch=batch(), **options)
+    of = of or model(framework)
+    return meshpar.lower(of, layout=layout, batch=batch(), **options)
 
 
 def linen_steps(variables, steps):
@@ -127,9 +131,12 @@ def linen_steps(variables, steps):
     return losses, {"params": params, "batch_stats": stats}
 
 
-def nnx_steps(module, steps):
-    """The usual loop of an NNX model, which changes the module: losses."""
-    optimizer, losses = nnx.Optimizer(module, SGD, wrt=nnx.Param), []
+def nnx_steps(variables, steps):
+    """The usual loop of an NNX model: (losses, its state after the last step)."""
+    with nnx.use_eager_sharding(False):
+        module = NnxResNet(nnx.Rngs(0))
+        nnx.update(module, variables)
+        optimizer, losses = nnx.Optimizer(module, SGD, wrt=nnx.Param), []
 
     @nnx.jit
     def step(module, optimizer, batch):
@@ -141,6 +148,7 @@ def nnx_steps(module, steps):
         return value
 
     module.train()
-    for number in range(steps):
-        losses.append(float(step(module, optimizer, batch(number))))
-    return losses
+    with nnx.use_eager_sharding(False):
+        for number in range(steps):
+            losses.append(float(step(module, optimizer, batch(number))))
+    return losses, nnx.state(module)
