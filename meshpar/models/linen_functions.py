@@ -59,6 +59,12 @@ class LinenFunctions:
         params = {}
         for path, collection, leaf in self._flat(variables):
             names = _separate_names(variables.get(collection + _AXES, {}))
+            if not hasattr(nn.meta.unbox(leaf), "dtype"):
+                raise ValueError(
+                    f"the variable {path!r} is a {type(leaf).__name__}, no array; keep "
+                    "each array in a variable of its own, or name the collection in "
+                    "sown=(...) if it holds one step's results"
+                )
             param = _param(leaf, names.get(_path_within(collection, path)))
             is_state = collection != _PARAMS
             floating = jnp.issubdtype(param.dtype, jnp.inexact)
@@ -73,6 +79,13 @@ class LinenFunctions:
         """Variables from a random key."""
         flat = self._flat(self.variables(key))
         return {path: nn.meta.unbox(leaf) for path, _, leaf in flat}
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, tuple[str, ...]]:
+        """{path: its keys}; names of variables may hold a "/" (nn.SpectralNorm)."""
+        variables = jax.eval_shape(self.variables, jax.random.key(0))
+        every = (traverse_util.flatten_dict(tree) for tree in variables.values())
+        return {"/".join(keys): keys for tree in every for keys in tree}
 
     @functools.cached_property
     def _sown(self) -> frozenset[str]:
@@ -109,14 +122,15 @@ class LinenFunctions:
           params: the variables.
           known: says which of them are parameters.
         """
-        flat: dict[str, Params] = {}
+        flat: dict[str, dict[tuple, Array]] = {}
         for path, x in params.items():
             collection, rest = _PARAMS, path
             if known[path].is_state:
                 collection, rest = path.split("/", 1)
-            flat.setdefault(collection, {})[rest] = x
+            keys = self._keys.get(rest) or tuple(rest.split("/"))
+            flat.setdefault(collection, {})[keys] = x
         return {
-            collection: traverse_util.unflatten_dict(leaves, sep="/")
+            collection: traverse_util.unflatten_dict(leaves)
             for collection, leaves in flat.items()
         }
 
