@@ -36,7 +36,8 @@ def group_layers(kinds: Sequence[Any], layers: str) -> list[list[int]]:
         raise ValueError(
             f"layers={layers!r}: its {depth} layers are not equal, nor a pattern that "
             f"repeats: layer {differing} differs from layer 0 in its attributes, "
-            "shapes or dim names. Leave layers out, or make the layers equal"
+            "shapes or dim names, or in what is trained. Leave layers out, or make the "
+            "layers equal"
         )
     return [list(range(i, i + period)) for i in range(0, depth, period)]
 
