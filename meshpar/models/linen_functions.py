@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, is_key
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key
 
@@ -113,7 +113,7 @@ def path_in(collection: str, path: str) -> str:
 
 
 def _zeros(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape"):
+    if not hasattr(leaf, "shape") or is_key(leaf):
         return leaf
     return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
