@@ -143,6 +143,7 @@ class LayerCut:
             layer=self.layer,
             head_loss=self.head_loss,
             context=self.context,
+            pattern=len(self.groups[0]),
         )
 
 

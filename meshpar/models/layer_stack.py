@@ -111,6 +111,8 @@ class LayeredModel:
         and that no gradient passes through, such as masks and positions.
       evaluates: whether evaluation runs these functions too, without a key; False if
         the model has an evaluation loss of its own.
+      pattern: number of the model's own layers that one `layer` runs: the length of the
+        pattern that repeats.
     """
 
     prefix: str
@@ -120,6 +122,7 @@ class LayeredModel:
     head_loss: Callable[[Params, Any, Any, Key], LossResult]
     context: Callable[[Params, Any, Key], Any] = _no_context
     evaluates: bool = True
+    pattern: int = 1
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shared entries, entries of the stack) of {path: anything}."""

@@ -68,6 +68,7 @@ LAYOUTS = {
     "gpt2": [*EVERYWHERE, *(f"{layout},{GPT2_PATHS}" for layout in NAMED)],
     "gemma": [
         *(*EVERYWHERE, *NAMED, *FEW_STAGES, "fsdp=4,remat=full"),
+        "data=2,fsdp=2,tensor=2,zero=2,microbatches=4,remat=dots",
         "pipe=2,fsdp=2,tensor=2,microbatches=2",
     ],
     "stacked": [*EVERYWHERE, *NAMED, *STAGED],
@@ -85,7 +86,7 @@ DEFAULT = {
     ("mixer", "data=8", "sgd"),
     ("vit", "data=2,microbatches=4", "sgd"),
     ("gemma", "pipe=2,microbatches=4", "sgd"),
-    ("gemma", "fsdp=4,remat=full", "adam"),
+    ("gemma", "data=2,fsdp=2,tensor=2,zero=2,microbatches=4,remat=dots", "adam"),
     ("gemma_jit", "data=2,fsdp=2,tensor=2", "adam"),
     ("stacked", "fsdp=8,zero=3", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
