@@ -39,6 +39,14 @@ def test_programs_run_as_they_stand(name, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+def test_the_page_of_your_model_runs_from_top_to_bottom(monkeypatch, capsys):
+    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    scope = {"__name__": "__main__"}
+    for number, program in enumerate(programs(ROOT / "docs/your_model.md")):
+        exec(compile(program, f"program {number}", "exec"), scope)
+        assert number == 0 or capsys.readouterr().out
+
+
 def test_the_schedule_of_ones_own_runs():
     (program,) = programs(ROOT / "docs/pipelines.md")
     exec(program, {})

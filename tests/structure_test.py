@@ -12,8 +12,8 @@ EXPERIMENTS = structure.read_package(ROOT / "experiments")
 
 ROOMS = (
     *("arrays", "errors", "compat", "schedules", "layouts", "contracts", "mesh"),
-    *("collectives", "models", "ops", "fsdp", "lowering", "pipeline", "local_sgd"),
-    *("compose", "explain", "checkpoint"),
+    *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
+    *("local_sgd", "compose", "explain", "checkpoint"),
 )
 """Bottom to top: a room imports rooms to its left."""
 

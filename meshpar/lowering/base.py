@@ -111,7 +111,7 @@ class Lowering:
         )
         params = state.params | optax.apply_updates(trained, updates)
         params |= {p: x.astype(params[p].dtype) for p, x in new_state.items()}
-        new = TrainState(state.step + 1, state.seed, params, optimizer_state)
+        new = state.after_step(params, optimizer_state)
         return new, totals.with_mean("grad_norm", grad_norm)
 
     def weights(self, params: Params) -> Params:

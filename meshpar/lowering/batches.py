@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import REPLICA, ways_of
+from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 
@@ -127,6 +127,37 @@ class BatchPlacer:
             return x[(np.searchsorted(self.rows, wanted), *index[1:])]
 
         return jax.make_array_from_callback(target.shape, target.sharding, shard)
+
+
+def other_batch(batch: Any, num_parts: int, layout: Layout, mesh: Mesh) -> BatchPlacer:
+    """Places a batch of another structure or size than that of training.
+
+    Args:
+      batch: pytree of host arrays, this process's rows.
+      num_parts: parts of the global batch, of which this process has one.
+      layout: says how the batch is split; microbatches and replicas do not split it.
+      mesh: the device mesh.
+
+    Raises:
+      LayoutError: a dim that does not divide over its axes.
+    """
+
+    def leaf(x: Any) -> jax.ShapeDtypeStruct:
+        x = np.asarray(x)
+        shape = (num_parts * x.shape[0], *x.shape[1:])
+        axes = layout.batch_spec(len(shape))
+        rows = in_use(axes[0], layout.sizes)
+        if shape[0] % (ways := ways_of(rows, layout.sizes)):
+            raise LayoutError(
+                f"a batch of {shape[0]} rows does not divide over {'*'.join(rows)}="
+                f"{ways}; add rows, or use a smaller layout"
+            )
+        _check_divides(shape, list(axes[1:]), layout)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        sharding = NamedSharding(mesh, partition_spec(axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return BatchPlacer(jax.tree.map(leaf, batch))
 
 
 def _as_dtype(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -16,7 +16,7 @@ from meshpar.arrays import Array, Params, abstract
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.base import Lowering
-from meshpar.lowering.batches import BatchPlacer
+from meshpar.lowering.batches import BatchPlacer, other_batch
 from meshpar.lowering.inspection import read_collectives
 from meshpar.lowering.metric_sums import MetricSums
 from meshpar.lowering.portable import StoredOrder
@@ -85,6 +85,36 @@ class Program:
           batch: device arrays from `place_batch`, or this process's rows of it.
         """
         return self._evaluate_params(params, self._placed(batch))
+
+    def predictor(self, fn: Callable[[Any, Any], Any]) -> Callable[[Params, Any], Any]:
+        """Makes predict(params, batch): what fn(model, batch) returns, on the mesh.
+
+        Args:
+          fn: (model, batch) -> any pytree of arrays. The model is the NNX module, or
+            Linen's `apply`, in evaluation mode.
+
+        Returns:
+          A function of parameters, such as `state.params`, and of a batch: this
+          process's rows of any pytree of arrays [batch, ...], which need not be the
+          batch of training; `data` times `fsdp` divides its rows. It compiles once for
+          all batches of the same shapes.
+        """
+
+        def run(params: Params, batch: Any) -> Any:
+            return fn(self.model.bind(self.lowering.weights(params)), batch)
+
+        jitted = jax.jit(self._traced(run))
+
+        def predict(params: Params, batch: Any) -> Any:
+            if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
+                whole = jax.tree.leaves(self.abstract_batch)[0].shape[0]
+                # Every process holds the same part of all batches.
+                parts = whole // len(self.batch_rows)
+                batch = other_batch(batch, parts, self.layout, self.mesh).place(batch)
+            with jax.set_mesh(self.mesh):
+                return jitted(params, batch)
+
+        return predict
 
     def metric_sums(self) -> MetricSums:
         """Adds up the metrics of steps or evaluations by their kinds."""

@@ -6,6 +6,7 @@ import jax
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.plan import Plan
+from meshpar.models.model import STEP
 
 Metrics = dict[str, Array]
 """Scalars by name."""
@@ -25,6 +26,13 @@ class TrainState(NamedTuple):
     seed: Array
     params: Params
     optimizer_state: Any
+
+    def after_step(self, params: Params, optimizer_state: Any) -> "TrainState":
+        """The state after a step that gave these variables."""
+        step = self.step + 1
+        if STEP in params:
+            params = {**params, STEP: step}
+        return TrainState(step, self.seed, params, optimizer_state)
 
     def key(self) -> Array:
         """The random key of this step."""

@@ -8,6 +8,7 @@ it (`gpu_targets.py`); read on 2026-11-22.
 """
 
 import dataclasses
+from typing import Any
 
 from meshpar.mesh.gpu_targets import hopper_target
 
@@ -53,35 +54,29 @@ class Chip:
     libtpu_config: str = ""
 
 
-def _hopper(name: str, device_kind: str, memory: int, bandwidth: int) -> Chip:
+def _gpu(name: str, kind: str, memory: int, bandwidth: float, **fields: Any) -> Chip:
+    """A GPU with NVLink of 25 GB/s per link and direction, without a torus."""
     return Chip(
         name,
         GPU,
-        (device_kind,),
-        peak_flops=989e12,
+        (kind,),
         memory_bytes=memory,
         memory_bandwidth=bandwidth,
         link_bandwidth=25e9,
-        num_links=18,
         torus_dims=0,
         tile=(1, 1),
-        xla_target=hopper_target(device_kind, memory, bandwidth),
+        **fields,
     )
 
 
-def _a100(name: str, device_kind: str, memory: int, bandwidth: float) -> Chip:
-    return Chip(
-        name,
-        GPU,
-        (device_kind,),
-        peak_flops=312e12,
-        memory_bytes=memory,
-        memory_bandwidth=bandwidth,
-        link_bandwidth=25e9,
-        num_links=12,
-        torus_dims=0,
-        tile=(1, 1),
-    )
+def _a100(name: str, kind: str, memory: int, bandwidth: float) -> Chip:
+    return _gpu(name, kind, memory, bandwidth, peak_flops=312e12, num_links=12)
+
+
+def _hopper(name: str, kind: str, memory: int, bandwidth: int) -> Chip:
+    target = hopper_target(kind, memory, bandwidth)
+    fields = {"peak_flops": 989e12, "num_links": 18, "xla_target": target}
+    return _gpu(name, kind, memory, bandwidth, **fields)
 
 
 _TPUS = (

@@ -71,6 +71,10 @@ def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> 
     return jax.lax.scan(body, x, (stack, jnp.arange(depth)))[0]
 
 
+EMBED_KEY, LAYERS_KEY, HEAD_KEY = 0, 1, 2
+"""Numbers with which the key of a batch is folded for the parts of a model."""
+
+
 def refuse_updates(updates: Params) -> None:
     """Refuses running state in a model that runs layer by layer.
 
@@ -100,6 +104,9 @@ def fold_key(key: Key, number: Any) -> Key:
 class LayeredModel:
     """A model as pure functions over {path: array}, layer by layer.
 
+    `embed`, `context` and `head_loss` get the key of the batch, and `layer` one key of
+    each layer (`LAYERS_KEY`).
+
     Attributes:
       prefix: first part of the paths of stacked parameters, such as "blocks/".
       depth: number of layers, the first dim of every stacked parameter.
@@ -107,8 +114,8 @@ class LayeredModel:
       layer: (parameters of one layer, x, key, context) -> x.
       head_loss: (shared parameters, x, batch, key) -> (loss, aux), by
         `loss_result`.
-      context: (shared parameters, batch, key of embed) -> arrays that all layers read
-        and that no gradient passes through, such as masks and positions.
+      context: (shared parameters, batch, key) -> arrays that all layers read and that
+        no gradient passes through, such as masks and positions.
       evaluates: whether evaluation runs these functions too, without a key; False if
         the model has an evaluation loss of its own.
       pattern: number of the model's own layers that one `layer` runs: the length of the
@@ -145,11 +152,11 @@ class LayeredModel:
           scan: runs the stack, with the arguments of `scan_layers`.
         """
         shared, stack = self.split(params)
-        x = self.embed(shared, batch, fold_key(key, 0))
-        context = self.context(shared, batch, fold_key(key, 0))
-        x = scan(self.layer, stack, x, fold_key(key, 1), context)
+        x = self.embed(shared, batch, key)
+        context = self.context(shared, batch, key)
+        x = scan(self.layer, stack, x, fold_key(key, LAYERS_KEY), context)
         x, shared, carrier = _join_gradients((x, shared, _carrier(x)))
-        result = self.head_loss(shared, x, batch, fold_key(key, 2))
+        result = self.head_loss(shared, x, batch, key)
         loss, weight = result.loss, result.weight
         if weight is not None:
             loss = _carry_weight(loss, carrier, weight)

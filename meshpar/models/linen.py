@@ -13,6 +13,7 @@ from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
+from meshpar.models.loss_call import call_loss, with_step
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 
@@ -38,7 +39,9 @@ def from_linen(
 
     Args:
       module: the Linen module.
-      loss_fn: (apply, batch) -> loss or (loss, aux), where `apply(*args, **kwargs)`
+      loss_fn: (apply, batch) -> loss or (loss, aux); it gets a random key and the
+        number of steps done if it has arguments called `key` (None in evaluation mode)
+        and `step`. `apply(*args, **kwargs)`
         runs the module with its variables and random keys. The loss is a mean over
         rows, a `meshpar.Mean(total, weight)`, or a scalar with aux["weight"], its
         weight against the losses of other parts of the batch. aux is a dict of metrics:
@@ -77,7 +80,7 @@ def from_linen(
             for training, mode in modes.items()
         }
     own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, stacks)
-    return own.model()
+    return with_step(own.model(), loss_fn, evaluation_loss_fn)
 
 
 def _example(inputs: Any) -> tuple[tuple, dict[str, Any]]:
@@ -119,8 +122,8 @@ class _LinenModel:
         """The loss, and the variables that the module changed in training mode."""
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         apply = self.bind(params, key)
-        result = loss_result(loss_fn(apply, batch))
-        return result._replace(state=apply.updates)
+        result = call_loss(loss_fn, apply, batch, params=params, key=key)
+        return loss_result(result)._replace(state=apply.updates)
 
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
@@ -129,7 +132,7 @@ class _LinenModel:
         apply = Apply(self.functions[key is not None], shared, self.params, key)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         with self.stacks[key is not None].taken_out(on_call):
-            result = loss_fn(apply, batch)
+            result = call_loss(loss_fn, apply, batch, params=shared, key=key)
         refuse_updates(apply.updates)
         return result
 

@@ -147,8 +147,9 @@ class Apply:
         key: Key,
     ) -> None:
         self._functions, self._module, self._key = functions, functions.module, key
-        self._params, self._known = params, known
-        state = (path for path in params if known[path].is_state)
+        self._params = {path: x for path, x in params.items() if path in known}
+        self._known = known
+        state = (path for path in self._params if known[path].is_state)
         self._collections = tuple(dict.fromkeys(p.split("/", 1)[0] for p in state))
         self.updates: Params = {}
 

@@ -14,6 +14,9 @@ from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.metrics import LossResult
 
+STEP = "training_step"
+"""Path of the number of steps done, for models whose loss asks for it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:

@@ -10,7 +10,16 @@ from flax import nnx
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
-from meshpar.models.layer_stack import Key, LayeredModel, LayerStack, refuse_updates
+from meshpar.models.layer_stack import (
+    EMBED_KEY,
+    HEAD_KEY,
+    Key,
+    LayeredModel,
+    LayerStack,
+    fold_key,
+    refuse_updates,
+)
+from meshpar.models.loss_call import call_loss, with_step
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
@@ -39,7 +48,9 @@ def from_nnx(
 
     Args:
       make_model: builds the module from `nnx.Rngs`; traced, never run eagerly.
-      loss_fn: (module, batch) -> loss or (loss, aux), or a `LayerStack` for a model of
+      loss_fn: (module, batch) -> loss or (loss, aux); it gets a random key and the
+        number of steps done if it has arguments called `key` (None in evaluation mode)
+        and `step`. Or a `LayerStack` for a model of
         stacked layers, which allows the shard_map lowering. The loss is a mean over
         rows, a `meshpar.Mean(total, weight)`, or a scalar with aux["weight"], its
         weight against the losses of other parts of the batch. aux is a dict of metrics:
@@ -79,13 +90,16 @@ def from_nnx(
         evaluates = evaluation_loss_fn is None
         layered = dataclasses.replace(layered, evaluates=evaluates)
         own = _NnxModel(make_model, whole, None, evaluation_loss_fn)
-        return own.model(params, layered)
+        asking = described.embed, described.head_loss, evaluation_loss_fn
+        return with_step(own.model(params, layered), *asking)
     lists = NnxLayers.of(layers, inner, params) if layers else None
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
     if lists is None:
-        return own.model(checked_params(params), None)
-    params = checked_params(lists.stacked_params(params))
-    return own.model(params, own.layered(params))
+        model = own.model(checked_params(params), None)
+    else:
+        params = checked_params(lists.stacked_params(params))
+        model = own.model(params, own.layered(params))
+    return with_step(model, loss_fn, evaluation_loss_fn)
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:
@@ -125,7 +139,8 @@ class _NnxModel:
         """The loss, and the variables that the module changed in training mode."""
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         module = self.bind(params, key)
-        result = loss_result(loss_fn(module, batch))
+        result = call_loss(loss_fn, module, batch, params=params, key=key)
+        result = loss_result(result)
         if key is None:
             return result
         return result._replace(state=self.whole.updates(module, params))
@@ -137,7 +152,7 @@ class _NnxModel:
         module = self.whole(shared, key)
         self.lists.take_out(module, on_call)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        result = loss_fn(module, batch)
+        result = call_loss(loss_fn, module, batch, params=shared, key=key)
         refuse_updates(self.whole.updates(module, shared))
         return result
 
@@ -189,23 +204,23 @@ def _described(
             "nnx.vmap"
         )
 
-    def run(functions: NnxFunctions, fn: Callable, params: Params, key: Key) -> Any:
-        module = functions(params, key)
-        result = fn(module)
-        refuse_updates(functions.updates(module, params))
+    def run(fn: Callable, params: Params, key: Key, part: int, *args: Any) -> Any:
+        module = whole(params, fold_key(key, part))
+        result = call_loss(fn, module, *args, params=params, key=key)
+        refuse_updates(whole.updates(module, params))
         return result
 
     def embed(params: Params, batch: Any, key: Key) -> Any:
-        return run(whole, lambda module: layers.embed(module, batch), params, key)
+        return run(layers.embed, params, key, EMBED_KEY, batch)
 
     def layer(params: Params, x: Any, key: Key, _: Any) -> Any:
-        return run(stack, lambda module: layers.layer(module, x), params, key)
+        module = stack(params, key)
+        result = layers.layer(module, x)
+        refuse_updates(stack.updates(module, params))
+        return result
 
     def head_loss(params: Params, x: Any, batch: Any, key: Key) -> LossResult:
-        def head(module: nnx.Module) -> Any:
-            return layers.head_loss(module, x, batch)
-
-        return loss_result(run(whole, head, params, key))
+        return loss_result(run(layers.head_loss, params, key, HEAD_KEY, x, batch))
 
     depth = next(iter(depths.values()))[0]
     return LayeredModel(stack.prefix, depth, embed, layer, head_loss)

@@ -15,8 +15,8 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.models.metrics import KINDS, LossResult, Mean, Sum
 from meshpar.models.model import Model
-from meshpar.models.row_analysis import RowAnalysis, constant
-from meshpar.models.row_values import (
+from meshpar.rows.analysis import RowAnalysis, constant
+from meshpar.rows.values import (
     Fixed,
     Mixed,
     Ratio,
@@ -84,7 +84,7 @@ def _check(
 
 
 def row_values(fn: Callable, params: Any, batch: Any, key: Any) -> Any:
-    """The result of fn(params, batch, key) with a value of `row_values` in each leaf.
+    """The result of fn(params, batch, key) with a value of `rows.values` in each leaf.
 
     Args:
       fn: a function of pytrees; traced with another number of rows.

@@ -278,5 +278,5 @@ class PipeDreamRunner(Runner):
         params, optimizer_state, totals = run(
             state.params, state.optimizer_state, state.key(), batch
         )
-        new = TrainState(state.step + 1, state.seed, params, optimizer_state)
+        new = state.after_step(params, optimizer_state)
         return new, totals

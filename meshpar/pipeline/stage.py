@@ -15,7 +15,7 @@ from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.fsdp.saved import Saved
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
-from meshpar.models.layer_stack import Key, LayeredModel, fold_key
+from meshpar.models.layer_stack import LAYERS_KEY, Key, LayeredModel, fold_key
 from meshpar.models.metrics import LossResult, masked
 
 
@@ -62,11 +62,10 @@ class PipelineStage:
             self.batches,
         )
 
-    def _key(self, microbatch: Array, part: int) -> Key:
-        """The key of embedding (0), layers (1) or head (2)."""
+    def _key(self, microbatch: Array) -> Key:
+        """The key of a microbatch."""
         num = len(jax.tree.leaves(self.batches)[0])
-        key = fold_key(self.key, microbatch) if num > 1 else self.key
-        return fold_key(key, part)
+        return fold_key(self.key, microbatch) if num > 1 else self.key
 
     @functools.cached_property
     def _shared_constants(self) -> Params:
@@ -81,9 +80,9 @@ class PipelineStage:
         return self.layered.split(self.constants)[1]
 
     def _layers(self, microbatch: Array) -> LayerScan:
-        batch, key = self._batch(microbatch), self._key(microbatch, 0)
+        batch, key = self._batch(microbatch), self._key(microbatch)
         context = self.layered.context(self._whole_shared, batch, key)
-        return self.layers(self._key(microbatch, 1), context)
+        return self.layers(fold_key(key, LAYERS_KEY), context)
 
     def _rows(self, chunk: Array) -> Rows:
         if self.num_chunks == 1:
@@ -97,7 +96,7 @@ class PipelineStage:
         return self._embed(self.shared, microbatch)
 
     def _embed(self, shared: Params, microbatch: Array) -> Any:
-        key = self._key(microbatch, 0)
+        key = self._key(microbatch)
         shared = self._shared_constants | shared
         x = self.layered.embed(shared, self._batch(microbatch), key)
         return jax.tree.map(self.vary, x)
@@ -199,7 +198,7 @@ class PipelineStage:
         if self.shares_vocabulary:
             masked = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
             y = jax.tree.map(lambda y: sum_varying(y, PIPE), masked)
-        batch, key = self._batch(microbatch), self._key(microbatch, 2)
+        batch, key = self._batch(microbatch), self._key(microbatch)
         shared = self._shared_constants | shared
         is_last = microbatch == len(jax.tree.leaves(self.batches)[0]) - 1
         return self.totals(self.layered.head_loss(shared, y, batch, key), is_last)

@@ -1,7 +1,7 @@
 """Abstract interpretation of a loss: how each result depends on the rows of the batch.
 
 The loss is traced with a prime number of rows, which shows in shapes and in counts, and
-its jaxpr is evaluated on the values of `row_values`. Nothing is allocated or compiled.
+its jaxpr is evaluated on the values of `rows.values`. Nothing is allocated or compiled.
 """
 
 import dataclasses
@@ -12,11 +12,10 @@ import numpy as np
 from jax.extend import core
 
 from meshpar import compat
-from meshpar.models import row_indexing as indexing
-from meshpar.models import row_shapes as shapes
-from meshpar.models.row_arithmetic import MOVES, elementwise, joined, same
-from meshpar.models.row_folding import MAX_SIZE, folded
-from meshpar.models.row_values import (
+from meshpar.rows import indexing, shapes
+from meshpar.rows.arithmetic import MOVES, elementwise, joined, same
+from meshpar.rows.folding import MAX_SIZE, folded
+from meshpar.rows.values import (
     COMBINED,
     REDUCED,
     Fixed,

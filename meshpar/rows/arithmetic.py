@@ -1,11 +1,11 @@
-"""Arithmetic of values that depend on the rows of a batch (`row_values`)."""
+"""Arithmetic of values that depend on the rows of a batch (`rows.values`)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from meshpar.models.row_values import (
+from meshpar.rows.values import (
     COMBINED,
     ENTERS,
     REDUCED,

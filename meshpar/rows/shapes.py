@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meshpar.models.row_arithmetic import joined
-from meshpar.models.row_values import (
+from meshpar.rows.arithmetic import joined
+from meshpar.rows.values import (
     COMBINED,
     PICKED,
     REDUCED,

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.models.row_shapes import row_dims
-from meshpar.models.row_values import (
+from meshpar.rows.shapes import row_dims
+from meshpar.rows.values import (
     COMBINED,
     PICKED,
     REDUCED,

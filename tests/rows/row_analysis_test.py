@@ -13,10 +13,11 @@ from support.tiny_models import batch, model
 import meshpar
 from meshpar import vocabulary
 from meshpar.errors import LayoutError
-from meshpar.models import row_analysis, row_check
+from meshpar.models import row_check
 from meshpar.models.metrics import loss_result
 from meshpar.models.row_check import Split, check_losses
-from meshpar.models.row_values import Fixed, Mixed, Ratio, Summed
+from meshpar.rows import analysis as row_analysis
+from meshpar.rows.values import Fixed, Mixed, Ratio, Summed
 
 B, L, D, V = 8, 6, 4, 16
 PARAMS = {"w": (D, V), "table": (V, D), "bias": (V,), "kernel": (3, D, D)}

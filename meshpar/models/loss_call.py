@@ -1,0 +1,64 @@
+"""Calls of a user's loss functions, which may also ask for a random key or the step."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshpar.arrays import Array, Params
+from meshpar.layouts.param import Param
+from meshpar.models.layer_stack import HEAD_KEY, Key, fold_key
+from meshpar.models.model import STEP, Model
+
+_LOSS_KEY = HEAD_KEY + 1
+"""What the key of a batch is folded with for loss functions that ask for it."""
+
+
+def asks_for(fn: Callable, name: str) -> bool:
+    """Whether a function takes an argument of this name, "key" or "step"."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return name in parameters and parameters[name].kind in kinds
+
+
+def call_loss(fn: Callable, *args: Any, params: Params, key: Key) -> Any:
+    """fn(*args), with `key=` and `step=` if it asks for them.
+
+    Args:
+      fn: a user's function.
+      *args: its positional arguments.
+      params: the variables of the model, with the number of steps.
+      key: random key of the batch; None in evaluation mode.
+    """
+    extra: dict[str, Any] = {}
+    if asks_for(fn, "key"):
+        extra["key"] = fold_key(key, _LOSS_KEY)
+    if asks_for(fn, "step"):
+        extra["step"] = params[STEP]
+    return fn(*args, **extra)
+
+
+def with_step(model: Model, *fns: Callable | None) -> Model:
+    """The model, with the number of steps among its variables if a function asks.
+
+    Raises:
+      ValueError: the model has a variable of that path.
+    """
+    if not any(asks_for(fn, "step") for fn in fns if fn is not None):
+        return model
+    if STEP in model.params:
+        raise ValueError(
+            f"the loss asks for the step, which meshpar keeps at the path {STEP!r}, "
+            "where the model has a variable; rename that"
+        )
+    step = Param((), jnp.dtype(jnp.int32), None, trained=False, is_state=True)
+
+    def init(key: Array) -> Params:
+        return {**model.init(key), STEP: jnp.zeros((), jnp.int32)}
+
+    return dataclasses.replace(model, params={**model.params, STEP: step}, init=init)

@@ -1,0 +1,90 @@
+"""Loss functions that ask for a random key or for the number of steps done."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar
+
+SIZE, DEPTH = 16, 4
+
+
+class Denoiser(nnx.Module):
+    def __init__(self, rngs):
+        dims = {"out_sharding": ("embed", "mlp")}
+        self.blocks = nnx.List(
+            [
+                nnx.Linear(SIZE, SIZE, use_bias=False, kernel_metadata=dims, rngs=rngs)
+                for _ in range(DEPTH)
+            ]
+        )
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def diffusion_loss(model, batch, key=None, step=0):
+    """The noise enters the model's input and the target: both need the same key."""
+    noise = 0 if key is None else jax.random.normal(key, batch["x"].shape)
+    scale = 1.0 / (1.0 + step)
+    return scale * jnp.square(model(batch["x"] + noise) - noise).mean()
+
+
+def batch():
+    return {"x": np.random.default_rng(0).normal(size=(16, SIZE)).astype(np.float32)}
+
+
+def losses(layout, **options):
+    layout = meshpar.layouts.parse(layout)
+    model = meshpar.from_nnx(Denoiser, diffusion_loss, **options)
+    devices = jax.devices()[: layout.num_devices]
+    program = meshpar.lower(model, optax.sgd(0.1), layout, batch(), devices=devices)
+    state, found = program.init(), []
+    for _ in range(3):
+        state, metrics = program.step(state, batch())
+        found.append(float(metrics["loss"]))
+    return np.array([*found, float(program.evaluate(state, batch())["loss"])])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["data=8", "fsdp=2,tensor=2", "pipe=2,data=2,microbatches=2"],
+)
+def test_key_and_step_are_the_same_in_all_parts_of_a_model(layout):
+    microbatches = meshpar.layouts.parse(layout).microbatches
+    expected = losses(f"data=1,microbatches={microbatches}")
+    np.testing.assert_allclose(losses(layout, layers="blocks"), expected, rtol=2e-6)
+
+
+def test_step_counts_and_key_changes():
+    def loss(model, batch, *, step, key):
+        draw = 0.0 if key is None else jax.random.uniform(key)
+        aux = {"step": meshpar.Last(step), "draw": meshpar.Last(draw)}
+        return jnp.square(model(batch["x"])).mean(), aux
+
+    model = meshpar.from_nnx(Denoiser, loss)
+    program = meshpar.lower(model, optax.sgd(0.1), "data=8", batch())
+    state, found = program.init(), []
+    for _ in range(3):
+        state, metrics = program.step(state, batch())
+        found.append((int(metrics["step"]), float(metrics["draw"])))
+    assert [step for step, _ in found] == [0, 1, 2]
+    assert len({draw for _, draw in found}) == 3
+    assert int(program.evaluate(state, batch())["step"]) == 3
+
+
+def test_a_variable_at_the_path_of_the_step_is_refused():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.training_step = nnx.Param(jnp.ones(3))
+
+    def loss(net, batch, step):
+        return step * net.training_step.sum() * batch["x"].mean()
+
+    with pytest.raises(ValueError, match="training_step.*rename"):
+        meshpar.from_nnx(Net, loss)
