@@ -180,10 +180,10 @@ class ShardMapLowering(Lowering):
         ways, size = self.ways(axes), self.frame.activation_bytes(batch)
         unit = cost.wire_bytes("all_gather", size, ways)
         recomputed = _FORWARD if self.layout.remat != "none" else 0
-        units = 0
+        units, sublayers = 0, _SUBLAYERS * self.model.layered.pattern
         for name, runs, depth in self.runner.layer_passes:
             backward = _BACKWARD + recomputed if name == "backward" else 0
-            units += runs * depth * _SUBLAYERS * (backward or _FORWARD)
+            units += runs * depth * sublayers * (backward or _FORWARD)
             units += runs * _OUTSIDE // 2
         why = f"activations: at most {units} gathers of {unit:.0f} bytes"
         yield DeclaredCollective(

@@ -12,7 +12,7 @@ from flax import traverse_util
 from flax.core import DenyList
 from flax.core import scope as scopes
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, is_key
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key
 from meshpar.models.updates import check_updates
@@ -170,7 +170,7 @@ def _path_within(collection: str, path: str) -> str:
 
 
 def _zeros(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape"):
+    if not hasattr(leaf, "shape") or is_key(leaf):
         return leaf
     return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
