@@ -37,7 +37,7 @@ from meshpar.mesh.mesh import make_mesh
 from meshpar.models.foreign_shardings import check_divides
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.models.row_check import Split, check_losses
+from meshpar.models.row_check import Split, averaged_state, check_losses
 from meshpar.pipeline import pipedream
 from meshpar.pipeline import runner as pipeline
 from meshpar.pipeline.layer_order import LayerOrder
@@ -118,8 +118,8 @@ def lower(
     state = _abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
-    _check_parts(model, layout, names, abstract_batch)
-    lowerings = [_make_lowering(name, parts, spec) for name in names]
+    averaged = _check_parts(model, layout, names, abstract_batch)
+    lowerings = [_make_lowering(name, parts, spec, averaged) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
         return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
@@ -154,10 +154,12 @@ class _Parts(NamedTuple):
     compute_dtype: Any
 
 
-def _make_lowering(name: str, parts: _Parts, spec: PipelineSpec | None) -> Lowering:
+def _make_lowering(
+    name: str, parts: _Parts, spec: PipelineSpec | None, averaged: frozenset[str]
+) -> Lowering:
     """The lowering of a name, with the runner that the pipeline asks for."""
     if name == JitLowering.name:
-        return JitLowering(*parts)
+        return JitLowering(*parts, averaged)
     stage_axes, layered = PipelineRunner.stage_axes if spec else (), parts.model.layered
     frame = Frame(layered, parts.plan, parts.mesh, stage_axes)
     zero = frame.zero()
@@ -260,8 +262,8 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
 
 def _check_parts(
     model: Model, layout: Layout, lowerings: list[str], batch: Any
-) -> None:
-    """Refuses a loss that parts of the batch cannot give, where it is split."""
+) -> frozenset[str]:
+    """Checks the losses of a split batch; paths of the state that parts average."""
     axes = {REPLICA, *(TOKEN_AXES if ShardMapLowering.name in lowerings else ())}
     splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
     if layout.microbatches > 1:
@@ -270,7 +272,11 @@ def _check_parts(
         why = ",".join(f"{name}={n}" for name, n in splits.items())
         evaluates = layout.pipe > 1 or layout.replica > 1
         split = Split(math.prod(splits.values()), why)
-        check_losses(model, batch, split, evaluates)
+        state = check_losses(model, batch, split, evaluates)
+        if layout.microbatches > 1:
+            why = f"microbatches={layout.microbatches}"
+            return averaged_state(state, Split(layout.microbatches, why))
+    return frozenset()
 
 
 def _abstract_state(

@@ -23,14 +23,14 @@ def readable_bytes(size: float) -> str:
 
 
 def _parameters(explanation: Explanation) -> rich.table.Table:
-    table = rich.table.Table("parameter", "shape", "spec", "per device", "reason")
+    columns = ("variable", "kind", "shape", "spec", "per device", "reason")
+    table = rich.table.Table(*columns)
     for leaf in explanation.parameters:
         spec = ", ".join("*".join(axes) or "-" for axes in leaf.spec)
         shape = "x".join(map(str, leaf.shape))
         size = readable_bytes(leaf.bytes_per_device)
-        table.add_row(
-            leaf.path, shape, f"[{spec}]".replace("[", r"\["), size, leaf.reason
-        )
+        spec = f"[{spec}]".replace("[", r"\[")
+        table.add_row(leaf.path, leaf.kind, shape, spec, size, leaf.reason)
     return table
 
 
@@ -58,7 +58,7 @@ def _collectives(explanation: Explanation) -> rich.table.Table:
     for row in explanation.traffic:
         table.add_row(
             row.kind,
-            "*".join(row.axes) or "none of the mesh",
+            "*".join(row.axes),
             ("at most " if row.bounded else "") + readable_bytes(row.declared_bytes),
             readable_bytes(row.found_bytes),
             readable_bytes(row.exposed_bytes),

@@ -56,7 +56,7 @@ def _section(e: Explanation) -> str:
     traffic = [
         (
             row.kind,
-            "*".join(row.axes) or "none of the mesh",
+            "*".join(row.axes),
             "unbounded" if math.isinf(row.declared_bytes) else row.declared_bytes,
             "at most" if row.bounded else "",
             row.found_bytes,
@@ -69,6 +69,7 @@ def _section(e: Explanation) -> str:
     parameters = [
         (
             leaf.path,
+            leaf.kind,
             "x".join(map(str, leaf.shape)),
             ", ".join("*".join(axes) or "-" for axes in leaf.spec),
             leaf.bytes_per_device,
@@ -77,14 +78,15 @@ def _section(e: Explanation) -> str:
         for leaf in e.parameters
     ]
     header = ("collective", "axes", "declared", "", "found", "exposed", "runs", "why")
-    columns = ("parameter", "shape", "spec", "bytes per device", "reason")
+    columns = ("variable", "kind", "shape", "spec", "bytes per device", "reason")
     return (
         f"<h2>{html.escape(e.layout)}</h2><p>Lowering {e.lowering} on "
         f"{html.escape(e.device_kind)}. {html.escape(e.why_auto)}</p>"
         f"{''.join(items)}<h3>Mesh</h3>"
         f"{pictures.mesh_picture(e)}{_pipeline_section(e.pipeline)}<h3>Collectives</h3>"
         "<p>Bytes sent per device and step.</p>"
-        f"{_table(header, traffic)}<h3>Parameters</h3>{_table(columns, parameters)}"
+        f"{_table(header, traffic)}<h3>Parameters and state</h3>"
+        f"{_table(columns, parameters)}"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.explain.warnings import collective_warnings
+from meshpar.explain.warnings import collective_warnings, replicated_state
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.memory import Memory
 from meshpar.lowering.train_program import TrainProgram
@@ -109,7 +109,7 @@ def explain(program: TrainProgram) -> Explanation:
     distributed = any(size > 1 for size in program.mesh.shape.values())
     contract, collectives = program.busiest
     replicated = {
-        path: leaf.reason
+        path: _reason_whole(leaf)
         for path, leaf in plan.parameters.items()
         if distributed and not any(leaf.spec)
     }
@@ -132,10 +132,20 @@ def explain(program: TrainProgram) -> Explanation:
         },
         traffic=_collective_rows(contract.terms, collectives),
         violations=tuple(program.violations()),
-        warnings=(*collective_warnings(program), *rematerialized(log)),
+        warnings=(
+            *replicated_state(program),
+            *collective_warnings(program),
+            *rematerialized(log),
+        ),
         pipeline=lowering.report(program.step_batch).get("pipeline"),
         mode=program.mode_text,
     )
+
+
+def _reason_whole(leaf: LeafPlan) -> str:
+    """Why a variable is whole on every device, and what it is if no parameter."""
+    own = "" if leaf.kind == "parameter" else f"{leaf.kind}: "
+    return own + leaf.reason
 
 
 def _collective_rows(

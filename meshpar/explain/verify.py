@@ -28,7 +28,8 @@ class Comparison:
 
     Attributes:
       step: training step, from 1.
-      kind: "evaluation", "loss", "gradient", "grad_norm", "metric" or "optimizer".
+      kind: "evaluation", "loss", "gradient", "grad_norm", "metric", "optimizer" or
+        "state" (running statistics and other variables that are no parameters).
       tensor: path of the tensor, or name of the metric; "" for loss and grad_norm.
       error: norm of the difference over the norm of the reference.
       tolerance: largest error that counts as rounding.
@@ -117,6 +118,14 @@ def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
+def _by_module(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The variables of each module: a mean near 0 counts beside its variance."""
+    modules: dict[str, dict[str, Any]] = {}
+    for path, x in state.items():
+        modules.setdefault(path.rpartition("/")[0], {})[path] = x
+    return modules.values()
+
+
 def record(
     program: TrainProgram, batches: Iterable[Any], seed: int = 0
 ) -> Iterator[list[Group]]:
@@ -133,8 +142,11 @@ def record(
         gradients = jax.device_get(program.gradients(state, batch)[1])
         state, metrics = program.step(state, batch)
         metrics = jax.device_get(metrics)
-        optimizer_state = program.in_model_order(state).optimizer_state
-        parts = _optimizer_groups(jax.device_get(optimizer_state))
+        whole = program.in_model_order(state)
+        parts = _optimizer_groups(jax.device_get(whole.optimizer_state))
+        kept = {
+            p: whole.params[p] for p, x in program.model.params.items() if x.is_state
+        }
         yield [
             *(Group("evaluation", {name: x}) for name, x in evaluation.items()),
             Group("loss", {"": metrics.pop("loss")}),
@@ -142,6 +154,7 @@ def record(
             Group("grad_norm", {"": metrics.pop("grad_norm")}),
             *(Group("metric", {name: x}) for name, x in metrics.items()),
             *(Group("optimizer", tensors) for tensors in parts.values()),
+            *(Group("state", tensors) for tensors in _by_module(jax.device_get(kept))),
         ]
 
 

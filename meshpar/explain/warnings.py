@@ -1,6 +1,7 @@
-"""Warnings about collectives that are legal and probably not meant."""
+"""Warnings about state and collectives that are legal and probably not meant."""
 
 import itertools
+import re
 from collections.abc import Iterator
 
 from meshpar.contracts.collective import Collective
@@ -9,6 +10,24 @@ from meshpar.lowering.train_program import TrainProgram
 
 SMALL_BYTES, MANY = 2**16, 64
 """Collectives smaller than this that run more often than that are better combined."""
+
+
+LARGE_BYTES = 2**20
+"""State of at least so many bytes is better split than whole on every device."""
+
+
+def replicated_state(program: TrainProgram) -> Iterator[str]:
+    """Warnings about large variables, no parameters, that are whole on all devices."""
+    if not any(program.layout.sizes[axis] > 1 for axis in GATHERED_AXES):
+        return
+    for path, leaf in program.plan.parameters.items():
+        large = leaf.bytes_per_device >= LARGE_BYTES
+        if leaf.kind == "state" and large and not any(leaf.spec):
+            yield (
+                f"{path} {leaf.shape} is whole on every device, "
+                f"{leaf.bytes_per_device} bytes each ({leaf.reason}); name its dims in "
+                f"the model or with paths.{re.escape(path)}=DIM/DIM"
+            )
 
 
 def collective_warnings(program: TrainProgram) -> Iterator[str]:

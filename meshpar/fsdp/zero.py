@@ -130,16 +130,18 @@ class Zero:
         return trained, {path: x for path, x in tree.items() if path not in trained}
 
     def shared(self, leaves: Params, constants: Params) -> Params:
-        """Whole weights of embedding and head from their leaves, differentiable."""
+        """Whole weights of embedding and head, differentiable by their leaves."""
         if not self.reduces_early:
             return {**leaves, **constants}
         shardings = self.layered.split(self.shardings)[0]
-        return gather_with(
+        whole = gather_with(
             lambda leaves: self._whole(leaves, constants, shardings, ONE_SHOT),
             lambda grads: self._reduced(
                 self._split_trained(grads)[0], shardings, self.transports.once
             ),
         )(leaves)
+        trained, others = self._split_trained(whole)
+        return {**trained, **lax.stop_gradient(others)}
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""
@@ -201,7 +203,7 @@ class Zero:
         transport = self.transports.once
         if self.splits_any and not self.reduces_shared_early:
             shared = reduce_scatter_grads(shared, self.shardings, transport)
-        if self.splits_any and not self.reduces_early:
+        if stack and self.splits_any and not self.reduces_early:
             shardings = self.layer_shardings
             stack = lax.map(
                 lambda layer: reduce_scatter_grads(layer, shardings, transport), stack

@@ -32,6 +32,13 @@ class Param:
     is_stacked: bool = False
 
     @property
+    def kind(self) -> str:
+        """The kind of variable, as plans and reports name it."""
+        if self.is_state:
+            return "state"
+        return "parameter" if self.trained else "frozen"
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -27,7 +27,8 @@ class LeafPlan:
 
     Attributes:
       path: the parameter's path, or the optimizer leaf's key path.
-      kind: "parameter", "weight", "gradient", "optimizer" or "synchronization".
+      kind: "parameter", "frozen" (a parameter that is not trained), "state" (a variable
+        that is no parameter), "weight", "gradient", "optimizer" or "synchronization".
       shape: logical shape.
       dtype: dtype.
       names: dim names, or None if the leaf has none.
@@ -57,8 +58,9 @@ class Plan:
 
     Attributes:
       layout: the layout.
-      parameters: {path: LeafPlan} of the master weights, which the optimizer updates;
-        sharded over every axis at every ZeRO level.
+      parameters: {path: LeafPlan} of all variables: the master weights, which the
+        optimizer updates, frozen parameters and state; sharded over every axis at every
+        ZeRO level.
       weights: {path: LeafPlan} of the copies that the loss computes with, in the
         compute dtype; whole over `fsdp` under zero=1 and 2, sharded under zero=3, which
         gathers one layer at a time.

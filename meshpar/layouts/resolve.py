@@ -48,6 +48,8 @@ class _Resolver:
     def resolve(self, path: str, param: Param) -> _Resolved:
         """The sharding of one parameter by the rules."""
         names = self._names(path, param)
+        if param.is_state and param.shape and not any(names):
+            return _Resolved(names, _whole(param.shape), "state without dim names")
         if names is None:
             reason = "allowed: unnamed" if self.needs_names else "no axis shards it"
             return _Resolved(None, _whole(param.shape), reason)
@@ -224,7 +226,8 @@ class _LeafPlans:
             if float_dtype is not None and floating:
                 dtype = float_dtype
             x = jax.ShapeDtypeStruct(param.shape, dtype)
-            plans[path] = self.leaf(path, kind, x, resolved)
+            own_kind = param.kind if kind == "parameter" else kind
+            plans[path] = self.leaf(path, own_kind, x, resolved)
         return plans
 
     def optimizer_leaf(self, keys: tuple, x: Any) -> LeafPlan:

@@ -5,7 +5,9 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from meshpar.arrays import Params
 from meshpar.errors import MeshparError, nearest
@@ -19,25 +21,31 @@ def flat_params(tree: Any) -> dict[str, Any]:
     """{path: leaf} of a tree of parameters.
 
     Args:
-      tree: {path: array}, nested dicts, the variables of a Linen module or the state of
-        an NNX module.
+      tree: {path: array}, nested dicts, the variables of a Linen module, an NNX module
+        or its state, in which random streams are left out.
     """
-    if isinstance(tree, Mapping) and set(tree) & {"params"}:
+    tree = nnx.state(tree) if isinstance(tree, nnx.Module) else nn.meta.unbox(tree)
+    if isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping):
         others = {name: x for name, x in tree.items() if name != "params"}
         tree = {**tree["params"], **others}
-    leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(tree))[0]
-    return {path_of(keys): leaf for keys, leaf in leaves}
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
+    return {
+        path_of(keys): leaf.get_value() if _is_variable(leaf) else leaf
+        for keys, leaf in leaves
+        if not isinstance(leaf, nnx.RngState)
+    }
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def path_of(keys: tuple) -> str:
     """The path of a leaf from its keys in a nested tree."""
-    names = [
-        getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
+    return "/".join(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))))
         for key in keys
-    ]
-    if isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
-        names.pop()  # An NNX variable around the array.
-    return "/".join(map(str, names))
+    )
 
 
 def stacked_params(
@@ -53,7 +61,8 @@ def stacked_params(
       given: as in `flat_params`, with the module's own paths or with the model's.
 
     Raises:
-      MeshparError: a parameter is missing, unknown or of another shape.
+      MeshparError: a parameter is missing, unknown, of another shape or of another kind
+        of numbers.
     """
     flat = flat_params(given)
     if set(flat) - set(model.params):
@@ -82,7 +91,19 @@ def stacked_params(
                 f"{path} is given as {list(np.shape(x))}, but the model has "
                 f"{list(shapes[path].shape)}"
             )
+        _check_numbers(path, jnp.result_type(x), known[path].dtype)
     return flat
+
+
+def _check_numbers(path: str, given: Any, wanted: Any) -> None:
+    """Lets floating-point numbers change their width, and nothing else."""
+    if given != wanted and not all(
+        jnp.issubdtype(dtype, jnp.floating) for dtype in (given, wanted)
+    ):
+        raise MeshparError(
+            f"{path} is given as {given}, but the model has {jnp.dtype(wanted).name}; "
+            f"convert it yourself, as in x.astype({jnp.dtype(wanted).name!r})"
+        )
 
 
 def _listed(paths: list[str]) -> str:

@@ -28,9 +28,16 @@ from meshpar.models.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class JitLowering(Lowering):
-    """Leaves the collectives to the compiler; works for every model."""
+    """Leaves the collectives to the compiler; works for every model.
+
+    Attributes:
+      averaged: paths of the state whose new value is the mean of what the microbatches
+        make of it; of other state they all make the same.
+    """
 
     name = "jit"
+
+    averaged: frozenset[str]
 
     @classmethod
     def reason_unsupported(cls, model: Model, layout: Layout) -> str:
@@ -116,11 +123,7 @@ class JitLowering(Lowering):
         params: Params,
         specs: dict[str, PartitionSpec],
     ) -> Gradients:
-        """Totals of the microbatches, and the means of their gradients by weight.
-
-        Running state is the mean of what the microbatches make of it; integers are
-        those of the last one.
-        """
+        """Totals, means of gradients by weight, and state of the microbatches."""
         num = self.plan.layout.microbatches
         batches = jax.tree.map(self._split_rows, split_microbatches(batch, num))
         first = jax.tree.map(lambda x: x[0], batches)
@@ -133,7 +136,7 @@ class JitLowering(Lowering):
                 for path, x in sums.gradients.items()
             }
             state = {
-                path: x + state[path] / num if _is_floating(x) else state[path]
+                path: x + state[path] / num if path in self.averaged else state[path]
                 for path, x in sums.state.items()
             }
             totals = sums.totals.added(totals.last_where(m == num - 1))
@@ -150,7 +153,3 @@ class JitLowering(Lowering):
             for path, x in sums.gradients.items()
         }
         return sums._replace(gradients=grads)
-
-
-def _is_floating(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)

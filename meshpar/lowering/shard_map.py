@@ -153,14 +153,16 @@ class ShardMapLowering(Lowering):
                         "all_reduce", manual, ways, 1, 4 * num, why
                     )
             own = self.runner.declared_reductions()
-            yield from self._declared_zero() if own is None else own
+            yield from self._declared_zero(batch) if own is None else own
         yield from self._declared_tensor(batch)
         yield from self.runner.declared_beside(batch)
 
-    def _declared_zero(self) -> Iterator[DeclaredCollective]:
+    def _declared_zero(self, batch: Any) -> Iterator[DeclaredCollective]:
         """Gathers of weights and reductions of gradients, by the ZeRO policy."""
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
         passes, dtype = self.runner.layer_passes, self.runner.sums_dtype
+        if not zero.in_ticks and not frame.differentiates_layers(batch):
+            passes = [run for run in passes if run.name == "forward"]
         weights = frame.stage_weights()
         yield from declared_gathers(zero, weights, sizes, passes)
         trained, sums = map(self.plan.trained, (weights, frame.stage_weights(dtype)))
@@ -178,10 +180,10 @@ class ShardMapLowering(Lowering):
         ways, size = self.ways(axes), self.frame.activation_bytes(batch)
         unit = cost.wire_bytes("all_gather", size, ways)
         recomputed = _FORWARD if self.layout.remat != "none" else 0
-        units = 0
+        units, sublayers = 0, _SUBLAYERS * self.model.layered.pattern
         for name, runs, depth in self.runner.layer_passes:
             backward = _BACKWARD + recomputed if name == "backward" else 0
-            units += runs * depth * _SUBLAYERS * (backward or _FORWARD)
+            units += runs * depth * sublayers * (backward or _FORWARD)
             units += runs * _OUTSIDE // 2
         why = f"activations: at most {units} gathers of {unit:.0f} bytes"
         yield DeclaredCollective(

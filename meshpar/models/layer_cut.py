@@ -169,6 +169,7 @@ class LayerCut:
             head_loss=self.head_loss,
             context=self.context,
             kept=lambda x: x.kept,
+            pattern=self.stack.period,
         )
 
 

@@ -165,7 +165,8 @@ def _period(layers: str, kinds: Sequence[Any]) -> int:
         raise ValueError(
             f"layers={layers!r}: its {depth} layers are not equal, nor a pattern that "
             f"repeats: layer {differing} differs from layer 0 in its attributes, "
-            "shapes or dim names. Leave layers out, or make the layers equal"
+            "shapes or dim names, or in what is trained. Leave layers out, or make the "
+            "layers equal"
         )
     return period
 

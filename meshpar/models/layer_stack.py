@@ -125,6 +125,8 @@ class LayeredModel:
         output of an encoder; saved once and not for each layer.
       evaluates: whether evaluation runs these functions too, without a key; False if
         the model has an evaluation loss of its own.
+      pattern: number of the model's own layers that one `layer` runs: the length of the
+        pattern that repeats.
     """
 
     prefix: str
@@ -135,6 +137,7 @@ class LayeredModel:
     context: Callable[[Params, Any, Key], Any] = _no_context
     kept: Callable[[Any], tuple[Array, ...]] = _none_kept
     evaluates: bool = True
+    pattern: int = 1
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shared entries, entries of the stack) of {path: anything}."""

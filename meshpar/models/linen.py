@@ -61,12 +61,15 @@ def from_linen(
         others have no gradient and no optimizer state.
       evaluation_module: the module in evaluation mode, for modules whose mode is a
         field; `module` by default. Its variables are those of `module`.
-      sown: collections that hold results of one step, beside those that `sow` fills;
+      sown: collections that hold results of one step, beside what `sow` fills;
         training does not carry them along.
 
+    Variables of other collections than "params", such as the statistics of BatchNorm,
+    are carried along in the training state; `apply` updates them in training mode.
+
     Raises:
-      ValueError: the module has no parameters, gives one more names than dims, or has
-        no layers that can be run one by one.
+      ValueError: the module has no parameters, none that is trained, or one with more
+        names than dims; or it has no layers that can be run one by one.
     """
     args, kwargs = _example(example_inputs)
     functions = LinenFunctions(module, args, kwargs, rngs, sown)
@@ -119,7 +122,7 @@ class _LinenModel:
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         apply = self.bind(params, key)
         result = call_loss(loss_fn, apply, batch, params=params, key=key)
-        return loss_result(result)._replace(state=apply.updates)
+        return loss_result(result).with_state(apply.updates)
 
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 from flax.core import DenyList
+from flax.core import scope as scopes
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, is_key
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key
+from meshpar.models.updates import check_updates
 
 _PARAMS = "params"
-_AXES = "params_axes"
-"""Collection in which t5x and flax.linen.partitioning keep the dim names of params."""
+_AXES = "_axes"
+"""Ending of collections in which t5x and flax.linen.partitioning keep dim names."""
 
 _WITHOUT_INTERMEDIATES = DenyList("intermediates")
 """The collections that `module.init` makes by default."""
@@ -35,7 +37,7 @@ class LinenFunctions:
       args: positional example inputs; shapes will do.
       kwargs: example inputs by keyword.
       rngs: names of the random streams during training.
-      sown: collections that hold one step's results, beside those that `sow` fills.
+      sown: collections that hold one step's results, beside what `sow` fills.
     """
 
     module: nn.Module
@@ -63,10 +65,16 @@ class LinenFunctions:
           is_trained: path -> whether a parameter is trained.
         """
         variables = self.abstract()
-        names = _separate_names(variables.get(_AXES, {}))
         params = {}
         for path, collection, leaf in self._flat(variables):
-            param = _param(leaf, names.get(path))
+            names = _separate_names(variables.get(collection + _AXES, {}))
+            if not hasattr(nn.meta.unbox(leaf), "dtype"):
+                raise ValueError(
+                    f"the variable {path!r} is a {type(leaf).__name__}, no array; keep "
+                    "each array in a variable of its own, or name the collection in "
+                    "sown=(...) if it holds one step's results"
+                )
+            param = _param(leaf, names.get(_path_within(collection, path)))
             is_state = collection != _PARAMS
             floating = jnp.issubdtype(param.dtype, jnp.inexact)
             params[path] = dataclasses.replace(
@@ -81,27 +89,48 @@ class LinenFunctions:
         flat = self._flat(self.variables(key))
         return {path: nn.meta.unbox(leaf) for path, _, leaf in flat}
 
+    @functools.cached_property
+    def _keys(self) -> dict[str, tuple[str, ...]]:
+        """{path: its keys}; names of variables may hold a "/" (nn.SpectralNorm)."""
+        variables = self.abstract()
+        every = (traverse_util.flatten_dict(tree) for tree in variables.values())
+        return {"/".join(keys): keys for tree in every for keys in tree}
+
+    @functools.cached_property
+    def _sown(self) -> frozenset[str]:
+        """Paths of the variables that `sow` fills while the module is initialized."""
+        sow, found = nn.Module.sow, set()
+
+        def recorded(
+            module: nn.Module, col: str, name: str, *rest: Any, **more: Any
+        ) -> bool:
+            found.add(path_in(col, "/".join((*module.path, name))))
+            return sow(module, col, name, *rest, **more)
+
+        nn.Module.sow = recorded
+        try:
+            self.abstract()
+        finally:
+            nn.Module.sow = sow
+        return frozenset(found)
+
     def _flat(self, variables: Mapping) -> Iterator[tuple[str, str, Any]]:
         """(path, collection, leaf) of all variables that training carries along."""
-        others = sorted(set(variables) - {_PARAMS, _AXES})
-        for collection in (_PARAMS, *others):
-            leaves = traverse_util.flatten_dict(variables.get(collection, {}), sep="/")
-            if self._is_result(collection, leaves):
+        for collection in sorted(variables, key=lambda name: (name != _PARAMS, name)):
+            if collection in self.sown or collection.endswith(_AXES):
                 continue
-            for path, leaf in leaves.items():
-                yield path_in(collection, path), collection, leaf
-
-    def _is_result(self, collection: str, leaves: Mapping[str, Any]) -> bool:
-        """Whether a collection holds one step's results."""
-        filled_by_sow = any(isinstance(leaf, tuple) for leaf in leaves.values())
-        return collection in self.sown or filled_by_sow
+            leaves = traverse_util.flatten_dict(variables[collection], sep="/")
+            for rest, leaf in leaves.items():
+                if (path := path_in(collection, rest)) not in self._sown:
+                    yield path, collection, leaf
 
     def results(self, variables: Mapping) -> Iterator[tuple[str, str]]:
         """(collection, path within it) of the variables that hold results."""
         for collection, tree in variables.items():
-            leaves = traverse_util.flatten_dict(tree, sep="/")
-            if self._is_result(collection, leaves):
-                yield from ((collection, path) for path in leaves)
+            for rest in traverse_util.flatten_dict(tree, sep="/"):
+                is_sown = path_in(collection, rest) in self._sown
+                if is_sown or collection in self.sown:
+                    yield collection, rest
 
     def collections(self, params: Params, known: Mapping[str, Param]) -> dict:
         """{collection: nested tree} of {path: array}.
@@ -110,14 +139,15 @@ class LinenFunctions:
           params: the variables.
           known: says which of them are parameters.
         """
-        flat: dict[str, Params] = {}
+        flat: dict[str, dict[tuple, Array]] = {}
         for path, x in params.items():
             collection, rest = _PARAMS, path
             if known[path].is_state:
                 collection, rest = path.split("/", 1)
-            flat.setdefault(collection, {})[rest] = x
+            keys = self._keys.get(rest) or tuple(rest.split("/"))
+            flat.setdefault(collection, {})[keys] = x
         return {
-            collection: traverse_util.unflatten_dict(leaves, sep="/")
+            collection: traverse_util.unflatten_dict(leaves)
             for collection, leaves in flat.items()
         }
 
@@ -134,14 +164,19 @@ def path_in(collection: str, path: str) -> str:
     return path if collection == _PARAMS else f"{collection}/{path}"
 
 
+def _path_within(collection: str, path: str) -> str:
+    """The inverse of `path_in`."""
+    return path if collection == _PARAMS else path.removeprefix(f"{collection}/")
+
+
 def _zeros(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape"):
+    if not hasattr(leaf, "shape") or is_key(leaf):
         return leaf
     return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _separate_names(axes: Mapping) -> dict[str, tuple]:
-    """{path: dim names} that are kept beside the parameters, in "params_axes"."""
+    """{path: dim names} that are kept beside a collection, as in "params_axes"."""
     flat = traverse_util.flatten_dict(dict(axes), sep="/")
     return {path.removesuffix("_axes"): tuple(x.names) for path, x in flat.items()}
 
@@ -179,28 +214,34 @@ class Apply:
         """Runs the module; takes the arguments of `module.apply` after the variables.
 
         With `mutable=` the result is (output, {collection: tree}), as in Flax.
+
+        Raises:
+          ValueError: it changes a parameter, or the form of its state.
         """
         variables = self._functions.collections(
             self._params | self.updates, self._known
         )
-        asked = kwargs.pop("mutable", ())
-        asked = (asked,) if isinstance(asked, str) else tuple(asked or ())
+        asked = kwargs.pop("mutable", False)
         if random_keys := self._functions.random_keys(self._key):
             kwargs.setdefault("rngs", random_keys)
         kept = () if self._key is None else self._collections
-        mutable = list(dict.fromkeys((*asked, *kept)))
+        mutable = scopes.union_filters(asked, kept)
         if not mutable:
             return self._module.apply(variables, *args, **kwargs)
         output, new = self._module.apply(variables, *args, mutable=mutable, **kwargs)
-        for collection in kept:
-            leaves = traverse_util.flatten_dict(new.get(collection, {}), sep="/")
+        for collection in {*kept, _PARAMS} & {*new}:
+            leaves = traverse_util.flatten_dict(new[collection], sep="/")
             self._keep(collection, leaves)
         if not asked:
             return output
-        return output, {name: new[name] for name in asked if name in new}
+        return output, {
+            name: x for name, x in new.items() if scopes.in_filter(asked, name)
+        }
 
     def _keep(self, collection: str, leaves: Mapping[str, Array]) -> None:
         for rest, x in leaves.items():
             path = path_in(collection, rest)
+            x = nn.meta.unbox(x)
             if path in self._params and x is not self._params[path]:
+                check_updates({path: x}, self._known)
                 self.updates[path] = x

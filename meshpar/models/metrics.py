@@ -11,11 +11,14 @@ from jax import lax
 
 from meshpar.arrays import Array
 
-RESERVED = ("loss", "grad_norm")
-"""Names of the metrics that every step reports."""
-
 WEIGHT = "weight"
 """Name of the loss's weight among the metrics."""
+
+STATE = "running state"
+"""Name of the changed state beside the metrics."""
+
+RESERVED = ("loss", "grad_norm", STATE)
+"""Names that a loss function cannot give to its metrics."""
 
 
 class Mean(NamedTuple):
@@ -77,14 +80,20 @@ class LossResult(NamedTuple):
       loss: a scalar; the mean over this part.
       aux: {name: scalar or kind}. "weight", if there is one, is the weight of `loss`
         against the losses of other parts: a `Sum` if the loss was a `Mean`, whose
-        weight it is, a scalar if the user gave it.
-      state: {path: new value} of variables that are no parameters and that the model
-        changed, such as running statistics.
+        weight it is, a scalar if the user gave it. `STATE`, if it is there, is `state`.
     """
 
     loss: Array
     aux: dict[str, Any]
-    state: dict[str, Array] = {}
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """{path: new value} of variables that are no parameters and that changed."""
+        return self.aux.get(STATE, {})
+
+    def with_state(self, state: dict[str, Array]) -> "LossResult":
+        """The result of a model that changed its state."""
+        return self._replace(aux={**self.aux, STATE: state}) if state else self
 
     @property
     def weight(self) -> Array | None:
@@ -94,8 +103,9 @@ class LossResult(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """{name: scalar or kind}, without the weight."""
-        return {name: x for name, x in self.aux.items() if name != WEIGHT}
+        """{name: scalar or kind}, without the weight and the state."""
+        rest = (WEIGHT, STATE)
+        return {name: x for name, x in self.aux.items() if name not in rest}
 
 
 def nonzero(weight: Any) -> Array:

@@ -54,10 +54,18 @@ def checked_params(params: dict[str, Param]) -> dict[str, Param]:
     """Parameters whose names are padded with None to all dims, as a PartitionSpec is.
 
     Raises:
-      ValueError: no parameters, or one with more names than dims.
+      ValueError: no parameters, none that is trained, or one with more names than
+        dims.
     """
-    if not params:
+    kinds = {path: param.kind for path, param in params.items()}
+    if not set(kinds.values()) - {"state"}:
         raise ValueError("the model has no parameters")
+    if "parameter" not in kinds.values():
+        frozen = ", ".join(path for path, kind in kinds.items() if kind == "frozen")
+        raise ValueError(
+            f"no parameter of the model is trained: trained= selects none of {frozen} "
+            "that is floating point"
+        )
     for path, param in params.items():
         if param.names is None:
             continue

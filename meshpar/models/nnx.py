@@ -66,9 +66,13 @@ def from_nnx(
         or an NNX filter such as `nnx.LoRAParam`. The others have no gradient and no
         optimizer state.
 
+    Variables that are no `nnx.Param`, such as the statistics of BatchNorm, are carried
+    along in the training state; the module updates them in training mode.
+
     Raises:
-      ValueError: the module has no parameters, gives one more names than dims, or has
-        no layers that can be run one by one.
+      ValueError: the module has no parameters, none that is trained, or one with more
+        names than dims; a filter selects a variable that is no parameter; or the module
+        has no layers that can be run one by one.
     """
     described = loss_fn if isinstance(loss_fn, LayerStack) else None
     if described and layers:
@@ -103,10 +107,25 @@ def from_nnx(
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:
-    """(keys, variable) -> whether it is trained."""
+    """(keys, floating-point variable) -> whether it is trained."""
     if isinstance(trained, str):
-        return lambda keys, _: re.search(trained, path_of(keys)) is not None
-    return nnx.filterlib.to_predicate(trained)
+        return lambda keys, leaf: (
+            isinstance(leaf, nnx.Param)
+            and re.search(trained, path_of(keys)) is not None
+        )
+    selects = nnx.filterlib.to_predicate(trained)
+
+    def is_trained(keys: tuple, leaf: Any) -> bool:
+        selected = selects(keys, leaf)
+        if selected and not isinstance(leaf, nnx.Param):
+            raise ValueError(
+                f"trained={trained} selects {path_of(keys)!r}, a "
+                f"{type(leaf).__name__}; only an nnx.Param is trained: use "
+                "nnx.All(nnx.Param, ...), or make it a subclass of nnx.Param"
+            )
+        return selected
+
+    return is_trained
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,12 +159,15 @@ class _NnxModel:
     def result(self, params: Params, batch: Any, key: Key) -> LossResult:
         """The loss, and the variables that the module changed in training mode."""
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        module = self.bind(params, key)
-        result = call_loss(loss_fn, module, batch, params=params, key=key)
-        result = loss_result(result)
+
+        def loss(module: nnx.Module) -> LossResult:
+            result = call_loss(loss_fn, module, batch, params=params, key=key)
+            return loss_result(result)
+
         if key is None:
-            return result
-        return result._replace(state=self.whole.updates(module, params))
+            return loss(self.bind(params))
+        result, state = self.whole.run(loss, params, key)
+        return result.with_state(state)
 
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
@@ -202,19 +224,16 @@ def _described(
         )
 
     def run(fn: Callable, params: Params, key: Key, part: int, *args: Any) -> Any:
-        module = whole(params, fold_key(key, part))
-        result = call_loss(fn, module, *args, params=params, key=key)
-        refuse_updates(whole.updates(module, params))
-        return result
+        def call(module: nnx.Module) -> Any:
+            return call_loss(fn, module, *args, params=params, key=key)
+
+        return whole.run_layered(call, params, fold_key(key, part))
 
     def embed(params: Params, batch: Any, key: Key) -> Any:
         return run(layers.embed, params, key, EMBED_KEY, batch)
 
     def layer(params: Params, x: Any, key: Key, _: Any) -> Any:
-        module = stack(params, key)
-        result = layers.layer(module, x)
-        refuse_updates(stack.updates(module, params))
-        return result
+        return stack.run_layered(lambda module: layers.layer(module, x), params, key)
 
     def head_loss(params: Params, x: Any, batch: Any, key: Key) -> LossResult:
         return loss_result(run(layers.head_loss, params, key, HEAD_KEY, x, batch))

@@ -1,5 +1,6 @@
 """A Flax NNX module as functions of its variables, without any array of its own."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ from flax import nnx
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
-from meshpar.models.layer_stack import Key
+from meshpar.models.layer_stack import Key, refuse_updates
+from meshpar.models.updates import changed, check_updates
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
@@ -119,15 +121,15 @@ class NnxFunctions:
         """{path: Param}.
 
         Args:
-          is_trained: (keys, variable) -> whether a parameter is trained.
+          is_trained: (keys, floating-point variable) -> whether it is trained.
         """
         params = {}
         for path, (keys, leaf) in self.leaves.items():
-            value, names = _value(leaf), _dim_names(leaf)
-            is_state = not isinstance(leaf, nnx.Param)
-            floating = jnp.issubdtype(value.dtype, jnp.inexact)
-            trained = floating and not is_state and is_trained(keys, leaf)
-            params[path] = Param(value.shape, value.dtype, names, trained, is_state)
+            param = self._param(path)
+            floating = jnp.issubdtype(param.dtype, jnp.inexact)
+            if floating and is_trained(keys, leaf):
+                param = dataclasses.replace(param, trained=True)
+            params[path] = param
         return params
 
     def __call__(
@@ -159,18 +161,70 @@ class NnxFunctions:
         module.eval() if key is None else module.train()
         return module
 
-    def made(self, module: nnx.Module) -> list[str]:
-        """Paths of the variables that a module made while it ran."""
-        leaves = nnx.to_flat_state(nnx.state(module))
-        paths = (
-            self.prefix + path_of(keys)
-            for keys, leaf in leaves
-            if not isinstance(leaf, nnx.RngState)
-        )
-        return [path for path in paths if path not in self.leaves]
+    def run(
+        self, fn: Callable[[nnx.Module], Any], params: Params, key: Key
+    ) -> tuple[Any, Params]:
+        """(fn(module), {path: new value} of the state that it changed).
+
+        Raises:
+          ValueError: it changes a parameter, or the form of its state.
+        """
+        module = self(params, key)
+        result = fn(module)
+        updates = self.updates(module, params)
+        known = {path: self._param(path) for path in updates}
+        if not all(param.is_state for param in known.values()):
+            updates = self._changed(updates, fn, params, key)
+        check_updates(updates, known)
+        return result, updates
+
+    def run_layered(
+        self,
+        fn: Callable[[nnx.Module], Any],
+        params: Params,
+        key: Key,
+        graph: nnx.GraphDef | None = None,
+    ) -> Any:
+        """fn(module) for a part of a model that runs layer by layer.
+
+        Takes the arguments of `__call__` after the function.
+
+        Raises:
+          ValueError: it changes a variable, or leaves a new one.
+        """
+        module = self(params, key, graph)
+        result = fn(module)
+        updates = self.updates(module, params)
+        refuse_updates(self._changed(updates, fn, params, key, graph))
+        for keys, leaf in nnx.to_flat_state(nnx.state(module)):
+            path = self.prefix + path_of(keys)
+            if path not in self.leaves and not isinstance(leaf, nnx.RngState):
+                raise ValueError(
+                    f"the model sows {path!r} where it runs layer by layer, and the "
+                    "loss function would not see it; return it with the activations, "
+                    "or give the loss function alone, without layers"
+                )
+        return result
+
+    def _changed(
+        self,
+        updates: Params,
+        fn: Callable,
+        params: Params,
+        key: Key,
+        graph: nnx.GraphDef | None = None,
+    ) -> Params:
+        """The updates that are not the variables themselves, handed through."""
+
+        def rerun(params: Params) -> Params:
+            module = self(params, key, graph)
+            fn(module)
+            return self.updates(module, params)
+
+        return changed(updates, rerun, params)
 
     def updates(self, module: nnx.Module, params: Params) -> Params:
-        """{path: new value} of the variables that a module changed while it ran.
+        """{path: new value} of the variables that a module replaced while it ran.
 
         Args:
           module: from `__call__`, after it ran.
@@ -185,6 +239,12 @@ class NnxFunctions:
             for path, x in params.items()
             if path in after and after[path] is not x
         }
+
+    def _param(self, path: str) -> Param:
+        """The Param of a variable that is not trained."""
+        leaf = self.leaves[path][1]
+        value, is_state = _value(leaf), not isinstance(leaf, nnx.Param)
+        return Param(value.shape, value.dtype, _dim_names(leaf), False, is_state)
 
     def _reseeded(self, index: int, variable: nnx.Variable, key: Array) -> Array:
         """A random stream's key from `key`, or its counter at 0."""

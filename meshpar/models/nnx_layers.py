@@ -10,7 +10,7 @@ from meshpar.arrays import Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import OnCall
 from meshpar.models.layer_groups import LayerGroups
-from meshpar.models.layer_stack import Key, refuse_updates
+from meshpar.models.layer_stack import Key
 from meshpar.models.nnx_functions import AbstractModule, NnxFunctions
 
 
@@ -137,13 +137,8 @@ class NnxLayers:
         """
         own = self.stack.column(params, column)
         functions = self.functions[column]
-        module = functions(own, key, graph)
-        output = module(*args, **kwargs)
-        refuse_updates(functions.updates(module, own))
-        for path in functions.made(module):
-            raise ValueError(
-                f"layers={self.layers!r}: a layer makes the variable {path!r} while it "
-                "runs (sow), and layers that meshpar runs one by one return their "
-                "activations alone; remove that, or leave layers out"
-            )
-        return output
+
+        def run(layer: nnx.Module) -> Any:
+            return layer(*args, **kwargs)
+
+        return functions.run_layered(run, own, key, graph)

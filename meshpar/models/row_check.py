@@ -1,8 +1,9 @@
-"""Refuses losses and metrics that would differ once the batch is split into parts.
+"""Refuses losses, metrics and state that differ once the batch is split into parts.
 
 Microbatches and shards of the batch each compute the loss of their own rows. The loss
 of the whole batch is their mean, so a loss has to be a mean over rows, or to come with
-a weight; metrics in the same way.
+a weight; metrics in the same way. Running state has to be a mean over rows, or not to
+depend on the batch.
 """
 
 import dataclasses
@@ -44,7 +45,9 @@ class Split:
     why: str
 
 
-def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> None:
+def check_losses(
+    model: Model, batch: Any, split: Split, evaluates: bool
+) -> dict[str, Any]:
     """Checks the losses of a model whose batch is split into parts.
 
     Args:
@@ -52,6 +55,9 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Non
       batch: abstract batch before it is split.
       split: its parts.
       evaluates: whether evaluation splits the batch, too.
+
+    Returns:
+      {path: how its new value depends on the rows} of the state that training changes.
 
     Raises:
       LayoutError: a loss or a metric that the parts cannot give, with the remedy.
@@ -64,14 +70,36 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Non
     def evaluation_loss(params: Any, batch: Any, _: Any) -> LossResult:
         return model.evaluation_loss(params, batch)
 
-    _check(loss, "the loss", params, batch, key, split)
     if evaluates:
         _check(evaluation_loss, "the evaluation loss", params, batch, key, split)
+    return _check(loss, "the loss", params, batch, key, split).state
+
+
+def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
+    """Paths of the state whose new value is the mean of what the parts make of it.
+
+    Other state does not depend on the batch: each part makes the same of it.
+
+    Args:
+      state: from `check_losses`.
+      split: the parts, which run one after the other.
+
+    Raises:
+      LayoutError: state that the parts cannot give.
+    """
+    for path, value in state.items():
+        if reason := _reason_no_mean(value):
+            raise LayoutError(
+                f"the new value of {path} is no mean over rows: {reason}; leave out "
+                f"{split.why}, or use a layer that keeps no such state (LayerNorm or "
+                "GroupNorm in place of BatchNorm)"
+            )
+    return frozenset(p for p, value in state.items() if not isinstance(value, Fixed))
 
 
 def _check(
     fn: Callable, what: str, params: Any, batch: Any, key: Any, split: Split
-) -> None:
+) -> LossResult:
     prime = _prime_for(params, batch)
     try:
         traced = _traced(fn, params, batch, key, prime)
@@ -81,6 +109,7 @@ def _check(
         result = _values(*traced, prime)
     if problem := _problem(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
+    return result
 
 
 def row_values(fn: Callable, params: Any, batch: Any, key: Any) -> Any:

@@ -31,9 +31,13 @@ def declared_sends(
     sends = loop.num_activation_sends, loop.num_gradient_sends
     names = "activations to the next stage", "gradients to the stage before"
     if frame.layout.tensor == 1:
-        for count, why in zip(sends, names, strict=True):
-            runs = count * len(leaves)
-            yield DeclaredCollective("permute", (PIPE,), num, runs, count * size, why)
+        # A compiler may leave out gradients by which nothing is trained.
+        bounds = False, not frame.differentiates_layers(batch)
+        for count, why, bound in zip(sends, names, bounds, strict=True):
+            runs, total = count * len(leaves), count * size
+            yield DeclaredCollective(
+                "permute", (PIPE,), num, runs, total, why, bound=bound
+            )
         return
     # The model may split the activations between blocks over `tensor`, or not.
     count, why = sum(sends), f"at most: {', '.join(names)}"

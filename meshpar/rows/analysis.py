@@ -13,7 +13,7 @@ from jax.extend import core
 
 from meshpar import compat
 from meshpar.rows import indexing, shapes
-from meshpar.rows.arithmetic import MOVES, elementwise, joined, same
+from meshpar.rows.arithmetic import MOVES, counted, elementwise, joined, same
 from meshpar.rows.folding import MAX_SIZE, folded
 from meshpar.rows.values import (
     COMBINED,
@@ -123,6 +123,8 @@ class RowAnalysis:
         known = [v.known for v in values]
         if (result := folded(eqn, known)) is not None:
             return [Fixed(result)]
+        if eqn.primitive.name == "add" and not eqn.outvars[0].aval.shape:
+            return [counted(values, self.prime)]
         return [Fixed()] * len(eqn.outvars)
 
     def _body(self, body: Any, values: Sequence[Any]) -> list[Any]:

@@ -179,6 +179,12 @@ def _product(name: str, first: Any, second: Any, *, prime: int) -> Any:
     return nonlinear(name)
 
 
+def counted(values: Sequence[Any], prime: int) -> Any:
+    """The sum of two numbers: a counter of rows if one is the number of rows."""
+    degree = max(degree_of(v, prime) for v in values)
+    return Summed(degree - 1, "shifted") if degree > 0 else Fixed()
+
+
 def joined(values: Sequence[Any]) -> Any:
     """The value of a number that is one of several, of equal shapes."""
     value, *others = values

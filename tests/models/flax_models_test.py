@@ -70,19 +70,6 @@ def test_older_metadata_and_tuples_of_names():
     assert old.params["b"].names == (("embed", "mlp"),)
 
 
-def test_running_state_is_refused_by_name():
-    class WithBatchNorm(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-    with pytest.raises(ValueError, match="norm/mean.*BatchStat.*GroupNorm"):
-        meshpar.from_nnx(WithBatchNorm, lambda module, batch: 0.0)
-
-    module = nn.BatchNorm(use_running_average=False)
-    with pytest.raises(ValueError, match="batch_stats.*GroupNorm"):
-        meshpar.from_linen(module, lambda apply, batch: 0.0, jnp.ones((2, 4)))
-
-
 def test_no_parameters_and_bad_losses_are_errors():
     with pytest.raises(ValueError, match="no parameters"):
         meshpar.from_nnx(

@@ -1,0 +1,118 @@
+"""Updates: the variables that a loss function changes, and those that it must not.
+
+Running state, such as the statistics of BatchNorm, changes while the model runs.
+Parameters change by the optimizer alone.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from meshpar import compat
+from meshpar.arrays import Params
+from meshpar.layouts.param import Param
+
+
+def check_updates(updates: Params, params: Mapping[str, Param]) -> None:
+    """Refuses changes of variables that have to stay as they are.
+
+    Args:
+      updates: {path: new value} of the variables that a loss function changed.
+      params: {path: Param}.
+
+    Raises:
+      ValueError: a changed parameter, or state that changes its shape or its kind of
+        numbers.
+    """
+    for path, x in updates.items():
+        before = params[path]
+        if not before.is_state:
+            raise ValueError(
+                f"the loss function changes the parameter {path!r}; parameters change "
+                "by the optimizer alone. Keep what changes otherwise in a variable "
+                "that is no parameter: an nnx.Variable, or another collection in "
+                "Linen. (nnx.SpectralNorm and nnx.WeightNorm write into the layer that "
+                "they wrap; those of Linen do not)"
+            )
+        after = f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}"
+        numbers = jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
+        same_numbers = numbers == jnp.issubdtype(before.dtype, jnp.inexact)
+        if jnp.shape(x) != before.shape or not same_numbers:
+            raise ValueError(
+                f"the model changes its variable {path!r} from "
+                f"{jnp.dtype(before.dtype).name}{list(before.shape)} to {after}; state "
+                "that training carries along keeps its form. Results of one step are "
+                "sown (nnx.Module.sow and nnx.pop, Linen's sow or from_linen(sown=...))"
+            )
+
+
+def changed(
+    candidates: Params, rerun: Callable[[Params], Params], params: Params
+) -> Params:
+    """Those of some new values that are not the old ones, handed through.
+
+    Flax puts new tracers into all variables of a module that runs in `nnx.jit` or
+    `nnx.remat`; the jaxpr shows which of them are what went in.
+
+    Args:
+      candidates: {path: new value}.
+      rerun: params -> {path: new value}, for these paths at least; it is traced.
+      params: {path: value before}.
+    """
+    if not candidates:
+        return {}
+    paths = list(candidates)
+
+    def values(params: Params) -> list[Any]:
+        new = rerun(params)
+        return [new.get(path, params[path]) for path in paths]
+
+    inputs = {path: params[path] for path in paths}
+    jaxpr = jax.make_jaxpr(lambda own: values({**params, **own}))(inputs).jaxpr
+    sources = dict(zip(sorted(inputs), jaxpr.invars, strict=True))
+    passed = _passed_through(jaxpr)
+    return {
+        path: candidates[path]
+        for path, out in zip(paths, jaxpr.outvars, strict=True)
+        if isinstance(out, core.Literal) or passed.get(out, out) is not sources[path]
+    }
+
+
+def _passed_through(jaxpr: Any) -> dict[Any, Any]:
+    """{variable: the input of the jaxpr that it is}, for those that are one."""
+    sources = {v: v for v in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        for out, atom in _kept(eqn):
+            if not isinstance(atom, core.Literal) and atom in sources:
+                sources[out] = sources[atom]
+    return sources
+
+
+def _kept(eqn: Any) -> list[tuple[Any, Any]]:
+    """(output, the operand that it is) of an equation, for such outputs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in compat.CALLS:
+        body, _ = compat.called_jaxpr(eqn)
+        operands, carried = eqn.invars, None
+    elif name == "scan":
+        body, (num_consts, carried) = params["jaxpr"].jaxpr, compat.scan_counts(eqn)
+        operands = eqn.invars[: num_consts + carried]
+        first = num_consts
+    elif name == "while":
+        body = params["body_jaxpr"].jaxpr
+        operands = eqn.invars[params["cond_nconsts"] :]
+        first, carried = params["body_nconsts"], len(eqn.outvars)
+    else:
+        return []
+    passed, inputs = _passed_through(body), list(body.invars)
+    kept = []
+    for number, (out, inner) in enumerate(zip(eqn.outvars, body.outvars, strict=True)):
+        if isinstance(inner, core.Literal) or inner not in passed:
+            continue
+        source = inputs.index(passed[inner])
+        if carried is None or (number < carried and source == first + number):
+            kept.append((out, operands[source]))
+    return kept
