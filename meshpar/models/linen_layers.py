@@ -100,8 +100,10 @@ class LinenLayers:
         """A context in which `on_call` takes the place of the layers."""
 
         def replaced(
-            number: int, module: nn.Module, _: Callable, args: tuple, kwargs: dict
+            number: int, module: nn.Module, run: Callable, args: tuple, kwargs: dict
         ) -> Any:
+            if module.is_initializing():  # To see the shapes of all variables.
+                return run()
             for collection in sorted(self.sown):
                 if module.is_mutable_collection(collection):
                     raise ValueError(

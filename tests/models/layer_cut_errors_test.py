@@ -144,7 +144,7 @@ class Sowing(Layer):
         (Wider, r"turns float32\[4, 8\] into float32\[4, 16\]"),
         (WithLoss, "takes 1 arrays of activations and returns 2 arrays"),
         (Counting, "changes its variable 'count'"),
-        (Sowing, "makes the variable 'mean' while it runs .sow.*leave layers out"),
+        (Sowing, "sows 'mean' where it runs layer by layer"),
     ],
 )
 def test_layers_that_do_more_than_turn_activations_into_activations(kind, words):
