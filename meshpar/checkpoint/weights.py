@@ -76,7 +76,8 @@ def _subtree(tree: Any, parts: list[str], folder: str | os.PathLike) -> Any:
 def _restore_args(path: str, stored: Any, program: Program) -> ocp.RestoreArgs:
     """How to restore one array: onto the shards of its parameter, or onto the host."""
     like = program.abstract_params.get(path)
-    kinds = (jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, like) if x)
-    if like is None or tuple(stored.shape) != like.shape or not all(kinds):
+    if like is None or tuple(stored.shape) != like.shape:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=like.dtype)
+    floating = (jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, like))
+    dtype = like.dtype if all(floating) else stored.dtype
+    return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=dtype)
