@@ -19,6 +19,7 @@ from support.tiny_models import (
     host,
     lower_standard,
     model,
+    plain_model,
     relative_error,
     standard_model,
 )
@@ -32,6 +33,7 @@ from meshpar.pipeline.runner import PipelineRunner
 MODELS = {
     "deep": standard_model(),
     "linen": model("linen", depth=8),
+    "plain": plain_model(depth=8),
     "tied": model(depth=8, tied=True, position="learned", norm="layernorm"),
 }
 STEPS = 3
@@ -72,17 +74,18 @@ BY_US = [
     Row("fsdp=2,remat=dots"),
     Row("fsdp=2,remat=full,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"),
     Row("fsdp=4,prefetch=attention/[qkv]$,prefetch=mlp", slow=True),
+    Row("data=2,fsdp=2,tensor=2,remat=full,microbatches=2", "linen"),
 ]
 BY_THE_COMPILER = [
     Row("data=2,fsdp=2,tensor=2", lowering="jit"),
     Row("fsdp=8,zero=2", lowering="jit"),
-    Row("fsdp=8,zero=3", "linen"),
-    Row("data=2,fsdp=2,tensor=2", "linen"),
-    Row("data=8", "linen", slow=True),
-    Row("fsdp=8,zero=1", "linen", slow=True),
-    Row("fsdp=8,zero=2", "linen", slow=True),
-    Row("tensor=4", "linen", slow=True),
-    Row("fsdp=4,tensor=2,microbatches=2", "linen", slow=True),
+    Row("fsdp=8,zero=3", "plain"),
+    Row("data=2,fsdp=2,tensor=2", "plain"),
+    Row("data=8", "plain", slow=True),
+    Row("fsdp=8,zero=1", "plain", slow=True),
+    Row("fsdp=8,zero=2", "plain", slow=True),
+    Row("tensor=4", "plain", slow=True),
+    Row("fsdp=4,tensor=2,microbatches=2", "plain", slow=True),
 ]
 PIPELINES = [
     Row("pipe=2,microbatches=4,schedule=gpipe"),
@@ -107,6 +110,8 @@ PIPELINES = [
         "tick_loop=uniform"
     ),
     Row("pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals"),
+    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2", "linen"),
+    Row("pipe=2,data=2,microbatches=4,schedule=zb_h1", "linen", slow=True),
     Row(
         "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,tick_loop=uniform",
         slow=True,

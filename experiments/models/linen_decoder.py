@@ -1,11 +1,16 @@
 """Small GPT-2-style decoder in Flax Linen; the tests run both Flax APIs."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import meshpar
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
-from experiments.models.loss import logits
+from experiments.models.loss import cross_entropy, logits, with_weight
 from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
@@ -81,7 +86,7 @@ class LinenDecoder(nn.Module):
         x_BLD = w_VD[tokens_BL] + w_LD[None, : tokens_BL.shape[1]]
         x_BLD = layouts.constrain(x_BLD, "batch", "length", "embed")
         stack = nn.scan(
-            layouts.remat(LinenBlock, transform=nn.remat),
+            LinenBlock,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=config.depth,
@@ -89,3 +94,31 @@ class LinenDecoder(nn.Module):
         )
         x_BLD, _ = stack(config, train, name="blocks")(x_BLD, None)
         return logits(_norm(config)(x_BLD), embedding_VD.T)
+
+
+def language_model(config: DecoderConfig, layers: str = "blocks") -> meshpar.Model:
+    """The decoder with next-token cross-entropy, as a model with a stack of layers.
+
+    Its batches are those of the NNX decoder.
+
+    Args:
+      config: the decoder.
+      layers: path of the layers; "" leaves them to the module.
+
+    Raises:
+      MeshparError: only the NNX decoder supports the configuration.
+    """
+    check_kind(config)
+
+    def loss(apply: Callable, batch: dict[str, Array], **options: Any) -> Any:
+        logits_BLV = apply(batch["tokens"], **options)
+        mean = cross_entropy(logits_BLV, batch["targets"], batch.get("weights"))
+        return with_weight(mean, batch)
+
+    return meshpar.from_linen(
+        LinenDecoder(config),
+        functools.partial(loss, train=True),
+        jax.ShapeDtypeStruct((1, config.length), jnp.int32),
+        loss,
+        layers=layers,
+    )

@@ -1,8 +1,7 @@
 """Builds a configuration: model, optimizer, optimizer mode and lowered program."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,9 +12,8 @@ from flax import traverse_util
 
 import meshpar
 from experiments.data import Corpus
+from experiments.models import linen_decoder
 from experiments.models.decoder import language_model
-from experiments.models.linen_decoder import LinenDecoder, check_kind
-from experiments.models.loss import cross_entropy, with_weight
 from experiments.recipes.config import Config, OptimizerConfig
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
@@ -51,19 +49,9 @@ def make_model(config: Config) -> meshpar.Model:
     Raises:
       MeshparError: framework=linen with a decoder that only NNX supports.
     """
-    decoder = config.model
     if config.framework == "linen":
-        check_kind(decoder)
-        tokens = jax.ShapeDtypeStruct((1, decoder.length), jnp.int32)
-
-        def loss(apply: Callable, batch: dict[str, jax.Array], **options: Any) -> Any:
-            logits = apply(batch["tokens"], **options)
-            mean = cross_entropy(logits, batch["targets"], batch.get("weights"))
-            return with_weight(mean, batch)
-
-        training = functools.partial(loss, train=True)
-        return meshpar.from_linen(LinenDecoder(decoder), training, tokens, loss)
-    return language_model(decoder)
+        return linen_decoder.language_model(config.model)
+    return language_model(config.model)
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -58,7 +58,7 @@ def _collectives(explanation: Explanation) -> rich.table.Table:
     for row in explanation.traffic:
         table.add_row(
             row.kind,
-            "*".join(row.axes) or "none of the mesh",
+            "*".join(row.axes),
             ("at most " if row.bounded else "") + readable_bytes(row.declared_bytes),
             readable_bytes(row.found_bytes),
             readable_bytes(row.exposed_bytes),

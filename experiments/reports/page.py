@@ -56,7 +56,7 @@ def _section(e: Explanation) -> str:
     traffic = [
         (
             row.kind,
-            "*".join(row.axes) or "none of the mesh",
+            "*".join(row.axes),
             "unbounded" if math.isinf(row.declared_bytes) else row.declared_bytes,
             "at most" if row.bounded else "",
             row.found_bytes,

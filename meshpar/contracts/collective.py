@@ -11,8 +11,7 @@ class Collective:
 
     Attributes:
       kind: all_reduce, all_gather, reduce_scatter, all_to_all, permute or broadcast.
-      axes: mesh axes over which it runs, outer to inner; () if its groups are not those
-        of any set of axes.
+      axes: mesh axes over which it runs, outer to inner.
       group_size: devices that take part together.
       payload_bytes: bytes of the whole tensor on one device: the operand, or the result
         of an all_gather.
@@ -22,6 +21,7 @@ class Collective:
       computation: name of the computation that contains it.
       source: "file:line" that asked for it; "" if the compiler added it.
       conditional: whether it is under a conditional.
+      partial: whether its groups are only parts of the devices along `axes`.
     """
 
     kind: str
@@ -34,6 +34,7 @@ class Collective:
     computation: str
     source: str
     conditional: bool = False
+    partial: bool = False
 
     @property
     def wire_bytes(self) -> float:

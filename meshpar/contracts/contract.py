@@ -6,7 +6,8 @@ purpose. `Contract.violations` compares them with the collectives of a compiled 
 - Reductions must be found with exactly their bytes.
 - Gathers must be found with their bytes or fewer, as a compiler may drop those that it
   does not need.
-- Bounds may be used up to their bytes.
+- Bounds may be used up to their bytes; collectives over parts of an axis count against
+  them alone.
 - No other collective may occur.
 The bytes of the state must be exact as well.
 """
@@ -85,11 +86,12 @@ class Contract:
         """
         groups: dict[_Key, list[Collective]] = {}
         for collective in collectives:
-            groups.setdefault((collective.kind, collective.axes), []).append(collective)
+            key = collective.kind, collective.axes, collective.partial
+            groups.setdefault(key, []).append(collective)
         declared: dict[_Key, list[DeclaredCollective]] = {}
         for term in self.terms:
             if not term.bound:
-                declared.setdefault((term.kind, term.axes), []).append(term)
+                declared.setdefault((term.kind, term.axes, False), []).append(term)
         room = {term: term.wire_bytes for term in self.terms if term.bound}
         rewritten = _written_as_all_reduce(groups, declared)
         lines = []
@@ -114,8 +116,8 @@ class Contract:
         ]
 
 
-_Key = tuple[str, tuple[str, ...]]
-"""Kind and mesh axes of collectives that are compared together."""
+_Key = tuple[str, tuple[str, ...], bool]
+"""Kind and mesh axes of collectives that are compared together, and `partial`."""
 
 
 def _violations(
@@ -128,30 +130,29 @@ def _violations(
     """Compares all collectives of one kind over the same axes with their terms.
 
     Args:
-      key: kind and axes.
+      key: kind, axes and whether the groups are parts of the axes.
       group: the collectives of the program.
       terms: the declared collectives that are exact.
       room: bytes that are left of each bound; bytes beyond `terms` are taken from it.
       rewritten: bytes of this kind that occur as another kind, or minus the bytes of
         other kinds that occur as this one.
     """
-    kind, axes = key
+    kind, axes, partial = key
     declared = sum(term.payload_bytes for term in terms)
     actual = sum(map(_payload, group)) + rewritten
-    name = f"{kind} over {'*'.join(axes) or 'no mesh axes'}"
+    name = f"{kind} over {'part of ' if partial else ''}{'*'.join(axes)}"
     why = "; ".join(sorted({term.why for term in terms}))
     needed = sum(term.payload_bytes for term in terms if not term.gathers)
     if actual < declared and (not actual or actual < needed):
         return [f"{name}: {actual} bytes found, {declared} declared ({why})"]
     excess = max(0, actual - declared)
-    size = group[0].group_size if group else 1
-    wire = cost.wire_bytes(kind, excess, size)
-    for term in room if excess else ():
-        fits = axes and set(axes) <= set(term.axes) and term.kind in ("any", kind)
-        if fits and wire <= room[term]:
-            room[term] -= wire
-            return []
     if excess:
+        wire = sum(c.wire_bytes for c in group) * excess / sum(map(_payload, group))
+        for term in room:
+            fits = set(axes) <= set(term.axes) and term.kind in ("any", kind)
+            if fits and wire <= room[term]:
+                room[term] -= wire
+                return []
         bytes_declared = f"{declared} declared ({why})" if terms else "none declared"
         sources = ", ".join(sorted({c.source for c in group if c.source}))
         at = f", at {sources}" if sources else ""
@@ -169,13 +170,13 @@ def _written_as_all_reduce(
     """Bytes of small gathers and reduce_scatters that occur as all_reduces, by key."""
     rewritten: dict[_Key, int] = {}
     for key, group in groups.items():
-        kind, axes = key
-        if kind != "all_reduce":
+        kind, axes, partial = key
+        if kind != "all_reduce" or partial:
             continue
         expected = sum(term.payload_bytes for term in declared.get(key, []))
         small = sum(_payload(c) for c in group if c.payload_bytes <= SMALL_BYTES)
         left = min(small, max(0, sum(map(_payload, group)) - expected))
-        for other in (("reduce_scatter", axes), ("all_gather", axes)):
+        for other in (("reduce_scatter", axes, False), ("all_gather", axes, False)):
             terms = declared.get(other, [])
             missing = sum(term.payload_bytes for term in terms)
             missing -= sum(map(_payload, groups.get(other, [])))

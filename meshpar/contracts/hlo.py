@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.hlo_groups import axes_of
+from meshpar.contracts.hlo_groups import groups_of
 from meshpar.contracts.hlo_text import (
     Instruction,
     callees,
@@ -140,13 +140,13 @@ class _Program:
         kind = _KINDS[instruction.opcode.removesuffix("-start")]
         if kind == "all_reduce" and call.computation.startswith("all-reduce-scatter"):
             kind = "reduce_scatter"  # TPU programs may write it as this fusion.
-        axes, group_size = axes_of(instruction.line, self.mesh)
+        groups = groups_of(instruction.line, self.mesh)
         end = _end_of_pair(schedule, index) if starts else index
         frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
         return Collective(
             kind=kind,
-            axes=axes,
-            group_size=group_size,
+            axes=groups.axes,
+            group_size=groups.size,
             payload_bytes=_payload(
                 instruction, kind, self.computations[call.computation]
             ),
@@ -156,6 +156,7 @@ class _Program:
             computation=call.computation,
             source=self.sources.get(frame.group(1), "") if frame else "",
             conditional=call.conditional,
+            partial=groups.partial,
         )
 
     def _between_slices(
@@ -168,11 +169,11 @@ class _Program:
         payload_bytes: int,
     ) -> Collective:
         """The send at `index`, which is a collective over the links between slices."""
-        axes, group_size = axes_of(schedule[index].line, self.mesh)
+        groups = groups_of(schedule[index].line, self.mesh)
         return Collective(
             kind=kind,
-            axes=axes,
-            group_size=group_size,
+            axes=groups.axes,
+            group_size=groups.size,
             payload_bytes=payload_bytes,
             executions=call.executions,
             asynchronous=True,
@@ -180,6 +181,7 @@ class _Program:
             computation=call.computation,
             source="",
             conditional=call.conditional,
+            partial=groups.partial,
         )
 
     def merged(self, occurrences: Iterable[_Occurrence]) -> list[Collective]:

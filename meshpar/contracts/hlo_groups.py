@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,27 +84,35 @@ def _axis_groups(mesh: tuple[tuple[str, int], ...]) -> dict[frozenset, tuple[str
     return groups
 
 
-def axes_of(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Mesh axes over which a collective runs, and the size of its groups.
+class Groups(NamedTuple):
+    """The devices that take part together in a collective.
+
+    Attributes:
+      axes: the smallest set of mesh axes along which the devices of a group differ,
+        outer to inner.
+      size: number of devices in a group; in the largest one, if they differ.
+      partial: whether a group is only a part of the devices along `axes`.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    partial: bool
+
+
+def groups_of(line: str, mesh: Mapping[str, int]) -> Groups:
+    """The groups of devices of a collective.
 
     Args:
       line: text of the instruction.
       mesh: {axis: size}, outer to inner.
-
-    Returns:
-      The smallest set of axes that gives the groups, () if none does, and the number of
-      devices in a group.
 
     Raises:
       ValueError: the groups have an unknown form.
     """
     if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
         pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
-        shape, devices = tuple(mesh.values()), np.array(pairs, int).reshape(-1, 2).T
-        sources, targets = (np.array(np.unravel_index(ids, shape)) for ids in devices)
-        crossed = (sources != targets).any(axis=1)
-        axes = tuple(axis for axis, moves in zip(mesh, crossed, strict=True) if moves)
-        return axes, math.prod(mesh[axis] for axis in axes)
+        axes = _crossed([[int(device) for device in pair] for pair in pairs], mesh)
+        return Groups(axes, math.prod(mesh[axis] for axis in axes), False)
     count = math.prod(mesh.values())
     if target := re.search(r"_xla_megascale_target=(\S+?),?_xla", line):
         groups = _groups_of_slices(target.group(1), count)
@@ -115,9 +124,20 @@ def axes_of(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
             for start in range(0, count, slice_size)
             for group in groups
         ]
+    size = max(map(len, groups))
     key = frozenset(frozenset(group) for group in groups)
-    axes = _axis_groups(tuple(mesh.items())).get(key, ())
-    return axes, max(len(group) for group in groups)
+    if axes := _axis_groups(tuple(mesh.items())).get(key):
+        return Groups(axes, size, False)
+    return Groups(_crossed(groups, mesh), size, size > 1)
+
+
+def _crossed(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which devices of a group differ."""
+    shape, crossed = tuple(mesh.values()), np.zeros(len(mesh), bool)
+    for group in groups:
+        places = np.array(np.unravel_index(group, shape))
+        crossed |= (places != places[:, :1]).any(axis=1)
+    return tuple(axis for axis, moves in zip(mesh, crossed, strict=True) if moves)
 
 
 def _groups_of_slices(target: str, count: int) -> list[list[int]]:

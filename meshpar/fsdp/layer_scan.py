@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
-from meshpar.fsdp.saved import Saved, VjpReader
+from meshpar.fsdp.saved import Residuals, Saved, VjpReader
 from meshpar.fsdp.split_backward import SplitBackward
 
 
@@ -43,6 +43,7 @@ class LayerScan:
         differentiated by the paths of the leaves.
       reduce: gradient of the weights -> gradient of the leaves.
       context: arrays that all layers read and that no gradient passes through.
+      kept: x -> activations in it that every layer passes on as they are.
       ahead: paths gathered while the previous layer computes. The last layer of a pass
         gathers the first one's weights again, unused: depth + 1 gathers in all.
       padded: whether some rows are padding: they pass x and its gradient on, and their
@@ -53,6 +54,7 @@ class LayerScan:
     gather: Callable[[Params, Params], Params]
     reduce: Callable[[Params], Params]
     context: Any = ()
+    kept: Callable[[Any], tuple[Array, ...]] = lambda _: ()
     ahead: frozenset[str] = frozenset()
     padded: bool = False
 
@@ -98,11 +100,10 @@ class LayerScan:
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
 
-    @property
-    def _named_context(self) -> dict[str, Array]:
-        """The arrays of the context by names that no weight has."""
-        leaves = enumerate(jax.tree.leaves(self.context))
-        return {f" context {i}": x for i, x in leaves}
+    def _beside(self, kept: tuple[Array, ...]) -> dict[str, Array]:
+        """Context and kept activations, by names that no weight has."""
+        arrays = *jax.tree.leaves(self.context), *kept
+        return {f" beside {i}": x for i, x in enumerate(arrays)}
 
     def _unless_padding(self, number: Array, value: Any, other: Any) -> Any:
         """A layer's result; `other` for padding."""
@@ -135,10 +136,10 @@ class LayerScan:
 
     def forward(
         self, leaves: Params, constants: Params, x: Any, rows: Rows
-    ) -> tuple[Any, Saved]:
+    ) -> tuple[Any, Residuals]:
         """The layers' output, and the residuals that `backward` needs.
 
-        Takes the arguments of `run`; the residuals' arrays are [rows, ...].
+        Takes the arguments of `run`.
         """
 
         def run_layer(
@@ -148,16 +149,17 @@ class LayerScan:
                 return self.layer(weights | trained, x, number, self.context)
 
             y, vjp = jax.vjp(layer, {path: weights[path] for path in leaves}, x)
-            saved = VjpReader.save(vjp, weights | self._named_context)
+            saved = VjpReader.save(vjp, weights | self._beside(self.kept(x)))
             return self._unless_padding(number, y, x), saved
 
-        return self._sweep(run_layer, x, leaves, constants, rows, None)
+        y, saved = self._sweep(run_layer, x, leaves, constants, rows, None)
+        return y, Residuals(saved, self.kept(x))
 
     def backward(
         self,
         leaves: Params,
         constants: Params,
-        saved: Saved,
+        residuals: Residuals,
         dx: Any,
         rows: Rows,
         sums: Params | None = None,
@@ -168,7 +170,7 @@ class LayerScan:
         Args:
           leaves: as given to `forward`.
           constants: as given to `forward`.
-          saved: the residuals that `forward` returned.
+          residuals: those that `forward` returned.
           dx: gradient of the output.
           rows: as given to `forward`.
           sums: {path: [depth of the whole stack, ...]} to which the gradients of these
@@ -180,7 +182,7 @@ class LayerScan:
             carry: tuple, weights: Params, row: Array, number: Array, saved: Saved
         ) -> tuple[tuple, Params]:
             dy, sums = carry
-            known = weights | self._named_context
+            known = weights | self._beside(residuals.kept)
             dweights, dx = saved.reader.vjp(saved, known)(dy)
             dweights = self._mask_gradient(number, dweights)
             dx = self._unless_padding(number, dx, dy)
@@ -191,7 +193,7 @@ class LayerScan:
 
         carry = dx, sums
         (dx, sums), gradient = self._sweep(
-            run_layer, carry, leaves, constants, rows, saved, reverse=True
+            run_layer, carry, leaves, constants, rows, residuals.layers, reverse=True
         )
         return dx, gradient if sums is None else sums
 
@@ -199,7 +201,7 @@ class LayerScan:
         self,
         leaves: Params,
         constants: Params,
-        saved: Saved,
+        residuals: Residuals,
         dx: Any,
         rows: Rows,
     ) -> tuple[Any, Saved]:
@@ -209,18 +211,19 @@ class LayerScan:
         """
 
         def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
-            saved, dy, context = args
-            return saved.reader.vjp(saved, weights | context)(dy)
+            saved, dy, beside = args
+            return saved.reader.vjp(saved, weights | beside)(dy)
 
         def run_layer(
             dy: Any, weights: Params, _: Array, number: Array, saved: Saved
         ) -> tuple[Any, Saved]:
-            args = saved, dy, self._named_context
+            args = saved, dy, self._beside(residuals.kept)
             split = SplitBackward.of(backward, weights, args)
             dx, arrays = split.run_first(weights, args)
             state = Saved.of(arrays, split, len(split.first), len(split.second))
             return self._unless_padding(number, dx, dy), state
 
+        saved = residuals.layers
         return self._sweep(run_layer, dx, leaves, constants, rows, saved, reverse=True)
 
     def backward_weights(

@@ -7,7 +7,7 @@ their receiver can run the backward pass.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,18 @@ class Saved:
     def tree_unflatten(cls, structure: _Structure, arrays: tuple) -> "Saved":
         """The inverse of `tree_flatten`."""
         return cls(list(arrays), structure)
+
+
+class Residuals(NamedTuple):
+    """Residuals of several layers.
+
+    Attributes:
+      layers: those of each layer, [layers, ...].
+      kept: activations that all layers pass on as they are.
+    """
+
+    layers: Saved
+    kept: tuple[Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,7 +166,8 @@ class Zero:
             return self._reduced(grads, self.layer_shardings, self.transports.gradients)
 
         wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
-        return LayerScan(wrapped, self._whole_layer, reduce, context, self.prefetched)
+        whole, kept = self._whole_layer, self.layered.kept
+        return LayerScan(wrapped, whole, reduce, context, kept, self.prefetched)
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
         ahead = self.prefetched.issuperset({*leaves, *constants})

@@ -115,14 +115,13 @@ def trace_layer(
         x = jax.eval_shape(layered.embed, shared, rows, key)
         context = jax.eval_shape(layered.context, shared, rows, key)
         wrapped = wrap_remat(layer, layout.remat)
-        trained = frozenset(plan.gradients)
-        saved = _residual_bytes(wrapped, trained, layer_weights, x, key, context)
-        running = _residual_bytes(layer, trained, layer_weights, x, key, context)
+        trained, kept = frozenset(plan.gradients), layered.kept
         gradients = {p: w for p, w in layer_weights.items() if p in trained}
+        args = trained, layer_weights, x, key, context
         return TracedLayer(
             x=_tree_bytes(x) // ways,
-            saved=saved // ways,
-            running=running // ways,
+            saved=_residual_bytes(wrapped, *args, kept=kept) // ways,
+            running=_residual_bytes(layer, *args, kept=kept) // ways,
             head=_residual_bytes(head, trained, shared, x, rows, key) // ways,
             layer_weights=_tree_bytes(layer_weights) // layout.tensor,
             layer_gradients=_tree_bytes(gradients) // layout.tensor,
@@ -157,16 +156,28 @@ def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
 
 
 def _residual_bytes(
-    fn: Callable, trained: frozenset[str], weights: Any, *args: Any
+    fn: Callable,
+    trained: frozenset[str],
+    weights: Any,
+    *args: Any,
+    kept: Callable[[Any], Any] = lambda x: (),
 ) -> int:
-    """Bytes that the backward pass of fn(weights, x, ...) saves, but for arguments."""
+    """Bytes that the backward pass of fn(weights, x, ...) saves, but for arguments.
+
+    Args:
+      fn: the function.
+      trained: paths of the weights that have a gradient.
+      weights: its weights.
+      *args: x and other arguments.
+      kept: x -> arrays in it that are not counted, either.
+    """
 
     def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
         def run(leaves: Any, x: Any) -> Any:
             return fn(weights | leaves, x, *rest)
 
         vjp = jax.vjp(run, {p: w for p, w in weights.items() if p in trained}, x)[1]
-        own = jax.tree.leaves((weights, rest))
+        own = jax.tree.leaves((weights, rest, kept(x)))
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
     return _tree_bytes(jax.eval_shape(residuals, weights, *args))

@@ -73,7 +73,10 @@ class ShardMapLowering(Lowering):
     def reason_unsupported(cls, model: Model, layout: Layout) -> str:
         """Why a model cannot be lowered so under a layout; "" if it can."""
         if model.layered is None:
-            return "the model has no layered form (give from_nnx a meshpar.LayerStack)"
+            return (
+                "the model has no layered form (name its layers by layers=, or give "
+                "from_nnx a meshpar.LayerStack)"
+            )
         for name, axes in layout.activations:
             if name == "batch" or set(axes) & set(TOKEN_AXES):
                 rule = "+".join(axes) or "none"
@@ -177,10 +180,10 @@ class ShardMapLowering(Lowering):
         ways, size = self.ways(axes), self.frame.activation_bytes(batch)
         unit = cost.wire_bytes("all_gather", size, ways)
         recomputed = _FORWARD if self.layout.remat != "none" else 0
-        units = 0
+        units, sublayers = 0, _SUBLAYERS * self.model.layered.pattern
         for name, runs, depth in self.runner.layer_passes:
             backward = _BACKWARD + recomputed if name == "backward" else 0
-            units += runs * depth * _SUBLAYERS * (backward or _FORWARD)
+            units += runs * depth * sublayers * (backward or _FORWARD)
             units += runs * _OUTSIDE // 2
         why = f"activations: at most {units} gathers of {unit:.0f} bytes"
         yield DeclaredCollective(

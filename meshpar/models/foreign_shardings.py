@@ -60,14 +60,6 @@ def explained_errors() -> Iterator[None]:
         if not text:
             raise
         raise LayoutError(text) from error
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise LayoutError(
-            "the model averages over a named axis, as those of jax.pmap, which does "
-            "not exist under a layout; give its name as axis_name= to from_linen or "
-            f"from_nnx. jax says: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def check_divides(jaxpr: Any, scope: Scope) -> None:

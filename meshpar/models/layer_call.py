@@ -4,17 +4,32 @@ A model that is cut at its layers (`layer_cut`) hands a `LayerCall` from layer t
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
-from meshpar.arrays import Array
+from meshpar.arrays import Array, Params
 
 
-class _Structure(NamedTuple):
+class Column(NamedTuple):
+    """A layer of the first row, as the loss function calls it.
+
+    Attributes:
+      configuration: what the layer is beside its arrays; equal for layers that compute
+        the same.
+      output: structure of what it returns.
+    """
+
+    configuration: Any
+    output: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
     """The arguments of a call without their arrays.
 
     Attributes:
@@ -22,12 +37,17 @@ class _Structure(NamedTuple):
       activations: numbers of the leaves that are activations.
       context: numbers of the leaves that are other arrays.
       flags: all other leaves, such as flags.
+      columns: the layers of the first row.
     """
 
     tree: Any
     activations: tuple[int, ...]
     context: tuple[int, ...]
     flags: tuple[Any, ...]
+    columns: tuple[Column, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.tree)  # Flags and configurations may have no hash.
 
 
 class Arguments:
@@ -77,11 +97,14 @@ class Arguments:
         numbered = enumerate(self.leaves[self.num_x :])
         return self._tree, [(i, x) for i, x in numbered if not is_array(x)]
 
-    def call(self, is_context: Sequence[int]) -> tuple["LayerCall", tuple[Array, ...]]:
+    def call(
+        self, is_context: Sequence[int], columns: Sequence[Column]
+    ) -> tuple["LayerCall", tuple[Array, ...]]:
         """(the activations, the context) of the call.
 
         Args:
           is_context: numbers of the leaves that are context.
+          columns: the layers of the first row.
         """
         context = tuple(is_context)
         activations = [i for i in self.arrays if i not in context]
@@ -89,7 +112,7 @@ class Arguments:
         flags = tuple(
             x for i, x in enumerate(self.leaves) if i >= self.num_x and not is_array(x)
         )
-        structure = _Structure(self._tree, activations, context, flags)
+        structure = _Structure(self._tree, activations, context, flags, tuple(columns))
         arrays = tuple(jnp.asarray(self.leaves[i]) for i in activations)
         call = LayerCall(arrays, self.num_x, structure)
         return call, tuple(jnp.asarray(self.leaves[i]) for i in context)
@@ -116,16 +139,24 @@ class LayerCall:
         """Leaves of the first argument."""
         return self.arrays[: self.num_x]
 
+    @property
+    def kept(self) -> tuple[Array, ...]:
+        """Activations that layers do not return."""
+        return self.arrays[self.num_x :]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The layers of the first row."""
+        return self.structure.columns
+
     def arguments(self, context: tuple[Array, ...]) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of the call."""
-        tree, activations, context_numbers, flags = self.structure
-        known = dict(zip(activations, self.arrays, strict=True))
-        known |= dict(zip(context_numbers, context, strict=True))
-        rest = iter(flags)
-        leaves = (
-            known[i] if i in known else next(rest) for i in range(tree.num_leaves)
-        )
-        return jax.tree.unflatten(tree, leaves)
+        how = self.structure
+        known = dict(zip(how.activations, self.arrays, strict=True))
+        known |= dict(zip(how.context, context, strict=True))
+        flags, numbers = iter(how.flags), range(how.tree.num_leaves)
+        leaves = (known[i] if i in known else next(flags) for i in numbers)
+        return jax.tree.unflatten(how.tree, leaves)
 
     def followed_by(self, layer: str, output: Any) -> "LayerCall":
         """The call of the next layer with the output of this one.
@@ -143,7 +174,7 @@ class LayerCall:
                 f"{', '.join(map(_describe, leaves))}: layers that meshpar runs one by "
                 "one return activations of the shapes and dtypes that they take"
             )
-        return dataclasses.replace(self, arrays=leaves + self.arrays[self.num_x :])
+        return dataclasses.replace(self, arrays=leaves + self.kept)
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays as children, all else as static data."""
@@ -153,6 +184,48 @@ class LayerCall:
     def tree_unflatten(cls, static: tuple, arrays: tuple) -> "LayerCall":
         """The inverse of `tree_flatten`."""
         return cls(tuple(arrays), *static)
+
+
+def in_structure(layer: str, output: Any, x: Sequence[Array]) -> Any:
+    """Activations in the structure of a layer's output.
+
+    Args:
+      layer: the layer, for the error.
+      output: structure of its output.
+      x: the activations.
+
+    Raises:
+      ValueError: the output has another number of arrays.
+    """
+    if output.num_leaves != len(x):
+        raise ValueError(
+            f"{layer} takes {len(x)} arrays of activations and returns "
+            f"{output.num_leaves} arrays: layers that meshpar runs one by one return "
+            "their activations alone"
+        )
+    return jax.tree.unflatten(output, x)
+
+
+def influenced(fn: Callable[[Params], dict[int, Array]], params: Params) -> set[int]:
+    """Keys of the results of fn(params) that depend on any of the params."""
+    keys: list[int] = []
+
+    def flat(params: Params) -> list[Array]:
+        results = fn(params)
+        keys.extend(results)
+        return list(results.values())
+
+    jaxpr = jax.make_jaxpr(flat)(params).jaxpr
+    reached = set(jaxpr.invars)
+
+    def is_reached(atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in reached
+
+    for eqn in jaxpr.eqns:
+        if any(map(is_reached, eqn.invars)):
+            reached.update(eqn.outvars)
+    outputs = zip(keys, jaxpr.outvars, strict=True)
+    return {key for key, atom in outputs if is_reached(atom)}
 
 
 def is_array(leaf: Any) -> bool:

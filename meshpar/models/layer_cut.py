@@ -9,26 +9,35 @@ Equations that a part does not need are removed by the compiler.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend import core
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
-from meshpar.models.layer_call import Arguments, LayerCall, is_floating
+from meshpar.models.layer_call import (
+    Arguments,
+    Column,
+    LayerCall,
+    in_structure,
+    influenced,
+    is_floating,
+)
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 from meshpar.models.metrics import LossResult, loss_result
 
-OnCall = Callable[[int, tuple, dict[str, Any]], Any]
-"""(number of a layer, args, kwargs) -> what the call of that layer returns."""
+OnCall = Callable[[int, Any, tuple, dict[str, Any]], Any]
+"""(number of the call, configuration of the layer, args, kwargs) -> its output."""
 
 
-class _Reached(Exception):  # noqa: N818, it is no error
-    """Ends a run at the first layer."""
+class Stack(Protocol):
+    """How layers are stacked: `LayerGroups` or `ScannedLayers`."""
 
-    def __init__(self, arguments: Arguments) -> None:
-        self.arguments = arguments
+    prefix: str
+    num_rows: int
+    period: int
+    num_calls: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,45 +46,61 @@ class LayerCut:
 
     Attributes:
       layers: how a user named them.
-      groups: numbers of the layers by rows of the stack. The layers of one row run one
-        after the other; layers of one column are equal.
-      prefix: first part of the paths of stacked parameters.
+      stack: how they are stacked.
       params: {path: Param} of the stacked parameters.
       run: (shared parameters, batch, key, on_call) -> result of the loss function.
-      call: (column, parameters of one row, key, args, kwargs) -> output of a layer.
+      call: (configuration, column, parameters of one row, key, args, kwargs) -> output
+        of a layer.
     """
 
     layers: str
-    groups: list[list[int]]
-    prefix: str
+    stack: Stack
     params: Mapping[str, Param]
     run: Callable[[Params, Any, Key, OnCall], Any]
-    call: Callable[[int, Params, Key, tuple, dict[str, Any]], Any]
+    call: Callable[[Any, int, Params, Key, tuple, dict[str, Any]], Any]
 
     def name(self, number: int) -> str:
         """A layer, for errors."""
         return f"layer {number} of {self.layers!r}"
 
     def _run(self, shared: Params, batch: Any, key: Key, on_call: OnCall) -> Any:
-        shared = {p: x for p, x in shared.items() if p not in self.params}
-        return self.run(shared, batch, key, on_call)
+        """Runs the loss function; its layers have to be called where it runs.
 
-    def _first_arguments(self, shared: Params, batch: Any, key: Key) -> Arguments:
-        """The arguments of the first layer.
+        Raises:
+          ValueError: it transforms the function that calls them.
+        """
+        shared = {p: x for p, x in shared.items() if p not in self.params}
+        outside = _trace_state()
+
+        def checked(number: int, *call: Any) -> Any:
+            if _trace_state() != outside:
+                raise ValueError(
+                    f"layers={self.layers!r}: the model calls {self.name(number)} "
+                    "inside a transformation of jax (jit, checkpoint, vmap, scan); "
+                    "take it away (the layout sets remat, and the step is compiled as "
+                    "a whole), or leave layers out"
+                )
+            return on_call(number, *call)
+
+        return self.run(shared, batch, key, checked)
+
+    def _first_row(
+        self, shared: Params, batch: Any, key: Key
+    ) -> tuple[Arguments, list[Column]]:
+        """The arguments of the first layer, and the layers of the first row.
 
         Raises:
           ValueError: the loss function calls no layer.
         """
-
-        def on_call(number: int, args: tuple, kwargs: dict[str, Any]) -> None:
-            raise _Reached(Arguments(self.name(number), args, kwargs))
-
+        first_row = _FirstRow(self, key)
         try:
-            self._run(shared, batch, key, on_call)
-        except _Reached as reached:
-            return reached.arguments
+            self._run(shared, batch, key, first_row)
+        except _Reached:
+            return first_row.arguments, first_row.columns
         raise ValueError(
-            f"layers={self.layers!r}: the loss function calls none of them"
+            f"layers={self.layers!r}: the loss function calls "
+            f"{len(first_row.columns)} of {self.stack.num_calls} layers; it has to "
+            "call each of them once, by the layer's __call__"
         )
 
     def _first_call(
@@ -85,21 +110,20 @@ class LayerCut:
 
         Integers are context, and so is what no parameter has an influence on.
         """
-        arguments = self._first_arguments(shared, batch, key)
+        arguments, columns = self._first_row(shared, batch, key)
         if not arguments.arrays:
-            return arguments.call(())
+            return arguments.call((), columns)
 
         def others(shared: Params) -> dict[int, Array]:
-            return self._first_arguments(shared, batch, key).arrays
+            return self._first_row(shared, batch, key)[0].arrays
 
-        influenced = _influenced(others, shared)
-        return arguments.call(
-            [
-                i
-                for i, x in arguments.arrays.items()
-                if not is_floating(x) or i not in influenced
-            ]
-        )
+        reached = influenced(others, shared)
+        is_context = [
+            i
+            for i, x in arguments.arrays.items()
+            if not is_floating(x) or i not in reached
+        ]
+        return arguments.call(is_context, columns)
 
     def embed(self, shared: Params, batch: Any, key: Key) -> LayerCall:
         """The activations that the first layer is called with."""
@@ -113,10 +137,12 @@ class LayerCut:
         self, params: Params, x: LayerCall, key: Key, context: tuple[Array, ...]
     ) -> LayerCall:
         """Runs the layers of one row of the stack."""
-        for column, number in enumerate(self.groups[0]):
+        for number, column in enumerate(x.columns):
             args, kwargs = x.arguments(context)
-            own_key = key if len(self.groups[0]) == 1 else fold_key(key, column)
-            output = self.call(column, params, own_key, args, kwargs)
+            own_key = key if len(x.columns) == 1 else fold_key(key, number)
+            output = self.call(
+                column.configuration, number, params, own_key, args, kwargs
+            )
             x = x.followed_by(self.name(number), output)
         return x
 
@@ -124,26 +150,77 @@ class LayerCut:
         self, shared: Params, x: LayerCall, batch: Any, key: Key
     ) -> LossResult:
         """The loss function, with x in place of the output of every layer."""
-        head = _Head(self, x, key)
+        head = _Head(self, x)
         result = self._run(shared, batch, key, head)
-        total = sum(map(len, self.groups))
-        if head.num_called != total:
+        if head.num_called != self.stack.num_calls:
             raise ValueError(
                 f"layers={self.layers!r}: the loss function calls {head.num_called} of "
-                f"{total} layers; it has to call each of them once"
+                f"{self.stack.num_calls} layers; it has to call each of them once"
             )
         return loss_result(result)
 
     def layered_model(self) -> LayeredModel:
         """The model layer by layer."""
         return LayeredModel(
-            prefix=self.prefix,
-            depth=len(self.groups),
+            prefix=self.stack.prefix,
+            depth=self.stack.num_rows,
             embed=self.embed,
             layer=self.layer,
             head_loss=self.head_loss,
             context=self.context,
+            kept=lambda x: x.kept,
+            pattern=self.stack.period,
         )
+
+
+class _Reached(Exception):  # noqa: N818, it is no error
+    """Ends a run of the loss function after the first row of layers."""
+
+
+class _FirstRow:
+    """Takes the place of the layers of the first row.
+
+    Attributes:
+      arguments: those of the first layer.
+      columns: the layers so far.
+    """
+
+    arguments: Arguments
+
+    def __init__(self, cut: LayerCut, key: Key) -> None:
+        self._cut, self._key = cut, key
+        self.columns: list[Column] = []
+
+    def __call__(
+        self, number: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Notes the call of a layer.
+
+        Raises:
+          ValueError: another layer is due.
+        """
+        cut = self._cut
+        _check_order(cut, number, len(self.columns))
+        arguments = Arguments(cut.name(number), args, kwargs)
+        if not number:
+            self.arguments = arguments
+        row = {
+            path: jax.ShapeDtypeStruct(param.shape[1:], param.dtype)
+            for path, param in cut.params.items()
+        }
+        output = jax.tree.structure(
+            jax.eval_shape(
+                lambda row: cut.call(
+                    configuration, number, row, self._key, args, kwargs
+                ),
+                row,
+            )
+        )
+        returned = in_structure(cut.name(number), output, self.arguments.x)
+        self.columns.append(Column(configuration, output))
+        if len(self.columns) == cut.stack.period:
+            raise _Reached
+        return returned
 
 
 class _Head:
@@ -153,26 +230,24 @@ class _Head:
       num_called: layers called so far.
     """
 
-    def __init__(self, cut: LayerCut, x: LayerCall, key: Key) -> None:
-        self._cut, self._x, self._key = cut, x, key
+    def __init__(self, cut: LayerCut, x: LayerCall) -> None:
+        self._cut, self._x = cut, x
         self._first: Arguments | None = None
         self.num_called = 0
 
-    def __call__(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, number: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Checks that a layer is called as the layered form assumes.
 
         Raises:
           ValueError: it is not.
         """
-        cut = self._cut
+        cut, x = self._cut, self._x
         arguments = Arguments(cut.name(number), args, kwargs)
         self._first = first = self._first or arguments
-        if number != self.num_called:
-            raise ValueError(
-                f"layers={cut.layers!r}: the loss function calls layer {number} when "
-                f"layer {self.num_called} is due; each layer runs once, in order"
-            )
-        if number and not _are_same(arguments.x, self._x.x):
+        _check_order(cut, number, self.num_called)
+        if number and not _are_same(arguments.x, x.x):
             raise ValueError(
                 f"layers={cut.layers!r}: the model computes between layers "
                 f"{number - 1} and {number}; move that into the layer, so that each "
@@ -185,45 +260,32 @@ class _Head:
                 "than layer 0, beside its activations; make them attributes of the "
                 "layer, or compute them once before the layers"
             )
+        column = x.columns[number % len(x.columns)]
+        if configuration != column.configuration:
+            raise ValueError(
+                f"layers={cut.layers!r}: the loss function gives layer {number} other "
+                f"attributes than layer {number % len(x.columns)}, which has its place "
+                "in the pattern; give them the same ones"
+            )
         self.num_called += 1
-        return self._returned(number, args, kwargs)
+        return in_structure(cut.name(number), column.output, x.x)
 
-    def _returned(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The activations in the structure of a layer's output."""
-        column = number % len(self._cut.groups[0])
-        row = {
-            path: jax.ShapeDtypeStruct(param.shape[1:], param.dtype)
-            for path, param in self._cut.params.items()
-        }
-        output = jax.eval_shape(
-            lambda row: self._cut.call(column, row, self._key, args, kwargs), row
+
+def _trace_state() -> Any:
+    """A value that is equal for calls under the same transformations of jax."""
+    return core.get_opaque_trace_state(convention="nnx")
+
+
+def _check_order(cut: LayerCut, number: int, due: int) -> None:
+    """Raises ValueError if a layer is called when another one is due."""
+    if number != due:
+        raise ValueError(
+            f"layers={cut.layers!r}: the loss function calls layer {number} when "
+            f"layer {due} is due; each layer runs once, in order"
         )
-        return jax.tree.unflatten(jax.tree.structure(output), self._x.x)
 
 
 def _are_same(first: list[Any], second: list[Any]) -> bool:
     """Whether two lists hold the very same arrays."""
     pairs = zip(first, second, strict=False)
     return len(first) == len(second) and all(a is b for a, b in pairs)
-
-
-def _influenced(fn: Callable[[Params], dict[int, Array]], params: Params) -> set[int]:
-    """Keys of the results of fn(params) that depend on any of the params."""
-    keys: list[int] = []
-
-    def flat(params: Params) -> list[Array]:
-        results = fn(params)
-        keys.extend(results)
-        return list(results.values())
-
-    jaxpr = jax.make_jaxpr(flat)(params).jaxpr
-    reached = set(jaxpr.invars)
-
-    def is_reached(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in reached
-
-    for eqn in jaxpr.eqns:
-        if any(map(is_reached, eqn.invars)):
-            reached.update(eqn.outvars)
-    outputs = zip(keys, jaxpr.outvars, strict=True)
-    return {key for key, atom in outputs if is_reached(atom)}

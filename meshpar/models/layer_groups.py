@@ -1,37 +1,166 @@
-"""Equal layers of a list, stacked: in one row each, or in repeating patterns."""
+"""Paths of a model's layers, and of the stack that is made of them.
+
+Layers of the kinds a, b, b, a, b, b are a stack of two rows and three columns. Layers
+of one column are equal and stacked; those of one row run one after the other.
+"""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.arrays import Array
+from meshpar.arrays import Array, Params
 from meshpar.layouts.param import STACKED_DIM, Param
 
+_T = TypeVar("_T")
 
-def group_layers(kinds: Sequence[Any], layers: str) -> list[list[int]]:
-    """Numbers of the layers in rows of the shortest pattern that repeats.
 
-    Layers of 3 kinds a, b, b, a, b, b are the rows [[0, 1, 2], [3, 4, 5]].
+@dataclasses.dataclass(frozen=True)
+class LayerGroups:
+    """The layers of a model that calls each of them by itself.
 
-    Args:
-      kinds: one value per layer; equal layers have equal values.
-      layers: how a user named the layers.
+    Attributes:
+      path: path of a layer, with * for its number, such as "decoder/block_*".
+      depth: number of layers.
+      period: number of columns of the stack.
+    """
+
+    path: str
+    depth: int
+    period: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        layers: str,
+        path: str,
+        configurations: Sequence[Any],
+        params: Mapping[str, Param],
+    ) -> "LayerGroups":
+        """Groups layers by the shortest pattern that repeats.
+
+        Args:
+          layers: how a user named the layers.
+          path: path of a layer, with * for its number.
+          configurations: one value per layer; equal for layers that compute the same.
+          params: {path: Param} of the whole module.
+
+        Raises:
+          ValueError: no layers, no pattern that repeats, layers without parameters, or
+            a stack whose paths other parameters have.
+        """
+        groups = cls(path, len(configurations))
+        if not configurations:
+            raise ValueError(f"layers={layers!r} matches no layer of the model")
+        by_layer = groups.by_layer(params)
+        if not all(by_layer):
+            raise ValueError(f"layers={layers!r}: the layers have no parameters")
+        for other in params:
+            if other.startswith(groups.prefix) and groups.split(other) is None:
+                raise ValueError(
+                    f"layers={layers!r}: the stack of layers gets the path "
+                    f"{groups.prefix[:-1]!r}, but the model has {other!r}; rename it"
+                )
+        kinds = list(zip(configurations, by_layer, strict=True))
+        return dataclasses.replace(groups, period=_period(layers, kinds))
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the stack."""
+        return self.depth // self.period
+
+    @property
+    def num_calls(self) -> int:
+        """How often the model calls a layer."""
+        return self.depth
+
+    @property
+    def prefix(self) -> str:
+        """First part of the paths of stacked variables."""
+        return self.path.replace("*", "").rstrip("_/.-") + "/"
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern:
+        """Matches the path of a layer; its one group is the number."""
+        return re.compile(re.escape(self.path).replace(r"\*", r"(\d+)"))
+
+    def split(self, path: str) -> tuple[int, str] | None:
+        """(number, path within the layer) of a layer's variable; None for others."""
+        parts = path.split("/")
+        depth = self.path.count("/") + 1
+        match = self.pattern.fullmatch("/".join(parts[:depth]))
+        return None if match is None else (int(match[1]), "/".join(parts[depth:]))
+
+    def by_layer(self, variables: Mapping[str, _T]) -> list[dict[str, _T]]:
+        """{path within the layer: variable} of every layer."""
+        by_layer: list[dict[str, _T]] = [{} for _ in range(self.depth)]
+        for path, x in variables.items():
+            if (found := self.split(path)) is not None:
+                by_layer[found[0]][found[1]] = x
+        return by_layer
+
+    def _others(self, variables: Mapping[str, _T]) -> dict[str, _T]:
+        """The variables outside the layers."""
+        return {p: x for p, x in variables.items() if self.split(p) is None}
+
+    def _column(self, number: int) -> str:
+        """First part of the paths of the stacked variables of one column."""
+        return f"{self.prefix}{number}/" if self.period > 1 else self.prefix
+
+    def stacked_params(self, params: Mapping[str, Param]) -> dict[str, Param]:
+        """{path: Param} with the layers stacked, from that of the module."""
+        stacked = self._others(params)
+        for number, own in enumerate(self.by_layer(params)[: self.period]):
+            for rest, param in own.items():
+                names = None if param.names is None else (STACKED_DIM, *param.names)
+                stacked[self._column(number) + rest] = dataclasses.replace(
+                    param,
+                    shape=(self.num_rows, *param.shape),
+                    names=names,
+                    is_stacked=True,
+                )
+        return stacked
+
+    def stacked(self, variables: Params) -> Params:
+        """{path: array} with the layers stacked, from that of the module."""
+        by_layer = self.by_layer(variables)
+        stacked = self._others(variables)
+        for number in range(self.period):
+            for rest in by_layer[number]:
+                rows = [own[rest] for own in by_layer[number :: self.period]]
+                stacked[self._column(number) + rest] = _stack(rows)
+        return stacked
+
+    def unstacked(self, params: Params) -> Params:
+        """The inverse of `stacked`."""
+        own = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
+        for number in range(self.depth):
+            row, column = divmod(number, self.period)
+            path = self.path.replace("*", str(number))
+            for rest, x in self.column(params, column).items():
+                own[f"{path}/{rest}"] = x[row]
+        return own
+
+    def column(self, stack: Mapping[str, _T], number: int) -> dict[str, _T]:
+        """{path within the layer: entry} of one column of the stack or of a row."""
+        own = self._column(number)
+        return {p[len(own) :]: x for p, x in stack.items() if p.startswith(own)}
+
+
+def _period(layers: str, kinds: Sequence[Any]) -> int:
+    """Length of the shortest pattern that repeats.
 
     Raises:
-      ValueError: there are no layers, or no pattern repeats.
+      ValueError: none does.
     """
     depth = len(kinds)
-    if not depth:
-        raise ValueError(f"layers={layers!r} matches no layer of the model")
-    for period in range(1, depth + 1):
-        if depth % period:
-            continue
-        if all(kinds[i] == kinds[i % period] for i in range(depth)):
-            break
-    if period == depth and depth > 1:
+    periods = (n for n in range(1, depth + 1) if depth % n == 0)
+    period = next(n for n in periods if kinds[n:] == kinds[: depth - n])
+    if period == depth > 1:
         differing = next(i for i in range(1, depth) if kinds[i] != kinds[0])
         raise ValueError(
             f"layers={layers!r}: its {depth} layers are not equal, nor a pattern that "
@@ -39,60 +168,10 @@ def group_layers(kinds: Sequence[Any], layers: str) -> list[list[int]]:
             "shapes or dim names, or in what is trained. Leave layers out, or make the "
             "layers equal"
         )
-    return [list(range(i, i + period)) for i in range(0, depth, period)]
-
-
-def stacked_path(prefix: str, groups: list[list[int]], number: int, rest: str) -> str:
-    """Path of the stacked variable that holds one variable of a layer.
-
-    Args:
-      prefix: first part of the paths of the stack.
-      groups: from `group_layers`.
-      number: the layer.
-      rest: path within the layer.
-    """
-    period = len(groups[0])
-    column = f"{number % period}/" if period > 1 else ""
-    return f"{prefix}{column}{rest}"
-
-
-def stack_params(
-    by_layer: Sequence[Mapping[str, Param]], prefix: str, groups: list[list[int]]
-) -> dict[str, Param]:
-    """{stacked path: Param [rows, ...]} of the layers' {path within a layer: Param}."""
-    stacked = {}
-    for number in groups[0]:
-        for rest, param in by_layer[number].items():
-            names = None if param.names is None else (STACKED_DIM, *param.names)
-            stacked[stacked_path(prefix, groups, number, rest)] = dataclasses.replace(
-                param, shape=(len(groups), *param.shape), names=names, is_stacked=True
-            )
-    return stacked
-
-
-def stack_values(
-    by_layer: Sequence[Mapping[str, Array]], prefix: str, groups: list[list[int]]
-) -> dict[str, Array]:
-    """{stacked path: [rows, ...]} of the layers' {path within a layer: array}."""
-    return {
-        stacked_path(prefix, groups, number, rest): _stack(
-            [by_layer[row[column]][rest] for row in groups]
-        )
-        for column, number in enumerate(groups[0])
-        for rest in by_layer[number]
-    }
+    return period
 
 
 def _stack(rows: list[Array]) -> Array:
     """Stacks arrays where they are: on the host, or on devices."""
     on_host = all(isinstance(x, np.ndarray) for x in rows)
     return np.stack(rows) if on_host else jnp.stack(rows)
-
-
-def unstack_values(
-    stacked: Mapping[str, Array], prefix: str, groups: list[list[int]], number: int
-) -> dict[str, Array]:
-    """{path within a layer: array} of one layer, from {stacked path: [rows, ...]}."""
-    row, column = divmod(number, len(groups[0]))
-    own = stacked_path(prefix, groups, column, "")
-    return {p[len(own) :]: x[row] for p, x in stacked.items() if p.startswith(own)}

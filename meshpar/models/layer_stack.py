@@ -95,6 +95,11 @@ def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
     return ()
 
 
+def _none_kept(x: Any) -> tuple:
+    del x
+    return ()
+
+
 def fold_key(key: Key, number: Any) -> Key:
     """`jax.random.fold_in`; None stays None."""
     return None if key is None else jax.random.fold_in(key, number)
@@ -116,8 +121,12 @@ class LayeredModel:
         `loss_result`.
       context: (shared parameters, batch, key) -> arrays that all layers read and that
         no gradient passes through, such as masks and positions.
+      kept: x -> activations in it that every layer passes on as they are, such as the
+        output of an encoder; saved once and not for each layer.
       evaluates: whether evaluation runs these functions too, without a key; False if
         the model has an evaluation loss of its own.
+      pattern: number of the model's own layers that one `layer` runs: the length of the
+        pattern that repeats.
     """
 
     prefix: str
@@ -126,7 +135,9 @@ class LayeredModel:
     layer: Layer
     head_loss: Callable[[Params, Any, Any, Key], LossResult]
     context: Callable[[Params, Any, Key], Any] = _no_context
+    kept: Callable[[Any], tuple[Array, ...]] = _none_kept
     evaluates: bool = True
+    pattern: int = 1
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shared entries, entries of the stack) of {path: anything}."""

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import LayoutError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
@@ -56,7 +57,7 @@ def from_linen(
         The module calls each of them once, in order, with the output of the one before
         as first argument. Their parameters are stacked, and the explicit lowering,
         pipelines and `remat` become possible. Layers are equal, or a pattern of unequal
-        layers repeats.
+        layers repeats. Without *, the path of a module of `nn.scan`.
       trained: regex of the paths of parameters that are trained; all by default. The
         others have no gradient and no optimizer state.
       evaluation_module: the module in evaluation mode, for modules whose mode is a
@@ -76,16 +77,11 @@ def from_linen(
     args, kwargs = _example(example_inputs)
     functions = LinenFunctions(module, args, kwargs, rngs, sown)
     params = functions.params(lambda path: re.search(trained, path) is not None)
-    stacks: dict[bool, LinenLayers] = {}
     modes = {True: functions, False: functions}
     if evaluation_module is not None:
         modes[False] = dataclasses.replace(functions, module=evaluation_module)
-    if layers:
-        stacks = {
-            training: LinenLayers.of(mode, layers, params)
-            for training, mode in modes.items()
-        }
-    own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, stacks)
+    found = LinenLayers.of(functions, layers, params) if layers else None
+    own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, found)
     model = with_axis(own.model(), axis_name)
     return with_step(model, loss_fn, evaluation_loss_fn)
 
@@ -106,23 +102,23 @@ class _LinenModel:
       loss_fn: the loss function of training.
       evaluation_loss_fn: the loss function of evaluation.
       params: {path: Param} of the module.
-      stacks: the layers; none if they are not stacked.
+      layers: the layers; None if they do not run one by one.
     """
 
     functions: dict[bool, LinenFunctions]
     loss_fn: LossFn
     evaluation_loss_fn: LossFn
     params: Mapping[str, Param]
-    stacks: dict[bool, LinenLayers]
+    layers: LinenLayers | None
 
     def init(self, key: Array) -> Params:
         variables = self.functions[True].init(key)
-        return self.stacks[True].stacked(variables) if self.stacks else variables
+        return self.layers.stack.stacked(variables) if self.layers else variables
 
     def bind(self, params: Params, key: Key = None) -> Apply:
         """The module's `apply`; in evaluation mode without a key."""
-        if self.stacks:
-            params = self.stacks[True].unstacked(params)
+        if self.layers:
+            params = self.layers.stack.unstacked(params)
         return Apply(self.functions[key is not None], params, self.params, key)
 
     def result(self, params: Params, batch: Any, key: Key) -> LossResult:
@@ -135,35 +131,39 @@ class _LinenModel:
     def run_without_layers(
         self, shared: Params, batch: Any, key: Key, on_call: OnCall
     ) -> Any:
-        """`run`, with `on_call` in place of the layers."""
-        functions = self.functions[key is not None]
-        apply = Apply(functions, shared, self.params, key, is_whole=False)
+        """`run`, with `on_call` in place of the layers.
+
+        Raises:
+          LayoutError: a parameter is a slice of the module's.
+        """
+        for path, x in shared.items():
+            whole = self.params.get(path, x).shape
+            if x.shape != whole:
+                raise LayoutError(
+                    f"{path} is {list(x.shape)} on every stage and {list(whole)} in "
+                    "the module, and Linen modules check the shapes of their "
+                    "parameters; leave out vocab=pipe"
+                )
+        apply = Apply(self.functions[key is not None], shared, self.params, key)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        with self.stacks[key is not None].taken_out(on_call):
+        with self.layers.taken_out(on_call):
             result = call_loss(loss_fn, apply, batch, params=shared, key=key)
         refuse_updates(apply.updates)
         return result
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
-        stack = self.stacks[True]
-        return LayerCut(
-            layers=stack.layers,
-            groups=stack.groups,
-            prefix=stack.prefix,
-            params={p: x for p, x in params.items() if p.startswith(stack.prefix)},
-            run=self.run_without_layers,
-            call=lambda column, params, key, args, kwargs: self.stacks[
-                key is not None
-            ].call(column, params, key, args, kwargs),
-        ).layered_model()
+        layers, stack = self.layers.layers, self.layers.stack
+        own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
+        run, call = self.run_without_layers, self.layers.call
+        return LayerCut(layers, stack, own, run, call).layered_model()
 
     def model(self) -> Model:
         params, layered = dict(self.params), None
-        if self.stacks:
-            params = self.stacks[True].stacked_params(params)
+        if self.layers:
+            params = self.layers.stack.stacked_params(params)
         params = checked_params(params)
-        if self.stacks:
+        if self.layers:
             layered = self.layered(params)
 
         def loss(params: Params, batch: Any, key: Key) -> LossResult:
@@ -175,6 +175,7 @@ class _LinenModel:
             return loss(params, batch, None)
 
         model = Model(params, self.init, loss, evaluation_loss, self.bind, layered)
-        if not self.stacks:
+        if not self.layers:
             return model
-        return dataclasses.replace(model, stack_variables=self.stacks[True].stacked)
+        stacked = self.layers.stack.stacked
+        return dataclasses.replace(model, stack_variables=stacked)

@@ -9,9 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from flax.core import DenyList
 from flax.core import scope as scopes
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, is_key
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key
 from meshpar.models.updates import check_updates
@@ -19,6 +20,9 @@ from meshpar.models.updates import check_updates
 _PARAMS = "params"
 _AXES = "_axes"
 """Ending of collections in which t5x and flax.linen.partitioning keep dim names."""
+
+_WITHOUT_INTERMEDIATES = DenyList("intermediates")
+"""The collections that `module.init` makes by default."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,12 +46,17 @@ class LinenFunctions:
     rngs: tuple[str, ...]
     sown: tuple[str, ...] = ()
 
-    def variables(self, key: Array) -> Any:
-        """All variables that `module.init` makes."""
+    def variables(self, key: Array, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
+        """The variables of some collections that `module.init` makes."""
         keys = jax.random.split(key, 1 + len(self.rngs))
         rngs = dict(zip((_PARAMS, *self.rngs), keys, strict=True))
         args, kwargs = jax.tree.map(_zeros, (self.args, self.kwargs))
-        return self.module.init(rngs, *args, **kwargs)
+        return self.module.init(rngs, *args, mutable=mutable, **kwargs)
+
+    def abstract(self, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
+        """The shapes of `variables`."""
+        run = functools.partial(self.variables, mutable=mutable)
+        return jax.eval_shape(run, jax.random.key(0))
 
     def params(self, is_trained: Callable[[str], bool]) -> dict[str, Param]:
         """{path: Param} of the variables, parameters first.
@@ -55,7 +64,7 @@ class LinenFunctions:
         Args:
           is_trained: path -> whether a parameter is trained.
         """
-        variables = jax.eval_shape(self.variables, jax.random.key(0))
+        variables = self.abstract()
         params = {}
         for path, collection, leaf in self._flat(variables):
             names = _separate_names(variables.get(collection + _AXES, {}))
@@ -83,7 +92,7 @@ class LinenFunctions:
     @functools.cached_property
     def _keys(self) -> dict[str, tuple[str, ...]]:
         """{path: its keys}; names of variables may hold a "/" (nn.SpectralNorm)."""
-        variables = jax.eval_shape(self.variables, jax.random.key(0))
+        variables = self.abstract()
         every = (traverse_util.flatten_dict(tree) for tree in variables.values())
         return {"/".join(keys): keys for tree in every for keys in tree}
 
@@ -100,7 +109,7 @@ class LinenFunctions:
 
         nn.Module.sow = recorded
         try:
-            jax.eval_shape(self.variables, jax.random.key(0))
+            self.abstract()
         finally:
             nn.Module.sow = sow
         return frozenset(found)
@@ -114,6 +123,14 @@ class LinenFunctions:
             for rest, leaf in leaves.items():
                 if (path := path_in(collection, rest)) not in self._sown:
                     yield path, collection, leaf
+
+    def results(self, variables: Mapping) -> Iterator[tuple[str, str]]:
+        """(collection, path within it) of the variables that hold results."""
+        for collection, tree in variables.items():
+            for rest in traverse_util.flatten_dict(tree, sep="/"):
+                is_sown = path_in(collection, rest) in self._sown
+                if is_sown or collection in self.sown:
+                    yield collection, rest
 
     def collections(self, params: Params, known: Mapping[str, Param]) -> dict:
         """{collection: nested tree} of {path: array}.
@@ -153,7 +170,7 @@ def _path_within(collection: str, path: str) -> str:
 
 
 def _zeros(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape"):
+    if not hasattr(leaf, "shape") or is_key(leaf):
         return leaf
     return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
@@ -175,9 +192,6 @@ def _param(leaf: Any, separate: tuple | None) -> Param:
 class Apply:
     """`module.apply` with variables and random keys; keeps what it updates.
 
-    Where layers are taken out of its calls, it returns no collections: those of the
-    layers would be missing.
-
     Attributes:
       updates: {path: new value} of variables that calls have changed so far.
     """
@@ -188,10 +202,8 @@ class Apply:
         params: Params,
         known: Mapping[str, Param],
         key: Key,
-        is_whole: bool = True,
     ) -> None:
         self._functions, self._module, self._key = functions, functions.module, key
-        self._is_whole = is_whole
         self._params = {path: x for path, x in params.items() if path in known}
         self._known = known
         state = (path for path in self._params if known[path].is_state)
@@ -204,19 +216,12 @@ class Apply:
         With `mutable=` the result is (output, {collection: tree}), as in Flax.
 
         Raises:
-          ValueError: it changes a parameter, or the form of its state; or it is asked
-            for collections of a model that runs layer by layer.
+          ValueError: it changes a parameter, or the form of its state.
         """
         variables = self._functions.collections(
             self._params | self.updates, self._known
         )
         asked = kwargs.pop("mutable", False)
-        if asked and not self._is_whole:
-            raise ValueError(
-                f"the loss function asks for mutable={asked!r} of a model that runs "
-                "layer by layer, which would lack what the layers keep or sow; leave "
-                "`mutable` out, or leave `layers` out"
-            )
         if random_keys := self._functions.random_keys(self._key):
             kwargs.setdefault("rngs", random_keys)
         kept = () if self._key is None else self._collections

@@ -1,55 +1,42 @@
 """The layers of a Linen module: found by their paths, taken out of its calls."""
 
+import contextlib
 import dataclasses
-import re
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from meshpar.arrays import Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import OnCall
-from meshpar.models.layer_groups import (
-    group_layers,
-    stack_params,
-    stack_values,
-    unstack_values,
-)
+from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
+from meshpar.models.linen_calls import Lift, NumberAt, calls_replaced
 from meshpar.models.linen_functions import LinenFunctions
+from meshpar.models.linen_scan import Scan, ScannedLayers
 
 
-def layer_pattern(layers: str) -> re.Pattern:
-    """The pattern of the paths of layers such as "decoder/block_*".
+@dataclasses.dataclass(frozen=True, eq=False)
+class Configured:
+    """A module without variables; equal to modules that compute the same.
 
-    Raises:
-      ValueError: there is not exactly one "*".
-    """
-    if layers.count("*") != 1:
-        raise ValueError(
-            f"layers={layers!r}: write the path of the layers with one * in place of "
-            'their number, such as "decoder/block_*"'
-        )
-    return re.compile(re.escape(layers).replace(r"\*", r"(\d+)"))
-
-
-def calls_replaced(pattern: re.Pattern, on_call: Callable) -> Any:
-    """A context in which calls of the layers are replaced.
-
-    Args:
-      pattern: of the layers' paths.
-      on_call: (number, module, next_fun, args, kwargs) -> what the call returns.
+    Attributes:
+      module: the module.
     """
 
-    def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        match = pattern.fullmatch("/".join(context.module.path))
-        if match is None or context.method_name != "__call__":
-            return next_fun(*args, **kwargs)
-        return on_call(int(match[1]), context.module, next_fun, args, kwargs)
+    module: nn.Module
 
-    return nn.intercept_methods(interceptor)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Configured):
+            return NotImplemented
+        return _comparable(self.module) == _comparable(other.module)
+
+    def __hash__(self) -> int:
+        return hash(type(self.module).__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,15 +45,15 @@ class LinenLayers:
 
     Attributes:
       functions: the whole module.
-      layers: path of the layers, with * for their number.
-      modules: the layers, unbound, in order.
-      groups: their numbers in rows, see `group_layers`.
+      layers: path of the layers, with * for their number; of their stack, without.
+      stack: how they are stacked.
+      sown: collections that layers fill with results of one step.
     """
 
     functions: LinenFunctions
     layers: str
-    modules: tuple[nn.Module, ...]
-    groups: list[list[int]]
+    stack: LayerGroups | ScannedLayers
+    sown: frozenset[str]
 
     @classmethod
     def of(
@@ -76,128 +63,158 @@ class LinenLayers:
 
         Args:
           functions: the whole module.
-          layers: path of the layers, with * for their number.
+          layers: path of the layers, with * for their number; of their stack, without.
           params: {path: Param} of the whole module.
 
         Raises:
           ValueError: no layers, layers that are numbered otherwise than from 0, that
-            keep state, or that do not repeat.
+            keep state, that use modules of others, or that do not repeat.
         """
-        pattern, found = layer_pattern(layers), {}
-
-        def on_call(
-            number: int, module: nn.Module, next_fun: Callable, args: Any, kwargs: Any
-        ) -> Any:
-            found.setdefault(number, module.clone(parent=None, name=None))
-            return next_fun(*args, **kwargs)
-
-        with calls_replaced(pattern, on_call):
-            jax.eval_shape(functions.variables, jax.random.key(0))
-        if list(found) != list(range(len(found))):
+        if layers.count("*") > 1:
             raise ValueError(
-                f"layers={layers!r}: the model calls layers {list(found)}; they have "
-                "to be numbered from 0 in the order in which they are called"
+                f"layers={layers!r}: write the path of the layers with one * in place "
+                'of their number, such as "decoder/block_*"'
             )
-        by_layer = _by_layer(pattern, layers, params, len(found))
-        kinds = [(_comparable(found[i]), by_layer[i]) for i in range(len(found))]
-        modules = tuple(found[i] for i in range(len(found)))
-        return cls(functions, layers, modules, group_layers(kinds, layers))
+        found: dict[int, nn.Module] = {}
 
-    @property
-    def prefix(self) -> str:
-        """First part of the paths of stacked parameters."""
-        return self.layers.replace("*", "").rstrip("_/.-") + "/"
+        def note(number: int, module: nn.Module, run: Callable, *_: Any) -> Any:
+            _refuse_outside_modules(layers, number, module)
+            found.setdefault(number, module.clone(parent=None, name=None))
+            return run()
 
-    @property
-    def _pattern(self) -> re.Pattern:
-        return layer_pattern(self.layers)
+        with calls_replaced(_number_at(layers), note):
+            variables = functions.abstract(mutable=True)
+        stack = _stack_of(layers, found, params, functions.rngs)
+        results = functions.results(variables)
+        sown = {name for name, path in results if stack.split(path) is not None}
+        for path, param in params.items():
+            if param.is_state and stack.split(path.split("/", 1)[1]) is not None:
+                raise ValueError(
+                    f"layers={layers!r}: a layer keeps {path}, which is no parameter; "
+                    "layers that meshpar runs one by one have parameters alone. Leave "
+                    "layers out, or use a layer without running state"
+                )
+        return cls(functions, layers, stack, frozenset(sown))
 
-    def stacked_params(self, params: Mapping[str, Param]) -> dict[str, Param]:
-        """{path: Param} with the layers stacked."""
-        by_layer = _by_layer(self._pattern, self.layers, params, len(self.modules))
-        shared = {p: x for p, x in params.items() if _split(self._pattern, p) is None}
-        return shared | stack_params(by_layer, self.prefix, self.groups)
-
-    def stacked(self, params: Params) -> Params:
-        """{path: array} with the layers stacked, from that of the module."""
-        by_layer = _by_layer(self._pattern, self.layers, params, len(self.modules))
-        shared = {p: x for p, x in params.items() if _split(self._pattern, p) is None}
-        return shared | stack_values(by_layer, self.prefix, self.groups)
-
-    def unstacked(self, params: Params) -> Params:
-        """The inverse of `stacked`."""
-        stack = {p: x for p, x in params.items() if p.startswith(self.prefix)}
-        own = {p: x for p, x in params.items() if p not in stack}
-        for number in range(len(self.modules)):
-            layer = unstack_values(stack, self.prefix, self.groups, number)
-            name = self.layers.replace("*", str(number))
-            own |= {f"{name}/{rest}": x for rest, x in layer.items()}
-        return own
-
-    def taken_out(self, on_call: OnCall) -> Any:
+    def taken_out(self, on_call: OnCall) -> contextlib.AbstractContextManager:
         """A context in which `on_call` takes the place of the layers."""
-        return calls_replaced(
-            self._pattern,
-            lambda number, module, next_fun, args, kwargs: on_call(
-                number, args, kwargs
-            ),
-        )
+
+        def replaced(
+            number: int, module: nn.Module, _: Callable, args: tuple, kwargs: dict
+        ) -> Any:
+            for collection in sorted(self.sown):
+                if module.is_mutable_collection(collection):
+                    raise ValueError(
+                        f"layers={self.layers!r}: the loss function asks for "
+                        f"mutable={collection!r}, which layers fill; layers that "
+                        "meshpar runs one by one return their activations alone. "
+                        "Leave that out, or leave layers out"
+                    )
+            if isinstance(self.stack, ScannedLayers):
+                layer = Scan.of(self.layers, module).layer(module, args)
+            else:
+                layer = module.clone(parent=None, name=None)
+            return on_call(number, Configured(layer), args, kwargs)
+
+        return calls_replaced(_number_at(self.layers), replaced)
 
     def call(
-        self, column: int, params: Params, key: Key, args: tuple, kwargs: dict
+        self,
+        configured: Configured,
+        column: int,
+        params: Params,
+        key: Key,
+        args: tuple,
+        kwargs: dict,
     ) -> Any:
         """Runs the layer of one column with the parameters of one row."""
-        row = {path: x[None] for path, x in params.items()}
-        own = unstack_values(row, self.prefix, self.groups, column)
+        own = self.stack.column(params, column)
         known = {path: Param(x.shape, x.dtype, None) for path, x in own.items()}
+        apply = nn.apply(lambda module: module(*args, **kwargs), configured.module)
         variables = self.functions.collections(own, known)
-        random_keys = self.functions.random_keys(key)
-        rngs = {"rngs": random_keys} if random_keys else {}
-        return self.modules[column].apply(variables, *args, **rngs, **kwargs)
+        return apply(variables, rngs=self.functions.random_keys(key))
 
 
-def _split(pattern: re.Pattern, path: str) -> tuple[int, str] | None:
-    """(number, path within the layer) of a layer's variable; None for others."""
-    parts = path.split("/")
-    depth = pattern.pattern.count("/") + 1
-    match = pattern.fullmatch("/".join(parts[:depth]))
-    return None if match is None else (int(match[1]), "/".join(parts[depth:]))
+def _number_at(layers: str) -> NumberAt:
+    """Finds the calls of the layers."""
+    if "*" not in layers:
+        return lambda path: 0 if path == layers else None
+    pattern = LayerGroups(layers, 0).pattern
+
+    def number(path: str) -> int | None:
+        match = pattern.fullmatch(path)
+        return None if match is None else int(match[1])
+
+    return number
 
 
-def _by_layer(
-    pattern: re.Pattern, layers: str, variables: Mapping[str, Any], depth: int
-) -> list[dict[str, Any]]:
-    """{path within the layer: anything} of every layer.
+def _stack_of(
+    layers: str,
+    found: dict[int, nn.Module],
+    params: Mapping[str, Param],
+    rngs: tuple[str, ...],
+) -> LayerGroups | ScannedLayers:
+    """How the layers that a module calls are stacked."""
+    if list(found) != list(range(len(found))):
+        raise ValueError(
+            f"layers={layers!r}: the model calls layers {list(found)}; they have "
+            "to be numbered from 0 in the order in which they are called"
+        )
+    if "*" in layers:
+        configurations = [Configured(module) for module in found.values()]
+        return LayerGroups.of(layers, layers, configurations, params)
+    if not found:
+        raise ValueError(f"layers={layers!r} is no module that the model calls")
+    return ScannedLayers.of(layers, found[0], params, rngs)
+
+
+def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:
+    """Refuses a layer that has a module of another part of the model as a field.
 
     Raises:
-      ValueError: a layer keeps other variables than parameters.
+      ValueError: it has one.
     """
-    by_layer: list[dict[str, Any]] = [{} for _ in range(depth)]
-    for path, x in variables.items():
-        if (
-            isinstance(x, Param)
-            and x.is_state
-            and _split(pattern, path.split("/", 1)[1])
-        ):
-            raise ValueError(
-                f"layers={layers!r}: a layer keeps {path}, which is no parameter; "
-                "layers that meshpar runs one by one have parameters alone. Leave "
-                "layers out, or use a layer without running state"
-            )
-        if (found := _split(pattern, path)) is not None:
-            by_layer[found[0]][found[1]] = x
-    return by_layer
+    fields = {f.name: getattr(layer, f.name, None) for f in dataclasses.fields(layer)}
+    for name, value in fields.items():
+        if name == "parent":
+            continue
+        for module in filter(_is_module, jax.tree.leaves(value, is_leaf=_is_module)):
+            bound = module.scope is not None
+            if bound and module.path[: len(layer.path)] != layer.path:
+                raise ValueError(
+                    f"layers={layers!r}: layer {number} shares the module "
+                    f"{'/'.join(module.path)!r} with another part of the model; let "
+                    "the model call it outside the layers, and call each of them with "
+                    "the result"
+                )
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def _comparable(value: Any) -> Any:
-    """A value that is equal for modules that compute the same."""
-    if isinstance(value, nn.Module):
+    """A value that is equal for values that compute the same."""
+    if _is_module(value):
         fields = (f.name for f in dataclasses.fields(value))
         names = (name for name in fields if name not in ("parent", "name"))
-        return type(value), [(n, _comparable(getattr(value, n, None))) for n in names]
+        own = [(name, _comparable(getattr(value, name, None))) for name in names]
+        return _comparable(type(value)), own
+    if isinstance(value, type) and (lift := Lift.of(value)):
+        return (
+            lift.transform,
+            _comparable(lift.module_class),
+            _comparable(lift.settings),
+        )
     if isinstance(value, tuple | list):
         return [_comparable(x) for x in value]
+    if isinstance(value, Mapping):
+        return {key: _comparable(x) for key, x in value.items()}
+    if isinstance(value, np.ndarray | jax.Array):
+        return value.shape, value.dtype, np.asarray(value).tobytes()
+    if isinstance(value, functools.partial):
+        return _comparable((value.func, value.args, value.keywords))
     if callable(value) and hasattr(value, "__code__"):
         cells = [_comparable(c.cell_contents) for c in value.__closure__ or ()]
-        return value.__code__, value.__defaults__, cells
+        return value.__code__, _comparable(value.__defaults__), cells
     return value

@@ -10,6 +10,7 @@ from meshpar.layouts import scope as scopes
 from meshpar.layouts.layout import Layout
 from meshpar.models.flax_rules import FlaxRules
 from meshpar.models.foreign_shardings import explained_errors
+from meshpar.models.unbound_names import explained_names
 
 
 @contextlib.contextmanager
@@ -26,10 +27,12 @@ def model_scope(
     Raises:
       LayoutError: the model uses dim names or states shardings that the layout cannot
         honour.
+      MeshparError: the model uses an axis name or a random stream that nothing binds.
     """
     with (
         scopes.use(layout, mesh, manual_axes) as scope,
         nn.logical_axis_rules(FlaxRules(scope)),
         explained_errors(),
+        explained_names(),
     ):
         yield scope

@@ -105,7 +105,7 @@ def from_nnx(
     if lists is None:
         model = own.model(checked_params(params), None)
     else:
-        params = checked_params(lists.stacked_params(params))
+        params = checked_params(lists.stack.stacked_params(params))
         model = own.model(params, own.layered(params))
     return with_step(with_axis(model, axis_name), loss_fn, evaluation_loss_fn)
 
@@ -152,11 +152,13 @@ class _NnxModel:
 
     def init(self, key: Array) -> Params:
         variables = init_variables(self.make_model, key)
-        return self.lists.stacked(variables) if self.lists else variables
+        return self.lists.stack.stacked(variables) if self.lists else variables
 
     def bind(self, params: Params, key: Key = None) -> nnx.Module:
         """The module; in evaluation mode without a key."""
-        return self.whole(self.lists.unstacked(params) if self.lists else params, key)
+        if self.lists:
+            params = self.lists.stack.unstacked(params)
+        return self.whole(params, key)
 
     def result(self, params: Params, batch: Any, key: Key) -> LossResult:
         """The loss, and the variables that the module changed in training mode."""
@@ -184,15 +186,10 @@ class _NnxModel:
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
-        lists = self.lists
-        return LayerCut(
-            layers=lists.layers,
-            groups=lists.groups,
-            prefix=lists.prefix,
-            params={p: x for p, x in params.items() if p.startswith(lists.prefix)},
-            run=self.run_without_layers,
-            call=lists.call,
-        ).layered_model()
+        layers, stack = self.lists.layers, self.lists.stack
+        own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
+        run, call = self.run_without_layers, self.lists.call
+        return LayerCut(layers, stack, own, run, call).layered_model()
 
     def model(self, params: Mapping[str, Param], layered: LayeredModel | None) -> Model:
         def loss(params: Params, batch: Any, key: Key) -> LossResult:
@@ -212,7 +209,7 @@ class _NnxModel:
         )
         if self.lists is None:
             return model
-        return dataclasses.replace(model, stack_variables=self.lists.stacked)
+        return dataclasses.replace(model, stack_variables=self.lists.stack.stacked)
 
 
 def _described(

@@ -132,10 +132,18 @@ class NnxFunctions:
             params[path] = param
         return params
 
-    def __call__(self, params: Params, key: Key) -> nnx.Module:
-        """The module in training mode, or in evaluation mode without a key.
+    def __call__(
+        self, params: Params, key: Key, graph: nnx.GraphDef | None = None
+    ) -> nnx.Module:
+        """The module.
 
         Variables that are not given stay abstract: using one fails.
+
+        Args:
+          params: {path: array}.
+          key: random key.
+          graph: the structure; by default that of the module in training mode, or in
+            evaluation mode without a key.
         """
         rng_key = jax.random.key(0) if key is None else key
         leaves = [
@@ -146,7 +154,10 @@ class NnxFunctions:
             (keys, leaf.replace(self._reseeded(i, leaf, rng_key)))
             for i, (keys, leaf) in enumerate(self._rngs)
         ]
-        module = nnx.merge(self._graph, nnx.from_flat_state(leaves + rngs))
+        state = nnx.from_flat_state(leaves + rngs)
+        if graph is not None:
+            return nnx.merge(graph, state)
+        module = nnx.merge(self._graph, state)
         module.eval() if key is None else module.train()
         return module
 
@@ -168,17 +179,23 @@ class NnxFunctions:
         return result, updates
 
     def run_layered(
-        self, fn: Callable[[nnx.Module], Any], params: Params, key: Key
+        self,
+        fn: Callable[[nnx.Module], Any],
+        params: Params,
+        key: Key,
+        graph: nnx.GraphDef | None = None,
     ) -> Any:
         """fn(module) for a part of a model that runs layer by layer.
+
+        Takes the arguments of `__call__` after the function.
 
         Raises:
           ValueError: it changes a variable, or leaves a new one.
         """
-        module = self(params, key)
+        module = self(params, key, graph)
         result = fn(module)
         updates = self.updates(module, params)
-        refuse_updates(self._changed(updates, fn, params, key))
+        refuse_updates(self._changed(updates, fn, params, key, graph))
         for keys, leaf in nnx.to_flat_state(nnx.state(module)):
             path = self.prefix + path_of(keys)
             if path not in self.leaves and not isinstance(leaf, nnx.RngState):
@@ -190,12 +207,17 @@ class NnxFunctions:
         return result
 
     def _changed(
-        self, updates: Params, fn: Callable, params: Params, key: Key
+        self,
+        updates: Params,
+        fn: Callable,
+        params: Params,
+        key: Key,
+        graph: nnx.GraphDef | None = None,
     ) -> Params:
         """The updates that are not the variables themselves, handed through."""
 
         def rerun(params: Params) -> Params:
-            module = self(params, key)
+            module = self(params, key, graph)
             fn(module)
             return self.updates(module, params)
 

@@ -1,7 +1,7 @@
 """The layers of an NNX module: those of an `nnx.List`, taken out of its calls."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -9,29 +9,24 @@ from flax import nnx
 from meshpar.arrays import Params
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import OnCall
-from meshpar.models.layer_groups import (
-    group_layers,
-    stack_params,
-    stack_values,
-    unstack_values,
-)
+from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
-from meshpar.models.nnx_functions import AbstractModule, NnxFunctions, path_of
+from meshpar.models.nnx_functions import AbstractModule, NnxFunctions
 
 
 class _Placeholder(nnx.Module):
-    """Takes the place of a layer: calls go to a function, attributes to the layer."""
+    """Takes the place of a layer, and has its attributes; calls go to a function."""
 
     def __init__(
-        self, on_call: Callable[[tuple, dict], Any], attribute: Callable[[str], Any]
+        self, layer: nnx.Module, on_call: Callable[[Any, tuple, dict], Any]
     ) -> None:
-        self.on_call, self.attribute = on_call, attribute
+        self.layer, self.on_call = layer, on_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.on_call(args, kwargs)
+        return self.on_call(nnx.graphdef(self.layer), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return object.__getattribute__(self, "attribute")(name)
+        return getattr(object.__getattribute__(self, "layer"), name)
 
 
 def module_at(module: nnx.Module, path: str, option: str) -> Any:
@@ -78,19 +73,19 @@ class NnxLayers:
 
     Attributes:
       layers: attribute path of their list.
-      functions: every layer, in order.
-      groups: their numbers in rows, see `group_layers`.
+      functions: the layers, in order.
+      stack: how they are stacked.
     """
 
     layers: str
     functions: list[NnxFunctions]
-    groups: list[list[int]]
+    stack: LayerGroups
 
     @classmethod
     def of(
         cls,
         layers: str,
-        modules: list[AbstractModule],
+        modules: Sequence[AbstractModule],
         params: Mapping[str, Param],
     ) -> "NnxLayers":
         """Groups the layers of a module.
@@ -101,70 +96,49 @@ class NnxLayers:
           params: {path: Param} of the whole module.
 
         Raises:
-          ValueError: the layers do not repeat.
+          ValueError: the layers share variables, have none, or do not repeat.
         """
         functions = [NnxFunctions(module) for module in modules]
-        by_layer = _by_layer(layers, params, len(modules))
-        kinds = [(m.graph, own) for m, own in zip(modules, by_layer, strict=True)]
-        return cls(layers, functions, group_layers(kinds, layers))
-
-    @property
-    def prefix(self) -> str:
-        """First part of the paths of stacked variables."""
-        return self.layers.replace(".", "/") + "/"
-
-    def stacked_params(self, params: Mapping[str, Param]) -> dict[str, Param]:
-        """{path: Param} with the layers stacked."""
-        by_layer = _by_layer(self.layers, params, len(self.functions))
-        shared = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
-        return shared | stack_params(by_layer, self.prefix, self.groups)
-
-    def stacked(self, variables: Params) -> Params:
-        """{path: array} with the layers stacked, from that of the module."""
-        by_layer = _by_layer(self.layers, variables, len(self.functions))
-        shared = {p: x for p, x in variables.items() if not p.startswith(self.prefix)}
-        return shared | stack_values(by_layer, self.prefix, self.groups)
-
-    def unstacked(self, params: Params) -> Params:
-        """The inverse of `stacked`."""
-        stack = {p: x for p, x in params.items() if p.startswith(self.prefix)}
-        own = {p: x for p, x in params.items() if p not in stack}
-        for number in range(len(self.functions)):
-            layer = unstack_values(stack, self.prefix, self.groups, number)
-            own |= {f"{self.prefix}{number}/{rest}": x for rest, x in layer.items()}
-        return own
+        path = layers.replace(".", "/") + "/*"
+        by_layer = LayerGroups(path, len(modules)).by_layer(params)
+        for number, own in enumerate(by_layer):
+            for shared in sorted(functions[number].leaves.keys() - own.keys()):
+                raise ValueError(
+                    f"layers={layers!r}: layer {number} shares its variable {shared!r} "
+                    "with another part of the model; let the model use it outside the "
+                    "layers, and call each of them with the result"
+                )
+        graphs = [module.graph for module in modules]
+        return cls(layers, functions, LayerGroups.of(layers, path, graphs, params))
 
     def take_out(self, module: nnx.Module, on_call: OnCall) -> None:
         """Puts placeholders that call `on_call` in the place of a module's layers."""
         layers = module_at(module, self.layers, "layers")
 
         def placeholder(number: int, layer: nnx.Module) -> _Placeholder:
-            return _Placeholder(
-                lambda args, kwargs: on_call(number, args, kwargs),
-                lambda name: getattr(layer, name),
-            )
+            return _Placeholder(layer, lambda *call: on_call(number, *call))
 
         for number, layer in enumerate(layers):
             layers[number] = placeholder(number, layer)
 
     def call(
-        self, column: int, params: Params, key: Key, args: tuple, kwargs: dict
+        self,
+        graph: nnx.GraphDef,
+        column: int,
+        params: Params,
+        key: Key,
+        args: tuple,
+        kwargs: dict,
     ) -> Any:
-        """Runs the layer of one column with the variables of one row."""
-        row = {path: x[None] for path, x in params.items()}
-        own = unstack_values(row, self.prefix, self.groups, column)
+        """Runs the layer of one column with the variables of one row.
+
+        Raises:
+          ValueError: the layer changes a variable, or makes one.
+        """
+        own = self.stack.column(params, column)
         functions = self.functions[column]
-        return functions.run_layered(lambda layer: layer(*args, **kwargs), own, key)
 
+        def run(layer: nnx.Module) -> Any:
+            return layer(*args, **kwargs)
 
-def _by_layer(
-    layers: str, variables: Mapping[str, Any], depth: int
-) -> list[dict[str, Any]]:
-    """{path within the layer: anything} of every layer."""
-    by_layer: list[dict[str, Any]] = [{} for _ in range(depth)]
-    keys = layers.split(".")
-    for path, x in variables.items():
-        parts = path.split("/")
-        if parts[: len(keys)] == keys:
-            by_layer[int(parts[len(keys)])][path_of(parts[len(keys) + 1 :])] = x
-    return by_layer
+        return functions.run_layered(run, own, key, graph)

@@ -128,7 +128,8 @@ def measured_costs(model: Model, batch: Any) -> Costs:
     """
     if (layered := model.layered) is None:
         raise LayoutError(
-            "the model has no layered form: make it by from_nnx with a LayerStack"
+            "the model has no layered form: name its layers by layers=, or give "
+            "from_nnx a meshpar.LayerStack"
         )
     shared, stack = layered.split(abstract(model.params))
     layer = abstract_layer(stack)

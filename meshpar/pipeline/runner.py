@@ -188,11 +188,11 @@ class PipelineRunner(Runner):
 
     def weights(self, params: Params) -> StageWeights:
         """The weights of this device's stage, from its shards of all parameters."""
-        leaves, constants = self.zero.leaves(params)
-        shared, stack = self.frame.layered.split(leaves)
-        shared_constants, stack_constants = self.frame.layered.split(constants)
-        whole = self.zero.gathered_shared({**shared, **shared_constants})
-        whole = self.frame.cast(whole)
+        split = self.frame.layered.split
+        (shared, stack), (shared_constants, stack_constants) = map(
+            split, self.zero.leaves(params)
+        )
+        whole = self.frame.cast(self.zero.gathered_shared(shared | shared_constants))
         return StageWeights(
             {path: whole[path] for path in shared},
             stack,

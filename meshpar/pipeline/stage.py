@@ -12,7 +12,7 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.varying import sum_varying
 from meshpar.fsdp.layer_scan import LayerScan, Rows
-from meshpar.fsdp.saved import Saved
+from meshpar.fsdp.saved import Residuals, Saved
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import LAYERS_KEY, Key, LayeredModel, fold_key
@@ -127,7 +127,7 @@ class PipelineStage:
 
     def _residuals(
         self, chunk: Array, microbatch: Array, saved: Any
-    ) -> tuple[LayerScan, Saved]:
+    ) -> tuple[LayerScan, Residuals]:
         """The layers and their residuals, computed again if only x was saved."""
         layers = self._layers(microbatch)
         if self.saves_residuals:

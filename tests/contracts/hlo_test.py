@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from support.tiny_models import lower, model
 
-from meshpar.contracts import parse_hlo
+import meshpar
+from meshpar.contracts import Contract, parse_hlo
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -89,12 +91,93 @@ ENTRY %main (p: f32[4]) -> f32[4] {{
             ("fsdp",),
         ),
         ("replica_groups={}", ("data", "fsdp", "tensor")),
-        ("replica_groups={{0,3},{1,2},{4,7},{5,6}}", ()),
     ],
 )
 def test_groups_in_every_form(groups, axes):
     (collective,) = parse_hlo(TEXT.format(groups=groups), MESH)
-    assert collective.axes == axes
+    assert collective.axes == axes and not collective.partial
+
+
+PARTS = """
+ENTRY %main (p: f32[8,4]) -> f32[16,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  ROOT %all-gather.8 = f32[16,4]{{1,0}} all-gather(%p), channel_id=22, {groups}, \
+dimensions={{0}}, use_global_device_ids=true, metadata={{op_name=\
+"jit(step)/transpose(jvp())/dot_general" stack_frame_id=16}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    "mesh, groups, axes",
+    [
+        (
+            {"fsdp": 4, "tensor": 2},
+            "replica_groups=[4,2]<=[2,2,2]T(2,1,0)",
+            ("fsdp",),
+        ),
+        (
+            {"fsdp": 2, "tensor": 4},
+            "replica_groups=[4,2]<=[2,2,2]T(0,2,1)",
+            ("tensor",),
+        ),
+        (
+            {"fsdp": 2, "tensor": 4},
+            "replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}",
+            ("tensor",),
+        ),
+        (MESH, "replica_groups={{0,3},{1,2},{4,7},{5,6}}", ("fsdp", "tensor")),
+        (
+            {"data": 4, "tensor": 2},
+            "replica_groups={{0,2,4},{1},{3,5,7},{6}}",
+            ("data",),
+        ),
+    ],
+)
+def test_groups_that_are_parts_of_axes(mesh, groups, axes):
+    """The compiler may gather over a half of an axis, and send the rest otherwise."""
+    (gather,) = parse_hlo(PARTS.format(groups=groups), mesh)
+    assert (gather.kind, gather.axes) == ("all_gather", axes) and gather.partial
+    size = 3 if "{0,2,4}" in groups else 2
+    assert gather.group_size == size
+    assert gather.wire_bytes == 16 * 4 * 4 * (size - 1) / size
+
+
+class Table(nnx.Module):
+    """A table whose rows are found and whose scores pass two matmuls."""
+
+    def __init__(self, rngs):
+        def weight(names, *shape):
+            return nnx.Param(rngs.params.normal(shape), out_sharding=names)
+
+        self.rows = weight((None, "embed"), 64, 8)
+        self.up = weight(("mlp", "embed"), 8, 64)
+        self.down = weight(("embed", "mlp"), 64, 8)
+
+    def __call__(self, tokens):
+        x = jnp.tanh(self.rows[...][tokens] @ self.up[...] @ self.down[...])
+        return x @ self.rows[...].T
+
+
+def test_a_compiled_gather_over_a_part_of_an_axis_counts_against_the_bounds():
+    batch = {name: np.zeros((64, 4), np.int32) for name in "xy"}
+
+    def loss(table, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            table(batch["x"]), batch["y"]
+        )
+        return losses.mean()
+
+    tables = meshpar.from_nnx(Table, loss)
+    compiled = meshpar.lower(tables, optax.sgd(0.1), "fsdp=4,tensor=2", batch)
+    parts = [c for c in compiled.collectives if c.partial]
+    assert {(c.kind, c.axes, c.group_size) for c in parts} == {
+        ("all_gather", ("fsdp",), 2)
+    }
+    assert compiled.violations() == []
+    exact = [term for term in compiled.contract.terms if term.kind != "any"]
+    lines = Contract(tuple(exact)).violations(compiled.collectives)
+    assert any(line.startswith("all_gather over part of fsdp: ") for line in lines)
 
 
 def test_text_that_cannot_be_parsed_is_an_error():

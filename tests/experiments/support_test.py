@@ -3,7 +3,7 @@
 import pathlib
 
 import pytest
-from support.tiny_models import lower, model
+from support.tiny_models import lower, model, plain_model
 
 import meshpar
 from experiments.support import FEATURES, STRATEGIES, support_cells, support_table
@@ -11,7 +11,7 @@ from meshpar.errors import LayoutError
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 DEEP = model(depth=8)
-PLAIN = model("linen")
+PLAIN = plain_model()
 
 
 def lowered(cell):

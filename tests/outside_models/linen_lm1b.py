@@ -9,6 +9,8 @@ import numpy as np
 import optax
 from flax import struct
 
+import meshpar
+
 
 @struct.dataclass
 class TransformerConfig:
@@ -17,7 +19,7 @@ class TransformerConfig:
     dtype: Any = jnp.float32
     emb_dim: int = 16
     num_heads: int = 2
-    num_layers: int = 2
+    num_layers: int = 4
     qkv_dim: int = 16
     mlp_dim: int = 32
     max_len: int = 12
@@ -110,14 +112,14 @@ class TransformerLM(nn.Module):
 
 
 def loss_fn(apply_fn, batch):
-    """Label-smoothed cross-entropy per token that is no padding, and their number."""
+    """Label-smoothed cross-entropy per token that is no padding."""
     logits = apply_fn(
         batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"]
     )
     weights = jnp.where(batch["targets"] > 0, 1.0, 0.0)
     soft = optax.smooth_labels(jax.nn.one_hot(batch["targets"], logits.shape[-1]), 0.1)
     loss = -jnp.sum(soft * nn.log_softmax(logits), axis=-1) * weights
-    return loss.sum() / weights.sum(), {"weight": weights.sum()}
+    return meshpar.Mean(loss.sum(), weights.sum())
 
 
 def make_batch(seed, batch_size, length=12, vocab=32):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-VOCAB, EMB, HEADS = 32, 16, 2
+VOCAB, EMB, HEADS, LAYERS = 32, 16, 2, 2
 
 
 def shift_right(x):
@@ -41,12 +41,28 @@ class EncoderDecoder1DBlock(nn.Module):
         return y + MlpBlock()(nn.LayerNorm()(y))
 
 
+class Encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x, encoder_mask):
+        for lyr in range(LAYERS):
+            x = Encoder1DBlock(name=f"encoderblock_{lyr}")(x, encoder_mask)
+        return nn.LayerNorm(name="encoder_norm")(x)
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, y, encoded, decoder_mask, encoder_decoder_mask):
+        for lyr in range(LAYERS):
+            y = EncoderDecoder1DBlock(name=f"encoderdecoderblock_{lyr}")(
+                y, encoded, decoder_mask, encoder_decoder_mask
+            )
+        return nn.LayerNorm(name="encoderdecoder_norm")(y)
+
+
 class Transformer(nn.Module):
     def setup(self):
         self.shared_embedding = nn.Embed(VOCAB, EMB)
-        self.encoder = Encoder1DBlock()
-        self.decoder = EncoderDecoder1DBlock()
-        self.norm = nn.LayerNorm()
+        self.encoder, self.decoder = Encoder(), Decoder()
 
     def __call__(self, inputs, targets):
         encoder_mask = nn.make_attention_mask(inputs > 0, inputs > 0)
@@ -57,7 +73,7 @@ class Transformer(nn.Module):
         )
         cross_mask = nn.make_attention_mask(targets > 0, inputs > 0)
         y = self.shared_embedding(shift_right(targets))
-        y = self.norm(self.decoder(y, encoded, decoder_mask, cross_mask))
+        y = self.decoder(y, encoded, decoder_mask, cross_mask)
         return self.shared_embedding.attend(y) / jnp.sqrt(EMB)
 
 

@@ -1,6 +1,7 @@
-"""A decoder in NNX after Flax's gemma example: mesh axes as metadata, nnx.List."""
+"""A decoder in NNX after Flax's gemma example: mesh axes, local and global layers."""
 
 import dataclasses
+import enum
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,19 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-VOCAB, EMBED, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 16, 32, 4, 2, 8, 2
+import meshpar
+
+VOCAB, EMBED, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 16, 32, 4, 2, 8
 K_MASK = -2.3819763e38
+WINDOW = 3
+
+
+class AttentionType(enum.Enum):
+    GLOBAL = 1
+    LOCAL_SLIDING = 2
+
+
+ATTENTION_TYPES = (AttentionType.LOCAL_SLIDING, AttentionType.GLOBAL) * 2
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -64,7 +76,8 @@ def apply_rope(inputs, positions, head_dim):
 
 
 class Attention(nnx.Module):
-    def __init__(self, shd, *, rngs):
+    def __init__(self, attn_type, shd, *, rngs):
+        self.attn_type = attn_type
         self.q_einsum = einsum(
             "BTD,NDH->BTNH", (HEADS, EMBED, HEAD_DIM), shd.q_weight_ndh, rngs
         )
@@ -84,6 +97,8 @@ class Attention(nnx.Module):
         query = query.reshape(batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         logits = jnp.einsum("BTKGH,BSKH->BTKGS", query * HEAD_DIM**-0.5, key)
         logits = jnp.tanh(logits / 50.0) * 50.0
+        if self.attn_type == AttentionType.LOCAL_SLIDING:
+            mask = mask * jnp.triu(jnp.ones_like(mask), 1 - WINDOW)
         logits = jnp.where(mask[:, :, None, None], logits, K_MASK)
         probs = jax.nn.softmax(logits, axis=-1)
         encoded = jnp.einsum("BTKGS,BSKH->BTKGH", probs, value)
@@ -111,10 +126,10 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, shd, *, rngs):
+    def __init__(self, attn_type, shd, *, rngs):
         norm = dict(sharding=shd.rms_norm_weight, rngs=rngs)
         self.pre_attention_norm = RMSNorm(EMBED, **norm)
-        self.attn = Attention(shd, rngs=rngs)
+        self.attn = Attention(attn_type, shd, rngs=rngs)
         self.pre_ffw_norm = RMSNorm(EMBED, **norm)
         self.mlp = FeedForward(shd, rngs=rngs)
 
@@ -128,7 +143,7 @@ class Transformer(nnx.Module):
         self.embedder = nnx.Embed(
             VOCAB, EMBED, embedding_metadata={"out_sharding": shd.emb_vd}, rngs=rngs
         )
-        self.layers = nnx.List([Block(shd, rngs=rngs) for _ in range(LAYERS)])
+        self.layers = nnx.List([Block(t, shd, rngs=rngs) for t in ATTENTION_TYPES])
         self.final_norm = RMSNorm(EMBED, sharding=shd.rms_norm_weight, rngs=rngs)
 
     def __call__(self, tokens, positions, mask):
@@ -140,7 +155,7 @@ class Transformer(nnx.Module):
 
 
 def loss_fn(model, batch):
-    """Masked next-token loss as in the example's train.py, and the number of tokens."""
+    """Masked next-token loss as in the example's train.py."""
     inputs, input_mask = batch["inputs"], batch["inputs"] > 0
     positions = jnp.maximum(jnp.cumsum(input_mask, axis=-1) - 1, 0)
     causal = jnp.tril(jnp.ones((inputs.shape[1],) * 2, dtype=bool))
@@ -149,8 +164,7 @@ def loss_fn(model, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits[:, :-1], inputs[:, 1:]
     )
-    count = target_mask.sum().astype(jnp.float32)
-    return (losses * target_mask).sum() / count, {"weight": count}
+    return meshpar.Mean((losses * target_mask).sum(), target_mask.sum())
 
 
 def make_batch(seed, batch_size, length=8):

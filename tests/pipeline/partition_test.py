@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_models import BATCH, LENGTH, batch, model
+from support.tiny_models import BATCH, LENGTH, batch, model, plain_model
 
 from meshpar.errors import LayoutError
 from meshpar.pipeline import partition
@@ -65,7 +65,7 @@ def test_measured_costs_are_the_matmuls_of_the_model():
     sizes = partition.balanced_sizes([costs.layer] * 8, 2, costs.embed, costs.head)
     assert sizes[0] > sizes[1]  # The head costs as much as several layers.
     with pytest.raises(LayoutError, match="no layered form"):
-        partition.measured_costs(model("linen"), batch())
+        partition.measured_costs(plain_model(), batch())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ import optax
 import pytest
 from flax import nnx
 from support.marks import slow
-from support.tiny_models import batch, host, lower, model, relative_error
+from support.tiny_models import (
+    batch,
+    host,
+    lower,
+    model,
+    plain_model,
+    relative_error,
+)
 
 import meshpar
 from experiments.models import decoder
@@ -223,7 +230,7 @@ def test_impossible_layouts_are_refused_before_compiling(layout, options, words)
     with pytest.raises(LayoutError, match=words):
         lower(layout, DEEP, **options)
     with pytest.raises(LayoutError, match="no layered form"):
-        lower("pipe=2,microbatches=4", model("linen"))
+        lower("pipe=2,microbatches=4", plain_model())
 
 
 def test_an_optimizer_that_mixes_layers_is_refused_if_they_are_reordered():

@@ -9,7 +9,7 @@ import optax
 
 import meshpar
 from experiments import recipes
-from experiments.models.linen_decoder import KIND
+from experiments.models import linen_decoder
 from experiments.recipes import building
 from experiments.recipes.config import Config
 
@@ -21,13 +21,18 @@ def config(framework: str = "nnx", **model) -> Config:
     sizes = dict(
         vocab=64, length=LENGTH, depth=2, embed=32, heads=8, kv_heads=8, mlp=64
     )
-    kind = KIND if framework == "linen" else {}
+    kind = linen_decoder.KIND if framework == "linen" else {}
     decoder = dataclasses.replace(tiny.model, **(sizes | kind | model))
     return dataclasses.replace(tiny, framework=framework, model=decoder)
 
 
 def model(framework: str = "nnx", **sizes) -> meshpar.Model:
     return building.make_model(config(framework, **sizes))
+
+
+def plain_model(**sizes) -> meshpar.Model:
+    """A model without a layered form, which the compiler alone runs."""
+    return linen_decoder.language_model(config("linen", **sizes).model, layers="")
 
 
 @functools.cache

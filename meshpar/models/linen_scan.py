@@ -1,0 +1,169 @@
+"""Layers that a Linen module stacks itself, by `nn.scan`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeVar
+
+import flax.linen as nn
+import jax
+from flax.core import lift
+
+from meshpar.arrays import Params
+from meshpar.layouts.param import STACKED_DIM, Param
+from meshpar.models.linen_calls import Lift
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A class of modules that `nn.scan` made.
+
+    Attributes:
+      layers: how a user named its module.
+      lift: how it was made.
+    """
+
+    layers: str
+    lift: Lift
+
+    @classmethod
+    def of(cls, layers: str, module: nn.Module) -> "Scan":
+        """The scan of a module.
+
+        Raises:
+          ValueError: it has none.
+        """
+        found = Lift.of(type(module))
+        if found is None or found.transform is not lift.scan:
+            raise ValueError(
+                f"layers={layers!r} is a {type(module).__name__} and no module of "
+                "nn.scan; write a * in place of the number of layers that the model "
+                'calls one by one, such as "decoder/block_*"'
+            )
+        return cls(layers, found)
+
+    def check(self, rngs: tuple[str, ...]) -> None:
+        """Checks that the layers may run one by one.
+
+        Args:
+          rngs: names of the random streams.
+
+        Raises:
+          ValueError: they may not.
+        """
+        settings = self.lift.settings
+        axes, split = settings["variable_axes"], settings["split_rngs"]
+        if axes.get("params") != 0:
+            problem = f"variable_axes={dict(axes)}; meshpar needs {{'params': 0}}"
+        elif settings["reverse"]:
+            problem = "reverse=True; meshpar runs layers in the order of their rows"
+        elif same := [name for name in rngs if split.get(name) is False]:
+            problem = (
+                f"split_rngs={dict(split)}, so that all layers draw the same numbers "
+                f"from {same[0]!r}; split it"
+            )
+        else:
+            return
+        raise ValueError(f"layers={self.layers!r}: nn.scan has {problem}")
+
+    def layer(self, module: nn.Module, args: tuple) -> nn.Module:
+        """One layer, without variables.
+
+        Args:
+          module: of the lifted class.
+          args: of its call.
+
+        Raises:
+          ValueError: the layers get arrays of their own.
+        """
+        in_axes, inputs = self.lift.settings["in_axes"], args[1:]
+        each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(inputs)
+        for axis, x in zip(each, inputs, strict=False):
+            if jax.tree.leaves(x) and axis is not nn.broadcast:
+                raise ValueError(
+                    f"layers={self.layers!r}: nn.scan has in_axes={in_axes}, so that "
+                    "each layer gets inputs of its own; make them parameters or "
+                    "attributes of the layer, or set in_axes=nn.broadcast"
+                )
+        fields = (f.name for f in dataclasses.fields(module) if f.init)
+        own = {name: getattr(module, name) for name in fields}
+        return self.lift.module_class(**(own | {"parent": None, "name": None}))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScannedLayers:
+    """The stack of a module of `nn.scan`, whose parameters are stacked already.
+
+    Attributes:
+      path: path of the module.
+      depth: number of layers.
+    """
+
+    path: str
+    depth: int
+    period: int = 1
+    num_calls: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        layers: str,
+        module: nn.Module,
+        params: Mapping[str, Param],
+        rngs: tuple[str, ...],
+    ) -> "ScannedLayers":
+        """The stack of a module.
+
+        Args:
+          layers: path of the module.
+          module: the module.
+          params: {path: Param} of the whole module.
+          rngs: names of the random streams.
+
+        Raises:
+          ValueError: `nn.scan` did not make it, it has no parameters, or its layers may
+            not run one by one.
+        """
+        Scan.of(layers, module).check(rngs)
+        own = cls(layers, 0).column(params, 0)
+        if not own:
+            raise ValueError(f"layers={layers!r}: the layers have no parameters")
+        return cls(layers, next(iter(own.values())).shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the stack."""
+        return self.depth
+
+    @property
+    def prefix(self) -> str:
+        """First part of the paths of stacked variables."""
+        return f"{self.path}/"
+
+    def split(self, path: str) -> tuple[int, str] | None:
+        """(number, path within the layer) of a layer's variable; None for others."""
+        own = self.column({path: None}, 0)
+        return next(((0, rest) for rest in own), None)
+
+    def stacked_params(self, params: Mapping[str, Param]) -> dict[str, Param]:
+        """{path: Param} that says which are stacked."""
+        stacked = dict(params)
+        for path, param in params.items():
+            if path.startswith(self.prefix):
+                names = param.names and (STACKED_DIM, *param.names[1:])
+                stacked[path] = dataclasses.replace(param, names=names, is_stacked=True)
+        return stacked
+
+    def stacked(self, variables: Params) -> Params:
+        """{path: array} with the layers stacked: that of the module."""
+        return variables
+
+    def unstacked(self, params: Params) -> Params:
+        """The inverse of `stacked`."""
+        return params
+
+    def column(self, stack: Mapping[str, _T], _: int) -> dict[str, _T]:
+        """{path within the layer: entry} of the stack or of a row."""
+        prefix = self.prefix
+        return {p[len(prefix) :]: x for p, x in stack.items() if p.startswith(prefix)}
