@@ -34,9 +34,9 @@ def test_the_readme_is_short():
 def test_programs_run_as_they_stand(name, monkeypatch, capsys):
     # The devices of this process are simulated already.
     monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
-    (program,) = programs(ROOT / name)
-    exec(compile(program, name, "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out
+    for program in programs(ROOT / name):
+        exec(compile(program, name, "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out
 
 
 def test_the_page_of_your_model_runs_from_top_to_bottom(monkeypatch, capsys):

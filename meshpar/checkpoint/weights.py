@@ -6,11 +6,12 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from meshpar.errors import CheckpointError
-from meshpar.lowering.given_params import path_of
+from meshpar.lowering.given_params import paths_of
 from meshpar.lowering.program import Program
 
 
@@ -45,7 +46,11 @@ def read_weights(
         parts = [part for part in at.split("/") if part]
         weights = _subtree(tree, parts, folder)
         leaves, structure = jax.tree_util.tree_flatten_with_path(weights)
-        placed = [_restore_args(path_of(k), leaf, program) for k, leaf in leaves]
+        paths = paths_of([keys for keys, _ in leaves])
+        placed = [
+            _restore_args(path, leaf, program)
+            for path, (_, leaf) in zip(paths, leaves, strict=True)
+        ]
         wanted, arguments = weights, jax.tree.unflatten(structure, placed)
         for part in reversed(parts):
             wanted, arguments = {part: wanted}, {part: arguments}
@@ -73,4 +78,6 @@ def _restore_args(path: str, stored: Any, program: Program) -> ocp.RestoreArgs:
     like = program.abstract_params.get(path)
     if like is None or tuple(stored.shape) != like.shape:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=like.dtype)
+    floating = (jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, like))
+    dtype = like.dtype if all(floating) else stored.dtype
+    return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=dtype)

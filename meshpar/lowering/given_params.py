@@ -1,6 +1,6 @@
 """Parameters of a user's own, as a nested or a flat tree, put onto their devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -29,23 +29,28 @@ def flat_params(tree: Any) -> dict[str, Any]:
         others = {name: x for name, x in tree.items() if name != "params"}
         tree = {**tree["params"], **others}
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
-    return {
-        path_of(keys): leaf.get_value() if _is_variable(leaf) else leaf
-        for keys, leaf in leaves
-        if not isinstance(leaf, nnx.RngState)
-    }
+    leaves = [(k, x) for k, x in leaves if not isinstance(x, nnx.RngState)]
+    paths = paths_of([keys for keys, _ in leaves])
+    values = (x.get_value() if _is_variable(x) else x for _, x in leaves)
+    return dict(zip(paths, values, strict=True))
 
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def path_of(keys: tuple) -> str:
-    """The path of a leaf from its keys in a nested tree."""
-    return "/".join(
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))))
-        for key in keys
-    )
+def paths_of(keys: Sequence[tuple]) -> list[str]:
+    """The paths of leaves from their keys in a nested tree.
+
+    Where orbax saves the state of an NNX module, each variable is a dict {"value": x}.
+    """
+    parts = [
+        [getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path]
+        for path in keys
+    ]
+    if all(len(path) > 1 and path[-1] == "value" for path in parts):
+        parts = [path[:-1] for path in parts]
+    return ["/".join(map(str, path)) for path in parts]
 
 
 def stacked_params(

@@ -58,6 +58,7 @@ class TracedLayer(NamedTuple):
       running: held by a layer while it runs backward.
       head: held by embedding and head.
       layer_weights: whole weights of one layer.
+      layer_gradients: gradients of those that are trained.
       largest: the largest weight outside the stack, whole.
     """
 
@@ -66,6 +67,7 @@ class TracedLayer(NamedTuple):
     running: int
     head: int
     layer_weights: int
+    layer_gradients: int
     largest: int
 
 
@@ -113,13 +115,16 @@ def trace_layer(
         x = jax.eval_shape(layered.embed, shared, rows, key)
         context = jax.eval_shape(layered.context, shared, rows, key)
         wrapped = wrap_remat(layer, layout.remat)
-        args, kept = (layer_weights, x, key, context), layered.kept
+        trained, kept = frozenset(plan.gradients), layered.kept
+        gradients = {p: w for p, w in layer_weights.items() if p in trained}
+        args = trained, layer_weights, x, key, context
         return TracedLayer(
             x=_tree_bytes(x) // ways,
             saved=_residual_bytes(wrapped, *args, kept=kept) // ways,
             running=_residual_bytes(layer, *args, kept=kept) // ways,
-            head=_residual_bytes(head, shared, x, rows, key) // ways,
+            head=_residual_bytes(head, trained, shared, x, rows, key) // ways,
             layer_weights=_tree_bytes(layer_weights) // layout.tensor,
+            layer_gradients=_tree_bytes(gradients) // layout.tensor,
             largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
         )
 
@@ -133,7 +138,7 @@ def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> 
       held: of the whole step.
     """
     # Whole weights and their gradient are gathered, or about to be reduced.
-    layer = 2 * traced.layer_weights + traced.running
+    layer = traced.layer_weights + traced.layer_gradients + traced.running
     head = (3 * traced.largest + traced.head) // held.head_ways
     return Memory(
         parameters=state["parameters"],
@@ -152,6 +157,7 @@ def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
 
 def _residual_bytes(
     fn: Callable,
+    trained: frozenset[str],
     weights: Any,
     *args: Any,
     kept: Callable[[Any], Any] = lambda x: (),
@@ -160,13 +166,17 @@ def _residual_bytes(
 
     Args:
       fn: the function.
+      trained: paths of the weights that have a gradient.
       weights: its weights.
       *args: x and other arguments.
       kept: x -> arrays in it that are not counted, either.
     """
 
     def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
-        vjp = jax.vjp(lambda weights, x: fn(weights, x, *rest), weights, x)[1]
+        def run(leaves: Any, x: Any) -> Any:
+            return fn(weights | leaves, x, *rest)
+
+        vjp = jax.vjp(run, {p: w for p, w in weights.items() if p in trained}, x)[1]
         own = jax.tree.leaves((weights, rest, kept(x)))
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 

@@ -3,8 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.plan import Plan
 from meshpar.models.model import STEP
 
@@ -33,6 +35,32 @@ class TrainState(NamedTuple):
         if STEP in params:
             params = {**params, STEP: step}
         return TrainState(step, self.seed, params, optimizer_state)
+
+    def with_params(self, params: Params) -> "TrainState":
+        """This state with the variables of another one, its own step and optimizer.
+
+        Two programs train one set of variables in turn so. The next step donates the
+        variables, so that the state they come from needs new ones before its next step.
+
+        Args:
+          params: the `params` of a state of the same model under the same layout.
+
+        Raises:
+          MeshparError: they are not the variables of the same model.
+        """
+        for path in {**self.params, **params}:
+            own, new = (
+                f"{x.dtype}{list(x.shape)}" if x is not None else "missing"
+                for x in (self.params.get(path), params.get(path))
+            )
+            if own != new:
+                raise MeshparError(
+                    f"{path} is {new} in the given variables and {own} in the state; "
+                    "give the params of a state of the same model"
+                )
+        if STEP in params:
+            params = {**params, STEP: jnp.copy(self.step)}
+        return self._replace(params=params)
 
     def key(self) -> Array:
         """The random key of this step."""

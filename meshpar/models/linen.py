@@ -14,7 +14,7 @@ from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
-from meshpar.models.loss_call import call_loss, with_step
+from meshpar.models.loss_call import call_loss, with_axis, with_step
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 
@@ -32,6 +32,7 @@ def from_linen(
     trained: str = "",
     evaluation_module: nn.Module | None = None,
     sown: tuple[str, ...] = (),
+    axis_name: str = "",
 ) -> Model:
     """Makes a `Model` of a Linen module.
 
@@ -63,6 +64,8 @@ def from_linen(
         field; `module` by default. Its variables are those of `module`.
       sown: collections that hold results of one step, beside what `sow` fills;
         training does not carry them along.
+      axis_name: name of the axis of `jax.pmap` over which the model averages, such as
+        that of a BatchNorm; its mean is that of the whole batch.
 
     Variables of other collections than "params", such as the statistics of BatchNorm,
     are carried along in the training state; `apply` updates them in training mode.
@@ -79,7 +82,8 @@ def from_linen(
         modes[False] = dataclasses.replace(functions, module=evaluation_module)
     found = LinenLayers.of(functions, layers, params) if layers else None
     own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, found)
-    return with_step(own.model(), loss_fn, evaluation_loss_fn)
+    model = with_axis(own.model(), axis_name)
+    return with_step(model, loss_fn, evaluation_loss_fn)
 
 
 def _example(inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
@@ -41,6 +42,34 @@ def call_loss(fn: Callable, *args: Any, params: Params, key: Key) -> Any:
     if asks_for(fn, "step"):
         extra["step"] = params[STEP]
     return fn(*args, **extra)
+
+
+def with_axis(model: Model, name: str) -> Model:
+    """The model, with losses that run under an axis of size 1 called `name`.
+
+    Models that were written for `jax.pmap` average over its axis by name; here one call
+    sees all rows.
+
+    Raises:
+      ValueError: the model runs layer by layer.
+    """
+    if not name:
+        return model
+    if model.layered is not None:
+        raise ValueError(
+            f"axis_name={name!r} is for models whose loss sees the whole batch at "
+            "once; leave it out, or do not run the model layer by layer"
+        )
+
+    def under_axis(loss: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            results = jax.vmap(lambda _: loss(*args), axis_name=name)(jnp.zeros(1))
+            return jax.tree.map(lambda x: x[0], results)
+
+        return run
+
+    loss, evaluation_loss = map(under_axis, (model.loss, model.evaluation_loss))
+    return dataclasses.replace(model, loss=loss, evaluation_loss=evaluation_loss)
 
 
 def with_step(model: Model, *fns: Callable | None) -> Model:

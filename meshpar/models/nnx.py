@@ -19,7 +19,7 @@ from meshpar.models.layer_stack import (
     fold_key,
     refuse_updates,
 )
-from meshpar.models.loss_call import call_loss, with_step
+from meshpar.models.loss_call import call_loss, with_axis, with_step
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
@@ -41,6 +41,7 @@ def from_nnx(
     *,
     layers: str = "",
     trained: Any = "",
+    axis_name: str = "",
 ) -> Model:
     """Makes a `Model` of an NNX module.
 
@@ -65,6 +66,8 @@ def from_nnx(
       trained: the parameters that are trained; all by default. A regex of their paths,
         or an NNX filter such as `nnx.LoRAParam`. The others have no gradient and no
         optimizer state.
+      axis_name: name of the axis of `jax.pmap` over which the model averages, such as
+        that of a BatchNorm; its mean is that of the whole batch.
 
     Variables that are no `nnx.Param`, such as the statistics of BatchNorm, are carried
     along in the training state; the module updates them in training mode.
@@ -95,7 +98,8 @@ def from_nnx(
         layered = dataclasses.replace(layered, evaluates=evaluates)
         own = _NnxModel(make_model, whole, None, evaluation_loss_fn)
         asking = described.embed, described.head_loss, evaluation_loss_fn
-        return with_step(own.model(params, layered), *asking)
+        model = with_axis(own.model(params, layered), axis_name)
+        return with_step(model, *asking)
     lists = NnxLayers.of(layers, inner, params) if layers else None
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
     if lists is None:
@@ -103,7 +107,7 @@ def from_nnx(
     else:
         params = checked_params(lists.stack.stacked_params(params))
         model = own.model(params, own.layered(params))
-    return with_step(model, loss_fn, evaluation_loss_fn)
+    return with_step(with_axis(model, axis_name), loss_fn, evaluation_loss_fn)
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:

@@ -28,8 +28,9 @@ def explained_names() -> Iterator[None]:
         name = found[1]
         raise MeshparError(
             f"the model reduces over the axis name {name!r}, as under jax.pmap: leave "
-            f"it out (jax.lax.pmean, or axis_name={name!r} of BatchNorm). Under jit "
-            "without microbatches a model sees the whole batch at once"
+            f"it out of the model (jax.lax.pmean, or axis_name={name!r} of BatchNorm), "
+            f"or give axis_name={name!r} to from_linen or from_nnx. Under jit without "
+            "microbatches a model sees the whole batch at once"
         ) from error
     except InvalidRngError as error:
         if not (found := re.search(r'needs PRNG for "(\w+)"', str(error))):

@@ -67,6 +67,10 @@ def test_gradients_and_optimizer_state_are_those_of_the_trained_alone():
     mine = sum(program.plan.parameters[path].bytes_per_device for path in trained)
     assert sizes["gradients"] == mine
     assert sizes["optimizer"] == 2 * mine + 4
+    whole = adapted.lower("fsdp=4,zero=3", adapted.model(""))
+    memory, more = (p.lowering.memory(adapted.rows()) for p in (program, whole))
+    assert memory.gradients == mine < more.gradients
+    assert memory.activations < more.activations and memory.working < more.working
     kinds = {path: leaf.kind for path, leaf in program.plan.parameters.items()}
     assert kinds["blocks/up/lora_a"] == "parameter"
     assert kinds["blocks/quantized"] == kinds["head/kernel"] == "frozen"

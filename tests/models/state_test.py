@@ -288,6 +288,58 @@ def test_state_keeps_its_dtype_inside_the_loss():
     np.testing.assert_allclose(state.params["mean"], want, rtol=1e-5)
 
 
+def test_batch_statistics_of_replicas_need_a_loss_that_counts_each_by_itself():
+    mode, options = meshpar.LocalSGD(period=2), {"optimizer": optax.sgd(0.1)}
+    with pytest.raises(LayoutError, match=r"aux\['weight'\].*replica=2"):
+        resnets.lower("nnx", "replica=2", mode=mode, **options)
+
+    def weighted(net, batch):
+        return resnets.cross_entropy(net(batch["image"]), batch), {"weight": 1.0}
+
+    model = meshpar.from_nnx(resnets.NnxResNet, weighted)
+    program = resnets.lower("nnx", "replica=2", model, mode=mode, **options)
+    state, _ = program.step(program.init(0), resnets.batch())
+    halves = {name: x[: resnets.ROWS // 2] for name, x in resnets.batch().items()}
+    alone = meshpar.lower(
+        model, layout="data=1", batch=halves, devices=jax.devices()[:1], **options
+    )
+    want = alone.step(alone.init(0), halves)[0].params
+    for path, param in model.params.items():
+        if param.is_state:
+            first, second = np.asarray(state.params[path])
+            np.testing.assert_allclose(first, want[path], rtol=1e-5, atol=1e-6)
+            assert (first != second).any()
+
+
+class NamedAxis(nn.Module):
+    """A model as they are written for `jax.pmap`."""
+
+    axis_name: str | None = "batch"
+
+    @nn.compact
+    def __call__(self, x_BD, train=True):
+        x_BD = nn.Dense(WIDTH)(x_BD)
+        norm = nn.BatchNorm(not train, momentum=0.9, axis_name=self.axis_name)
+        return norm(x_BD)
+
+
+def test_a_named_axis_averages_over_the_whole_batch():
+    example, states = jnp.ones((1, WIDTH)), []
+    for module, name in ((NamedAxis(None), ""), (NamedAxis(), "batch")):
+        losses = squared, example, squared_in_evaluation
+        model = meshpar.from_linen(module, *losses, axis_name=name)
+        program = lower(model, "data=8")
+        state, _ = train(program, 2)
+        evaluated = program.evaluate(state, rows())["loss"]
+        states.append({**host(state.params), "evaluated": np.asarray(evaluated)})
+    want, found = states
+    for path, x in want.items():
+        np.testing.assert_allclose(found[path], x, 1e-5, 1e-6, err_msg=path)
+    model = meshpar.from_linen(NamedAxis(), *losses)
+    with pytest.raises(ValueError, match="give axis_name='batch' to from_linen"):
+        lower(model, "data=8")
+
+
 # Refusals and warnings.
 
 
