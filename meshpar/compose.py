@@ -118,7 +118,8 @@ def lower(
     state = _abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
-    averaged = _check_parts(model, layout, names, abstract_batch)
+    with jax.set_mesh(mesh):
+        averaged = _check_parts(model, layout, names, abstract_batch)
     lowerings = [_make_lowering(name, parts, spec, averaged) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
