@@ -27,7 +27,8 @@ shift
 command=("$@")
 
 if mpirun --version 2>/dev/null | grep -q "Open MPI"; then
-  options+=(--output-filename "$log_dir" -x MESHPAR_COORDINATOR -x MESHPAR_PROGRESS)
+  options+=(--output-filename "$log_dir" -x MESHPAR_COORDINATOR -x MESHPAR_PROGRESS \
+    -x MESHPAR_TOKEN)
 else
   options+=(-outfile-pattern "$log_dir/%r.log" -genvall)
 fi

@@ -70,7 +70,8 @@ with_restarts() {
   local start=$1 restarts=0 code=0 step failed_before=none
   $dry_run || mkdir -p "$log_dir" || exit 2
   MESHPAR_PROGRESS=$(realpath -m "$log_dir")/progress
-  export MESHPAR_PROGRESS
+  MESHPAR_TOKEN=${MESHPAR_TOKEN:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}
+  export MESHPAR_PROGRESS MESHPAR_TOKEN
   while true; do
     $dry_run || rm -f "$MESHPAR_PROGRESS"
     "$start"
