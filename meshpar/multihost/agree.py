@@ -66,6 +66,28 @@ def initialize(process: ProcessInfo | None, timeout_s: float = 120) -> None:
         f"{local[0].device_kind}",
         flush=True,
     )
+    _use_cache_together(timeout_s)
+
+
+def _use_cache_together(timeout_s: float) -> None:
+    """Turns jax's compilation cache off if the processes cannot share its programs.
+
+    Process 0 alone writes to the cache. Where a key includes the process, process 0
+    would find its programs, run them and wait in a collective for the others, which
+    still compile; on CPUs that wait ends with an error after 30 seconds. As the others
+    compile in any case, the start takes no longer without the cache.
+    """
+    identity = compat.compilation_cache_identity()
+    identities = allgather_objects("compilation cache", identity, timeout_s)
+    if len(set(identities.values())) == 1 or not compat.compilation_cache_folder():
+        return
+    compat.disable_compilation_cache()
+    if jax.process_index() == 0:
+        print(
+            "all processes compile anew: on this platform the compilation cache would "
+            "serve process 0 alone",
+            flush=True,
+        )
 
 
 def allgather_objects(
