@@ -28,6 +28,7 @@ from experiments.supervision.attempt import (
     Attempt,
     Outcome,
     Place,
+    say,
 )
 from experiments.supervision.lease import Lease
 from experiments.supervision.restarts import Restarts, describe
@@ -127,15 +128,16 @@ class Supervisor:
             if code not in (0, STOPPED):
                 self._record(Outcome(code, process), step, begins[process])
             if self._signals:
-                if code == STOPPED and self._signals[0] == signal.SIGTERM:
-                    subprocess.run(shlex.split(options.on_stopped) or ["true"])
+                saved = code == STOPPED and self._signals[0] == signal.SIGTERM
+                if saved and options.on_stopped:
+                    subprocess.run(shlex.split(options.on_stopped))
                 return code
             pause = restarts.pause(code, step)
             if pause is None:
                 if restarts.why_not:
-                    _say(f"ended with {describe(code)}{restarts.why_not}")
+                    say(f"ended with {describe(code)}{restarts.why_not}")
                 return code
-            _say(
+            say(
                 f"ended with {describe(code)} after step {step or 0}: restart "
                 f"{restarts.done} of {restarts.most}, from the last checkpoint"
                 + (f", in {pause:g} s" if pause else "")
@@ -149,7 +151,7 @@ class Supervisor:
         try:
             attempt = Attempt(self._options.command, places, self._lease)
         except OSError as error:
-            _say(f"cannot start {self._options.command[0]}: {error.strerror}")
+            say(f"cannot start {self._options.command[0]}: {error.strerror}")
             return Outcome(2, 0)
         self._heard = 0
         while (outcome := attempt.poll()) is None:
@@ -175,7 +177,7 @@ class Supervisor:
         """
         options = self._options
         own = {"MESHPAR_PROGRESS": str(self._progress)}
-        if not {"MESHPAR_TOKEN", "MESHPAR_TOKEN_FILE"} & {*os.environ}:
+        if not any(map(os.environ.get, ("MESHPAR_TOKEN", "MESHPAR_TOKEN_FILE"))):
             own["MESHPAR_TOKEN"] = secrets.token_hex(32)
         environment: Mapping[str, str] = os.environ | own
         port = str(_free_port())
@@ -217,8 +219,8 @@ class Supervisor:
                     f"{step or 0}; the end of {log}:\n{tail}\n\n"
                 )
         except OSError as error:
-            _say(f"cannot write {path}: {error.strerror}")
-        _say(f"{who} ended with {describe(outcome.code)}: see {log} and {path}")
+            say(f"cannot write {path}: {error.strerror}")
+        say(f"{who} ended with {describe(outcome.code)}: see {log} and {path}")
 
     def _sleep(self, seconds: float) -> bool:
         """Waits; returns at once, and True, when a signal asks to stop."""
@@ -226,10 +228,6 @@ class Supervisor:
         while not self._signals and time.monotonic() < end:
             time.sleep(POLL_S)
         return bool(self._signals)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(words: Sequence[str]) -> int:
@@ -246,7 +244,12 @@ def main(words: Sequence[str]) -> int:
         print(shlex.join(options.command))
         return 0
     with Lease() as lease:
-        return Supervisor(options, lease).run()
+        try:
+            supervisor = Supervisor(options, lease)
+        except OSError as error:
+            say(f"cannot write logs to {options.log_dir}: {error.strerror}")
+            return 2
+        return supervisor.run()
 
 
 if __name__ == "__main__":

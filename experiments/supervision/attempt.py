@@ -24,6 +24,12 @@ POLL_S = 0.05
 _LEFTOVER_S = 2.0
 
 
+def say(text: str) -> None:
+    """Prints a line for people; the terminal may have gone."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 class Place(NamedTuple):
     """Where a process runs.
 
@@ -117,11 +123,7 @@ class Attempt:
         if code and self._code in (0, STOPPED):
             self._code, self._failed = code, number
             if code != STOPPED and self._running:
-                print(
-                    f"process {number} ended with code {code}; stopping the others",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"process {number} ended with code {code}; stopping the others")
                 self.send(signal.SIGTERM)
                 self._kill_at = time.monotonic() + GRACE_S
         if time.monotonic() > self._kill_at:

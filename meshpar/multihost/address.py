@@ -67,6 +67,33 @@ def _resolved(host: str, port: int) -> list[tuple[int, tuple]]:
     return list(dict.fromkeys((family, address) for family, *_, address in found))
 
 
+def _bind(family: int, address: tuple, shared: bool) -> socket.socket:
+    """A socket at an address, which it shares with our others or with nobody."""
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if shared and hasattr(socket, "SO_REUSEPORT"):
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def hold(servers: list[socket.socket]) -> list[socket.socket]:
+    """Keeps the ports of `servers` from other programs once they are closed.
+
+    jax.distributed crashes if its port is taken. It shares ports, as these sockets do;
+    they take no connections.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        return []
+    return [_bind(s.family, s.getsockname(), shared=True) for s in servers]
+
+
 def listen(
     coordinator: str, environment: Mapping[str, str] = os.environ
 ) -> list[socket.socket]:
@@ -95,9 +122,9 @@ def listen(
     servers, errors = [], []
     for family, address in addresses:
         try:
-            servers.append(
-                socket.create_server(address, family=family, backlog=_BACKLOG)
-            )
+            _bind(family, address, shared=False).close()
+            servers.append(_bind(family, address, shared=True))
+            servers[-1].listen(_BACKLOG)
         except OSError as error:
             errors.append(error)
     taken = [error for error in errors if error.errno == errno.EADDRINUSE]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import compat
 from meshpar.multihost.process import MissingError, MultihostError, ProcessInfo
-from meshpar.multihost.rendezvous import check_timeout, wait_for_all
+from meshpar.multihost.rendezvous import all_arrived, check_timeout
 
 _calls = itertools.count()
 
@@ -44,21 +44,20 @@ def initialize(process: ProcessInfo | None, timeout_s: float = 120) -> None:
     check_timeout(timeout_s)
     if process is None:
         return
-    bound = wait_for_all(process, timeout_s)
-    try:
-        jax.distributed.initialize(
-            process.coordinator,
-            process.num_processes,
-            process.process_id,
-            initialization_timeout=max(1, int(timeout_s)),
-            coordinator_bind_address=bound or None,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise MissingError(
-            f"all processes arrived, but jax.distributed did not start at "
-            f"{process.coordinator}: {error}; start the run again, with another port "
-            "if this one was taken in between"
-        ) from error
+    with all_arrived(process, timeout_s) as bound:
+        try:
+            jax.distributed.initialize(
+                process.coordinator,
+                process.num_processes,
+                process.process_id,
+                initialization_timeout=max(1, int(timeout_s)),
+                coordinator_bind_address=bound or None,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise MissingError(
+                f"all processes arrived, but jax.distributed did not start at "
+                f"{process.coordinator}: {error}; start the run again"
+            ) from error
     local = jax.local_devices()
     print(
         f"process {process.process_id} of {process.num_processes} on "

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterator
 
 from meshpar.multihost import address, admission
 from meshpar.multihost import token as tokens
@@ -34,14 +35,17 @@ def check_timeout(timeout_s: float) -> None:
         )
 
 
-def wait_for_all(process: ProcessInfo, timeout_s: float) -> str:
-    """Waits until all processes of the run have arrived.
+@contextlib.contextmanager
+def all_arrived(process: ProcessInfo, timeout_s: float) -> Iterator[str]:
+    """A context that begins when all processes of the run have arrived.
+
+    Within it, process 0 keeps the coordinator's port from other programs.
 
     Args:
       process: this process.
       timeout_s: how long to wait for the others, in seconds.
 
-    Returns:
+    Yields:
       The address at which process 0 listened; "" on other processes.
 
     Raises:
@@ -54,18 +58,27 @@ def wait_for_all(process: ProcessInfo, timeout_s: float) -> str:
     token = tokens.run_token(os.environ)
     address.parse(process.coordinator)
     deadline = time.monotonic() + timeout_s
-    if process.process_id == 0:
-        return _serve(process, token, deadline, timeout_s)
-    _connect(process, token, deadline, timeout_s)
-    return ""
+    with contextlib.ExitStack() as held:
+        bound = ""
+        if process.process_id == 0:
+            servers = address.listen(process.coordinator)
+            bound = address.bound_address(servers)
+            for holding in address.hold(servers):
+                held.enter_context(holding)
+            _serve(process, token, servers, deadline, timeout_s)
+        else:
+            _connect(process, token, deadline, timeout_s)
+        yield bound
 
 
 def _serve(
-    process: ProcessInfo, token: bytes, deadline: float, timeout_s: float
-) -> str:
+    process: ProcessInfo,
+    token: bytes,
+    servers: list[socket.socket],
+    deadline: float,
+    timeout_s: float,
+) -> None:
     """Waits for the other processes, replies to them, and raises their problem."""
-    servers = address.listen(process.coordinator)
-    bound = address.bound_address(servers)
     with contextlib.closing(admission.Admission(process, token, servers)) as admitted:
         missing, problem = admitted.wait(deadline), admitted.problem
         if missing:
@@ -82,7 +95,6 @@ def _serve(
         admitted.reply({"problem": problem, "missing": bool(missing)})
     if problem:
         raise (MissingError if missing else MultihostError)(problem)
-    return bound
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:

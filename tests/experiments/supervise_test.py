@@ -170,6 +170,7 @@ def test_exit_codes_have_one_meaning():
         (["--restarts=1"], "write -- and the command"),
         (["true"], "unrecognized arguments: true"),
         (["--", "/no/such/program"], "cannot start /no/such/program"),
+        (["--log_dir=/dev/null/logs", "--", "true"], "cannot write logs to"),
     ],
 )
 def test_what_cannot_be_supervised_is_an_error_of_the_user(words, says, tmp_path):

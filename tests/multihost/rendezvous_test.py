@@ -11,7 +11,7 @@ import pytest
 from meshpar.multihost import HUNG, MissingError, MultihostError, ProcessInfo
 from meshpar.multihost import token as tokens
 from meshpar.multihost.address import PortTakenError, listen
-from meshpar.multihost.rendezvous import wait_for_all
+from meshpar.multihost.rendezvous import all_arrived
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -26,6 +26,11 @@ def free_port(host="localhost"):
     with socket.socket(family) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def wait_for_all(process, timeout_s):
+    with all_arrived(process, timeout_s):
+        pass
 
 
 def outcome(process, timeout_s):
@@ -240,6 +245,22 @@ def test_the_coordinators_address_alone_is_listened_on():
     (server,) = listen(f"192.0.2.1:{port}", elsewhere)
     with server:
         assert server.getsockname()[0] == "127.0.0.3"
+
+
+def test_the_port_is_kept_from_others_until_jax_has_taken_it():
+    address = f"127.0.0.1:{free_port()}"
+    other = threading.Thread(target=wait_for_all, args=(ProcessInfo(address, 2, 1), 20))
+    other.start()
+    with all_arrived(ProcessInfo(address, 2, 0), 20) as bound:
+        assert bound == address
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+    other.join(20)
+    with contextlib.ExitStack() as stack:  # Two runs never share a port.
+        for server in listen(address, {}):
+            stack.enter_context(server)
+        with pytest.raises(PortTakenError):
+            listen(address, {})
 
 
 def test_ipv6_addresses_work():
