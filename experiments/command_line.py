@@ -19,7 +19,7 @@ from experiments.recipes.config import Config, with_settings
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
 from meshpar.mesh.platform import CPU, GPU, TPU
-from meshpar.multihost import agree, process
+from meshpar.multihost import HUNG, agree, process
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
@@ -151,6 +151,44 @@ def with_layout(config: Config, layout: meshpar.Layout) -> Config:
     return dataclasses.replace(config, layout=str(layout))
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
+
+
+def _report(error: Exception) -> int:
+    """Prints an error that a command did not expect; returns its exit code.
+
+    Another process that is lost, or a disk that is away, may be back the next time.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL:
+        print(
+            f"error: {error}; make room and run the same command again: it goes on "
+            "from the last complete checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 2
+    many = jax.distributed.is_initialized()
+    failed = isinstance(error, jax.errors.JaxRuntimeError)
+    lost = many and failed and "RESOURCE_EXHAUSTED" not in str(error)
+    code = HUNG if lost or number in _AWAY else 1
+    if code == 1 and not many:
+        raise error
+    # Raising would deadlock: jax waits for processes that wait for this one.
+    traceback.print_exception(error)
+    return code
+
+
+def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
+    """Parses the flags; an unknown flag or a bad value is an error of the user."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {error}; --help lists the flags", file=sys.stderr)
+        sys.exit(2)
+
+
 def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
     """Runs a command; prints errors that a user can fix without a traceback.
 
@@ -173,22 +211,8 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
         except meshpar.MeshparError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             code = getattr(error, "exit_code", 2)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise
-            print(
-                f"error: {error}; make room and run the same command again: it goes on "
-                "from the last complete checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-            code = 2
-        except Exception:
-            if not jax.distributed.is_initialized():
-                raise
-            # Raising would deadlock: jax waits for processes that wait for this one.
-            traceback.print_exc()
-            code = 1
+        except Exception as error:
+            code = _report(error)
         sys.stdout.flush()
         if code and jax.distributed.is_initialized():
             # Process 0 serves the others, so it ends last: they can still report.
@@ -197,4 +221,4 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
             os._exit(code)
         return code
 
-    app.run(checked)
+    app.run(checked, flags_parser=_parse_flags)

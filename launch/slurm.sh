@@ -13,42 +13,18 @@
 # DIR, which all hosts should share. SLURM sends SIGTERM three minutes before the time
 # limit: the run saves, and the job is queued again.
 set -u
-# SLURM runs a copy of this script; restarts.sh is in the folder of the submission.
-# shellcheck source=launch/restarts.sh
-source "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}/launch/restarts.sh"
+# SLURM runs a copy of this script; supervise.sh is in the folder of the submission.
+# shellcheck source=launch/supervise.sh
+source "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}/launch/supervise.sh"
 
 parse "$@"
-set -- "${words[@]}"
-if [[ "${1:-}" != -- || $# -lt 2 ]]; then
-  sed -n 's/^#   //p' "${BASH_SOURCE[0]}" | head -1 >&2
-  exit 2
+if ((${#words[@]} || ${#command[@]} < 1)); then
+  usage
 fi
-shift
-command=("$@")
-
-started=false
-# Signals the tasks only: srun would kill them on a signal of its own.
-forward() {
-  $started && scancel --signal=TERM "$SLURM_JOB_ID"
-}
-on_signals forward
-
-start() {
-  local code
-  if $dry_run; then
-    print_or_run srun --wait=60 --output="$log_dir/%t.log" "${command[@]}"
-    return
-  fi
-  # When one task ends, the others have a minute to save before they are stopped.
-  srun --kill-on-bad-exit=0 --wait=60 --output="$log_dir/%t.log" --open-mode=append \
-    "${command[@]}" &
-  started=true
-  wait_for $!
-  code=$?
-  if [[ "$stop_signal" == TERM && -n "${SLURM_JOB_ID:-}" ]] && ((code == 75)); then
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
-  return "$code"
-}
-
-with_restarts start
+job=${SLURM_JOB_ID:-JOB}
+# A signal goes to the tasks alone: srun would kill them on a signal of its own. When one
+# task ends, the others have a minute to save before they are stopped.
+supervise --on_signal="scancel --signal=TERM $job" \
+  --on_stopped="scontrol requeue $job" \
+  -- srun --wait=60 --kill-on-bad-exit=0 --export=ALL --output="$log_dir/%t.log" \
+  --open-mode=append "${command[@]}"

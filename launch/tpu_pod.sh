@@ -5,32 +5,34 @@
 #   launch/tpu_pod.sh pod us-east5-a v5litepod-64 -- python -m experiments.run ...
 #
 # With TYPE it requests a queued resource NAME and waits for it. It copies the current
-# folder to every worker and runs README's install command there. --workdir has to be a
-# folder that all workers share, such as a mounted bucket. jax finds the other workers by
-# itself.
+# folder and a token to every worker and runs README's install command there. --workdir
+# has to be a folder that all workers share, such as a mounted bucket. jax finds the
+# other workers by itself.
 set -u
-here=$(dirname "$0")
-# shellcheck source=launch/restarts.sh
-source "$here/restarts.sh"
+# shellcheck source=launch/supervise.sh
+source "$(dirname "$0")/supervise.sh"
 
 parse "$@"
-set -- "${words[@]}"
-words=()
-while (($#)) && [[ "$1" != -- ]]; do
-  words+=("$1")
-  shift
-done
-if ((${#words[@]} < 2 || ${#words[@]} > 3 || $# < 2)); then
-  sed -n 's/^#   //p' "$0" | head -1 >&2
-  exit 2
+if ((${#words[@]} < 2 || ${#words[@]} > 3 || ${#command[@]} < 1)); then
+  usage
 fi
-shift
 name=${words[0]} zone=${words[1]} kind=${words[2]:-}
-printf -v command '%q ' "$@"
 version=${TPU_VERSION:-tpu-ubuntu2204-base}
+ssh=(gcloud compute tpus tpu-vm ssh "$name" --worker=all --zone="$zone")
 
 tpus() {
   print_or_run gcloud compute tpus "$@" --zone="$zone"
+}
+
+# A file keeps the token out of command lines, which every user of a machine can read.
+copy_token() {
+  local file code
+  file=$(mktemp) || return
+  head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$file"
+  tpus tpu-vm scp --worker=all "$file" "$name:meshpar/.token"
+  code=$?
+  rm -f "$file"
+  return "$code"
 }
 
 prepare() {
@@ -43,22 +45,22 @@ prepare() {
     done
   fi
   tpus tpu-vm scp --recurse --worker=all . "$name:meshpar" || return
-  tpus tpu-vm ssh "$name" --worker=all --command="cd meshpar && python3 -m venv .venv \
-&& .venv/bin/pip install -q -e '.[experiments]' 'jax[tpu]'"
+  copy_token || return
+  tpus tpu-vm ssh "$name" --worker=all --command="cd meshpar && chmod 600 .token && \
+python3 -m venv .venv && .venv/bin/pip install -q -e '.[experiments]' 'jax[tpu]'"
 }
 
-# Tells the processes of the workers to save and end; the next start resumes the run.
-stop() {
-  tpus tpu-vm ssh "$name" --worker=all --command="pkill -TERM -f experiments" || true
+# Shell commands for a worker. Field 22 of a process's stat is the time when it started:
+# an id alone may belong to another process by now.
+started="cut -d' ' -f22 /proc/\$pid/stat"
+send() {
+  echo "read -r pid began <.process && [ \"\$($started)\" = \"\$began\" ] && kill -$1 \$pid"
 }
-on_signals stop
-
-start() {
-  tpus tpu-vm ssh "$name" --worker=all \
-    --command="cd meshpar && PATH=\$PWD/.venv/bin:\$PATH $command" \
-    > >(tee -a "$log_dir/all.log") 2>&1 &
-  wait_for $!
-}
+record="pid=\$\$; echo \"\$pid \$($started)\" >.process"
+printf -v quoted '%q ' "${command[@]}"
+run="cd meshpar; { $(send KILL); } 2>/dev/null; $record; \
+exec env PATH=\"\$PWD/.venv/bin:\$PATH\" MESHPAR_TOKEN_FILE=\"\$PWD/.token\" $quoted"
 
 prepare || exit
-with_restarts start
+printf -v stop '%q ' "${ssh[@]}" --command="cd meshpar && $(send TERM)"
+supervise --on_signal="$stop" -- "${ssh[@]}" --command="$run"

@@ -1,10 +1,12 @@
 """Functions of jax that differ between its supported versions, or are not public."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 
@@ -30,6 +32,30 @@ def backends_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def compilation_cache_folder() -> str:
+    """The folder of jax's persistent compilation cache; "" if it is not used."""
+    enabled = jax.config.jax_enable_compilation_cache
+    return (enabled and jax.config.jax_compilation_cache_dir) or ""
+
+
+def disable_compilation_cache() -> None:
+    """Compiles all programs anew; call it before the first is compiled."""
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def compilation_cache_identity() -> str:
+    """Equal on all processes if and only if they find the same cached programs.
+
+    It is the part of the cache's keys that depends on the devices; on some platforms
+    they include the process.
+    """
+    from jax._src import cache_key
+
+    digest = hashlib.sha256()
+    cache_key._hash_accelerator_config(digest, np.array(jax.devices()))
+    return digest.hexdigest()
 
 
 def set_simulated_devices(count: int) -> None:

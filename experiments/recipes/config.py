@@ -14,6 +14,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES, SYNCHRONOUS, LocalSGDConfig
 from meshpar.errors import MeshparError, nearest
+from meshpar.multihost.watchdog import check_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,32 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchdogConfig:
+    """How long the sections of a run may take, in seconds; 0 for any time.
+
+    A section that takes longer ends the run, to be started again. Steps have a limit of
+    their own, `watchdog_seconds`.
+
+    Attributes:
+      start: reading the data, lowering, and restoring the checkpoint.
+      first_step: compiling and running the first step.
+      evaluation: an evaluation; the first one compiles.
+      save: starting a checkpoint, after the one before it is complete.
+      end: completing the last checkpoint, the plot and the sample.
+    """
+
+    start: float = 3600.0
+    first_step: float = 7200.0
+    evaluation: float = 3600.0
+    save: float = 1800.0
+    end: float = 3600.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_seconds(f"watchdog.{field.name}", getattr(self, field.name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +99,7 @@ class Config:
       sample_tokens: length of the sample printed at the end.
       watchdog_seconds: a run of several processes ends, to be started again, when no
         step finishes for this long and for 20 times the median step; 0 for never.
+      watchdog: limits of the other sections of a run.
       workdir: folder of metrics, checkpoints and plot.
     """
 
@@ -96,6 +124,7 @@ class Config:
     checkpoint_local_every: int = 0
     sample_tokens: int = 200
     watchdog_seconds: float = 300.0
+    watchdog: WatchdogConfig = WatchdogConfig()
     workdir: str = ""
 
     def __post_init__(self):
@@ -114,6 +143,7 @@ class Config:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: use at least 1")
+        check_seconds("watchdog_seconds", self.watchdog_seconds)
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed}: use 0 to 2**32 - 1")
         if not 0 < self.data.held_out < 1:

@@ -19,7 +19,14 @@ from experiments.training.setup import prepare
 from experiments.training.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
-from meshpar.multihost.watchdog import Watchdog
+from meshpar.multihost.watchdog import (
+    END,
+    EVALUATION,
+    FIRST_STEP,
+    SAVE,
+    START,
+    Watchdog,
+)
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
@@ -59,6 +66,14 @@ class _Due(NamedTuple):
         )
 
 
+def _watchdog(config: Config) -> Watchdog:
+    """A watchdog with the limits of a run, which watches the start first."""
+    limits = dataclasses.asdict(config.watchdog)
+    watchdog = Watchdog(config.watchdog_seconds, limits=limits)
+    watchdog.enter(START)
+    return watchdog
+
+
 class Trainer:
     """One run of a configuration in its folder."""
 
@@ -80,7 +95,8 @@ class Trainer:
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
-        self._setup = setup = prepare(config, layout, devices, profile)
+        with _watchdog(config):
+            self._setup = setup = prepare(config, layout, devices, profile)
         self._config, self._program = setup.config, setup.program
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
@@ -95,6 +111,7 @@ class Trainer:
         setup, num_steps = self._setup, self._config.steps
         self._check_processes()
         with (
+            _watchdog(self._config) as watchdog,
             own_folder(setup.folder),
             StopFlag() as stop,
             contextlib.closing(self._open_checkpoints()) as checkpoints,
@@ -110,8 +127,11 @@ class Trainer:
             progress.say(report.describe(setup, start.step))
             try:
                 with progress:
-                    state = self._train(start, stop, checkpoints, log, progress)
+                    state = self._train(
+                        start, stop, checkpoints, log, progress, watchdog
+                    )
             finally:
+                watchdog.enter(END)
                 if log:
                     log.close()
             checkpoints.wait()
@@ -178,6 +198,7 @@ class Trainer:
         checkpoints: Checkpoints,
         log: MetricsLog | None,
         progress: Progress,
+        watchdog: Watchdog,
     ) -> Any:
         """Runs the steps; reads a step's metrics while the next step runs."""
         config, program = self._config, self._program
@@ -189,10 +210,10 @@ class Trainer:
             **self._setup.batch_shape,
         )
         any_process = agree.make_any_process(program.mesh)
-        watchdog = Watchdog(config.watchdog_seconds)
         steps = StepLog(self._setup, step, position, log, progress, watchdog)
         stopping = False
-        with contextlib.ExitStack() as trace, watchdog:
+        watchdog.enter(FIRST_STEP)
+        with contextlib.ExitStack() as trace:
             while step < config.steps and not stopping:
                 self._trace(step - start.step, trace)
                 state, step_metrics = program.step(state, next(batches))
@@ -200,13 +221,13 @@ class Trainer:
                 steps.add(step, step_metrics, any_process(stop.signal is not None))
                 due = _Due.after(step, config)
                 stopping = steps.read(keep=0 if any(due) else 1)
-                if any(due) or stopping:
-                    watchdog.pause()
                 if due.checkpoint or due.local_checkpoint or stopping:
+                    watchdog.enter(SAVE)
                     steps.saved_step = step
                     persistent = due.checkpoint or stopping
                     self._save(checkpoints, state, step, position, persistent)
                 if due.evaluation and (not stopping or step == config.steps):
+                    watchdog.enter(EVALUATION)
                     self._evaluate(state, step, log, progress)
                 if any(due):
                     steps.restart_clock()

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import compat
 from meshpar.multihost.process import MissingError, MultihostError, ProcessInfo
-from meshpar.multihost.rendezvous import wait_for_all
+from meshpar.multihost.rendezvous import all_arrived, check_timeout
 
 _calls = itertools.count()
 
@@ -38,17 +38,26 @@ def initialize(process: ProcessInfo | None, timeout_s: float = 120) -> None:
 
     Raises:
       MissingError: names the processes that did not arrive in time.
-      MultihostError: the processes do not fit together.
+      PortTakenError: another program listens at the coordinator's port.
+      MultihostError: the processes do not fit together, or have no token of the run.
     """
+    check_timeout(timeout_s)
     if process is None:
         return
-    wait_for_all(process, timeout_s)
-    jax.distributed.initialize(
-        process.coordinator,
-        process.num_processes,
-        process.process_id,
-        initialization_timeout=max(1, int(timeout_s)),
-    )
+    with all_arrived(process, timeout_s) as bound:
+        try:
+            jax.distributed.initialize(
+                process.coordinator,
+                process.num_processes,
+                process.process_id,
+                initialization_timeout=max(1, int(timeout_s)),
+                coordinator_bind_address=bound or None,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise MissingError(
+                f"all processes arrived, but jax.distributed did not start at "
+                f"{process.coordinator}: {error}; start the run again"
+            ) from error
     local = jax.local_devices()
     print(
         f"process {process.process_id} of {process.num_processes} on "
@@ -56,6 +65,28 @@ def initialize(process: ProcessInfo | None, timeout_s: float = 120) -> None:
         f"{local[0].device_kind}",
         flush=True,
     )
+    _use_cache_together(timeout_s)
+
+
+def _use_cache_together(timeout_s: float) -> None:
+    """Turns jax's compilation cache off if the processes cannot share its programs.
+
+    Process 0 alone writes to the cache. Where a key includes the process, process 0
+    would find its programs, run them and wait in a collective for the others, which
+    still compile; on CPUs that wait ends with an error after 30 seconds. As the others
+    compile in any case, the start takes no longer without the cache.
+    """
+    identity = compat.compilation_cache_identity()
+    identities = allgather_objects("compilation cache", identity, timeout_s)
+    if len(set(identities.values())) == 1 or not compat.compilation_cache_folder():
+        return
+    compat.disable_compilation_cache()
+    if jax.process_index() == 0:
+        print(
+            "all processes compile anew: on this platform the compilation cache would "
+            "serve process 0 alone",
+            flush=True,
+        )
 
 
 def allgather_objects(

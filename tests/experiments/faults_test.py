@@ -222,3 +222,36 @@ def test_a_full_disk_ends_with_the_cause_and_the_run_goes_on_after(
     assert done.returncode == 0, done.stdout + done.stderr
     found = losses(tmp_path)
     np.testing.assert_allclose(list(found.values()), list(unbroken.values()), rtol=1e-5)
+
+
+STALL = """
+import sys, time
+from experiments import command_line, run
+from meshpar.checkpoint.checkpoints import Checkpoints
+
+def stalled_storage(*_, **__):
+    time.sleep(600)
+
+setattr(Checkpoints, sys.argv.pop(1), stalled_storage)
+command_line.run(run.main)
+"""
+
+
+@pytest.mark.parametrize(
+    "call, section", [("restore", "start"), slow("save", "save"), slow("wait", "end")]
+)
+def test_a_storage_that_stalls_ends_the_run_with_its_name(call, section, tmp_path):
+    """Also in a single process, whose steps have no limit."""
+    limit = [f"--set=watchdog.{section}=3", "--set=sample_tokens=0", "--devices=1"]
+    run = ["--recipe=tiny", "--steps=2", f"--workdir={tmp_path}", *limit]
+    done = subprocess.run(
+        [sys.executable, "-c", STALL, call, *run],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 76, done.stderr
+    assert f"process 0: {section} for " in done.stderr
+    assert "storage may have stalled" in done.stderr
+    assert "in stalled_storage" in done.stderr

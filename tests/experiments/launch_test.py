@@ -1,8 +1,12 @@
 """Launchers: dry runs, restarts, and files that are well formed."""
 
+import os
 import pathlib
+import signal
 import subprocess
+import sys
 import sysconfig
+import time
 
 import pytest
 import yaml
@@ -31,7 +35,10 @@ def run(*words, timeout=60):
             ["tpu_pod.sh", "--dry_run", "pod", "zone", "v5litepod-64"],
             ["queued-resources create pod", "--worker=all", "jax\\[tpu\\]"],
         ),
-        (["tpu_pod.sh", "--dry_run", "pod", "zone"], ["tpu-vm ssh pod --worker=all"]),
+        (
+            ["tpu_pod.sh", "--dry_run", "pod", "zone"],
+            ["tpu-vm ssh pod --worker=all", "pod:meshpar/.token"],
+        ),
     ],
 )
 def test_dry_runs_say_what_they_would_do(words, says, tmp_path):
@@ -51,6 +58,7 @@ def test_a_launcher_without_a_command_says_how_to_use_it(name):
 
 def launch(tmp_path, script, *options, num="2"):
     log_dir = f"--log_dir={tmp_path}/logs"
+    options = (*options, "--backoff=0.01")
     command = ["bash", "-c", script.replace("HERE", str(tmp_path))]
     return run("launch/local.sh", log_dir, *options, num, "--", *command)
 
@@ -94,15 +102,84 @@ def test_restarts_run_out(tmp_path):
     assert "ended with code 76 after 2 restarts" in done.stderr
 
 
-def test_what_the_user_did_wrong_is_not_tried_again(tmp_path):
-    done = launch(tmp_path, COUNT + "exit 2", "--max_restarts=5")
-    assert done.returncode == 2 and starts(tmp_path) == 1
+@pytest.mark.parametrize("code", [1, 2])
+def test_what_would_happen_again_is_not_tried_again(code, tmp_path):
+    done = launch(tmp_path, COUNT + f"exit {code}", "--max_restarts=5")
+    assert done.returncode == code and starts(tmp_path) == 1
+    assert "not started again" in done.stderr
 
 
 def test_a_preempted_run_starts_again_even_at_the_same_step(tmp_path):
     script = COUNT + "echo 7 >$MESHPAR_PROGRESS; ((n == 4)) && exit 0; exit 75"
     done = launch(tmp_path, script, "--max_restarts=5")
     assert done.returncode == 0 and starts(tmp_path) == 4
+
+
+def make_command(path, script):
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+FAKES = {
+    "srun": 'echo "$MESHPAR_TOKEN" >HERE/token; exec sleep 30',
+    "scancel": 'echo "$@" >HERE/scancel; kill $(pgrep -P $PPID -x sleep)',
+    "scontrol": 'echo "$@" >HERE/scontrol',
+}
+
+
+def test_slurm_signals_the_tasks_alone(tmp_path, monkeypatch):
+    """With stand-ins for SLURM's commands, the script's signals reach scancel."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, script in FAKES.items():
+        make_command(folder / name, script.replace("HERE", str(tmp_path)))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(ROOT))
+    words = ["launch/slurm.sh", f"--log_dir={tmp_path}", "--max_restarts=5", *COMMAND]
+    running = subprocess.Popen(words, cwd=ROOT)
+    while not (tmp_path / "token").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.terminate()
+    assert running.wait(30) == 128 + signal.SIGTERM
+    assert (tmp_path / "scancel").read_text() == "--signal=TERM 4711\n"
+    assert not (tmp_path / "scontrol").exists()  # Only a run that saved goes on.
+    assert len((tmp_path / "token").read_text()) == 65
+
+
+def test_a_worker_ends_the_process_that_it_recorded(tmp_path):
+    """The commands that tpu_pod.sh sends, with a shell in place of ssh."""
+    make_command(
+        tmp_path / "gcloud",
+        f"cd {tmp_path}; "
+        'for w; do [[ "$w" != --command=* ]] || exec bash -c "${w#*=}"; done',
+    )
+    worker = tmp_path / "meshpar/.venv/bin"
+    worker.mkdir(parents=True)
+    (tmp_path / "meshpar/.token").write_text("x")
+    for name in ("python3", "pip"):  # The install does nothing.
+        make_command(worker / name, "")
+    path = f"{tmp_path}:{worker}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHON": sys.executable}
+    words = [f"{LAUNCH}/tpu_pod.sh", f"--log_dir={tmp_path}/logs", "pod", "zone", "--"]
+    script = 'echo "$MESHPAR_TOKEN_FILE"; sleep 30 & trap "exit 75" TERM; wait'
+    running = subprocess.Popen(
+        [*words, "bash", "-c", script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout.readline() == f"{tmp_path}/meshpar/.token\n"
+    running.terminate()
+    assert running.wait(30) == 75
+    running.communicate()
+    # An id that belongs to another process by now is left alone.
+    with subprocess.Popen(["sleep", "30"]) as other:
+        (tmp_path / "meshpar/.process").write_text(f"{other.pid} 1\n")
+        again = subprocess.run([*words, "true"], env=environment, timeout=30)
+        assert again.returncode == 0 and other.poll() is None
+        other.kill()
 
 
 def test_scripts_pass_shellcheck():
@@ -112,7 +189,7 @@ def test_scripts_pass_shellcheck():
 
 
 def test_the_job_set_has_the_shape_of_one():
-    made = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    made, policy = yaml.safe_load_all((LAUNCH / "gke_jobset.yaml").read_text())
     assert made["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and made["kind"] == "JobSet"
     (job,) = made["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
@@ -124,7 +201,10 @@ def test_the_job_set_has_the_shape_of_one():
     host, _, port = environment["MESHPAR_COORDINATOR"].partition(":")
     assert host == f"{made['metadata']['name']}-{job['name']}-0-0.meshpar"
     assert int(port) == container["ports"][0]["containerPort"]
-    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+    assert policy["kind"] == "NetworkPolicy"
+    (pods,) = policy["spec"]["ingress"][0]["from"]
+    assert pods["podSelector"] == policy["spec"]["podSelector"]
 
 
 def test_the_image_installs_as_the_readme_does():

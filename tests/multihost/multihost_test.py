@@ -1,16 +1,11 @@
 """Starts of many processes, and their agreement before the first step."""
 
-import contextlib
 import json
-import socket
-import threading
-import time
 
 import jax
 import pytest
 
 from meshpar.multihost import (
-    HUNG,
     MissingError,
     MultihostError,
     ProcessInfo,
@@ -20,7 +15,6 @@ from meshpar.multihost import (
     process_info,
 )
 from meshpar.multihost.agree import differing_processes
-from meshpar.multihost.rendezvous import wait_for_all
 
 
 def test_flags_win_over_the_launcher(monkeypatch):
@@ -64,6 +58,10 @@ JOBSET = {  # As launch/gke_jobset.yaml sets them.
         (SLURM | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1", 4, 2),
         (OPEN_MPI, "10.96.0.1", 8, 5),
         (OPEN_MPI | {"MESHPAR_COORDINATOR": "first:9"}, "first", 8, 5),
+        (
+            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b]:43370"},
+            *("[fe80::b9b]", 8, 5),
+        ),
         (MPICH, "first", 3, 1),
         (JOBSET, "meshpar-workers-0-0.meshpar", 4, 3),
     ],
@@ -82,118 +80,43 @@ def test_a_single_task_of_a_cluster_is_a_single_process(monkeypatch):
     assert process_info() is None
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def errors_of(processes, timeout_s):
-    """{number: error, or ""} of several threads that wait for each other."""
-    errors = {}
-
-    def wait(number, process):
-        try:
-            wait_for_all(process, timeout_s)
-            errors[number] = ""
-        except MultihostError as error:
-            errors[number] = str(error)
-
-    threads = [
-        threading.Thread(target=wait, args=pair) for pair in enumerate(processes)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return errors
-
-
-def test_all_processes_arrive_before_jax_starts():
-    address = f"localhost:{free_port()}"
-    processes = [ProcessInfo(address, 4, rank) for rank in (3, 1, 2, 0)]
-    assert errors_of(processes, 20) == {0: "", 1: "", 2: "", 3: ""}
-
-
-def test_missing_processes_are_named_in_all_that_arrived():
-    address = f"localhost:{free_port()}"
-    errors = errors_of([ProcessInfo(address, 5, rank) for rank in (0, 2)], 1.5)
-    assert MissingError.exit_code == HUNG  # Launchers start the run again.
-    for error in errors.values():
-        assert "process(es) [1, 3, 4] of 5 did not arrive" in error
-
-
-def test_a_process_that_connected_and_died_is_missing_until_it_connects_again():
-    port = free_port()
-    processes = [ProcessInfo(f"localhost:{port}", 3, rank) for rank in range(3)]
-    first = threading.Thread(target=wait_for_all, args=(processes[0], 20))
-    first.start()
-    while True:
-        with contextlib.suppress(OSError):
-            with socket.create_connection(("localhost", port)) as dying:
-                dying.sendall(b'{"process": 1, "num": 3}\n')
-            break
-    second = threading.Thread(target=wait_for_all, args=(processes[2], 20))
-    second.start()
-    time.sleep(0.5)
-    assert first.is_alive() and second.is_alive()
-    wait_for_all(processes[1], 10)
-    for thread in (first, second):
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@pytest.mark.parametrize(
-    "probe", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\n", b"[]\n", b""]
-)
-def test_probes_of_health_checks_are_ignored(probe):
-    port = free_port()
-    processes = [ProcessInfo(f"localhost:{port}", 2, rank) for rank in range(2)]
-    errors = {}
-    serving = threading.Thread(
-        target=lambda: errors.update(errors_of(processes[:1], 20))
-    )
-    serving.start()
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            with socket.create_connection(("localhost", port)) as connection:
-                connection.sendall(probe)
-            break
-    wait_for_all(processes[1], 10)
-    serving.join(20)
-    assert errors == {0: ""}
-
-
-def test_a_coordinator_that_is_missing_is_named():
-    errors = errors_of([ProcessInfo(f"localhost:{free_port()}", 2, 1)], 1)
-    assert "process 1 cannot reach process 0 at localhost" in errors[0]
-
-
-@pytest.mark.parametrize(
-    "second, words",
-    [((3, 1), "two processes have rank 1"), ((4, 2), "expects 4")],
-)
-def test_processes_that_do_not_fit_together_are_an_error(second, words):
-    address = f"localhost:{free_port()}"
-    processes = [
-        ProcessInfo(address, 3, 0),
-        ProcessInfo(address, 3, 1),
-        ProcessInfo(address, *second),
-    ]
-    assert words in errors_of(processes, 10)[0]
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (("host:1", 0, -1), "give all three or none"),
         (("", 2, 0), "give all three or none"),
         (("host:1", 2, 2), "process_id=2 is not one of num_processes=2"),
+        (("host:1", 2, -5), "process_id=-5 is not one of num_processes=2"),
+        (("", -3, -1), "give all three or none"),
     ],
 )
 def test_incomplete_flags_are_an_error(arguments, words):
     with pytest.raises(MultihostError, match=words):
         process_info(*arguments)
+
+
+BROKEN = {
+    "MESHPAR_NUM_PROCESSES=abc": JOBSET | {"MESHPAR_NUM_PROCESSES": "abc"},
+    "MESHPAR_NUM_PROCESSES=-2": JOBSET | {"MESHPAR_NUM_PROCESSES": "-2"},
+    "MESHPAR_PROCESS_ID=1e9": JOBSET | {"MESHPAR_PROCESS_ID": "1e9"},
+    "MESHPAR_PROCESS_ID not set": JOBSET | {"MESHPAR_PROCESS_ID": ""},
+    "cannot be read: ValueError": SLURM | {"SLURM_PROCID": "two"},
+    "cannot be read: KeyError": {
+        name: text for name, text in OPEN_MPI.items() if "RANK" not in name
+    },
+    "cannot be read: RuntimeError": OPEN_MPI
+    | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;usock"},
+}
+
+
+@pytest.mark.parametrize("words, environment", BROKEN.items(), ids=BROKEN)
+def test_broken_variables_of_a_cluster_are_named(words, environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MultihostError) as caught:
+        process_info()
+    name, _, value = words.partition("=")
+    assert name in str(caught.value) and value in str(caught.value)
 
 
 def test_single_process_needs_no_others():

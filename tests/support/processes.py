@@ -4,9 +4,5 @@ import os
 
 
 def environment() -> dict[str, str]:
-    """This environment without the compilation cache.
-
-    Process 0 alone writes to the cache. Started again it would find its programs there
-    and wait in a collective, for longer than that allows, until the others compiled.
-    """
-    return os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    """This environment with a token, as a launcher makes one for every run."""
+    return os.environ | {"MESHPAR_TOKEN": "a token of the tests alone"}
