@@ -15,7 +15,8 @@ from experiments.recipes.config import Config, from_dict, with_mode
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import SYNCHRONOUS
 from meshpar.checkpoint import persistent
-from meshpar.checkpoint.checkpoints import Checkpoints, changed_tensor
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.checkpoint.checksums import changed_tensor
 from meshpar.errors import CheckpointError
 from meshpar.layouts.axes import DATA
 from meshpar.lowering import replicas

@@ -7,6 +7,9 @@ from typing import Any
 
 import tensorboardX
 
+EVALUATION_LOSS = "evaluation_loss"
+"""Name of the held-out loss in rows."""
+
 
 class MetricsLog:
     """Metrics by step, in files that a resumed run appends to.
@@ -36,6 +39,16 @@ class MetricsLog:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the log holds the held-out loss of a step."""
+        return any(
+            row["step"] == step and EVALUATION_LOSS in row for row in read(self.path)
+        )
+
+    def sync(self) -> None:
+        """Waits until all rows are on the disk, so that no checkpoint is ahead."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Flushes and closes all files."""
         self._file.close()
@@ -61,7 +74,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, floor: float) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, style in (("loss", "-"), ("evaluation_loss", "o-")):
+    for name, style in (("loss", "-"), (EVALUATION_LOSS, "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))

@@ -10,12 +10,12 @@ import jax
 import meshpar
 from experiments import data
 from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from experiments.training import report
 from experiments.training.guards import StopFlag, own_folder
-from experiments.training.metrics import MetricsLog
+from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.setup import prepare
+from experiments.training.start import Start, restore
 from experiments.training.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
@@ -23,22 +23,6 @@ from meshpar.multihost.watchdog import Watchdog
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
-
-
-class _Start(NamedTuple):
-    """The beginning of a run or of its resumption.
-
-    Attributes:
-      state: the training state.
-      step: number of steps done before.
-      position: number of samples used before.
-      note: what restoring changed, for people; "" if nothing.
-    """
-
-    state: Any
-    step: int = 0
-    position: int = 0
-    note: str = ""
 
 
 class _Due(NamedTuple):
@@ -50,7 +34,7 @@ class _Due(NamedTuple):
 
     @classmethod
     def after(cls, step: int, config: Config) -> "_Due":
-        last = step == config.steps
+        last = step >= config.steps
         every = config.checkpoint_local_every or config.checkpoint_every
         return cls(
             evaluation=last or step % config.evaluate_every == 0,
@@ -99,22 +83,24 @@ class Trainer:
             StopFlag() as stop,
             contextlib.closing(self._open_checkpoints()) as checkpoints,
         ):
-            start = self._restore(checkpoints)
+            start = restore(setup, checkpoints)
             log = None
             if jax.process_index() == 0:
                 log = MetricsLog(setup.folder, start.step)
             progress = Progress(num_steps, start.step, log is not None)
-            for note in (self._program.why_auto, start.note):
+            for note in (self._program.why_auto, *start.notes):
                 if note:
                     progress.say(note)
             progress.say(report.describe(setup, start.step))
             try:
                 with progress:
+                    self._catch_up(start, checkpoints, log, progress)
                     state = self._train(start, stop, checkpoints, log, progress)
             finally:
                 if log:
                     log.close()
             checkpoints.wait()
+            checkpoints.check_saved(int(state.step))
             if int(state.step) < num_steps:
                 progress.say(
                     f"stopped at step {int(state.step)}, saved; the same command goes "
@@ -153,27 +139,24 @@ class Trainer:
             extra_identity=program.extra_identity,
         )
 
-    def _restore(self, checkpoints: Checkpoints) -> _Start:
-        """Restores the newest checkpoint, or initializes the state."""
-        restored = checkpoints.restore()
-        if not restored:
-            return _Start(self._program.init(self._config.seed))
-        metadata, folder = restored.metadata, self._setup.folder
-        for name, value in self._setup.identity.items():
-            if metadata[name] != value:
-                raise ConfigError(
-                    f"the run in {folder} has {name}={metadata[name]}, this command "
-                    f"has {name}={value}; use another --workdir, or the flags of that "
-                    "run"
-                )
-        step, position = int(restored.state.step), metadata["position"]
-        agree.check_fingerprint({"data position": position})
-        state = self._program.as_stored(restored.state, restored.extra)
-        return _Start(state, step, position, restored.note)
+    def _catch_up(
+        self,
+        start: Start,
+        checkpoints: Checkpoints,
+        log: MetricsLog | None,
+        progress: Progress,
+    ) -> None:
+        """Saves and evaluates the restored step, where a kill prevented it."""
+        if not start.persistent:
+            self._save(checkpoints, start.state, start.step, start.position, True)
+        if start.step and _Due.after(start.step, self._config).evaluation:
+            evaluated = log.has_evaluation(start.step) if log else None
+            if not agree.allgather_objects("evaluated", evaluated)[0]:
+                self._evaluate(start.state, start.step, log, progress)
 
     def _train(
         self,
-        start: _Start,
+        start: Start,
         stop: StopFlag,
         checkpoints: Checkpoints,
         log: MetricsLog | None,
@@ -181,7 +164,7 @@ class Trainer:
     ) -> Any:
         """Runs the steps; reads a step's metrics while the next step runs."""
         config, program = self._config, self._program
-        state, step, position, _ = start
+        state, step, position = start[:3]
         batches = data.training_batches(
             self._setup.corpus,
             seed=config.seed,
@@ -203,6 +186,8 @@ class Trainer:
                 if any(due) or stopping:
                     watchdog.pause()
                 if due.checkpoint or due.local_checkpoint or stopping:
+                    if log:
+                        log.sync()
                     steps.saved_step = step
                     persistent = due.checkpoint or stopping
                     self._save(checkpoints, state, step, position, persistent)
@@ -252,5 +237,5 @@ class Trainer:
         drift = f", drift {means['drift']:.4f}" if "drift" in means else ""
         progress.say(f"step {step}: held-out loss {means['loss']:.4f}{drift}")
         if log:
-            means["evaluation_loss"] = means.pop("loss")
+            means[EVALUATION_LOSS] = means.pop("loss")
             log.write(step, **means)

@@ -191,6 +191,10 @@ class PersistentTier(Tier):
         """Steps of the complete checkpoints that this process sees, ascending."""
         return sorted(self._manager.all_steps())
 
+    def holds(self, step: int) -> bool:
+        """Whether the folder holds a step now, as far as this process sees."""
+        return (self._folder / str(step)).is_dir()
+
     def checkpoints(self) -> list[tuple[int, str]]:
         """(step, name) of the checkpoints that process 0 sees, ascending."""
         steps = allgather_objects("checkpoints", self.steps())[0]

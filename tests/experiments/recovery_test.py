@@ -1,0 +1,145 @@
+"""Recovery of a run: nothing that a kill or a lost folder prevented stays missing."""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import recipes
+from experiments.recipes.config import with_settings
+from experiments.training import metrics
+from experiments.training.trainer import RESTART, Trainer
+from meshpar import layouts
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.errors import CheckpointError
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    words = ["alpha ", "beta ", "gamma ", "delta "]
+    path.write_text("".join(np.random.default_rng(0).choice(words, 20_000)))
+    return str(path)
+
+
+def config(text, workdir, *settings):
+    common = [
+        *(f"data.path={text}", f"workdir={workdir}", f"steps={STEPS}"),
+        *("sample_tokens=0", "checkpoint_every=2", "evaluate_every=2"),
+    ]
+    return with_settings(recipes.get("tiny"), [*common, *settings])
+
+
+def train(config, **options):
+    layout = layouts.parse("data=1")
+    config = dataclasses.replace(config, layout=str(layout))
+    return Trainer(config, layout, jax.devices()[:1], **options).run()
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    """The folder of a run that nothing disturbed, and its local disk."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    disk = f"checkpoint_local_dir={folder}/disk"
+    assert train(config(text, folder / "run", disk)) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(unbroken, tmp_path):
+    """A copy of that run in a folder of its own, as if it had been trained there."""
+    shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
+    run_id = tmp_path / "run/checkpoints/run_id"
+    run_id.write_text(run_id.read_text().replace(str(unbroken), str(tmp_path)))
+    return tmp_path
+
+
+def by_step(workdir, name):
+    rows = metrics.read(pathlib.Path(workdir) / "metrics.jsonl")
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def saved(workdir):
+    found = (pathlib.Path(workdir) / "checkpoints").iterdir()
+    return {int(path.name) for path in found if path.name.isdigit()}
+
+
+@pytest.mark.parametrize("lost", [[STEPS], [2, STEPS]])
+def test_a_step_that_only_local_disks_hold_is_written_to_the_folder(
+    lost, finished, text, capsys
+):
+    """As if the process had been killed while it wrote these steps."""
+    run = finished / "run"
+    for step in lost:
+        shutil.rmtree(run / "checkpoints" / str(step))
+    disk = f"checkpoint_local_dir={finished}/disk"
+    assert train(config(text, run, disk)) == 0
+    assert f"step {STEPS} comes from local disks" in capsys.readouterr().out
+    assert STEPS in saved(run)
+    shutil.rmtree(finished / "disk")
+    assert train(config(text, run)) == 0
+    assert f"already at step {STEPS}" in capsys.readouterr().out
+
+
+def test_a_run_whose_last_checkpoint_is_gone_does_not_end_well(
+    text, tmp_path, monkeypatch
+):
+    wait = Checkpoints.wait
+
+    def then_lose(self):
+        wait(self)
+        shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+
+    monkeypatch.setattr(Checkpoints, "wait", then_lose)
+    with pytest.raises(
+        CheckpointError, match=f"not hold the checkpoint of step {STEPS}"
+    ):
+        train(config(text, tmp_path))
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_an_evaluation_that_a_kill_prevented_is_made_up(
+    step, unbroken, text, tmp_path, monkeypatch
+):
+    evaluate = Trainer._evaluate
+
+    def killed(self, state, at, *arguments):
+        if at == step:
+            raise KeyboardInterrupt
+        evaluate(self, state, at, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(text, tmp_path))
+    assert step not in by_step(tmp_path, "evaluation_loss")
+    assert train(config(text, tmp_path)) == 0
+    losses = by_step(tmp_path, "evaluation_loss")
+    assert losses == pytest.approx(by_step(unbroken / "run", "evaluation_loss"))
+    monkeypatch.setattr(Trainer, "_evaluate", None)  # None is due any more.
+    assert train(config(text, tmp_path)) == 0
+
+
+def test_an_evaluation_that_a_signal_prevented_is_made_up(text, tmp_path, monkeypatch):
+    write = metrics.MetricsLog.write
+
+    def stopping(self, step, **values):
+        write(self, step, **values)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    often = config(text, tmp_path, "evaluate_every=1", "checkpoint_every=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.MetricsLog, "write", stopping)
+        assert train(often) == RESTART
+    assert [*by_step(tmp_path, "loss")] == [1, 2]
+    assert [*by_step(tmp_path, "evaluation_loss")] == [1]
+    assert train(often) == 0
+    assert [*by_step(tmp_path, "evaluation_loss")] == [1, 2, 3, 4]
