@@ -22,6 +22,12 @@ CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     None,
     "Folder on a disk of each machine, to which processes also save their own shards.",
 )
+START_ANEW = flags.DEFINE_bool(
+    "start_anew",
+    False,
+    "Start at step 0 in a folder whose checkpoints are gone; with checkpoints in it, "
+    "the run goes on.",
+)
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 
 
@@ -36,7 +42,10 @@ def main(_: Sequence[str]) -> int:
     config = dataclasses.replace(config, **given)
     layout, devices = command_line.start_devices(config)
     config = command_line.with_layout(config, layout)
-    return Trainer(config, layout, devices, PROFILE.value).run()
+    trainer = Trainer(
+        config, layout, devices, PROFILE.value, start_anew=START_ANEW.value
+    )
+    return trainer.run()
 
 
 if __name__ == "__main__":

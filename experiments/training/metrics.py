@@ -7,8 +7,16 @@ from typing import Any
 
 import tensorboardX
 
+from meshpar.errors import CheckpointError
+
 EVALUATION_LOSS = "evaluation_loss"
 """Name of the held-out loss in rows."""
+
+
+METRICS = "metrics.jsonl"
+"""Name of the file of rows."""
+RESUMED = "resumed"
+"""Key of the rows that mark where a run went on; they supersede rows of later steps."""
 
 
 class MetricsLog:
@@ -20,22 +28,34 @@ class MetricsLog:
     """
 
     def __init__(self, folder: pathlib.Path, step: int):
-        """Opens the files, and drops rows after the restored `step`."""
-        self.path = folder / "metrics.jsonl"
-        rows = [row for row in read(self.path) if row["step"] <= step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(partial, self.path)
-        self._file = self.path.open("a", buffering=1)
-        self.tensorboard = folder / "tensorboard"
-        purge = step + 1 if rows else None
-        self._writer = tensorboardX.SummaryWriter(
-            str(self.tensorboard), purge_step=purge
-        )
+        """Opens the files, and marks rows after the restored `step` as superseded.
+
+        Raises:
+          CheckpointError: something else is in the place of a file.
+        """
+        self.path, self.tensorboard = folder / METRICS, folder / "tensorboard"
+        try:
+            had_rows = bool(read(self.path))
+            self._writer = tensorboardX.SummaryWriter(
+                str(self.tensorboard), purge_step=step + 1 if had_rows else None
+            )
+            self._file = self.path.open("a", buffering=1)
+            if not _ends_with_a_line(self.path):
+                self._file.write("\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"the metrics of the run cannot be written: {error}; move that file "
+                "away, or choose another --workdir"
+            ) from error
+        if had_rows:
+            self._write_row({"step": step, RESUMED: True})
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
 
     def write(self, step: int, **values: float) -> None:
         """Writes one row."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._write_row({"step": step, **values})
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -55,15 +75,35 @@ class MetricsLog:
         self._writer.close()
 
 
+def _ends_with_a_line(path: pathlib.Path) -> bool:
+    """Whether a file is empty or its last line complete."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() in (b"", b"\n")
+
+
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, without a line that a killed process left incomplete."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """Rows of a metrics.jsonl, as they stand after all resumptions.
+
+    The file keeps every row. Where a run went on from a checkpoint, rows of later steps
+    are left out here; of several rows of one step with the same metrics the last
+    counts. Lines that are no rows, such as the last one of a killed process, are left
+    out.
+    """
+    rows: dict[tuple[int, frozenset[str]], dict[str, Any]] = {}
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             continue
-    return rows
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        if RESUMED in row:
+            rows = {key: old for key, old in rows.items() if key[0] <= row["step"]}
+        else:
+            rows[row["step"], frozenset(row)] = row
+    return list(rows.values())
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, floor: float) -> None:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from experiments.recipes.errors import ConfigError
+from experiments.training.run_record import RunRecord
 from experiments.training.setup import Setup
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
@@ -26,16 +27,25 @@ class Start(NamedTuple):
     persistent: bool = True
 
 
-def restore(setup: Setup, checkpoints: Checkpoints) -> Start:
+def restore(
+    setup: Setup, checkpoints: Checkpoints, record: RunRecord, start_anew: bool
+) -> Start:
     """Restores the newest checkpoint, or initializes the state; all processes call it.
 
+    Args:
+      setup: the run.
+      checkpoints: those of its folder.
+      record: the folder's record.
+      start_anew: whether to initialize the state where checkpoints are gone.
+
     Raises:
-      MeshparError: the folder belongs to another run, or no checkpoint in it can be
-        read.
+      MeshparError: the folder belongs to another run, no checkpoint in it can be read,
+        or its checkpoints are gone.
     """
     program = setup.program
     restored = checkpoints.restore()
     if not restored:
+        record.start_anew(start_anew)
         return Start(program.init(setup.config.seed))
     metadata = restored.metadata
     for name, value in setup.identity.items():
@@ -44,6 +54,8 @@ def restore(setup: Setup, checkpoints: Checkpoints) -> Start:
                 f"the run in {setup.folder} has {name}={metadata[name]}, this command "
                 f"has {name}={value}; use another --workdir, or the flags of that run"
             )
+    if restored.persistent:
+        record.saved()
     step, position = int(restored.state.step), metadata["position"]
     agree.check_fingerprint({"data position": position})
     state = program.as_stored(restored.state, restored.extra)

@@ -14,6 +14,7 @@ from experiments.training import report
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
+from experiments.training.run_record import RunRecord
 from experiments.training.setup import prepare
 from experiments.training.start import Start, restore
 from experiments.training.step_log import StepLog
@@ -52,6 +53,8 @@ class Trainer:
         layout: meshpar.Layout,
         devices: Sequence[jax.Device],
         profile: bool = False,
+        *,
+        start_anew: bool = False,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -60,12 +63,14 @@ class Trainer:
           layout: its layout.
           devices: the devices to fill.
           profile: whether to write a profiler trace of a few steps.
+          start_anew: whether to start at step 0 if the folder's checkpoints are gone.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
         self._setup = setup = prepare(config, layout, devices, profile)
         self._config, self._program = setup.config, setup.program
+        self._start_anew = start_anew
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
         )
@@ -78,12 +83,13 @@ class Trainer:
         """
         setup, num_steps = self._setup, self._config.steps
         self._check_processes()
-        with (
-            own_folder(setup.folder),
-            StopFlag() as stop,
-            contextlib.closing(self._open_checkpoints()) as checkpoints,
-        ):
-            start = restore(setup, checkpoints)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(own_folder(setup.folder))
+            stop, record = stack.enter_context(StopFlag()), RunRecord(setup.folder)
+            checkpoints = stack.enter_context(
+                contextlib.closing(self._open_checkpoints())
+            )
+            start = restore(setup, checkpoints, record, self._start_anew)
             log = None
             if jax.process_index() == 0:
                 log = MetricsLog(setup.folder, start.step)
@@ -95,12 +101,13 @@ class Trainer:
             try:
                 with progress:
                     self._catch_up(start, checkpoints, log, progress)
-                    state = self._train(start, stop, checkpoints, log, progress)
+                    state = self._train(start, stop, checkpoints, record, log, progress)
             finally:
                 if log:
                     log.close()
             checkpoints.wait()
             checkpoints.check_saved(int(state.step))
+            record.saved()
             if int(state.step) < num_steps:
                 progress.say(
                     f"stopped at step {int(state.step)}, saved; the same command goes "
@@ -159,6 +166,7 @@ class Trainer:
         start: Start,
         stop: StopFlag,
         checkpoints: Checkpoints,
+        record: RunRecord,
         log: MetricsLog | None,
         progress: Progress,
     ) -> Any:
@@ -181,6 +189,7 @@ class Trainer:
                 state, step_metrics = program.step(state, next(batches))
                 step, position = step + 1, position + config.batch_size
                 steps.add(step, step_metrics, any_process(stop.signal is not None))
+                record.look(steps.saved_step)
                 due = _Due.after(step, config)
                 stopping = steps.read(keep=0 if any(due) else 1)
                 if any(due) or stopping:

@@ -203,7 +203,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"none of the checkpoints {rejected} in {self._folder} can be read; "
                 f"they have been moved to {self._folder.parent / 'corrupt'}; start "
-                "anew in another --workdir, or run again to start anew in this one"
+                "anew in another --workdir, or in this one with --start_anew"
             )
         self._discard_after(-1)
         return None

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import signal
+import time
 
 import jax
 import numpy as np
@@ -143,3 +144,86 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up(text, tmp_path, monkey
     assert [*by_step(tmp_path, "evaluation_loss")] == [1]
     assert train(often) == 0
     assert [*by_step(tmp_path, "evaluation_loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("trace", ["run.json", "metrics.jsonl", "corrupt", "run_id"])
+def test_a_folder_whose_checkpoints_are_gone_is_not_started_anew(
+    trace, finished, text, capsys
+):
+    """The record, or in runs without one anything else, shows the older run."""
+    run = finished / "run"
+    run_id = (run / "checkpoints/run_id").read_bytes()
+    rows = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    (run / "corrupt" / "4-0").mkdir(parents=True)
+    for name in {"run.json", "metrics.jsonl", "corrupt"} - {trace}:
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if trace == "run_id":
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints/run_id").write_bytes(run_id)
+    for _ in range(2):  # The refusal itself changes nothing.
+        with pytest.raises(CheckpointError, match=f"{trace}.*add --start_anew"):
+            train(config(text, run))
+    if trace == "metrics.jsonl":
+        assert (run / "metrics.jsonl").read_bytes() == rows
+    assert train(config(text, run, "steps=2"), start_anew=True) == 0
+    assert saved(run) == {2}
+    assert [*by_step(run, "loss")] == [1, 2]  # Not the older run's.
+    if trace == "metrics.jsonl":
+        assert (run / "metrics.jsonl").read_bytes().startswith(rows)
+    assert train(config(text, run), start_anew=True) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
+    text, tmp_path, monkeypatch
+):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(text, tmp_path))
+    assert [*by_step(tmp_path, "loss")] == [1, 2]
+    assert train(config(text, tmp_path)) == 0
+    assert [*by_step(tmp_path, "loss")] == [1, 2, 3, 4]
+
+
+def test_the_first_checkpoint_is_recorded_before_the_run_ends(
+    text, tmp_path, monkeypatch
+):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "wait", killed)
+    monkeypatch.setattr(Trainer, "_evaluate", lambda *_: time.sleep(1))
+    with pytest.raises(KeyboardInterrupt):
+        train(config(text, tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="add --start_anew"):
+        train(config(text, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\xff\xfe\xe9", b'{"loss": 1.0}\n', b"1\n", b'{"step": 3, "lo', b"[\n"]
+)
+def test_metrics_go_on_after_lines_that_are_no_rows(tail, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n' + tail)
+    for step, loss in ((1, 3.5), (2, 3.0)):
+        log = metrics.MetricsLog(tmp_path, step)
+        log.write(step + 1, loss=loss)
+        log.close()
+    rows = [(row["step"], row["loss"]) for row in metrics.read(path)]
+    assert rows == [(1, 5.0), (2, 3.5), (3, 3.0)]
+    assert path.read_bytes().count(b'"step": 2, "loss"') == 2  # None is deleted.
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "metrics.jsonl"])
+def test_something_else_in_the_place_of_the_metrics_is_an_error(name, tmp_path):
+    path = tmp_path / name
+    path.write_text("") if name == "tensorboard" else path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{name}.*move that file away"):
+        metrics.MetricsLog(tmp_path, 0)
