@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import tensorboardX
@@ -27,8 +28,13 @@ class MetricsLog:
       tensorboard: folder of the TensorBoard files.
     """
 
-    def __init__(self, folder: pathlib.Path, step: int):
+    def __init__(self, folder: pathlib.Path, step: int, changes: Sequence[str] = ()):
         """Opens the files, and marks rows after the restored `step` as superseded.
+
+        Args:
+          folder: the run's folder.
+          step: number of steps done before.
+          changes: settings that change the course of training from there.
 
         Raises:
           CheckpointError: something else is in the place of a file.
@@ -47,8 +53,10 @@ class MetricsLog:
                 f"the metrics of the run cannot be written: {error}; move that file "
                 "away, or choose another --workdir"
             ) from error
-        if had_rows:
-            self._write_row({"step": step, RESUMED: True})
+        if had_rows or changes:
+            self._write_row({"step": step, RESUMED: True, "changes": list(changes)})
+        if changes:
+            self._writer.add_text("changes", "\n\n".join(changes), step)
 
     def _write_row(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")

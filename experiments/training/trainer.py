@@ -16,7 +16,7 @@ from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.run_record import RunRecord
 from experiments.training.setup import prepare
-from experiments.training.start import Start, restore
+from experiments.training.start import NO_CONSENT, Consent, Start, restore
 from experiments.training.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
@@ -53,8 +53,7 @@ class Trainer:
         layout: meshpar.Layout,
         devices: Sequence[jax.Device],
         profile: bool = False,
-        *,
-        start_anew: bool = False,
+        consent: Consent = NO_CONSENT,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -63,14 +62,14 @@ class Trainer:
           layout: its layout.
           devices: the devices to fill.
           profile: whether to write a profiler trace of a few steps.
-          start_anew: whether to start at step 0 if the folder's checkpoints are gone.
+          consent: what the user agrees to when the run resumes.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
         self._setup = setup = prepare(config, layout, devices, profile)
         self._config, self._program = setup.config, setup.program
-        self._start_anew = start_anew
+        self._consent = consent
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
         )
@@ -89,10 +88,10 @@ class Trainer:
             checkpoints = stack.enter_context(
                 contextlib.closing(self._open_checkpoints())
             )
-            start = restore(setup, checkpoints, record, self._start_anew)
+            start = restore(setup, checkpoints, record, self._consent)
             log = None
             if jax.process_index() == 0:
-                log = MetricsLog(setup.folder, start.step)
+                log = MetricsLog(setup.folder, start.step, start.changes)
             progress = Progress(num_steps, start.step, log is not None)
             for note in (self._program.why_auto, *start.notes):
                 if note:
@@ -131,7 +130,8 @@ class Trainer:
                 devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
                 data=self._setup.corpus.fingerprint,
                 program=program.fingerprint,
-            )
+            ),
+            agree.READ_S,  # A process without the hash of its data reads all of it.
         )
 
     def _open_checkpoints(self) -> Checkpoints:

@@ -14,6 +14,7 @@ import pytest
 from experiments import recipes
 from experiments.recipes.config import with_settings
 from experiments.training import metrics
+from experiments.training.start import Consent
 from experiments.training.trainer import RESTART, Trainer
 from meshpar import layouts
 from meshpar.checkpoint.checkpoints import Checkpoints
@@ -38,10 +39,11 @@ def config(text, workdir, *settings):
     return with_settings(recipes.get("tiny"), [*common, *settings])
 
 
-def train(config, **options):
+def train(config, **consent):
     layout = layouts.parse("data=1")
     config = dataclasses.replace(config, layout=str(layout))
-    return Trainer(config, layout, jax.devices()[:1], **options).run()
+    consent = Consent(**consent)
+    return Trainer(config, layout, jax.devices()[:1], consent=consent).run()
 
 
 @pytest.fixture(scope="module")
