@@ -17,8 +17,8 @@ import jax
 from meshpar.arrays import num_bytes
 from meshpar.checkpoint.checksums import CHECKSUMS, changed_tensor, checksums
 from meshpar.checkpoint.local import LocalTier
+from meshpar.checkpoint.mode_identity import EXTRA, MODE, unsaid_settings
 from meshpar.checkpoint.persistent import (
-    EXTRA,
     REPLICAS,
     TENSORS,
     PersistentTier,
@@ -99,7 +99,7 @@ class Checkpoints:
         abstract_state, abstract_extra = without_keys(self._like)
         self._abstract_state, self._abstract_extra = abstract_state, abstract_extra
         self._num_replicas = num_replicas
-        self._extra_identity = {"mode": extra_identity}
+        self._extra_identity = extra_identity
         abstract = jax.tree.leaves((abstract_state, abstract_extra))
         size = sum(map(num_bytes, abstract))
         self._persistent = PersistentTier(self._folder, keep, size)
@@ -133,7 +133,7 @@ class Checkpoints:
         metadata = {
             **metadata,
             TENSORS: shapes_and_dtypes(state),
-            EXTRA: shapes_and_dtypes(extra) | self._extra_identity,
+            EXTRA: shapes_and_dtypes(extra) | {MODE: self._extra_identity},
             REPLICAS: self._num_replicas,
             CHECKSUMS: [checksums(state), checksums(extra)],
         }
@@ -250,9 +250,11 @@ class Checkpoints:
 
     def _fits(self, metadata: Mapping[str, Any]) -> bool:
         """Whether the saved extra state is of this layout and mode."""
-        expected = shapes_and_dtypes(self._abstract_extra) | self._extra_identity
+        if unsaid_settings(metadata, self._extra_identity) is None:
+            return False
+        saved = {k: x for k, x in metadata.get(EXTRA, {}).items() if k != MODE}
         same = metadata.get(REPLICAS, 1) == self._num_replicas
-        return same and metadata.get(EXTRA, {"mode": ""}) == expected
+        return same and saved == shapes_and_dtypes(self._abstract_extra)
 
     def _converted(self, step: int, content: _Content) -> Restored:
         """Converts a checkpoint to this run's number of replicas."""
@@ -271,6 +273,11 @@ class Checkpoints:
             note = (
                 f"restored step {step} of {saved_replicas} replicas, {replicas}; "
                 "global weights and outer momentum start anew from the average"
+            )
+        elif unsaid := unsaid_settings(content.metadata, self._extra_identity):
+            note = (
+                f"step {step} does not say its {unsaid}, as an earlier version saved "
+                "it; it resumes with that of this run"
             )
         like_state, like_extra = self._like
         if extra is not None:

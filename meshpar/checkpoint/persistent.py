@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint.checksums import json_checksum
 from meshpar.checkpoint.disk_space import check_writable, lack_of_space
+from meshpar.checkpoint.mode_identity import EXTRA
 from meshpar.checkpoint.random_keys import without_keys
 from meshpar.checkpoint.read_problems import Kind, Problems
 from meshpar.checkpoint.tier import Tier
@@ -26,7 +27,7 @@ from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import TrainState
 from meshpar.multihost.agree import allgather_objects
 
-STATE, METADATA, EXTRA = "state", "metadata", "synchronization"
+STATE, METADATA = "state", "metadata"
 TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 
 
