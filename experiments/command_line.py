@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import logging as std_logging
 import os
 import sys
 import time
@@ -80,6 +79,14 @@ START_TIMEOUT = flags.DEFINE_float(
     "start_timeout", 120.0, "Seconds to wait for all processes at the start."
 )
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EROFS: "mount the disk for writing",
+    errno.ESTALE: "mount the disk again",
+}
 
 
 def config_from_flags() -> Config:
@@ -161,8 +168,6 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
-        # Many readers of Orbax fail at once; our error message reports it once.
-        std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
         warnings.filterwarnings("ignore", module="orbax")
         try:
             if len(argv) > 1 and not arguments:
@@ -174,11 +179,11 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
             code = getattr(error, "exit_code", 2)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            if error.errno not in _REMEDIES:
                 raise
             print(
-                f"error: {error}; make room and run the same command again: it goes on "
-                "from the last complete checkpoint",
+                f"error: {error}; {_REMEDIES[error.errno]} and run the same command "
+                "again: it goes on from the last complete checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
