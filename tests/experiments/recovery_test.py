@@ -23,6 +23,10 @@ from meshpar.errors import CheckpointError
 STEPS = 4
 
 
+class KilledError(Exception):
+    """Ends a run in the place where it is raised."""
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
@@ -115,12 +119,12 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up(
 
     def killed(self, state, at, *arguments):
         if at == step:
-            raise KeyboardInterrupt
+            raise KilledError
         evaluate(self, state, at, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_evaluate", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KilledError):
             train(config(text, tmp_path))
     assert step not in by_step(tmp_path, "evaluation_loss")
     assert train(config(text, tmp_path)) == 0
@@ -182,11 +186,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     text, tmp_path, monkeypatch
 ):
     def killed(*_):
-        raise KeyboardInterrupt
+        raise KilledError
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_save", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KilledError):
             train(config(text, tmp_path))
     assert [*by_step(tmp_path, "loss")] == [1, 2]
     assert train(config(text, tmp_path)) == 0
@@ -197,11 +201,11 @@ def test_the_first_checkpoint_is_recorded_before_the_run_ends(
     text, tmp_path, monkeypatch
 ):
     def killed(*_):
-        raise KeyboardInterrupt
+        raise KilledError
 
     monkeypatch.setattr(Checkpoints, "wait", killed)
     monkeypatch.setattr(Trainer, "_evaluate", lambda *_: time.sleep(1))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KilledError):
         train(config(text, tmp_path))
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match="add --start_anew"):
