@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import logging as std_logging
 import os
 import sys
 import time
@@ -82,6 +81,13 @@ START_TIMEOUT = flags.DEFINE_float(
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
 
 
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EROFS: "mount the disk for writing",
+}
+
+
 def config_from_flags() -> Config:
     """The recipe with all changes from flags.
 
@@ -151,7 +157,6 @@ def with_layout(config: Config, layout: meshpar.Layout) -> Config:
     return dataclasses.replace(config, layout=str(layout))
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
 
 
@@ -161,10 +166,10 @@ def _report(error: Exception) -> int:
     Another process that is lost, or a disk that is away, may be back the next time.
     """
     number = error.errno if isinstance(error, OSError) else None
-    if number in _FULL:
+    if number in _REMEDIES:
         print(
-            f"error: {error}; make room and run the same command again: it goes on "
-            "from the last complete checkpoint",
+            f"error: {error}; {_REMEDIES[number]} and run the same command again: it "
+            "goes on from the last complete checkpoint",
             file=sys.stderr,
             flush=True,
         )
@@ -199,8 +204,6 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
-        # Many readers of Orbax fail at once; our error message reports it once.
-        std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
         warnings.filterwarnings("ignore", module="orbax")
         try:
             if len(argv) > 1 and not arguments:

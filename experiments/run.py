@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import command_line
+from experiments.training.start import Consent
 from experiments.training.trainer import Trainer
 
 flags.adopt_module_key_flags(command_line)
@@ -21,6 +22,15 @@ CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     "checkpoint_local_dir",
     None,
     "Folder on a disk of each machine, to which processes also save their own shards.",
+)
+START_ANEW = flags.DEFINE_bool(
+    "start_anew",
+    False,
+    "Start at step 0 in a folder whose checkpoints are gone; with checkpoints in it, "
+    "the run goes on.",
+)
+ALLOW_CHANGES = flags.DEFINE_bool(
+    "allow_changes", False, "Resume with other data, another seed or another length."
 )
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 
@@ -36,7 +46,8 @@ def main(_: Sequence[str]) -> int:
     config = dataclasses.replace(config, **given)
     layout, devices = command_line.start_devices(config)
     config = command_line.with_layout(config, layout)
-    return Trainer(config, layout, devices, PROFILE.value).run()
+    consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
+    return Trainer(config, layout, devices, PROFILE.value, consent).run()
 
 
 if __name__ == "__main__":

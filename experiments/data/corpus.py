@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from experiments.data import fingerprint
 from experiments.data.files import (
     SEPARATOR,
     TOKEN_SUFFIXES,
@@ -47,6 +47,7 @@ class Corpus:
       held_out: token ids, integer [tokens].
       vocab: number of token ids, padded so that it divides over devices.
       decode: token ids -> text.
+      file: the file that holds exactly these token ids, if there is one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Corpus:
     held_out: np.ndarray
     vocab: int
     decode: Decode
+    file: pathlib.Path | None = None
 
     @functools.cached_property
     def train_counts(self) -> np.ndarray:
@@ -66,21 +68,32 @@ class Corpus:
         return _counts(self.held_out)
 
     @functools.cached_property
+    def highest_id(self) -> int:
+        """The largest token id that occurs in either part."""
+        return max(int(part.max()) for part in self._parts if len(part))
+
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of sizes, vocabulary and a sample of the tokens."""
-        digest = hashlib.sha256(f"{self.vocab}".encode())
-        for tokens in (self.train, self.held_out):
-            stride = max(1, len(tokens) // 65536)
-            digest.update(f"{len(tokens)}".encode())
-            digest.update(np.ascontiguousarray(tokens[::stride], np.int64).tobytes())
-        return digest.hexdigest()[:16]
+        """Hash of sizes, vocabulary and all tokens."""
+        return fingerprint.of_all_tokens(self.vocab, self._parts, self.file)
+
+    def has_fingerprint(self, text: str) -> bool:
+        """Whether a fingerprint, possibly of an earlier version, is of this data."""
+        if text.startswith(fingerprint.WHOLE):
+            return text == self.fingerprint
+        return text == fingerprint.of_a_sample(self.vocab, self._parts)
+
+    @property
+    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.train, self.held_out
 
 
 def _counts(tokens: np.ndarray) -> np.ndarray:
     """Counts token ids part by part, since the tokens may be a large mapped file."""
     counts, size = np.zeros(0, np.int64), 1 << 24
     for start in range(0, len(tokens), size):
-        more = np.bincount(tokens[start : start + size], minlength=len(counts))
+        block = np.asarray(tokens[start : start + size], np.int64)
+        more = np.bincount(block, minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
     return counts
@@ -92,24 +105,28 @@ def load(config: DataConfig) -> Corpus:
     Raises:
       DataError: missing, empty, binary or unreadable data, or a bad tokenizer.
     """
+    file = None
     if pathlib.Path(config.path).suffix in TOKEN_SUFFIXES:
-        tokens, vocab, decode = _token_ids(config)
+        file = find_files(config.path)[0]
+        tokens, vocab, decode = _token_ids(config, file)
     else:
         tokens, vocab, decode = _text(config)
     name = config.path or "Python's standard library"
     num_train = len(tokens) - int(len(tokens) * config.held_out)
     padded = -(-vocab // 128) * 128
-    return Corpus(name, tokens[:num_train], tokens[num_train:], padded, decode)
+    return Corpus(name, tokens[:num_train], tokens[num_train:], padded, decode, file)
 
 
-def _token_ids(config: DataConfig) -> tuple[np.ndarray, int, Decode]:
+def _token_ids(
+    config: DataConfig, file: pathlib.Path
+) -> tuple[np.ndarray, int, Decode]:
     """Tokens, vocabulary size and decoder of a file of token ids."""
     if config.tokenizer:
         raise DataError(
             f"--tokenizer={config.tokenizer} with token ids ({config.path}): leave one "
             "of them out"
         )
-    tokens = read_tokens(find_files(config.path)[0])
+    tokens = read_tokens(file)
     return tokens, int(tokens.max()) + 1, lambda ids: " ".join(map(str, ids))
 
 
@@ -137,7 +154,13 @@ def _tokenize(documents: list[bytes], path: str) -> tuple[np.ndarray, int, Decod
         raise DataError(f"--tokenizer needs UTF-8 text: {error}") from error
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     tokens = np.concatenate([np.array(e.ids, np.int32) for e in encodings])
-    return tokens, tokenizer.get_vocab_size(), tokenizer.decode
+    size = tokenizer.get_vocab_size()
+    if len(tokens) and (highest := int(tokens.max())) >= size:
+        raise DataError(
+            f"--tokenizer={path} has a vocabulary of {size} and gives the token id "
+            f"{highest}, as its ids have gaps; number its tokens from 0 to {size - 1}"
+        )
+    return tokens, size, tokenizer.decode
 
 
 def unigram_loss(corpus: Corpus) -> float:

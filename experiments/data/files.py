@@ -16,6 +16,8 @@ SEPARATOR = b"\0"
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 """Suffixes of files that hold token ids instead of text."""
+_LARGEST_ID = 2**31 - 1
+"""Largest int32, the type of token ids in batches."""
 
 
 class DataError(MeshparError):
@@ -97,7 +99,7 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
       Token ids, integer [tokens].
 
     Raises:
-      DataError: an array of another kind, no tokens, or negative ids.
+      DataError: an array of another kind, no tokens, or ids that no model takes.
     """
     try:
         if path.suffix == ".npy":
@@ -116,4 +118,9 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
         raise DataError(f"{path} holds no tokens")
     if (lowest := int(tokens.min())) < 0:
         raise DataError(f"{path} holds the token id {lowest}; ids start at 0")
+    if (highest := int(tokens.max())) > _LARGEST_ID:
+        raise DataError(
+            f"{path} holds the token id {highest}, beyond every vocabulary; use ids up "
+            f"to {_LARGEST_ID}"
+        )
     return tokens

@@ -14,8 +14,10 @@ from experiments.recipes import building
 from experiments.recipes.config import Config, from_dict, with_mode
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import SYNCHRONOUS
+from experiments.training.run_record import RunRecord
 from meshpar.checkpoint import persistent
-from meshpar.checkpoint.checkpoints import Checkpoints, changed_tensor
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.checkpoint.checksums import changed_tensor
 from meshpar.errors import CheckpointError
 from meshpar.layouts.axes import DATA
 from meshpar.lowering import replicas
@@ -108,6 +110,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
     }
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
         checkpoints.save(0, state._replace(params=params), metadata)
+    RunRecord(run).saved()
     changes = [
         f"--set model.{field.name}={getattr(model, field.name)}"
         for field in dataclasses.fields(model)

@@ -29,10 +29,10 @@ def fit_vocabulary(config: Config, corpus: Corpus) -> Config:
     if model.vocab == 0:
         model = dataclasses.replace(model, vocab=corpus.vocab)
         return dataclasses.replace(config, model=model)
-    highest = max(len(corpus.train_counts), len(corpus.held_out_counts)) - 1
-    if highest >= model.vocab:
+    if corpus.highest_id >= model.vocab:
         raise ConfigError(
-            f"model.vocab={model.vocab}, but the data holds token id {highest}; use "
+            f"model.vocab={model.vocab}, but the data holds token id "
+            f"{corpus.highest_id}; use "
             "model.vocab=0 to take the vocabulary of the data"
         )
     return config

@@ -3,9 +3,21 @@
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import tensorboardX
+
+from meshpar.errors import CheckpointError
+
+EVALUATION_LOSS = "evaluation_loss"
+"""Name of the held-out loss in rows."""
+
+
+METRICS = "metrics.jsonl"
+"""Name of the file of rows."""
+RESUMED = "resumed"
+"""Key of the rows that mark where a run went on; they supersede rows of later steps."""
 
 
 class MetricsLog:
@@ -16,25 +28,54 @@ class MetricsLog:
       tensorboard: folder of the TensorBoard files.
     """
 
-    def __init__(self, folder: pathlib.Path, step: int):
-        """Opens the files, and drops rows after the restored `step`."""
-        self.path = folder / "metrics.jsonl"
-        rows = [row for row in read(self.path) if row["step"] <= step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(partial, self.path)
-        self._file = self.path.open("a", buffering=1)
-        self.tensorboard = folder / "tensorboard"
-        purge = step + 1 if rows else None
-        self._writer = tensorboardX.SummaryWriter(
-            str(self.tensorboard), purge_step=purge
-        )
+    def __init__(self, folder: pathlib.Path, step: int, changes: Sequence[str] = ()):
+        """Opens the files, and marks rows after the restored `step` as superseded.
+
+        Args:
+          folder: the run's folder.
+          step: number of steps done before.
+          changes: settings that change the course of training from there.
+
+        Raises:
+          CheckpointError: something else is in the place of a file.
+        """
+        self.path, self.tensorboard = folder / METRICS, folder / "tensorboard"
+        try:
+            had_rows = bool(read(self.path))
+            self._writer = tensorboardX.SummaryWriter(
+                str(self.tensorboard), purge_step=step + 1 if had_rows else None
+            )
+            self._file = self.path.open("a", buffering=1)
+            if not _ends_with_a_line(self.path):
+                self._file.write("\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"the metrics of the run cannot be written: {error}; move that file "
+                "away, or choose another --workdir"
+            ) from error
+        if had_rows or changes:
+            self._write_row({"step": step, RESUMED: True, "changes": list(changes)})
+        if changes:
+            self._writer.add_text("changes", "\n\n".join(changes), step)
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
 
     def write(self, step: int, **values: float) -> None:
         """Writes one row."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._write_row({"step": step, **values})
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the log holds the held-out loss of a step."""
+        return any(
+            row["step"] == step and EVALUATION_LOSS in row for row in read(self.path)
+        )
+
+    def sync(self) -> None:
+        """Waits until all rows are on the disk, so that no checkpoint is ahead."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flushes and closes all files."""
@@ -42,15 +83,35 @@ class MetricsLog:
         self._writer.close()
 
 
+def _ends_with_a_line(path: pathlib.Path) -> bool:
+    """Whether a file is empty or its last line complete."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() in (b"", b"\n")
+
+
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, without a line that a killed process left incomplete."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """Rows of a metrics.jsonl, as they stand after all resumptions.
+
+    The file keeps every row. Where a run went on from a checkpoint, rows of later steps
+    are left out here; of several rows of one step with the same metrics the last
+    counts. Lines that are no rows, such as the last one of a killed process, are left
+    out.
+    """
+    rows: dict[tuple[int, frozenset[str]], dict[str, Any]] = {}
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             continue
-    return rows
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        if RESUMED in row:
+            rows = {key: old for key, old in rows.items() if key[0] <= row["step"]}
+        else:
+            rows[row["step"], frozenset(row)] = row
+    return list(rows.values())
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, floor: float) -> None:
@@ -61,7 +122,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, floor: float) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, style in (("loss", "-"), ("evaluation_loss", "o-")):
+    for name, style in (("loss", "-"), (EVALUATION_LOSS, "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))

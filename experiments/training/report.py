@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from experiments.training import metrics
-from experiments.training.metrics import MetricsLog
+from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.sampling import sample
 from experiments.training.setup import Setup
@@ -65,7 +65,7 @@ def finish(
         return
     rows, floor = metrics.read(log.path), setup.unigram_loss
     metrics.plot(rows, setup.folder / "loss.png", floor)
-    held_out = [row["evaluation_loss"] for row in rows if "evaluation_loss" in row]
+    held_out = [row[EVALUATION_LOSS] for row in rows if EVALUATION_LOSS in row]
     if held_out:
         progress.say(f"held-out loss {held_out[-1]:.4f}, unigram floor {floor:.4f}")
     paths = {

@@ -10,12 +10,13 @@ import jax
 import meshpar
 from experiments import data
 from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from experiments.training import report
 from experiments.training.guards import StopFlag, own_folder
-from experiments.training.metrics import MetricsLog
+from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
+from experiments.training.run_record import RunRecord
 from experiments.training.setup import prepare
+from experiments.training.start import NO_CONSENT, Consent, Start, restore
 from experiments.training.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
@@ -32,22 +33,6 @@ RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
 
 
-class _Start(NamedTuple):
-    """The beginning of a run or of its resumption.
-
-    Attributes:
-      state: the training state.
-      step: number of steps done before.
-      position: number of samples used before.
-      note: what restoring changed, for people; "" if nothing.
-    """
-
-    state: Any
-    step: int = 0
-    position: int = 0
-    note: str = ""
-
-
 class _Due(NamedTuple):
     """The actions that are due after a step."""
 
@@ -57,7 +42,7 @@ class _Due(NamedTuple):
 
     @classmethod
     def after(cls, step: int, config: Config) -> "_Due":
-        last = step == config.steps
+        last = step >= config.steps
         every = config.checkpoint_local_every or config.checkpoint_every
         return cls(
             evaluation=last or step % config.evaluate_every == 0,
@@ -83,6 +68,7 @@ class Trainer:
         layout: meshpar.Layout,
         devices: Sequence[jax.Device],
         profile: bool = False,
+        consent: Consent = NO_CONSENT,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -91,6 +77,7 @@ class Trainer:
           layout: its layout.
           devices: the devices to fill.
           profile: whether to write a profiler trace of a few steps.
+          consent: what the user agrees to when the run resumes.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
@@ -98,6 +85,7 @@ class Trainer:
         with _watchdog(config):
             self._setup = setup = prepare(config, layout, devices, profile)
         self._config, self._program = setup.config, setup.program
+        self._consent = consent
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
         )
@@ -110,31 +98,35 @@ class Trainer:
         """
         setup, num_steps = self._setup, self._config.steps
         self._check_processes()
-        with (
-            _watchdog(self._config) as watchdog,
-            own_folder(setup.folder),
-            StopFlag() as stop,
-            contextlib.closing(self._open_checkpoints()) as checkpoints,
-        ):
-            start = self._restore(checkpoints)
+        with contextlib.ExitStack() as stack:
+            watchdog = stack.enter_context(_watchdog(self._config))
+            stack.enter_context(own_folder(setup.folder))
+            stop, record = stack.enter_context(StopFlag()), RunRecord(setup.folder)
+            checkpoints = stack.enter_context(
+                contextlib.closing(self._open_checkpoints())
+            )
+            start = restore(setup, checkpoints, record, self._consent)
             log = None
             if jax.process_index() == 0:
-                log = MetricsLog(setup.folder, start.step)
+                log = MetricsLog(setup.folder, start.step, start.changes)
             progress = Progress(num_steps, start.step, log is not None)
-            for note in (self._program.why_auto, start.note):
+            for note in (self._program.why_auto, *start.notes):
                 if note:
                     progress.say(note)
             progress.say(report.describe(setup, start.step))
             try:
                 with progress:
+                    self._catch_up(start, checkpoints, log, progress, watchdog)
                     state = self._train(
-                        start, stop, checkpoints, log, progress, watchdog
+                        start, stop, checkpoints, record, log, progress, watchdog
                     )
             finally:
                 watchdog.enter(END)
                 if log:
                     log.close()
             checkpoints.wait()
+            checkpoints.check_saved(int(state.step))
+            record.saved()
             if int(state.step) < num_steps:
                 progress.say(
                     f"stopped at step {int(state.step)}, saved; the same command goes "
@@ -158,7 +150,8 @@ class Trainer:
                 devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
                 data=self._setup.corpus.fingerprint,
                 program=program.fingerprint,
-            )
+            ),
+            agree.READ_S,  # A process without the hash of its data reads all of it.
         )
 
     def _open_checkpoints(self) -> Checkpoints:
@@ -173,36 +166,37 @@ class Trainer:
             extra_identity=program.extra_identity,
         )
 
-    def _restore(self, checkpoints: Checkpoints) -> _Start:
-        """Restores the newest checkpoint, or initializes the state."""
-        restored = checkpoints.restore()
-        if not restored:
-            return _Start(self._program.init(self._config.seed))
-        metadata, folder = restored.metadata, self._setup.folder
-        for name, value in self._setup.identity.items():
-            if metadata[name] != value:
-                raise ConfigError(
-                    f"the run in {folder} has {name}={metadata[name]}, this command "
-                    f"has {name}={value}; use another --workdir, or the flags of that "
-                    "run"
-                )
-        step, position = int(restored.state.step), metadata["position"]
-        agree.check_fingerprint({"data position": position})
-        state = self._program.as_stored(restored.state, restored.extra)
-        return _Start(state, step, position, restored.note)
+    def _catch_up(
+        self,
+        start: Start,
+        checkpoints: Checkpoints,
+        log: MetricsLog | None,
+        progress: Progress,
+        watchdog: Watchdog,
+    ) -> None:
+        """Saves and evaluates the restored step, where a kill prevented it."""
+        if not start.persistent:
+            watchdog.enter(SAVE)
+            self._save(checkpoints, start.state, start.step, start.position, True)
+        if start.step and _Due.after(start.step, self._config).evaluation:
+            evaluated = log.has_evaluation(start.step) if log else None
+            if not agree.allgather_objects("evaluated", evaluated)[0]:
+                watchdog.enter(EVALUATION)
+                self._evaluate(start.state, start.step, log, progress)
 
     def _train(
         self,
-        start: _Start,
+        start: Start,
         stop: StopFlag,
         checkpoints: Checkpoints,
+        record: RunRecord,
         log: MetricsLog | None,
         progress: Progress,
         watchdog: Watchdog,
     ) -> Any:
         """Runs the steps; reads a step's metrics while the next step runs."""
         config, program = self._config, self._program
-        state, step, position, _ = start
+        state, step, position = start[:3]
         batches = data.training_batches(
             self._setup.corpus,
             seed=config.seed,
@@ -219,10 +213,13 @@ class Trainer:
                 state, step_metrics = program.step(state, next(batches))
                 step, position = step + 1, position + config.batch_size
                 steps.add(step, step_metrics, any_process(stop.signal is not None))
+                record.look(steps.saved_step)
                 due = _Due.after(step, config)
                 stopping = steps.read(keep=0 if any(due) else 1)
                 if due.checkpoint or due.local_checkpoint or stopping:
                     watchdog.enter(SAVE)
+                    if log:
+                        log.sync()
                     steps.saved_step = step
                     persistent = due.checkpoint or stopping
                     self._save(checkpoints, state, step, position, persistent)
@@ -273,5 +270,5 @@ class Trainer:
         drift = f", drift {means['drift']:.4f}" if "drift" in means else ""
         progress.say(f"step {step}: held-out loss {means['loss']:.4f}{drift}")
         if log:
-            means["evaluation_loss"] = means.pop("loss")
+            means[EVALUATION_LOSS] = means.pop("loss")
             log.write(step, **means)

@@ -2,7 +2,7 @@
 
 from meshpar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from meshpar.checkpoint.checkpoints import Restored as Restored
-from meshpar.checkpoint.checkpoints import changed_tensor as changed_tensor
+from meshpar.checkpoint.checksums import changed_tensor as changed_tensor
 from meshpar.checkpoint.persistent import StoredCheckpoint as StoredCheckpoint
 from meshpar.checkpoint.persistent import find_checkpoints as find_checkpoints
 from meshpar.checkpoint.persistent import read_checkpoint as read_checkpoint

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshpar.arrays import leaves_by_path, num_bytes
-from meshpar.checkpoint.checksums import checksums
+from meshpar.arrays import num_bytes
+from meshpar.checkpoint.checksums import CHECKSUMS, changed_tensor, checksums
 from meshpar.checkpoint.local import LocalTier
+from meshpar.checkpoint.mode_identity import EXTRA, MODE, unsaid_settings
 from meshpar.checkpoint.persistent import (
-    EXTRA,
     REPLICAS,
     TENSORS,
     PersistentTier,
@@ -31,8 +31,7 @@ from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
 from meshpar.lowering.replicas import converted, with_replicas
 from meshpar.lowering.state import TrainState
-
-CHECKSUMS = "checksums"
+from meshpar.multihost.agree import allgather_objects
 
 
 class Restored(NamedTuple):
@@ -43,12 +42,15 @@ class Restored(NamedTuple):
       metadata: the metadata saved with it.
       extra: state of the same layout and mode alone; None if it does not fit.
       note: for people: how the state differs from the saved one; "" if it does not.
+      persistent: whether the run's own folder holds the step; a step that only local
+        disks hold can still be lost.
     """
 
     state: TrainState
     metadata: dict[str, Any]
     extra: Any
     note: str
+    persistent: bool = True
 
 
 class _Content(NamedTuple):
@@ -97,7 +99,7 @@ class Checkpoints:
         abstract_state, abstract_extra = without_keys(self._like)
         self._abstract_state, self._abstract_extra = abstract_state, abstract_extra
         self._num_replicas = num_replicas
-        self._extra_identity = {"mode": extra_identity}
+        self._extra_identity = extra_identity
         abstract = jax.tree.leaves((abstract_state, abstract_extra))
         size = sum(map(num_bytes, abstract))
         self._persistent = PersistentTier(self._folder, keep, size)
@@ -131,7 +133,7 @@ class Checkpoints:
         metadata = {
             **metadata,
             TENSORS: shapes_and_dtypes(state),
-            EXTRA: shapes_and_dtypes(extra) | self._extra_identity,
+            EXTRA: shapes_and_dtypes(extra) | {MODE: self._extra_identity},
             REPLICAS: self._num_replicas,
             CHECKSUMS: [checksums(state), checksums(extra)],
         }
@@ -147,6 +149,19 @@ class Checkpoints:
         """
         for tier in self._tiers:
             tier.wait()
+
+    def check_saved(self, step: int) -> None:
+        """Looks for a step in the run's own folder; all processes call it after `wait`.
+
+        Raises:
+          CheckpointError: the folder does not hold the step.
+        """
+        if not allgather_objects("saved", self._persistent.holds(step))[0]:
+            raise CheckpointError(
+                f"{self._folder} does not hold the checkpoint of step {step}, which "
+                "has been written; mount the disk or restore the folder, and run the "
+                "same command again"
+            )
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in the run's folder, ascending."""
@@ -165,14 +180,16 @@ class Checkpoints:
             checkpoint in it can be read.
           MissingError: some processes did not take part in time.
         """
-        rejected = []
-        for step, tier, name in self._newest_first():
+        rejected, found = [], self._newest_first()
+        persistent_steps = {step for step, tier, _ in found if tier.persistent}
+        for step, tier, name in found:
             content, problems = self._read(tier, name)
             if problems and not problems.any(Kind.OTHER):
                 content, problems = self._read(tier, name)  # It may be transient.
             if not problems:
                 self._discard_after(step)
-                return self._converted(step, content)
+                restored = self._converted(step, content)
+                return restored._replace(persistent=step in persistent_steps)
             if problems.any(Kind.OTHER):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._folder} is of another model or "
@@ -186,7 +203,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"none of the checkpoints {rejected} in {self._folder} can be read; "
                 f"they have been moved to {self._folder.parent / 'corrupt'}; start "
-                "anew in another --workdir, or run again to start anew in this one"
+                "anew in another --workdir, or in this one with --start_anew"
             )
         self._discard_after(-1)
         return None
@@ -233,9 +250,11 @@ class Checkpoints:
 
     def _fits(self, metadata: Mapping[str, Any]) -> bool:
         """Whether the saved extra state is of this layout and mode."""
-        expected = shapes_and_dtypes(self._abstract_extra) | self._extra_identity
+        if unsaid_settings(metadata, self._extra_identity) is None:
+            return False
+        saved = {k: x for k, x in metadata.get(EXTRA, {}).items() if k != MODE}
         same = metadata.get(REPLICAS, 1) == self._num_replicas
-        return same and metadata.get(EXTRA, {"mode": ""}) == expected
+        return same and saved == shapes_and_dtypes(self._abstract_extra)
 
     def _converted(self, step: int, content: _Content) -> Restored:
         """Converts a checkpoint to this run's number of replicas."""
@@ -255,6 +274,11 @@ class Checkpoints:
                 f"restored step {step} of {saved_replicas} replicas, {replicas}; "
                 "global weights and outer momentum start anew from the average"
             )
+        elif unsaid := unsaid_settings(content.metadata, self._extra_identity):
+            note = (
+                f"step {step} does not say its {unsaid}, as an earlier version saved "
+                "it; it resumes with that of this run"
+            )
         like_state, like_extra = self._like
         if extra is not None:
             extra = with_keys(extra, like_extra)
@@ -268,23 +292,3 @@ class Checkpoints:
         """
         for tier in self._tiers:
             tier.close()
-
-
-def changed_tensor(state: Any, extra: Any, metadata: Mapping[str, Any]) -> str:
-    """The first tensor whose checksum has changed; "" if none. All processes call it.
-
-    Args:
-      state: the restored state, in the layout of replicas that was saved.
-      extra: the restored extra state, or None to leave it out.
-      metadata: the metadata saved with them; the first format has no checksums.
-    """
-    saved = metadata.get(CHECKSUMS, ([], []))
-    for tree, tree_checksums in zip((state, extra), saved, strict=True):
-        if not tree_checksums or tree is None:
-            continue
-        for path, now, then in zip(
-            leaves_by_path(tree), checksums(tree), tree_checksums, strict=True
-        ):
-            if now != then:
-                return f"{path} has changed since it was written"
-    return ""

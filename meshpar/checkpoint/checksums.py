@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.arrays import leaves_by_path
+
+CHECKSUMS = "checksums"
+"""Key of the checksums in the metadata of a checkpoint."""
 _MIX = 2654435761  # Knuth's multiplicative hash, odd.
 
 
@@ -69,3 +73,23 @@ def checksums(tree: Any) -> list[int]:
 def json_checksum(value: Any) -> int:
     """The CRC-32 of a value's JSON text, with sorted keys."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def changed_tensor(state: Any, extra: Any, metadata: Mapping[str, Any]) -> str:
+    """The first tensor whose checksum has changed; "" if none. All processes call it.
+
+    Args:
+      state: the restored state, in the layout of replicas that was saved.
+      extra: the restored extra state, or None to leave it out.
+      metadata: the metadata saved with them; the first format has no checksums.
+    """
+    saved = metadata.get(CHECKSUMS, ([], []))
+    for tree, tree_checksums in zip((state, extra), saved, strict=True):
+        if not tree_checksums or tree is None:
+            continue
+        for path, now, then in zip(
+            leaves_by_path(tree), checksums(tree), tree_checksums, strict=True
+        ):
+            if now != then:
+                return f"{path} has changed since it was written"
+    return ""

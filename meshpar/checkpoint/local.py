@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 import time
 import uuid
@@ -42,6 +43,8 @@ from meshpar.multihost.agree import allgather_objects
 _KEEP = 2
 """Steps kept beside the one being written: another process may still be writing the
 last of them."""
+_NAME = re.compile(r"(\d+)-\d+")
+"""STEP-START; other folders are not ours, and are neither read nor deleted."""
 _BOXES = "pieces"
 """Key of the boxes in a file's index; files of earlier versions have it, too."""
 
@@ -111,12 +114,14 @@ class LocalTier(Tier):
         if jax.process_index() == 0:
             id_and_start = _run_id(run), f"{time.time_ns():020d}"
         run_id, start = allgather_objects("run id", id_and_start)[0]
+        check_writable(local / run_id, "--checkpoint_local_dir")
         return cls(local / run_id, start)
 
     def _on_this_disk(self) -> list[tuple[int, str]]:
         """(step, name) of the checkpoints with files on this disk, ascending."""
         names = {file.parent.name for file in self._folder.glob("*-*/*.npz")}
-        return sorted((int(name.partition("-")[0]), name) for name in names)
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
+        return sorted((int(match[1]), match[0]) for match in matches)
 
     def checkpoints(self) -> list[tuple[int, str]]:
         """(step, name) of the checkpoints with files on any disk, ascending."""

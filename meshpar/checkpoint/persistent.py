@@ -9,24 +9,26 @@ import json
 import logging
 import os
 import pathlib
-import shutil
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 
 from meshpar.arrays import leaves_by_path
+from meshpar.checkpoint.background_errors import quiet
 from meshpar.checkpoint.checksums import json_checksum
 from meshpar.checkpoint.disk_space import check_writable, lack_of_space
+from meshpar.checkpoint.mode_identity import EXTRA
 from meshpar.checkpoint.random_keys import without_keys
 from meshpar.checkpoint.read_problems import Kind, Problems
 from meshpar.checkpoint.tier import Tier
+from meshpar.checkpoint.write_problems import check_present, failed_write
 from meshpar.errors import CheckpointError
 from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import TrainState
 from meshpar.multihost.agree import allgather_objects
 
-STATE, METADATA, EXTRA = "state", "metadata", "synchronization"
+STATE, METADATA = "state", "metadata"
 TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 
 
@@ -175,6 +177,7 @@ class PersistentTier(Tier):
         Raises:
           CheckpointError: the folder cannot be written to, or its disk is too full.
         """
+        quiet()
         check_writable(folder, "--workdir")
         if problem := lack_of_space(folder, num_bytes):
             raise CheckpointError(f"{problem} or choose another --workdir")
@@ -191,6 +194,10 @@ class PersistentTier(Tier):
         """Steps of the complete checkpoints that this process sees, ascending."""
         return sorted(self._manager.all_steps())
 
+    def holds(self, step: int) -> bool:
+        """Whether the folder holds a step now, as far as this process sees."""
+        return (self._folder / str(step)).is_dir()
+
     def checkpoints(self) -> list[tuple[int, str]]:
         """(step, name) of the checkpoints that process 0 sees, ascending."""
         steps = allgather_objects("checkpoints", self.steps())[0]
@@ -202,6 +209,7 @@ class PersistentTier(Tier):
         Raises:
           CheckpointError: this write or the one before it failed.
         """
+        check_present(self._folder)
         if step in self._manager.all_steps():
             return
         metadata = {**metadata, _CHECKSUM: json_checksum(metadata)}
@@ -214,7 +222,7 @@ class PersistentTier(Tier):
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments))
         except Exception as error:
-            raise self._failed_write(error) from error
+            raise failed_write(self._folder, error, self.steps()) from error
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete.
@@ -225,15 +233,7 @@ class PersistentTier(Tier):
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._failed_write(error) from error
-
-    def _failed_write(self, error: Exception) -> CheckpointError:
-        free = shutil.disk_usage(self._folder).free
-        return CheckpointError(
-            f"writing a checkpoint to {self._folder} failed ({free} bytes free there): "
-            f"{error}; make room and run the same command again; complete checkpoints "
-            f"are unchanged: {self.steps()}"
-        )
+            raise failed_write(self._folder, error, self.steps()) from error
 
     def metadata(self, name: str) -> dict[str, Any]:
         """The metadata that was saved with a checkpoint.

@@ -31,6 +31,7 @@ from meshpar.errors import StalenessError
 from meshpar.layouts.layout import Layout
 from meshpar.local_sgd.gossip import Gossip
 from meshpar.local_sgd.merges import Elastic, Merge, Overwrite, Shift
+from meshpar.local_sgd.outer_identity import outer_identity
 from meshpar.local_sgd.schedule import Schedule
 
 _CHECKED_STEPS = 100_000
@@ -193,7 +194,7 @@ class LocalSGD:
         return ""
 
     def identity(self) -> str:
-        """The mode as text, without `outer`, whose state shows what it is."""
+        """The mode as text; of `outer`, a hash of what its update computes."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -204,7 +205,8 @@ class LocalSGD:
             schedule = Schedule(self)
             schedule.check_until(_IDENTITY_STEPS)
             period = schedule.starts
-        return f"period={period}, {fields}"
+        outer = "average" if self.outer is None else outer_identity(self.outer)
+        return f"period={period}, {fields}, outer={outer}"
 
     @property
     def num_slices(self) -> int:

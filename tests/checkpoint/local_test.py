@@ -102,6 +102,25 @@ def test_a_full_disk_is_a_warning(saved, monkeypatch, caplog):
     assert restore(tmp_path)[0] == 9  # From the run's own folder.
 
 
+def test_a_stray_folder_is_neither_read_nor_deleted(saved):
+    tmp_path, _ = saved
+    newest = files(tmp_path)[4].parent
+    strays = [newest.with_name(name) for name in ("my-notes", "99-copy")]
+    for stray in strays:
+        shutil.copytree(newest, stray)
+    assert restore(tmp_path)[0] == 4
+    assert all((stray / "0.npz").exists() for stray in strays)
+
+
+def test_a_file_in_the_place_of_the_runs_folder_is_an_error(saved):
+    tmp_path, _ = saved
+    folder = files(tmp_path)[4].parent.parent
+    shutil.rmtree(folder)
+    folder.write_text("")
+    with pytest.raises(CheckpointError, match="choose another --checkpoint_local_dir"):
+        restore(tmp_path)
+
+
 def test_a_shard_is_assembled_from_boxes():
     box = Box("['w']", (0, 4), (2, 3))
     assert Box.parse(str(box)) == box

@@ -206,6 +206,33 @@ def test_what_one_process_cannot_read_both_give_up(unbroken, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_kill_during_the_last_write_leaves_nothing_missing(text, tmp_path):
+    """The local disk holds the last step, the run's folder not yet."""
+    local = f"--checkpoint_local_dir={tmp_path}/disk"
+    run = command(text, tmp_path, local, "--steps=20", "--set=evaluate_every=20")
+    for _ in range(20):  # Until a kill comes between the two writes.
+        running = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL)
+        while not list(tmp_path.glob("disk/*/20-*/0.npz")):
+            assert running.poll() is None
+            time.sleep(0.0005)
+        running.kill()
+        running.wait()
+        if not saved(tmp_path):
+            break
+        for folder in ("disk", "checkpoints"):
+            shutil.rmtree(tmp_path / folder)
+        for name in ("run.json", "metrics.jsonl"):
+            (tmp_path / name).unlink()
+    assert not saved(tmp_path)
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "step 20 comes from local disks" in done.stdout
+    assert saved(tmp_path) == [20]
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "evaluation_loss" in row] == [20]
+
+
+@pytest.mark.slow
 def test_a_full_disk_ends_with_the_cause_and_the_run_goes_on_after(
     unbroken, text, tmp_path
 ):
@@ -218,6 +245,7 @@ def test_a_full_disk_ends_with_the_cause_and_the_run_goes_on_after(
     logs = "".join(path.read_text() for path in (tmp_path / "logs").glob("*.log"))
     assert done.returncode == 2, done.stderr
     assert "writing a checkpoint to" in logs and "make room" in logs
+    assert "Traceback" not in logs and logs.count("\n") < 40, logs
     done = subprocess.run(words, timeout=200, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     found = losses(tmp_path)

@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 import pytest
 from support.regression import ADAM, NESTEROV, STEPS, lower, rows, train
 from support.tiny_models import host, relative_error
@@ -12,6 +13,7 @@ from support.tiny_models import host, relative_error
 import meshpar
 from meshpar import local_sgd
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.checkpoint.persistent import PersistentTier
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,44 @@ def test_another_mode_drops_the_traveling_fragment(saved):
     for step in range(9, STEPS + 1):
         state, metrics = other.step(state, rows(step))
     assert np.isfinite(metrics["loss"])
+
+
+def test_another_outer_optimizer_of_equal_state_is_not_resumed(saved):
+    folder, program, _ = saved
+    mode = dataclasses.replace(program.mode, outer=optax.sgd(0.1, 0.9, nesterov=True))
+    other = lower("replica=2,fsdp=2", ADAM, mode=mode)
+    checkpoint = restored(folder, other)
+    assert "outer momentum start anew" in checkpoint.note and checkpoint.extra is None
+
+
+def test_an_identity_without_an_outer_optimizer_still_resumes(saved, monkeypatch):
+    """Earlier versions did not name it."""
+    folder, program, _ = saved
+    former = program.mode.identity().partition(", outer=")[0]
+    metadata = PersistentTier.metadata
+
+    def of_an_earlier_version(self, name):
+        found = metadata(self, name)
+        found["synchronization"]["mode"] = former
+        return found
+
+    monkeypatch.setattr(PersistentTier, "metadata", of_an_earlier_version)
+    checkpoint = restored(folder, program)
+    assert "does not say its outer=" in checkpoint.note
+    assert checkpoint.extra is not None
+
+
+def test_identities_differ_between_outer_optimizers():
+    def cosine(steps):
+        return optax.sgd(optax.cosine_decay_schedule(0.4, steps), 0.9)
+
+    outers = [None, *(optax.sgd(rate) for rate in (0.4, 1.0))]
+    outers += [optax.sgd(0.4, 0.9), optax.sgd(0.4, 0.9, nesterov=True)]
+    outers += [cosine(100), cosine(200), optax.adam(0.1), optax.adam(0.1, eps=1e-6)]
+    modes = [meshpar.LocalSGD(4, outer=outer) for outer in outers]
+    assert len({mode.identity() for mode in modes}) == len(modes)
+    again = meshpar.LocalSGD(4, outer=cosine(200))
+    assert again.identity() == modes[6].identity()
 
 
 def test_identities_differ_between_modes():

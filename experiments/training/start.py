@@ -1,0 +1,128 @@
+"""The start of a run: restores the newest checkpoint, or initializes the state."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from experiments.data import fingerprint
+from experiments.recipes.errors import ConfigError
+from experiments.training.changes import changes
+from experiments.training.run_record import RunRecord
+from experiments.training.setup import Setup
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.multihost import agree
+
+
+class Consent(NamedTuple):
+    """What the user agrees to.
+
+    Attributes:
+      start_anew: a start at step 0 where the checkpoints of a run are gone.
+      changes: going on with other data, another seed or length.
+    """
+
+    start_anew: bool = False
+    changes: bool = False
+
+
+NO_CONSENT = Consent()
+
+
+class Start(NamedTuple):
+    """The beginning of a run or of its resumption.
+
+    Attributes:
+      state: the training state.
+      step: number of steps done before.
+      position: number of samples used before.
+      notes: what restoring changed, for people.
+      changes: settings that change the course of training from here.
+      persistent: False if only local disks hold the step.
+    """
+
+    state: Any
+    step: int = 0
+    position: int = 0
+    notes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    persistent: bool = True
+
+
+def restore(
+    setup: Setup, checkpoints: Checkpoints, record: RunRecord, consent: Consent
+) -> Start:
+    """Restores the newest checkpoint, or initializes the state; all processes call it.
+
+    Args:
+      setup: the run.
+      checkpoints: those of its folder.
+      record: the folder's record.
+      consent: what the user agrees to.
+
+    Raises:
+      MeshparError: the folder belongs to another run, no checkpoint in it can be read,
+        or its checkpoints are gone.
+    """
+    program = setup.program
+    restored = checkpoints.restore()
+    if not restored:
+        record.start_anew(consent.start_anew)
+        return Start(program.init(setup.config.seed))
+    metadata, step = restored.metadata, int(restored.state.step)
+    notes = [restored.note] if restored.note else []
+    identity = _changed_identity(setup, metadata, consent.changes)
+    found = changes(metadata["config"], setup.config)
+    if found.of_model:
+        raise ConfigError(
+            f"the run in {setup.folder} trains another model: "
+            f"{'; '.join(found.of_model)}; use another --workdir, or the flags of that "
+            "run"
+        )
+    of_training = (*identity, *found.of_training)
+    if found.neutral:
+        notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
+    if of_training:
+        lines = "\n  ".join(of_training)
+        notes.append(
+            f"WARNING: from step {step} on the run trains in another way:\n  {lines}"
+        )
+    if not metadata["data"].startswith(fingerprint.WHOLE):
+        notes.append(
+            f"step {step} holds the fingerprint of a sample of its data; checkpoints "
+            "from now on hold that of all of it"
+        )
+    if restored.persistent:
+        record.saved()
+    else:
+        notes.append(
+            f"step {step} comes from local disks; it is written to "
+            f"{setup.folder / 'checkpoints'} as well, which does not hold it"
+        )
+    position = metadata["position"]
+    agree.check_fingerprint({"data position": position})
+    state = program.as_stored(restored.state, restored.extra)
+    return Start(state, step, position, tuple(notes), of_training, restored.persistent)
+
+
+def _changed_identity(
+    setup: Setup, metadata: Mapping[str, Any], allowed: bool
+) -> list[str]:
+    """Changes of data, length and seed as lines "name: before -> after".
+
+    Raises:
+      ConfigError: there is one, and it is not allowed.
+    """
+    changed = []
+    for name, after in setup.identity.items():
+        before = metadata[name]
+        if before == after:
+            continue
+        if name == "data" and setup.corpus.has_fingerprint(before):
+            continue
+        if not allowed:
+            raise ConfigError(
+                f"the run in {setup.folder} has {name}={before}, this command has "
+                f"{name}={after}; use another --workdir, or the flags of that run, or "
+                "add --allow_changes to go on with the samples of this command"
+            )
+        changed.append(f"{name}: {before!r} -> {after!r}")
+    return changed

@@ -1,0 +1,50 @@
+"""Write problems: why a checkpoint could not be written, and the remedy."""
+
+import pathlib
+import shutil
+from collections.abc import Sequence
+
+from meshpar.errors import CheckpointError
+
+_NO_ROOM = ("No space left", "File too large", "quota", "RESOURCE_EXHAUSTED")
+_GONE = ("No such file", "NOT_FOUND", "Stale file handle")
+
+
+def check_present(folder: pathlib.Path) -> None:
+    """Looks for the folder of checkpoints, which orbax would make anew.
+
+    Raises:
+      CheckpointError: it is gone.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint can be written: {_gone(folder)}")
+
+
+def failed_write(
+    folder: pathlib.Path, error: Exception, steps: Sequence[int]
+) -> CheckpointError:
+    """The error of a failed write, with its cause and the remedy.
+
+    Args:
+      folder: holds the checkpoints.
+      error: as orbax raised it.
+      steps: those of the complete checkpoints.
+    """
+    text = str(error).split("\n")[0]
+    if not folder.is_dir() or any(words in text for words in _GONE):
+        remedy = _gone(folder)
+    else:
+        remedy = (
+            f"run the same command again; complete checkpoints are unchanged: {steps}"
+        )
+        if any(words in text for words in _NO_ROOM):
+            free = shutil.disk_usage(folder).free
+            remedy = f"{free} bytes are free there: make room and {remedy}"
+    return CheckpointError(f"writing a checkpoint to {folder} failed: {text}; {remedy}")
+
+
+def _gone(folder: pathlib.Path) -> str:
+    return (
+        f"{folder}, or a part of it, was removed or its disk is away; mount or restore "
+        "it and run the same command again"
+    )

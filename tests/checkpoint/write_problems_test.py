@@ -1,0 +1,109 @@
+"""Writes that fail: one error with the cause and its remedy, and nothing beside it."""
+
+import contextlib
+import errno
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+from checkpoint_test import on_devices, restore, trained
+
+from meshpar.checkpoint import write_problems
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.errors import CheckpointError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Checkpoints of step 1, and the state of step 2 on devices."""
+    program, states = trained()
+    opened = Checkpoints(tmp_path / "c", program.portable_state)
+    opened.save(1, on_devices(program, states[0]), {"position": 16})
+    opened.wait()
+    return opened, on_devices(program, states[1])
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Files may not grow: writes fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_error(checkpoints, caplog, tmp_path):
+    opened, state = checkpoints
+    with full_disk(), pytest.raises(CheckpointError) as raised:
+        opened.save(2, state, {"position": 32})
+        opened.wait()
+    for words in (
+        "File too large",
+        "bytes are free there: make room",
+        "unchanged: [1]",
+    ):
+        assert words in str(raised.value)
+    assert caplog.records == []
+    assert "\n" not in str(raised.value)
+    assert restore(tmp_path / "c")[1][1] == {"position": 16}
+
+
+def test_a_folder_that_was_removed_is_not_made_anew(checkpoints, tmp_path):
+    """An orbax manager would make it, below the place of a bucket that is away."""
+    opened, state = checkpoints
+    (tmp_path / "c").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="removed or its disk is away; mount"):
+        opened.save(2, state, {"position": 32})
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_that_is_removed_during_a_write_is_one_error(
+    checkpoints, caplog, tmp_path
+):
+    opened, state = checkpoints
+    opened.save(2, state, {"position": 32})
+    (tmp_path / "c").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError) as raised:
+        opened.wait()
+    assert "mount or restore" in str(raised.value)
+    assert "make room" not in str(raised.value)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "text, remedy",
+    [
+        ("No space left on device", "make room and run"),
+        ("RESOURCE_EXHAUSTED: quota", "make room and run"),
+        ("[Errno 2] No such file or directory: 'x'", "mount or restore"),
+        ("PERMISSION_DENIED: x", "failed: PERMISSION_DENIED: x; run the same"),
+    ],
+)
+def test_each_cause_has_its_remedy(text, remedy, tmp_path):
+    error = write_problems.failed_write(tmp_path, ValueError(text), [1])
+    assert remedy in str(error)
+    assert ("make room" in str(error)) == ("make room" in remedy)
+
+
+@pytest.mark.parametrize(
+    "number, remedy",
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "mount the disk for writing")],
+)
+def test_a_command_names_the_remedy_of_a_disk(number, remedy):
+    program = (
+        "from experiments import command_line\n"
+        f"def main(_): raise OSError({number}, 'broken')\n"
+        "command_line.run(main)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert f"{remedy} and run the same command again" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
