@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -18,6 +19,8 @@ from experiments import recipes
 from experiments.recipes.config import Config, with_settings
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
+from experiments.recipes.ranges import Number, Range
+from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import agree, process
 
@@ -82,6 +85,29 @@ START_TIMEOUT = flags.DEFINE_float(
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
 
 
+def limit(flag: flags.FlagHolder, allowed: Range) -> None:
+    """Refuses values of a flag, or words of its list, when flags are read.
+
+    Args:
+      flag: the flag; None is always allowed.
+      allowed: the values that are allowed.
+    """
+
+    def check(value: Any) -> bool:
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and (problem := allowed.problem(item)):
+                raise flags.ValidationError(problem)
+        return True
+
+    flags.register_validator(flag.name, check)
+
+
+limit(DEVICES, Number(0, 2**20, "devices", "0 for as many as the layout fills"))
+limit(NUM_PROCESSES, Number(0, 2**16, "processes", "0 for what a launcher sets"))
+limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
+limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))
+
+
 def config_from_flags() -> Config:
     """The recipe with all changes from flags.
 
@@ -127,14 +153,22 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     processes = info.num_processes if info else 1
     default = -(-8 // processes) * processes  # 8, rounded up to divide over processes.
     num_devices = DEVICES.value or (layout.num_devices if layout else default)
-    if num_devices < 1 or num_devices % processes:
+    if num_devices % processes:
         raise meshpar.LayoutError(
             f"{num_devices} devices over {processes} processes: use a multiple of "
             f"{processes}"
         )
     meshpar.simulate(num_devices // processes)
     agree.initialize(info, START_TIMEOUT.value)
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        asked = f"--platform={PLATFORM.value}" if PLATFORM.value else "jax"
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{asked} finds no device: {reason}; use --platform=cpu, or install jax "
+            "for the accelerator of this machine"
+        ) from error
     if DEVICES.value > len(devices):
         raise meshpar.LayoutError(
             f"--devices={DEVICES.value}, but {len(devices)} {devices[0].platform} "
@@ -149,6 +183,44 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
 def with_layout(config: Config, layout: meshpar.Layout) -> Config:
     """The configuration with the layout that `start_devices` picked."""
     return dataclasses.replace(config, layout=str(layout))
+
+
+def _parse_flags(words: Sequence[str]) -> list[str]:
+    """Words that are not flags; a flag that cannot be is an error with exit code 2."""
+    try:
+        return flags.FLAGS(list(words))
+    except flags.Error as error:
+        message = shown(str(error), 500)
+        _print_error(f"{message}; --help lists the flags and their values")
+        sys.exit(2)
+
+
+def _print_error(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ACCESS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP),
+    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
+)
+
+
+def _remedy(error: Exception) -> str:
+    """How to mend an error of the operating system or of memory; "" if unknown."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return (
+            "make room and run the same command again: it goes on from the last "
+            "complete checkpoint"
+        )
+    if isinstance(error, OSError) and error.errno in _NO_ACCESS:
+        return "choose a path that you may read and write"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return (
+            "the memory of a device or of this machine is too small: use a smaller "
+            "model, a smaller --batch_size, or a layout over more devices"
+        )
+    return ""
 
 
 def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
@@ -171,24 +243,18 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
                 )
             code = main(argv)
         except meshpar.MeshparError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _print_error(str(error))
             code = getattr(error, "exit_code", 2)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        except Exception as error:
+            if remedy := _remedy(error):
+                _print_error(f"{shown(str(error), 500)}; {remedy}")
+                code = 2
+            elif not jax.distributed.is_initialized():
                 raise
-            print(
-                f"error: {error}; make room and run the same command again: it goes on "
-                "from the last complete checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-            code = 2
-        except Exception:
-            if not jax.distributed.is_initialized():
-                raise
-            # Raising would deadlock: jax waits for processes that wait for this one.
-            traceback.print_exc()
-            code = 1
+            else:
+                # Raising would deadlock: jax waits for processes that wait for us.
+                traceback.print_exc()
+                code = 1
         sys.stdout.flush()
         if code and jax.distributed.is_initialized():
             # Process 0 serves the others, so it ends last: they can still report.
@@ -197,4 +263,4 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
             os._exit(code)
         return code
 
-    app.run(checked)
+    app.run(checked, flags_parser=_parse_flags)

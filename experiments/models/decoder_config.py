@@ -2,6 +2,13 @@
 
 import dataclasses
 
+CHOICES = {
+    "position": ("rope", "learned"),
+    "norm": ("rmsnorm", "layernorm"),
+    "activation": ("swiglu", "gelu"),
+}
+"""{field: its values} of the fields with few values."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -46,12 +53,7 @@ class DecoderConfig:
     loss_block: int = 0
 
     def __post_init__(self):
-        choices = {
-            "position": ("rope", "learned"),
-            "norm": ("rmsnorm", "layernorm"),
-            "activation": ("swiglu", "gelu"),
-        }
-        for name, known in choices.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {known}")
         if self.vocab < 0:
