@@ -94,6 +94,8 @@ def limit(flag: flags.FlagHolder, allowed: Range) -> None:
     """
 
     def check(value: Any) -> bool:
+        if value == []:
+            raise flags.ValidationError("give at least one word")
         for item in value if isinstance(value, list) else [value]:
             if item is not None and (problem := allowed.problem(item)):
                 raise flags.ValidationError(problem)
@@ -162,9 +164,9 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     agree.initialize(info, START_TIMEOUT.value)
     try:
         devices = jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # jax says which, or asserts.
         asked = f"--platform={PLATFORM.value}" if PLATFORM.value else "jax"
-        reason = str(error).partition("\n")[0]
+        reason = shown(str(error).partition("\n")[0]) or "its jax is not installed"
         raise ConfigError(
             f"{asked} finds no device: {reason}; use --platform=cpu, or install jax "
             "for the accelerator of this machine"

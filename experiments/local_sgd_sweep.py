@@ -18,7 +18,7 @@ from absl import flags
 
 import meshpar
 from experiments import command_line, data, outputs
-from experiments.recipes import building
+from experiments.recipes import allowed, building
 from experiments.recipes.config import Config, with_mode
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import LOCAL_SGD, SYNCHRONOUS
@@ -46,7 +46,7 @@ command_line.limit(WIRES, Wire())
 
 def _numbers(flag: flags.FlagHolder) -> list[int]:
     """The whole numbers of a list of words."""
-    for word in flag.value:
+    for word in flag.value or [""]:
         if not re.fullmatch("[0-9]{1,9}", word):
             raise ConfigError(
                 f"--{flag.name}={shown(','.join(flag.value))}: {shown(word)!r} is no "
@@ -74,15 +74,18 @@ def cases(config: Config) -> dict[str, Config]:
 
 def _done(log: pathlib.Path) -> list[dict[str, Any]]:
     """The results that were written before."""
-    try:
-        return [json.loads(x) for x in log.read_text().splitlines()]
-    except FileNotFoundError:
+    if not log.exists():
         return []
-    except ValueError as error:
+    try:
+        rows = [json.loads(x) for x in log.read_text().splitlines()]
+        for row in rows:
+            float(row["loss"]), float(row["bytes_per_step"]), row["case"], row["seed"]
+    except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{log} is not what this command wrote ({error}); mend it, or choose "
+            f"{log} is not what this command wrote ({error!r}); mend it, or choose "
             "another --workdir"
         ) from error
+    return rows
 
 
 def train(
@@ -95,12 +98,12 @@ def train(
         rows=program.batch_rows,
     )
     batches = data.training_batches(corpus, seed=seed, position=0, **shape)
+    held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
     state, bytes_sent = program.init(seed), 0.0
     synchronous_bytes = program.contract.wire_bytes
     for _ in range(config.steps):
         state, metrics = program.step(state, next(batches))
         bytes_sent += metrics.get("replica_bytes", synchronous_bytes)
-    held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
     sums = program.metric_sums()
     for batch in held_out:
         sums.add(program.evaluate(state, batch))
@@ -117,6 +120,7 @@ def main(_: Sequence[str]) -> int:
     configs = cases(config)
     for case_config in configs.values():
         building.make_mode(case_config)  # An error now is none after hours.
+    allowed.check("seed", config.seed + SEEDS.value - 1)
     folder = pathlib.Path(WORKDIR.value)
     outputs.check_folder(folder, "--workdir")
     log, console = folder / "results.jsonl", terminal.plain_console()
@@ -124,18 +128,20 @@ def main(_: Sequence[str]) -> int:
     _, devices = command_line.start_devices(config)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
-    folder.mkdir(parents=True, exist_ok=True)
     done = {(row["case"], row["seed"]) for row in rows}
+    programs = {}
     for case, case_config in configs.items():
-        seeds = range(config.seed, config.seed + SEEDS.value)
-        seeds = [seed for seed in seeds if (case, seed) not in done]
-        if not seeds:
-            continue
         axis = REPLICA if case_config.optimizer_mode == LOCAL_SGD else DATA
         layout = meshpar.layouts.parse(f"{axis}={replicas}")
-        program = building.make_program(case_config, layout, devices)
-        for seed in seeds:
-            result = train(case_config, corpus, program, seed)
+        case_config = dataclasses.replace(case_config, model=config.model)
+        programs[case] = building.make_program(case_config, layout, devices)
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in list(programs):
+        program = programs.pop(case)  # Its compiled step is freed after its case.
+        for seed in range(config.seed, config.seed + SEEDS.value):
+            if (case, seed) in done:
+                continue
+            result = train(config, corpus, program, seed)
             rows.append({"case": case, "seed": seed, **result})
             with log.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

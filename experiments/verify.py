@@ -53,8 +53,8 @@ def main(_: Sequence[str]) -> int:
     config = command_line.config_from_flags()
     if config.optimizer_mode != SYNCHRONOUS:
         raise ConfigError(
-            "replicas that train apart do not equal one device: verify the layout with "
-            "data in place of replica, without --optimizer_mode"
+            "replicas that train apart do not equal one device: use data in place of "
+            "replica, and leave out --optimizer_mode"
         )
     if RANDOM.value and (command_line.LAYOUT.value or JSON.value):
         raise ConfigError("--random draws layouts: leave out --layout and --json")

@@ -154,7 +154,7 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
     for found in (int(tokens.min()), int(tokens.max())):
         if not 0 <= found < MAX_VOCABULARY:
             raise DataError(
-                f"{path} holds the token id {found}; ids start at 0 and are below "
+                f"{path} holds the token id {found}; use ids from 0 to below "
                 f"{MAX_VOCABULARY:,}"
             )
     return tokens

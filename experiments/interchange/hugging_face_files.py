@@ -39,8 +39,8 @@ def weight_files(folder: pathlib.Path) -> list[str]:
         # An absolute name or one with ../ would read a file outside of the folder.
         if not isinstance(name, str) or not _FILE.fullmatch(name):
             raise ConfigError(
-                f"{index} names the file {shown(repr(name))}; it may name only "
-                f"*.safetensors files beside it"
+                f"{index} names the file {shown(repr(name))}; use names of "
+                "*.safetensors files that are beside it"
             )
     if not names:
         raise ConfigError(

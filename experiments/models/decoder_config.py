@@ -64,7 +64,8 @@ class DecoderConfig:
         if self.embed % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}: "
-                "kv_heads must divide heads, and heads must divide embed"
+                "kv_heads must divide heads, and heads must divide embed; use other "
+                "numbers, set in an order that always fits"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")

@@ -122,15 +122,17 @@ RANGES: dict[str, Range] = {
 """{key of `--set`: its range}."""
 
 
-def check(key: str, value: Any) -> None:
+def check(key: str, value: Any, text: str | None = None) -> None:
     """Raises ConfigError, with the remedy, for a value outside of its range.
 
     Args:
       key: a key of `RANGES`.
       value: the value, of any type.
+      text: the value as it was written, for the message; Python's by default.
     """
     if problem := RANGES[key].problem(value):
-        raise ConfigError(f"{key}={shown(repr(value))}: {problem}")
+        written = repr(value) if text is None else text
+        raise ConfigError(f"{key}={shown(written)}: {problem}")
 
 
 def check_all(config: Any) -> None:

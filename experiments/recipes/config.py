@@ -129,7 +129,7 @@ def from_dict(values: Any, kind: type = Config, prefix: str = "") -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"the checkpoint's configuration is not a table of fields but "
-            f"{shown(repr(values))}; it was not written by experiments.run"
+            f"{shown(repr(values))}; use a checkpoint that experiments.run wrote"
         )
     kinds, fields = typing.get_type_hints(kind), {}
     for key, value in values.items():
@@ -150,8 +150,8 @@ def from_dict(values: Any, kind: type = Config, prefix: str = "") -> Any:
         raise
     except (TypeError, ValueError) as error:  # Missing fields, or fields that clash.
         raise ConfigError(
-            f"the checkpoint's configuration: {error}; it was not written by this "
-            "version or an older one"
+            f"the checkpoint's configuration: {error}; use a checkpoint that "
+            "experiments.run wrote"
         ) from error
 
 
@@ -185,7 +185,7 @@ def _set(config: Any, key: str, path: Sequence[str], text: str, group: str = "")
         )
     else:
         new = _parse_value(text, kinds[name])
-        allowed.check(f"{group}{name}", new)
+        allowed.check(f"{group}{name}", new, text)
     try:
         return dataclasses.replace(config, **{name: new})
     except MeshparError:

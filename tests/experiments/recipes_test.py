@@ -41,7 +41,7 @@ def test_settings_change_nested_typed_values():
         ("model.depth", "write KEY=VALUE"),
         ("model=4", "set one of model.vocab"),
         ("steps.x=4", "steps has no parts"),
-        ("model.depth=four", "model.depth='four': use a whole number of layers"),
+        ("model.depth=four", "model.depth=four: use a whole number of layers"),
         ("model.tied=yes", "use true or false"),
         ("model.depth=0", "model.depth=0: use .* at least 1"),
         ("model.heads=3", "heads must divide embed"),
