@@ -19,7 +19,7 @@ import meshpar
 from experiments import command_line
 from experiments.interchange import runs
 from experiments.recipes import building
-from experiments.recipes.config import from_dict, with_mode
+from experiments.recipes.config import with_mode
 from experiments.recipes.modes import LOCAL_SGD, SYNCHRONOUS
 from experiments.reports.checkpoints import print_checkpoints
 from meshpar.checkpoint import persistent
@@ -58,7 +58,7 @@ def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
       checkpoint: the checkpoint, with metadata.
       text: the layout string.
     """
-    config = from_dict(checkpoint.metadata["config"])
+    config = runs.config_of(checkpoint)
     layout = meshpar.layouts.parse(text)
     mode = LOCAL_SGD if layout.replica > 1 else SYNCHRONOUS
     if config.optimizer_mode != mode:
@@ -82,6 +82,10 @@ def main(arguments: Sequence[str]) -> int:
     actions = [CAN_RESUME.value, EXPORT.value, IMPORT.value]
     if sum(action is not None for action in actions) > 1:
         raise CheckpointError("give one of --can_resume, --export and --import")
+    if TO.value is not None and EXPORT.value is None:
+        raise CheckpointError(f"--to={TO.value} goes with --export=safetensors; add it")
+    if CAN_RESUME.value == "":
+        raise CheckpointError("--can_resume=: write a layout, such as fsdp=8")
     run = pathlib.Path(arguments[1])
     if IMPORT.value is not None:
         config = command_line.config_from_flags()
@@ -95,7 +99,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     complete = [checkpoint for checkpoint in checkpoints if not checkpoint.problem]
     if not complete:
-        raise CheckpointError(f"no checkpoint in {folder} is complete")
+        raise CheckpointError(
+            f"no checkpoint in {folder} is complete; without flags this command lists "
+            "them with their problems"
+        )
     newest = complete[-1]
     if EXPORT.value is not None:
         command_line.use_cpu()

@@ -8,6 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -17,6 +18,8 @@ from experiments import recipes
 from experiments.recipes.config import Config, with_settings
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
+from experiments.recipes.ranges import Number, Range
+from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG, agree, process
 
@@ -81,11 +84,29 @@ START_TIMEOUT = flags.DEFINE_float(
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
 
 
-_REMEDIES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room",
-    errno.EROFS: "mount the disk for writing",
-}
+def limit(flag: flags.FlagHolder, allowed: Range) -> None:
+    """Refuses values of a flag, or words of its list, when flags are read.
+
+    Args:
+      flag: the flag; None is always allowed.
+      allowed: the values that are allowed.
+    """
+
+    def check(value: Any) -> bool:
+        if value == []:
+            raise flags.ValidationError("give at least one word")
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and (problem := allowed.problem(item)):
+                raise flags.ValidationError(problem)
+        return True
+
+    flags.register_validator(flag.name, check)
+
+
+limit(DEVICES, Number(0, 2**20, "devices", "0 for as many as the layout fills"))
+limit(NUM_PROCESSES, Number(0, 2**16, "processes", "0 for what a launcher sets"))
+limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
+limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))
 
 
 def config_from_flags() -> Config:
@@ -133,14 +154,22 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     processes = info.num_processes if info else 1
     default = -(-8 // processes) * processes  # 8, rounded up to divide over processes.
     num_devices = DEVICES.value or (layout.num_devices if layout else default)
-    if num_devices < 1 or num_devices % processes:
+    if num_devices % processes:
         raise meshpar.LayoutError(
             f"{num_devices} devices over {processes} processes: use a multiple of "
             f"{processes}"
         )
     meshpar.simulate(num_devices // processes)
     agree.initialize(info, START_TIMEOUT.value)
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # jax says which, or asserts.
+        asked = f"--platform={PLATFORM.value}" if PLATFORM.value else "jax"
+        reason = shown(str(error).partition("\n")[0]) or "its jax is not installed"
+        raise ConfigError(
+            f"{asked} finds no device: {reason}; use --platform=cpu, or install jax "
+            "for the accelerator of this machine"
+        ) from error
     if DEVICES.value > len(devices):
         raise meshpar.LayoutError(
             f"--devices={DEVICES.value}, but {len(devices)} {devices[0].platform} "
@@ -157,7 +186,46 @@ def with_layout(config: Config, layout: meshpar.Layout) -> Config:
     return dataclasses.replace(config, layout=str(layout))
 
 
+def _parse_flags(words: Sequence[str]) -> list[str]:
+    """Words that are not flags; a flag that cannot be is an error with exit code 2."""
+    try:
+        return flags.FLAGS(list(words))
+    except flags.Error as error:
+        message = shown(str(error), 500)
+        _print_error(f"{message}; --help lists the flags and their values")
+        sys.exit(2)
+
+
+def _print_error(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ACCESS = (
+    *(errno.EACCES, errno.EPERM, errno.ELOOP),
+    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),
+)
 _AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
+
+
+def _remedy(error: Exception) -> str:
+    """How to mend an error of the operating system or of memory; "" if unknown."""
+    number = error.errno if isinstance(error, OSError) else None
+    again = (
+        "and run the same command again: it goes on from the last complete checkpoint"
+    )
+    if number in _NO_ROOM:
+        return f"make room {again}"
+    if number == errno.EROFS:
+        return f"mount the disk for writing {again}"
+    if number in _NO_ACCESS:
+        return "choose a path that you may read and write"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return (
+            "the memory of a device or of this machine is too small: use a smaller "
+            "model, a smaller --batch_size, or a layout over more devices"
+        )
+    return ""
 
 
 def _report(error: Exception) -> int:
@@ -165,33 +233,18 @@ def _report(error: Exception) -> int:
 
     Another process that is lost, or a disk that is away, may be back the next time.
     """
-    number = error.errno if isinstance(error, OSError) else None
-    if number in _REMEDIES:
-        print(
-            f"error: {error}; {_REMEDIES[number]} and run the same command again: it "
-            "goes on from the last complete checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
+    if remedy := _remedy(error):
+        _print_error(f"{shown(str(error), 500)}; {remedy}")
         return 2
     many = jax.distributed.is_initialized()
-    failed = isinstance(error, jax.errors.JaxRuntimeError)
-    lost = many and failed and "RESOURCE_EXHAUSTED" not in str(error)
-    code = HUNG if lost or number in _AWAY else 1
+    lost = many and isinstance(error, jax.errors.JaxRuntimeError)
+    away = isinstance(error, OSError) and error.errno in _AWAY
+    code = HUNG if lost or away else 1
     if code == 1 and not many:
         raise error
     # Raising would deadlock: jax waits for processes that wait for this one.
     traceback.print_exception(error)
     return code
-
-
-def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
-    """Parses the flags; an unknown flag or a bad value is an error of the user."""
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        print(f"error: {error}; --help lists the flags", file=sys.stderr)
-        sys.exit(2)
 
 
 def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
@@ -212,7 +265,7 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
                 )
             code = main(argv)
         except meshpar.MeshparError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _print_error(str(error))
             code = getattr(error, "exit_code", 2)
         except Exception as error:
             code = _report(error)

@@ -14,12 +14,12 @@ import jax
 from absl import flags
 
 import meshpar
-from experiments import command_line, data
+from experiments import command_line, data, outputs
 from experiments.recipes import building
 from experiments.recipes.config import Config
+from experiments.recipes.errors import ConfigError
 from experiments.reports import explanation, page, pictures
 from meshpar import mesh
-from meshpar.errors import MeshparError
 from meshpar.explain.report import explain
 from meshpar.layouts.axes import FSDP
 
@@ -45,6 +45,20 @@ def _devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     return meshpar.layouts.parse(layout), devices
 
 
+def _check_pictures(layout: meshpar.Layout) -> None:
+    """Raises ConfigError for files that cannot be drawn or written."""
+    if PNG.value:
+        pictures.check_format(PNG.value)
+        if layout.pipe == 1:
+            raise ConfigError(
+                f"--png draws a schedule, and {layout} has no pipe=N; add it, or leave "
+                "out --png"
+            )
+    for name, path in (("--png", PNG.value), ("--html", HTML.value)):
+        if path:
+            outputs.check_file(path, name)
+
+
 def main(_: Sequence[str]) -> int:
     """Explains, and returns the exit code."""
     config = command_line.config_from_flags()
@@ -52,16 +66,14 @@ def main(_: Sequence[str]) -> int:
     layouts = [layout]
     if DIFF.value:
         layouts.append(meshpar.layouts.parse(DIFF.value))
+    _check_pictures(layout)
     if config.model.vocab == 0:
         config = building.fit_vocabulary(config, data.load(config.data))
-    explanations = [
-        explain(building.make_program(config, layout, devices)) for layout in layouts
-    ]
+    # All layouts are checked before the first is compiled.
+    programs = [building.make_program(config, layout, devices) for layout in layouts]
+    explanations = [explain(program) for program in programs]
     if PNG.value:
-        pipeline = explanations[0].pipeline
-        if pipeline is None:
-            raise MeshparError(f"--png draws a schedule, and {layout} has no pipe=N")
-        pictures.schedule_figure(pipeline).savefig(PNG.value)
+        pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
         page.write(HTML.value, config.recipe, explanations)
     if JSON.value:

@@ -10,17 +10,21 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Sequence
+from typing import Any
 
-import rich.console
 from absl import flags
 
 import meshpar
-from experiments import command_line, data
-from experiments.recipes import building
+from experiments import command_line, data, outputs
+from experiments.recipes import allowed, building
 from experiments.recipes.config import Config, with_mode
+from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import LOCAL_SGD, SYNCHRONOUS
-from experiments.reports import sweep
+from experiments.recipes.ranges import Number, Path, Wire
+from experiments.reports import sweep, terminal
+from meshpar.errors import shown
 from meshpar.layouts.axes import DATA, REPLICA
 
 flags.adopt_module_key_flags(command_line)
@@ -34,6 +38,21 @@ STALENESS = flags.DEFINE_list(
     "staleness", ["0", "4"], "s, steps; values of H or more are left out."
 )
 WIRES = flags.DEFINE_list("wires", ["f32", "int8", "int4"], "Compression formats.")
+command_line.limit(REPLICAS, Number(2, 4096, "replicas"))
+command_line.limit(SEEDS, Number(1, 10_000, "seeds"))
+command_line.limit(WORKDIR, Path())
+command_line.limit(WIRES, Wire())
+
+
+def _numbers(flag: flags.FlagHolder) -> list[int]:
+    """The whole numbers of a list of words."""
+    for word in flag.value or [""]:
+        if not re.fullmatch("[0-9]{1,9}", word):
+            raise ConfigError(
+                f"--{flag.name}={shown(','.join(flag.value))}: {shown(word)!r} is no "
+                "whole number of steps; write some such as 4,16"
+            )
+    return list(map(int, flag.value))
 
 
 def cases(config: Config) -> dict[str, Config]:
@@ -44,13 +63,29 @@ def cases(config: Config) -> dict[str, Config]:
         return dataclasses.replace(config, optimizer_mode=LOCAL_SGD, local_sgd=settings)
 
     configs = {SYNCHRONOUS: with_mode(config, SYNCHRONOUS)}
-    grid = itertools.product(PERIODS.value, STALENESS.value, WIRES.value)
-    for period, staleness, wire in grid:
-        if int(staleness) < int(period):
+    periods, delays = _numbers(PERIODS), _numbers(STALENESS)
+    for period, staleness, wire in itertools.product(periods, delays, WIRES.value):
+        if staleness < max(period, 1):
             configs[f"H={period} s={staleness} {wire}"] = local_sgd(
-                period=int(period), staleness=int(staleness), wire=wire
+                period=period, staleness=staleness, wire=wire
             )
     return configs | {"independent": local_sgd(period=config.steps + 1)}
+
+
+def _done(log: pathlib.Path) -> list[dict[str, Any]]:
+    """The results that were written before."""
+    if not log.exists():
+        return []
+    try:
+        rows = [json.loads(x) for x in log.read_text().splitlines()]
+        for row in rows:
+            float(row["loss"]), float(row["bytes_per_step"]), row["case"], row["seed"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{log} is not what this command wrote ({error!r}); mend it, or choose "
+            "another --workdir"
+        ) from error
+    return rows
 
 
 def train(
@@ -63,12 +98,12 @@ def train(
         rows=program.batch_rows,
     )
     batches = data.training_batches(corpus, seed=seed, position=0, **shape)
+    held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
     state, bytes_sent = program.init(seed), 0.0
     synchronous_bytes = program.contract.wire_bytes
     for _ in range(config.steps):
         state, metrics = program.step(state, next(batches))
         bytes_sent += metrics.get("replica_bytes", synchronous_bytes)
-    held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
     sums = program.metric_sums()
     for batch in held_out:
         sums.add(program.evaluate(state, batch))
@@ -82,24 +117,31 @@ def main(_: Sequence[str]) -> int:
     config = command_line.config_from_flags()
     replicas = REPLICAS.value
     config = dataclasses.replace(config, layout=f"{DATA}={replicas}")
+    configs = cases(config)
+    for case_config in configs.values():
+        building.make_mode(case_config)  # An error now is none after hours.
+    allowed.check("seed", config.seed + SEEDS.value - 1)
+    folder = pathlib.Path(WORKDIR.value)
+    outputs.check_folder(folder, "--workdir")
+    log, console = folder / "results.jsonl", terminal.plain_console()
+    rows = _done(log)
     _, devices = command_line.start_devices(config)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
-    folder = pathlib.Path(WORKDIR.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    log, console = folder / "results.jsonl", rich.console.Console(highlight=False)
-    rows = [json.loads(x) for x in log.read_text().splitlines()] if log.exists() else []
     done = {(row["case"], row["seed"]) for row in rows}
-    for case, case_config in cases(config).items():
-        seeds = range(config.seed, config.seed + SEEDS.value)
-        seeds = [seed for seed in seeds if (case, seed) not in done]
-        if not seeds:
-            continue
+    programs = {}
+    for case, case_config in configs.items():
         axis = REPLICA if case_config.optimizer_mode == LOCAL_SGD else DATA
         layout = meshpar.layouts.parse(f"{axis}={replicas}")
-        program = building.make_program(case_config, layout, devices)
-        for seed in seeds:
-            result = train(case_config, corpus, program, seed)
+        case_config = dataclasses.replace(case_config, model=config.model)
+        programs[case] = building.make_program(case_config, layout, devices)
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in list(programs):
+        program = programs.pop(case)  # Its compiled step is freed after its case.
+        for seed in range(config.seed, config.seed + SEEDS.value):
+            if (case, seed) in done:
+                continue
+            result = train(config, corpus, program, seed)
             rows.append({"case": case, "seed": seed, **result})
             with log.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

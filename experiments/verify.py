@@ -24,6 +24,7 @@ from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import SYNCHRONOUS
+from experiments.recipes.ranges import Number
 from experiments.reports import verification
 from meshpar.explain import random_layouts, verify
 
@@ -33,12 +34,15 @@ MAX_ERROR = flags.DEFINE_float(
     "tolerance", None, "Largest relative error; the rounding error by default."
 )
 RANDOM = flags.DEFINE_integer(
-    "random", 0, "Number of random layouts to verify in place of --layout.", 0
+    "random", 0, "Number of random layouts to verify in place of --layout."
 )
 PADDED = flags.DEFINE_bool(
     "padded", False, "Weigh tokens, and pad the rows of every batch unevenly."
 )
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
+command_line.limit(VERIFY_STEPS, Number(1, 10_000, "steps"))
+command_line.limit(MAX_ERROR, Number(0, 1, whole=False))
+command_line.limit(RANDOM, Number(0, 10_000, "layouts", "0 to verify --layout"))
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 """Largest relative error that rounding explains, by compute dtype."""
@@ -49,8 +53,8 @@ def main(_: Sequence[str]) -> int:
     config = command_line.config_from_flags()
     if config.optimizer_mode != SYNCHRONOUS:
         raise ConfigError(
-            "replicas that train apart do not equal one device: verify the layout with "
-            "data in place of replica, without --optimizer_mode"
+            "replicas that train apart do not equal one device: use data in place of "
+            "replica, and leave out --optimizer_mode"
         )
     if RANDOM.value and (command_line.LAYOUT.value or JSON.value):
         raise ConfigError("--random draws layouts: leave out --layout and --json")

@@ -22,6 +22,7 @@ from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
+from meshpar.lowering.arguments import check_arguments, check_leaves
 from meshpar.lowering.auto import pick_lowering
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import abstract_batches
@@ -90,12 +91,12 @@ def lower(
     Raises:
       LayoutError: a layout that the devices, the model or the batch cannot honour, or
         a loss or metric that the parts of a split batch cannot give.
-      ValueError: `clip_norm` is not above 0, batch leaves share no leading dim, or
-        the optimizer needs what training does not give it.
+      ValueError: an argument of the wrong kind or out of range, batch leaves without a
+        common leading dim, or an optimizer that needs what training does not give it.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm}: use a number above 0, or None")
+    check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
+    check_leaves(batch)
     if reason := reason_unsupported(model, layout, lowering, mode, clip_norm):
         raise LayoutError(reason)
     spec, order = None, None

@@ -29,3 +29,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"known: {', '.join(known)}{hint}"
+
+
+def shown(text: str, longest: int = 160) -> str:
+    """Text for an error message, without the end of what is too long to read."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}... ({len(text):,} characters)"

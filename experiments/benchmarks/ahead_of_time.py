@@ -8,6 +8,7 @@ the CPU time of the compiler, the peak memory and the exposed bytes of both step
 at most 1.1 of the hand-written step's compile time.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -54,6 +55,8 @@ def compile_timed(name: str, lowered: jax.stages.Lowered, sizes: dict) -> float:
 def main(_: Sequence[str]) -> int:
     """Prints the figures of both steps and the ratio of their compile times."""
     config = command_line.config_from_flags()
+    model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
+    config = dataclasses.replace(config, model=model)
     meshpar.simulate(1)
     devices = mesh.topology(TOPOLOGY.value)
     layout = meshpar.layouts.parse(config.layout or f"{FSDP}={len(devices)}")

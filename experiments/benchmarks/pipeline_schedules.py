@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 import meshpar
 from experiments import command_line
 from experiments.recipes import building
+from experiments.recipes.ranges import Number
 from meshpar.arrays import Array
 from meshpar.collectives import microbatch
 from meshpar.layouts.axes import DATA, PIPE
@@ -34,6 +35,9 @@ flags.adopt_module_key_flags(command_line)
 STAGES = flags.DEFINE_integer("stages", 4, "P, number of stages and devices.")
 MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "M, number of microbatches.")
 ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each program.")
+command_line.limit(STAGES, Number(2, 4096, "stages"))
+command_line.limit(MICROBATCHES, Number(1, 2**20, "microbatches"))
+command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 
 WARM_UP_ROUNDS = 2
 BY_AUTODIFF = "gpipe by autodiff"

@@ -19,9 +19,11 @@ from absl import flags
 from experiments import command_line
 from experiments.benchmarks import by_hand
 from experiments.recipes import building
+from experiments.recipes.ranges import Number
 
 flags.adopt_module_key_flags(command_line)
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
+command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 
 
 def main(_: Sequence[str]) -> int:
@@ -35,9 +37,9 @@ def main(_: Sequence[str]) -> int:
     ids = np.random.default_rng(0).integers(
         0, vocab, (config.batch_size, model.length + 1), np.int32
     )
+    step, init = by_hand.step_and_init(config, program)
     batch = program.place_batch({"tokens": ids[:, :-1], "targets": ids[:, 1:]})
     state = program.init(0)
-    step, init = by_hand.step_and_init(config, program)
     hand_state = init()
     seconds: dict[str, list[float]] = {"program.step": [], "by hand": []}
     for round_ in range(ROUNDS.value + 3):

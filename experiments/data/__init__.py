@@ -8,4 +8,5 @@ from experiments.data.corpus import Corpus as Corpus
 from experiments.data.corpus import DataConfig as DataConfig
 from experiments.data.corpus import load as load
 from experiments.data.corpus import unigram_loss as unigram_loss
+from experiments.data.files import MAX_VOCABULARY as MAX_VOCABULARY
 from experiments.data.files import DataError as DataError

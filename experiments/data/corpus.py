@@ -12,6 +12,7 @@ from experiments.data.files import (
     SEPARATOR,
     TOKEN_SUFFIXES,
     DataError,
+    check_regular,
     find_files,
     read_documents,
     read_tokens,
@@ -130,6 +131,17 @@ def _token_ids(
     return tokens, int(tokens.max()) + 1, lambda ids: " ".join(map(str, ids))
 
 
+def _token_file(path: str) -> pathlib.Path:
+    """The one file of token ids that a path or a glob names."""
+    check_regular(pathlib.Path(path), "--data")
+    files = find_files(path)
+    if len(files) > 1:
+        raise DataError(
+            f"--data={path} names {len(files)} files of token ids; give one file"
+        )
+    return files[0]
+
+
 def _text(config: DataConfig) -> tuple[np.ndarray, int, Decode]:
     """Tokens, vocabulary size and decoder of text files."""
     files = find_files(config.path) if config.path else standard_library()
@@ -144,14 +156,21 @@ def _tokenize(documents: list[bytes], path: str) -> tuple[np.ndarray, int, Decod
     """Tokens, vocabulary size and decoder of documents under a tokenizer.json."""
     import tokenizers
 
+    check_regular(pathlib.Path(path), "--tokenizer")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # The library raises bare Exception.
-        raise DataError(f"--tokenizer={path} cannot be read: {error}") from error
+        raise DataError(
+            f"--tokenizer={path} cannot be read: {error}; give a tokenizer.json of "
+            "Hugging Face's tokenizers"
+        ) from error
     try:
         texts = [document.decode("utf-8") for document in documents]
     except UnicodeDecodeError as error:
-        raise DataError(f"--tokenizer needs UTF-8 text: {error}") from error
+        raise DataError(
+            f"--tokenizer={path} needs UTF-8 text: {error}; convert the files, or "
+            "leave --tokenizer out"
+        ) from error
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     tokens = np.concatenate([np.array(e.ids, np.int32) for e in encodings])
     size = tokenizer.get_vocab_size()

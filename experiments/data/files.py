@@ -16,8 +16,9 @@ SEPARATOR = b"\0"
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 """Suffixes of files that hold token ids instead of text."""
-_LARGEST_ID = 2**31 - 1
-"""Largest int32, the type of token ids in batches."""
+
+MAX_VOCABULARY = 2**24
+"""Most token ids of a vocabulary."""
 
 
 class DataError(MeshparError):
@@ -41,14 +42,17 @@ def find_files(path: str) -> list[pathlib.Path]:
     Hidden files and folders are left out of a folder.
 
     Raises:
-      DataError: no such file; names the nearest one.
+      DataError: no such file; names the nearest one. Or a path that is no file, such
+        as a pipe, whose text could be read only once.
     """
     target = pathlib.Path(path)
     if glob.has_magic(path):
         matches = [pathlib.Path(match) for match in glob.glob(path, recursive=True)]
         files = [match for match in matches if match.is_file()]
         if not files:
-            raise DataError(f"no file matches --data={path}")
+            raise DataError(
+                f"no file matches --data={path}; write a pattern such as 'folder/*.txt'"
+            )
         return files
     if target.is_dir():
         files = [
@@ -58,14 +62,34 @@ def find_files(path: str) -> list[pathlib.Path]:
             and not any(part.startswith(".") for part in file.relative_to(target).parts)
         ]
         if not files:
-            raise DataError(f"--data={path}: the folder holds no file")
+            raise DataError(
+                f"--data={path}: the folder holds no file that is not hidden; give a "
+                "folder of text files"
+            )
         return files
     if not target.exists():
         parent = target.parent
         names = os.listdir(parent) if parent.is_dir() else []
         hint = f" ({nearest(target.name, names[:50])})" if names else ""
-        raise DataError(f"--data={path} does not exist{hint}")
+        raise DataError(
+            f"--data={path} does not exist{hint}; give a file, a folder or a glob"
+        )
+    check_regular(target, "--data")
     return [target]
+
+
+def check_regular(path: pathlib.Path, flag: str) -> None:
+    """Raises DataError for a path that is neither a file nor missing.
+
+    Args:
+      path: the path.
+      flag: the flag that gives it, for the message.
+    """
+    if path.exists() and not path.is_file():
+        raise DataError(
+            f"{flag}={path} is a folder, a pipe or a device; give a file, in which "
+            "the text is stored"
+        )
 
 
 def read_documents(files: Sequence[pathlib.Path]) -> list[bytes]:
@@ -79,7 +103,9 @@ def read_documents(files: Sequence[pathlib.Path]) -> list[bytes]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
+            raise DataError(
+                f"cannot read {path}: {error.strerror}; give files that you may read"
+            ) from error
         if SEPARATOR in content:
             raise DataError(
                 f"{path} looks binary (it contains a zero byte); give text files, a "
@@ -88,7 +114,10 @@ def read_documents(files: Sequence[pathlib.Path]) -> list[bytes]:
         if content.strip():
             documents.append(content)
     if not documents:
-        raise DataError(f"{len(files)} file(s) such as {files[0]}: all are empty")
+        raise DataError(
+            f"{len(files)} file(s) such as {files[0]}: all are empty; give files with "
+            "text"
+        )
     return sorted(documents, key=lambda text: hashlib.sha256(text).digest())
 
 
@@ -99,7 +128,7 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
       Token ids, integer [tokens].
 
     Raises:
-      DataError: an array of another kind, no tokens, or ids that no model takes.
+      DataError: an array of another kind, no tokens, or ids out of range.
     """
     try:
         if path.suffix == ".npy":
@@ -108,19 +137,23 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
             tokens = np.memmap(path, dtype="<u2", mode="r")
     except (OSError, ValueError) as error:
         kind = "uint16 token ids" if path.suffix == ".bin" else "an array"
-        raise DataError(f"{path} cannot be read as {kind}: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as {kind}: {error}; give .npy or .bin token ids, "
+            "or text under another suffix"
+        ) from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
             f"{path} holds {tokens.dtype}{list(tokens.shape)}; give integer token ids "
             "in one dim"
         )
     if not len(tokens):
-        raise DataError(f"{path} holds no tokens")
-    if (lowest := int(tokens.min())) < 0:
-        raise DataError(f"{path} holds the token id {lowest}; ids start at 0")
-    if (highest := int(tokens.max())) > _LARGEST_ID:
-        raise DataError(
-            f"{path} holds the token id {highest}, beyond every vocabulary; use ids up "
-            f"to {_LARGEST_ID}"
-        )
+        raise DataError(f"{path} holds no tokens; give a file of token ids")
+    if tokens.dtype == np.uint16:
+        return tokens  # Every id is in range.
+    for found in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= found < MAX_VOCABULARY:
+            raise DataError(
+                f"{path} holds the token id {found}; use ids from 0 to below "
+                f"{MAX_VOCABULARY:,}"
+            )
     return tokens

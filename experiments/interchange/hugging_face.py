@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,10 +22,15 @@ from experiments.interchange.hugging_face_config import (
     decoder_config,
     kind_of,
 )
+from experiments.interchange.hugging_face_files import (
+    WEIGHTS,
+    read_json,
+    read_weights,
+    weight_files,
+)
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.errors import ConfigError
-
-WEIGHTS = "model.safetensors"
+from meshpar.errors import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +158,12 @@ def imported(
     missing, unknown = tensors.keys() - arrays.keys(), arrays.keys() - tensors.keys()
     for verb, names in (("lacks", missing), ("also has", unknown)):
         if names:
-            raise ConfigError(f"the model {verb} {', '.join(sorted(names)[:5])}")
+            raise ConfigError(
+                f"the model {verb} {shown(', '.join(sorted(names)[:5]))}; {CONFIG} "
+                "belongs to other weights"
+            )
+    for name, (tensor, layer) in tensors.items():
+        _check_shape(name, tensor, layer, shapes, arrays[name].shape)
     params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
     for name, (tensor, layer) in tensors.items():
         matrix = np.asarray(arrays[name], np.float32)
@@ -164,15 +173,28 @@ def imported(
             for path in tensor.paths
         ]
         widths = [math.prod(view.shape[tensor.inputs :]) for view in views]
-        rows = [math.prod(views[0].shape[: tensor.inputs])] if tensor.inputs else []
-        shape = (*rows, sum(widths))
-        if matrix.shape != shape:
-            expected = shape[::-1] if tensor.transposed else shape
-            raise ConfigError(f"{name} is {arrays[name].shape}, not {expected}")
         parts = np.split(matrix, np.cumsum(widths)[:-1], axis=-1)
         for view, part in zip(views, parts, strict=True):
             view[...] = part.reshape(view.shape)
     return params
+
+
+def _check_shape(
+    name: str,
+    tensor: _Tensor,
+    layer: int | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    found: tuple[int, ...],
+) -> None:
+    """Raises ConfigError unless a tensor has the shape that its parameters need."""
+    own = [shapes[path][layer is not None :] for path in tensor.paths]
+    rows = [math.prod(own[0][: tensor.inputs])] if tensor.inputs else []
+    shape = (*rows, sum(math.prod(each[tensor.inputs :]) for each in own))
+    expected = shape[::-1] if tensor.transposed else shape
+    if found != expected:
+        raise ConfigError(
+            f"{name} is {found}, not {expected}; {CONFIG} belongs to other weights"
+        )
 
 
 def write(
@@ -195,10 +217,6 @@ def write(
     return list(arrays)
 
 
-_BUFFERS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-"""Names of arrays in old files that are not weights."""
-
-
 def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
     """Reads a folder of transformers: the decoder, and {full name: array}.
 
@@ -206,24 +224,21 @@ def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
       ConfigError: no such folder, or a decoder that this repository does not have.
     """
     try:
-        description = json.loads((folder / CONFIG).read_text())
-        index = folder / f"{WEIGHTS}.index.json"
-        files = [WEIGHTS]
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        description = read_json(folder / CONFIG)
         config, arrays = decoder_config(description), {}
-        for file in files:
-            with safetensors.safe_open(folder / file, framework="numpy") as opened:
-                arrays |= {name: opened.get_tensor(name) for name in opened.keys()}
-    except (OSError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+        for file in weight_files(folder):
+            arrays |= read_weights(folder / file)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(
-            f"{folder} cannot be read: {error}; give a folder with {CONFIG} and "
-            f"{WEIGHTS}"
+            f"{folder} cannot be read: {shown(str(error))}; give a folder with "
+            f"{CONFIG} and {WEIGHTS}"
         ) from error
     prefix = {"gpt2": "transformer.", "llama": "model."}[description["model_type"]]
     full = {}
     for name, array in arrays.items():
-        if _BUFFERS.fullmatch(name) or (name == "lm_head.weight" and config.tied):
+        if name == "lm_head.weight" and config.tied:
             continue
         complete = name.startswith((prefix, "lm_head."))
         full[name if complete else prefix + name] = array

@@ -1,11 +1,13 @@
 """Hugging Face's config.json of GPT-2 and Llama, to and from `DecoderConfig`."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
+from experiments.recipes import allowed
 from experiments.recipes.errors import ConfigError
-from meshpar.errors import nearest
+from meshpar.errors import nearest, shown
 
 CONFIG = "config.json"
 KINDS = ("gpt2", "llama")
@@ -76,13 +78,31 @@ def _check_values(
     for name, values in supported.items():
         if name in description and description[name] not in values:
             raise ConfigError(
-                f"{name}={description[name]!r}: only {values[0]!r} is supported"
+                f"{name}={shown(repr(description[name]))}: only {values[0]!r} is "
+                "supported"
             )
+
+
+def _number(description: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A number of a config.json; null stands for the default.
+
+    Raises:
+      ConfigError: another kind of value, or a size below 1.
+    """
+    value = description.get(name)
+    if value is None:
+        return default
+    whole = isinstance(default, int)
+    is_number = isinstance(value, int if whole else (int, float))
+    if not is_number or isinstance(value, bool) or (whole and value < 1):
+        kind = "a whole number of at least 1" if whole else "a number"
+        raise ConfigError(f"{CONFIG}: {name}={shown(repr(value))}: use {kind}")
+    return value if whole else float(value)
 
 
 def _gpt2_fields(description: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `DecoderConfig`; the defaults are those of transformers."""
-    get = description.get
+    get = functools.partial(_number, description)
     _check_values(
         description,
         {
@@ -100,7 +120,7 @@ def _gpt2_fields(description: Mapping[str, Any]) -> dict[str, Any]:
         embed=embed,
         heads=get("n_head", 12),
         kv_heads=get("n_head", 12),
-        mlp=get("n_inner") or 4 * embed,
+        mlp=get("n_inner", 4 * embed),
         norm_eps=get("layer_norm_epsilon", 1e-5),
         **GPT2_KIND,
     )
@@ -108,13 +128,15 @@ def _gpt2_fields(description: Mapping[str, Any]) -> dict[str, Any]:
 
 def _llama_fields(description: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `DecoderConfig`; the defaults are those of transformers."""
-    get = description.get
+    get = functools.partial(_number, description)
     heads, embed = get("num_attention_heads", 32), get("hidden_size", 4096)
-    rope = get("rope_parameters") or get("rope_scaling") or {}
+    rope = description.get("rope_parameters") or description.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{CONFIG}: rope_parameters={shown(repr(rope))}: use a table")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ConfigError(
             f"rotary positions of another kind than the default are not supported: "
-            f"{rope}"
+            f"{shown(repr(rope))}"
         )
     _check_values(
         description,
@@ -131,25 +153,37 @@ def _llama_fields(description: Mapping[str, Any]) -> dict[str, Any]:
         depth=get("num_hidden_layers", 32),
         embed=embed,
         heads=heads,
-        kv_heads=get("num_key_value_heads") or heads,
+        kv_heads=get("num_key_value_heads", heads),
         mlp=get("intermediate_size", 11008),
-        tied=get("tie_word_embeddings", False),
+        tied=description.get("tie_word_embeddings") or False,
         norm_eps=get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta") or get("rope_theta") or 10_000),
+        rope_theta=_number(rope, "rope_theta", get("rope_theta", 10_000.0)),
     )
 
 
-def decoder_config(description: Mapping[str, Any]) -> DecoderConfig:
+def decoder_config(description: Any) -> DecoderConfig:
     """The decoder that a config.json describes.
+
+    Args:
+      description: its content, any JSON value.
 
     Raises:
       ConfigError: a decoder that this repository does not have, with the values.
     """
+    if not isinstance(description, Mapping):
+        raise ConfigError(
+            f"{CONFIG} is {shown(repr(description))}; use the table that transformers "
+            "writes"
+        )
     kind = description.get("model_type")
     if kind not in KINDS:
-        raise ConfigError(f"model_type={kind!r} ({nearest(str(kind), KINDS)})")
+        raise ConfigError(
+            f"model_type={shown(repr(kind))} ({nearest(shown(str(kind)), KINDS)})"
+        )
     fields_of = {"gpt2": _gpt2_fields, "llama": _llama_fields}[kind]
     fields = fields_of(description)
+    for name, value in fields.items():
+        allowed.check(f"model.{name}", value)
     try:
         return DecoderConfig(**fields)
     except ValueError as error:

@@ -7,7 +7,7 @@ import pathlib
 import jax
 
 import meshpar
-from experiments import data
+from experiments import data, outputs
 from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes import building
@@ -18,7 +18,7 @@ from experiments.training.run_record import RunRecord
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.checkpoint.checksums import changed_tensor
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, shown
 from meshpar.layouts.axes import DATA
 from meshpar.lowering import replicas
 
@@ -33,6 +33,23 @@ def _on_one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
     return config, building.make_program(config, layout, jax.devices()[:1])
 
 
+def config_of(checkpoint: persistent.StoredCheckpoint) -> Config:
+    """The configuration of the run that wrote a checkpoint.
+
+    Args:
+      checkpoint: a complete checkpoint.
+
+    Raises:
+      MeshparError: it holds none, or one that this version does not understand.
+    """
+    if "config" not in checkpoint.metadata:
+        raise CheckpointError(
+            f"{checkpoint.path} holds no configuration: it was not written by "
+            "experiments.run; give the folder of a run"
+        )
+    return from_dict(checkpoint.metadata["config"])
+
+
 def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> None:
     """Writes the weights of a checkpoint, averaged over its replicas.
 
@@ -45,11 +62,15 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
         does not have.
     """
     metadata = checkpoint.metadata
-    config, program = _on_one_device(from_dict(metadata["config"]))
+    config = config_of(checkpoint)
     if config.framework != "nnx":
         raise ConfigError(
-            f"framework={config.framework}: only nnx models can be exported"
+            f"framework={config.framework}: only nnx models can be exported; train one "
+            "with --set=framework=nnx"
         )
+    hugging_face.config_json(config.model)  # An error now is none after the reading.
+    outputs.check_folder(folder, "--to")
+    config, program = _on_one_device(config)
     num_replicas = metadata.get(persistent.REPLICAS, 1)
     one_replica = program.portable_state
     abstract = replicas.with_replicas(one_replica, 1, num_replicas)
@@ -57,9 +78,14 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
     try:
         state, _ = persistent.read_checkpoint(path.absolute(), abstract, None)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {shown(str(error))}; restore the folder, or "
+            "delete this checkpoint to use the one before it"
+        ) from error
     if reason := changed_tensor(state, None, metadata):
-        raise CheckpointError(f"{path} is corrupt: {reason}")
+        raise CheckpointError(
+            f"{path} is corrupt: {reason}; delete it to use the one before it"
+        )
     state = replicas.converted(state, num_replicas, one_replica, 1)
     names = hugging_face.write(folder, config.model, jax.device_get(state.params))
     print(f"wrote {len(names)} tensors of step {int(state.step)} to {folder}")
@@ -90,6 +116,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
     folder = run / "checkpoints"
     if persistent.find_checkpoints(folder):
         raise CheckpointError(f"{run} already holds a run; import into a new folder")
+    outputs.check_folder(run, "DIR")
     decoder, tensors = hugging_face.read(source)
     model = _imported_model(decoder, recipe.model)
     config = dataclasses.replace(recipe, model=model, framework="nnx")

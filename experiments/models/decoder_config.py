@@ -2,6 +2,13 @@
 
 import dataclasses
 
+CHOICES = {
+    "position": ("rope", "learned"),
+    "norm": ("rmsnorm", "layernorm"),
+    "activation": ("swiglu", "gelu"),
+}
+"""{field: its values} of the fields with few values."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -46,12 +53,7 @@ class DecoderConfig:
     loss_block: int = 0
 
     def __post_init__(self):
-        choices = {
-            "position": ("rope", "learned"),
-            "norm": ("rmsnorm", "layernorm"),
-            "activation": ("swiglu", "gelu"),
-        }
-        for name, known in choices.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {known}")
         if self.vocab < 0:
@@ -62,7 +64,8 @@ class DecoderConfig:
         if self.embed % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}: "
-                "kv_heads must divide heads, and heads must divide embed"
+                "kv_heads must divide heads, and heads must divide embed; use other "
+                "numbers, set in an order that always fits"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")

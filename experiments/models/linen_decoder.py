@@ -26,7 +26,7 @@ def check_kind(config: DecoderConfig) -> None:
         if getattr(config, name) != value:
             raise MeshparError(
                 f"model.{name}={getattr(config, name)!r}: the Linen decoder "
-                f"supports only {name}={value!r}; set that, or framework=nnx"
+                f"supports only {name}={value!r}; use that, or framework=nnx"
             )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from experiments.data import DataConfig
 from experiments.models.decoder_config import DecoderConfig
+from experiments.recipes import allowed
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES, SYNCHRONOUS, LocalSGDConfig
-from meshpar.errors import MeshparError, nearest
-from meshpar.multihost.watchdog import check_seconds
+from meshpar.errors import MeshparError, nearest, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,6 @@ class WatchdogConfig:
     evaluation: float = 3600.0
     save: float = 1800.0
     end: float = 3600.0
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            check_seconds(f"watchdog.{field.name}", getattr(self, field.name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,28 +124,7 @@ class Config:
     workdir: str = ""
 
     def __post_init__(self):
-        mode = self.optimizer_mode
-        if self.framework not in ("nnx", "linen"):
-            raise ConfigError(f"framework={self.framework!r}: use nnx or linen")
-        if mode not in MODES:
-            raise ConfigError(f"optimizer_mode={mode!r} ({nearest(mode, MODES)})")
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(
-                f"compute_dtype={self.compute_dtype!r}: use float32 or bfloat16"
-            )
-        for name in (
-            *("batch_size", "steps", "evaluate_every", "evaluation_batches"),
-            *("checkpoint_every", "keep_checkpoints"),
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: use at least 1")
-        check_seconds("watchdog_seconds", self.watchdog_seconds)
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}: use 0 to 2**32 - 1")
-        if not 0 < self.data.held_out < 1:
-            raise ConfigError(
-                f"data.held_out={self.data.held_out}: use a fraction between 0 and 1"
-            )
+        allowed.check_all(self)
 
 
 FORMER_NAMES: dict[tuple[type, str], str] = {
@@ -162,7 +137,7 @@ def _field_name(kind: type, name: str) -> str:
     return FORMER_NAMES.get((kind, name), name)
 
 
-def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
+def from_dict(values: Any, kind: type = Config, prefix: str = "") -> Any:
     """Makes a configuration from the dict that a checkpoint stores.
 
     It inverts `dataclasses.asdict`, and accepts former names of fields.
@@ -170,10 +145,16 @@ def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
     Args:
       values: {field: value}; dicts for fields that are dataclasses.
       kind: the dataclass to make.
+      prefix: of its keys in `allowed.RANGES`.
 
     Raises:
-      ConfigError: keys that this version does not have.
+      ConfigError: keys that this version does not have, or values out of range.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"the checkpoint's configuration is not a table of fields but "
+            f"{shown(repr(values))}; use a checkpoint that experiments.run wrote"
+        )
     kinds, fields = typing.get_type_hints(kind), {}
     for key, value in values.items():
         name = _field_name(kind, key)
@@ -182,42 +163,53 @@ def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
                 f"the checkpoint's configuration has {name!r}, which this version does "
                 f"not know ({nearest(name, kinds)})"
             )
-        nested = dataclasses.is_dataclass(kinds[name])
-        fields[name] = from_dict(value, kinds[name]) if nested else value
-    return kind(**fields)
+        if dataclasses.is_dataclass(kinds[name]):
+            value = from_dict(value, kinds[name], f"{prefix}{name}.")
+        else:
+            allowed.check(f"{prefix}{name}", value)
+        fields[name] = value
+    try:
+        return kind(**fields)
+    except MeshparError:
+        raise
+    except (TypeError, ValueError) as error:  # Missing fields, or fields that clash.
+        raise ConfigError(
+            f"the checkpoint's configuration: {error}; use a checkpoint that "
+            "experiments.run wrote"
+        ) from error
 
 
-def _parse_value(key: str, text: str, kind: type) -> Any:
+def _parse_value(text: str, kind: type) -> Any:
+    """The value of a text; the text itself if it is of another type."""
     if kind is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-    elif kind is str:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(text)
+    except ValueError:
         return text
-    else:
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    raise ConfigError(f"--set {key}={text}: {text!r} is not of type {kind.__name__}")
 
 
-def _set(config: Any, key: str, path: Sequence[str], text: str) -> Any:
-    """Sets the value at `path`; `key` is the whole key, for messages."""
+def _set(config: Any, key: str, path: Sequence[str], text: str, group: str = "") -> Any:
+    """Sets the value at `path` in `group`; `key` is the whole key, for messages."""
     kinds = typing.get_type_hints(type(config))
     name, *rest = path
     name = _field_name(type(config), name)
     if name not in kinds:
-        raise ConfigError(f"--set {key}: no key {name!r} ({nearest(name, kinds)})")
+        known = nearest(name, kinds)
+        raise ConfigError(f"--set {shown(key)}: no key {shown(name)!r} ({known})")
     value = getattr(config, name)
     if dataclasses.is_dataclass(value):
         if not rest:
             inner = ", ".join(f"{name}.{f.name}" for f in dataclasses.fields(value))
             raise ConfigError(f"--set {key}: set one of {inner}")
-        new = _set(value, key, rest, text)
+        new = _set(value, key, rest, text, f"{group}{name}.")
     elif rest:
-        raise ConfigError(f"--set {key}: {name} has no parts")
+        raise ConfigError(
+            f"--set {shown(key)}: {name} has no parts; write {group}{name}=VALUE"
+        )
     else:
-        new = _parse_value(key, text, kinds[name])
+        new = _parse_value(text, kinds[name])
+        allowed.check(f"{group}{name}", new, text)
     try:
         return dataclasses.replace(config, **{name: new})
     except MeshparError:
@@ -230,12 +222,13 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
     """Applies `KEY=VALUE` settings such as "model.depth=4", in order.
 
     Raises:
-      ConfigError: a key that does not exist, or a value of the wrong type.
+      ConfigError: a key that does not exist, or a value of the wrong type or out of
+        range.
     """
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--set {setting}: write KEY=VALUE")
+            raise ConfigError(f"--set {shown(setting)}: write KEY=VALUE")
         config = _set(config, key, key.strip().split("."), text.strip())
     return config
 

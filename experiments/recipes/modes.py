@@ -11,8 +11,6 @@ from typing import Any
 import optax
 
 import meshpar
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import nearest
 
 SYNCHRONOUS, LOCAL_SGD = "synchronous", "local_sgd"
 
@@ -52,24 +50,31 @@ class LocalSGDConfig:
     damping: float = 0.0
 
 
+OUTERS: dict[str, Callable[[LocalSGDConfig], optax.GradientTransformation | None]] = {
+    "average": lambda _: None,
+    "sgd": lambda settings: optax.sgd(
+        settings.outer_learning_rate, settings.outer_momentum or None
+    ),
+    "nesterov": lambda settings: optax.sgd(
+        settings.outer_learning_rate, settings.outer_momentum, nesterov=True
+    ),
+}
+"""Optimizers of the global weights by name; None takes the average."""
+
+MERGES: dict[str, Callable[[LocalSGDConfig], Any]] = {
+    "shift": lambda _: meshpar.Shift(),
+    "overwrite": lambda _: meshpar.Overwrite(),
+    "lerp": lambda settings: meshpar.Lerp(settings.merge_weight),
+    "elastic": lambda settings: meshpar.Elastic(settings.merge_weight),
+}
+"""Merges by name."""
+
+GOSSIP = ("", "ring", "exponential")
+"""Graphs along which replicas average; "" for all of them together."""
+
+
 def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
-    """Raises ConfigError for an outer optimizer or a merge that does not exist."""
-    rate, momentum = settings.outer_learning_rate, settings.outer_momentum
-    weight = settings.merge_weight
-    outers: dict[str, Callable[[], optax.GradientTransformation | None]] = {
-        "average": lambda: None,
-        "sgd": lambda: optax.sgd(rate, momentum or None),
-        "nesterov": lambda: optax.sgd(rate, momentum, nesterov=True),
-    }
-    merges: dict[str, Callable[[], Any]] = {
-        "shift": meshpar.Shift,
-        "overwrite": meshpar.Overwrite,
-        "lerp": lambda: meshpar.Lerp(weight),
-        "elastic": lambda: meshpar.Elastic(weight),
-    }
-    for name, known in (("outer", outers), ("merge", merges)):
-        if (value := getattr(settings, name)) not in known:
-            raise ConfigError(f"local_sgd.{name}={value!r} ({nearest(value, known)})")
+    """Raises StalenessError for settings that contradict each other."""
     period = settings.period
     if settings.warmup_steps:
         period = meshpar.warm_up(settings.warmup_steps, period)
@@ -77,8 +82,8 @@ def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
         period=period,
         staleness=settings.staleness,
         fragments=settings.fragments,
-        outer=outers[settings.outer](),
-        merge=merges[settings.merge](),
+        outer=OUTERS[settings.outer](settings),
+        merge=MERGES[settings.merge](settings),
         wire=settings.wire,
         error_feedback=settings.error_feedback,
         gossip=meshpar.Gossip(settings.gossip) if settings.gossip else None,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import rich.console
 import rich.table
+from rich.text import Text
 
 from experiments.reports import terminal
 from meshpar.explain.report import Explanation
@@ -29,8 +30,7 @@ def _parameters(explanation: Explanation) -> rich.table.Table:
         spec = ", ".join("*".join(axes) or "-" for axes in leaf.spec)
         shape = "x".join(map(str, leaf.shape))
         size = readable_bytes(leaf.bytes_per_device)
-        spec = f"[{spec}]".replace("[", r"\[")
-        table.add_row(leaf.path, leaf.kind, shape, spec, size, leaf.reason)
+        table.add_row(leaf.path, leaf.kind, shape, f"[{spec}]", size, leaf.reason)
     return table
 
 
@@ -80,7 +80,7 @@ def _print_pipeline(console: rich.console.Console, pipeline: PipelineReport) -> 
         f"{pipeline.microbatches} microbatches, {pipeline.ticks} ticks",
         soft_wrap=True,
     )
-    console.print(pipeline.text, soft_wrap=True, markup=False)
+    console.print(pipeline.text, soft_wrap=True)
     formula = "" if pipeline.formula is None else _formula(*pipeline.formula)
     console.print(
         f"bubble {pipeline.bubble:.4f}{formula}; stage inputs "
@@ -97,10 +97,8 @@ def _print_layout(
     """Prints one layout."""
     e = explanation
     sizes = "*".join(f"{axis}={size}" for axis, size in e.mesh.items())
-    console.print(
-        f"[bold]{e.layout}[/]: lowering {e.lowering}, {sizes} x {e.device_kind}",
-        soft_wrap=True,
-    )
+    details = f": lowering {e.lowering}, {sizes} x {e.device_kind}"
+    console.print(Text.assemble((e.layout, "bold"), details), soft_wrap=True)
     for note in (e.why_auto, e.mode):
         if note:
             console.print(note, soft_wrap=True)
@@ -112,9 +110,11 @@ def _print_layout(
     for path, reason in e.replicated.items():
         console.print(f"replicated: {path} ({reason})", soft_wrap=True)
     for warning in e.warnings:
-        console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
+        line = Text.assemble(("warning:", "yellow"), f" {warning}")
+        console.print(line, soft_wrap=True)
     for violation in e.violations:
-        console.print(f"[bold red]VIOLATION:[/] {violation}", soft_wrap=True)
+        line = Text.assemble(("VIOLATION:", "bold red"), f" {violation}")
+        console.print(line, soft_wrap=True)
     if not e.violations:
         console.print("the compiled program keeps the contract")
 

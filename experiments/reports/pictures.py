@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import pathlib
 from collections.abc import Sequence
 
 import matplotlib
@@ -10,13 +11,27 @@ import matplotlib.figure
 import matplotlib.patches
 import numpy as np
 
+from experiments.recipes.errors import ConfigError
 from meshpar.explain.report import Explanation
 from meshpar.layouts.axes import DATA
 from meshpar.pipeline.report import PipelineReport
 
 matplotlib.use("Agg")
+# Layouts hold regexes: their dollar signs are no formulas.
+matplotlib.rcParams["text.parse_math"] = False
 
 _SHADES = {"F": 0.85, "B": 0.5, "W": 0.25}
+
+
+def check_format(path: str) -> None:
+    """Raises ConfigError for a file whose suffix is no format of pictures."""
+    suffix = pathlib.PurePath(path).suffix.removeprefix(".").lower()
+    known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ConfigError(
+            f"{path}: no pictures are written as .{suffix}; use .png or one of "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def svg(figure: matplotlib.figure.Figure) -> str:

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import rich.console
 import rich.table
+from rich.text import Text
 
 import meshpar
+from experiments.reports import terminal
 from meshpar.explain.random_layouts import EQUAL, REFUSED, WRONG, Outcome
 from meshpar.explain.verify import Comparison, VerifyReport
 
@@ -23,7 +24,7 @@ def _table(report: VerifyReport) -> rich.table.Table:
     tensor = rich.table.Column("tensor", overflow="fold")
     table = rich.table.Table("kind", tensor, "relative error", "step", "equal")
     for (kind, name), comparison in worst.items():
-        verdict = "yes" if comparison.ok else "[bold red]NO"
+        verdict = "yes" if comparison.ok else Text("NO", "bold red")
         table.add_row(
             kind, name, f"{comparison.error:.1e}", str(comparison.step), verdict
         )
@@ -53,7 +54,7 @@ def print_report(
       num_steps: number of steps that were compared.
       num_collectives: number of collectives in the compiled step.
     """
-    console = rich.console.Console(highlight=False)
+    console = terminal.plain_console()
     console.print(_table(report))
     for violation in report.violations:
         console.print(f"CONTRACT BROKEN: {violation}", soft_wrap=True)

@@ -78,7 +78,7 @@ def find_checkpoints(folder: str | os.PathLike) -> list[StoredCheckpoint]:
     checkpoints = []
     for path in pathlib.Path(folder).glob("*"):
         step = path.name.partition(".")[0]
-        if not step.isdigit() or not path.is_dir():
+        if not step.isdecimal() or not path.is_dir():
             continue
         metadata, problem, size = None, "", 0
         for file in path.rglob("*"):
@@ -86,7 +86,7 @@ def find_checkpoints(folder: str | os.PathLike) -> list[StoredCheckpoint]:
                 size += file.stat().st_size if file.is_file() else 0
         try:
             metadata = _read_metadata(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problem = f"its metadata cannot be read ({type(error).__name__})"
         if "." in path.name:
             problem = "incomplete: not written to its end"
@@ -108,6 +108,8 @@ def reason_not_restorable(
     """
     if checkpoint.problem:
         return checkpoint.problem
+    if not isinstance(checkpoint.metadata.get(TENSORS), dict):
+        return "its metadata does not list its tensors"
     saved_replicas = checkpoint.metadata.get(REPLICAS, 1)
     if saved_replicas != num_replicas:
         abstract_state = with_replicas(abstract_state, num_replicas, saved_replicas)
@@ -122,6 +124,8 @@ def _read_metadata(path: pathlib.Path) -> dict[str, Any]:
       OSError, ValueError: it cannot be read, or has changed since it was written.
     """
     metadata = json.loads((path / METADATA / METADATA).read_text())
+    if not isinstance(metadata, dict):
+        raise ValueError(f"its metadata is a {type(metadata).__name__}, not a table")
     checksum = metadata.pop(_CHECKSUM, None)  # Missing in the first format.
     if checksum not in (None, json_checksum(metadata)):
         raise ValueError("its metadata has changed since it was written")

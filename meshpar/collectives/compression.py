@@ -190,6 +190,10 @@ class _TopK(_Lossy):
         return 4 * self._padded_size(2 * self._count(length))
 
 
+FORMATS = "f32, bf16, int8, int4 or topk:FRACTION (as in topk:0.01)"
+"""The names that `make_compression` knows, for messages."""
+
+
 def make_compression(text: str, tile: int = 1) -> Compression:
     """The compression that the option `wire=` names.
 
@@ -206,11 +210,11 @@ def make_compression(text: str, tile: int = 1) -> Compression:
         "int8": _Integers(tile, 8),
         "int4": _Integers(tile, 4),
     }
+    if not isinstance(text, str):
+        raise MeshparError(f"wire={text!r}: use {FORMATS}")
     if text in known:
         return known[text]
     if match := re.fullmatch(r"topk:(0?\.\d+|1|1\.0)", text):
         if (fraction := float(match.group(1))) > 0:
             return _TopK(tile, fraction)
-    raise MeshparError(
-        f"wire={text!r}: use {', '.join(known)} or topk:FRACTION (as in topk:0.01)"
-    )
+    raise MeshparError(f"wire={text!r}: use {FORMATS}")

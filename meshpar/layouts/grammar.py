@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshpar.errors import LayoutError, nearest
+from meshpar.errors import LayoutError, nearest, shown
 
 _ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"])*)')
+
+LONGEST = 10_000
+"""Most characters of a layout string."""
 
 RULES = {"params": "+", "activations": "+", "paths": "/"}
 """{kind: separator} of items KIND.NAME=PART[separator PART]..."""
@@ -57,7 +60,20 @@ def _current_name(key: str) -> str:
 
 
 def _unquote(text: str) -> str:
-    return json.loads(text) if text.startswith('"') else text
+    """A text without its JSON quotes, if it has them.
+
+    Raises:
+      LayoutError: an escape that JSON does not have.
+    """
+    if not text.startswith('"'):
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError as error:
+        raise LayoutError(
+            f"{shown(text)} is not a text in JSON quotes ({error}); write a backslash "
+            "twice"
+        ) from error
 
 
 def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,34 +89,42 @@ def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.
     """
+    if len(text) > LONGEST:
+        raise LayoutError(
+            f"layout {shown(text)!r}: use at most {LONGEST:,} characters; shorter "
+            "regexes hold several parameters"
+        )
     values: dict[str, Any] = {}
     position, text = 0, re.sub(r"\s*,\s*", ",", text.strip())
+    where = f'layout "{shown(text)}"'
     while position < len(text):
         item = _ITEM.match(text, position)
         if not item or (item.end() < len(text) and text[item.end()] != ","):
-            rest = text[position:].split(",")[0]
-            raise LayoutError(f'{rest!r} in layout "{text}": write name=value')
+            rest = shown(text[position:].split(",")[0])
+            raise LayoutError(f"{rest!r} in {where}: write name=value")
         position = item.end() + 1
         key, value = _current_name(item.group(1).strip()), item.group(2).strip()
         kind, _, name = key.partition(".")
         if kind in RULES and name:
             rules, name = values.setdefault(kind, {}), _unquote(name)
             if name in rules:
-                raise LayoutError(f'{key} is given twice in layout "{text}"')
+                raise LayoutError(
+                    f"{shown(key)} is given twice in {where}; give it once"
+                )
             parts = _unquote(value).split(RULES[kind])
             entry = tuple(None if part == "none" else part for part in parts)
             rules[name] = () if kind != "paths" and entry == (None,) else entry
         elif key in REGEXES:
             values[key] = (*values.get(key, ()), _unquote(value))
         elif key not in defaults or key in RULES:
-            known = nearest(key, [*defaults, "params.DIM", "activations.DIM"])
-            raise LayoutError(f'{key!r} in layout "{text}" ({known})')
+            known = nearest(shown(key), [*defaults, "params.DIM", "activations.DIM"])
+            raise LayoutError(f"{shown(key)!r} in {where} ({known})")
         elif key in values:
-            raise LayoutError(f'{key} is given twice in layout "{text}"')
+            raise LayoutError(f"{key} is given twice in {where}; give it once")
         elif isinstance(defaults[key], str):
             values[key] = value
-        elif not re.fullmatch(r"\d+", value):
-            raise LayoutError(f'{key}={value!r} in layout "{text}": use a whole number')
+        elif not re.fullmatch("[0-9]{1,15}", value):
+            raise LayoutError(f"{key}={shown(value)!r} in {where}: use a whole number")
         else:
             values[key] = int(value)
     return values

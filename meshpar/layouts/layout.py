@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.errors import LayoutError, nearest
+from meshpar.errors import LayoutError, nearest, shown
 from meshpar.layouts.axes import (
     AXES,
     BATCH_AXES,
@@ -31,6 +31,9 @@ from meshpar.layouts.grammar import REGEXES, read_items, write_items
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
+
+MAX_SIZE = 2**20
+"""Largest size of an axis, and most microbatches and virtual stages."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,9 +104,7 @@ class Layout:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name in (*AXES, "microbatches", "virtual_stages"):
-            if not isinstance(size := getattr(self, name), int) or size < 1:
-                raise LayoutError(f"{name}={size!r}: use a whole number of at least 1")
+        self._check_kinds()
         if self.zero not in (None, 1, 2, 3):
             raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
         if self.zero in (1, 2) and self.fsdp == 1:
@@ -114,10 +115,8 @@ class Layout:
         options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
         check_pipeline_options(self.pipe, options, DEFAULTS)
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
-            known = nearest(self.remat, ["none", *REMAT_POLICIES])
-            raise LayoutError(f"remat={self.remat!r} ({known})")
-        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
-            raise LayoutError(f"min_shard_size={self.min_shard_size!r}: use 0 or more")
+            known = nearest(shown(self.remat), ["none", *REMAT_POLICIES])
+            raise LayoutError(f"remat={shown(self.remat)!r} ({known})")
         for name, value in self._canonical_rules().items():
             object.__setattr__(self, name, value)
         if self.prefetch and (self.zero_level != 3 or self.fsdp == 1):
@@ -127,19 +126,40 @@ class Layout:
                 "use fsdp=N,zero=3, or leave it out"
             )
 
+    def _check_kinds(self) -> None:
+        """Raises LayoutError for a size out of range, or a text that is none."""
+        least = dict.fromkeys((*AXES, "microbatches", "virtual_stages"), 1)
+        for name, low in {**least, "min_shard_size": 0}.items():
+            size = getattr(self, name)
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not whole or size < low:
+                raise LayoutError(
+                    f"{name}={size!r}: use a whole number of at least {low}"
+                )
+            if low and size > MAX_SIZE:
+                raise LayoutError(f"{name}={size}: use at most {MAX_SIZE:,}")
+        for name, default in DEFAULTS.items():
+            if isinstance(default, str) and not isinstance(getattr(self, name), str):
+                raise LayoutError(
+                    f"{name}={getattr(self, name)!r}: use a text, such as {default!r}"
+                )
+
     def _canonical_rules(self) -> dict[str, tuple]:
         """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         paths = tuple((regex, tuple(names)) for regex, names in paths)
-        regexes = {}
+        regexes: dict[str, tuple[str, ...]] = {}
         for kind in REGEXES:
             value = getattr(self, kind)
             regexes[kind] = (value,) if isinstance(value, str) else tuple(value)
         for regex in (*dict(paths), *itertools.chain(*regexes.values())):
             try:
                 re.compile(regex)
-            except re.error as error:
-                raise LayoutError(f"{regex!r} is not a regex: {error}") from error
+            except (re.error, OverflowError, RecursionError, TypeError) as error:
+                raise LayoutError(
+                    f"{shown(repr(regex))} is not a regex: {error}; write one for the "
+                    "paths of parameters, such as attention/q"
+                ) from error
         return {
             "params": as_rules(self.params),
             "activations": as_rules(self.activations),

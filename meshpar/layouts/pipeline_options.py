@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.errors import LayoutError, nearest
+from meshpar.errors import LayoutError, nearest, shown
 from meshpar.layouts.axes import PIPE
 from meshpar.schedules.published import SCHEDULES
 
@@ -42,16 +42,19 @@ def check_pipeline_options(
     for name, value in options.items():
         if pipe == 1 and value != defaults[name]:
             raise LayoutError(
-                f"{name}={value} is for pipelines, and pipe=1: add pipe=N, or leave "
-                f"{name} out"
+                f"{name}={shown(str(value))} is for pipelines, and pipe=1: add pipe=N, "
+                f"or leave {name} out"
             )
     schedule, schedules = options["schedule"], ("auto", *SCHEDULES)
     if schedule not in schedules:
-        raise LayoutError(f"schedule={schedule!r} ({nearest(schedule, schedules)})")
+        known = nearest(shown(schedule), schedules)
+        raise LayoutError(f"schedule={shown(schedule)!r} ({known})")
     for name, choices in CHOICES.items():
         if options[name] not in choices:
-            raise LayoutError(f"{name}={options[name]!r}: use {' or '.join(choices)}")
-    if not re.fullmatch(r"(\d+(/\d+)*)?", options["partition"]):
+            value = shown(options[name])
+            raise LayoutError(f"{name}={value!r}: use {' or '.join(choices)}")
+    if not re.fullmatch("([0-9]{1,9}(/[0-9]{1,9})*)?", options["partition"]):
         raise LayoutError(
-            f"partition={options['partition']!r}: write numbers of layers, as in 3/3/2"
+            f"partition={shown(options['partition'])!r}: write numbers of layers, as "
+            "in 3/3/2"
         )

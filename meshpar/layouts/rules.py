@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshpar.errors import LayoutError, nearest
+from meshpar.errors import LayoutError, nearest, shown
 from meshpar.layouts.axes import AXES, BATCH_DIMS, RECORDS
 
 Names = tuple[Any, ...]
@@ -56,10 +56,11 @@ def rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
     for axis in axes:
         if axis not in AXES:
             raise LayoutError(
-                f"rule {name!r} -> {axis!r}: no such mesh axis ({nearest(axis, AXES)})"
+                f"rule {shown(name)!r} -> {shown(str(axis))!r}: no such mesh axis "
+                f"({nearest(shown(str(axis)), AXES)})"
             )
     if len(set(axes)) != len(axes):
-        raise LayoutError(f"rule {name!r} -> {axes}: give each axis once")
+        raise LayoutError(f"rule {shown(name)!r} -> {axes}: give each axis once")
     return axes
 
 

@@ -45,10 +45,16 @@ class Gossip:
                     "matrix [R, R] per round"
                 )
             return
-        rounds = tuple(
-            tuple(tuple(map(float, row)) for row in np.atleast_2d(matrix))
-            for matrix in self.graph
-        )
+        try:
+            rounds = tuple(
+                tuple(tuple(map(float, row)) for row in np.atleast_2d(matrix))
+                for matrix in self.graph
+            )
+        except (TypeError, ValueError) as error:
+            raise MeshparError(
+                f"gossip graph {self.graph!r}: {error}; give one matrix [R, R] of "
+                "numbers per round"
+            ) from error
         if not rounds:
             raise MeshparError("gossip graph: give at least one matrix [R, R]")
         object.__setattr__(self, "graph", rounds)
@@ -72,7 +78,7 @@ class Gossip:
                     f"replica={replicas} needs {[replicas, replicas]}"
                 )
             sums = np.concatenate([matrix.sum(0), matrix.sum(1)])
-            if (matrix < 0).any() or np.abs(sums - 1).max() > 1e-6:
+            if not (matrix >= 0).all() or not np.abs(sums - 1).max() <= 1e-6:
                 raise MeshparError(
                     f"gossip round {number}: rows and columns have to sum to 1, without"
                     f" negative weights, but sum to {np.round(sums, 4).tolist()}"

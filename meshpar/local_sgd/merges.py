@@ -45,10 +45,10 @@ class Lerp:
     own: float = 0.5
 
     def __post_init__(self):
-        if not 0 <= self.own < 1:
+        if not isinstance(self.own, int | float) or not 0 <= self.own < 1:
             raise StalenessError(
-                f"Lerp({self.own}): the share of a replica's own weights is 0 to below "
-                "1; use 0.5"
+                f"Lerp({self.own!r}): the share of a replica's own weights is 0 to "
+                "below 1; use 0.5"
             )
 
     def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
@@ -67,7 +67,7 @@ class Elastic:
       alpha: strength of the pull, above 0; replicas * alpha may be at most 1.
 
     Raises:
-      StalenessError: `alpha` is not positive.
+      StalenessError: `alpha` is out of range.
 
     Source: EASGD, arXiv:1412.6651, equations 5 and 6.
     """
@@ -75,8 +75,8 @@ class Elastic:
     alpha: float
 
     def __post_init__(self):
-        if not self.alpha > 0:
-            raise StalenessError(f"Elastic({self.alpha}): use a pull above 0")
+        if not isinstance(self.alpha, int | float) or not 0 < self.alpha <= 1:
+            raise StalenessError(f"Elastic({self.alpha!r}): use a pull above 0 to 1")
 
     def __call__(self, now: Array, snapshot: Array, arrived: Array) -> Array:
         """Returns the replica's new weights; `arrived` is the old center."""

@@ -50,8 +50,13 @@ def warm_up(steps: int, period: int) -> Callable[[int], int]:
       steps: steps with a period of 1.
       period: H after them.
 
+    Raises:
+      StalenessError: `steps` is no whole number or is negative.
+
     Source: Lin et al., post-local SGD, arXiv:1808.07217, section 3.
     """
+    if not isinstance(steps, int) or steps < 0:
+        raise StalenessError(f"warm_up(steps={steps!r}): use a whole number >= 0")
     return lambda step: 1 if step < steps else period
 
 
@@ -98,8 +103,9 @@ class LocalSGD:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise StalenessError(f"{name}={value!r}: use a whole number >= {least}")
-        if not self.damping >= 0:
-            raise StalenessError(f"damping={self.damping}: use 0 or more")
+        if not isinstance(self.damping, int | float) or not 0 <= self.damping <= 100:
+            raise StalenessError(f"damping={self.damping!r}: use 0 to 100")
+        self._check_parts()
         make_compression(self.wire)
         if self.outer is not None and isinstance(self.merge, Elastic):
             raise StalenessError(
@@ -110,6 +116,15 @@ class LocalSGD:
             Schedule(self).check_until(_CHECKED_STEPS)
         else:
             self.check_period(self.period)
+
+    def _check_parts(self) -> None:
+        for name, kinds, remedy in (
+            ("outer", optax.GradientTransformation | None, "an optax optimizer"),
+            ("merge", Merge, "Shift(), Overwrite(), Lerp(own) or Elastic(alpha)"),
+            ("gossip", Gossip | None, 'Gossip("ring")'),
+        ):
+            if not isinstance(value := getattr(self, name), kinds):
+                raise StalenessError(f"{name}={value!r}: use {remedy}")
 
     def _check_gossip(self) -> None:
         if self.gossip is None:

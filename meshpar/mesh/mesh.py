@@ -13,6 +13,9 @@ from meshpar.layouts.axes import AXES, SLOW_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.mesh.torus import arrange_devices
 
+MAX_SIMULATED = 4096
+"""Most devices that one process simulates; each has threads of its own."""
+
 
 def simulate(num_devices: int) -> None:
     """Simulates devices: the CPU backend of this process will have `num_devices`.
@@ -22,14 +25,19 @@ def simulate(num_devices: int) -> None:
 
     Raises:
       RuntimeError: jax has already started its backends.
-      ValueError: num_devices is below 1.
+      LayoutError: num_devices is below 1 or above `MAX_SIMULATED`.
     """
+    whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
+    if not whole or not 1 <= num_devices <= MAX_SIMULATED:
+        raise LayoutError(
+            f"simulate({num_devices!r}): one process simulates 1 to {MAX_SIMULATED:,} "
+            "devices; use a smaller layout, or compile for a machine that is not "
+            "present (meshpar.mesh.topology, --topology of experiments.explain)"
+        )
     if compat.backends_started():
         raise RuntimeError(
             f"simulate({num_devices}) came after jax looked for devices; call it first"
         )
-    if num_devices < 1:
-        raise ValueError(f"num_devices={num_devices}: use at least 1")
     compat.prepare_cpu_threads()
     compat.set_simulated_devices(num_devices)
 
@@ -53,6 +61,10 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     need = layout.num_devices
+    if not devices or len(set(devices)) < len(devices):
+        raise LayoutError(
+            f"devices={devices}: give at least one device, and each of them once"
+        )
     if need > len(devices):
         raise LayoutError(
             f'layout "{layout}" needs {need} devices (the product of its axes), but '

@@ -6,7 +6,7 @@ import re
 import jax
 from jax.experimental import topologies
 
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, shown
 from meshpar.mesh.chips import CHIPS, TPU, Chip
 
 _TOPOLOGY = re.compile(r"(?:([1-9]\d*)\*)?(\w+):([1-9]\d*(?:x[1-9]\d*){0,2})")
@@ -57,7 +57,9 @@ def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
             return chip, shape, int(slices) if slices else None
         if chip and chip.xla_target and len(shape) == 1 and not slices:
             return chip, shape, None
-    raise MeshparError(f"topology={text!r}: write one such as {', '.join(examples())}")
+    raise MeshparError(
+        f"topology={shown(text)!r}: write one such as {', '.join(examples())}"
+    )
 
 
 def examples() -> list[str]:

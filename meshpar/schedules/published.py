@@ -15,6 +15,10 @@ Maker = Callable[[int, int, int], Schedule]
 """(num_stages, num_microbatches, num_chunks) -> Schedule."""
 
 
+MAX_PASSES = 2**16
+"""Most forward passes of a schedule, which is a table with a row for each of them."""
+
+
 def register(name: str) -> Callable[[Maker], Maker]:
     """Registers a custom schedule, so that a layout can ask for `schedule=NAME`.
 
@@ -63,6 +67,13 @@ def make_schedule(
     """
     if name not in SCHEDULES:
         raise LayoutError(f"schedule={name!r} ({nearest(name, ['auto', *SCHEDULES])})")
+    passes = num_stages * num_microbatches * num_chunks
+    if passes > MAX_PASSES:
+        raise LayoutError(
+            f"pipe={num_stages}, microbatches={num_microbatches}, virtual_stages="
+            f"{num_chunks} are {passes:,} forward passes of a chunk per step; use "
+            f"sizes whose product is at most {MAX_PASSES:,}"
+        )
     schedule = SCHEDULES[name](num_stages, num_microbatches, num_chunks)
     sizes = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     if sizes != (num_stages, num_microbatches, num_chunks):

@@ -46,7 +46,7 @@ def test_settings_become_the_mode():
     "settings, error, words",
     [
         (["local_sgd.outer=nestorov"], ConfigError, "did you mean 'nesterov'"),
-        (["local_sgd.merge=mean"], ConfigError, "local_sgd.merge='mean'"),
+        (["local_sgd.merge=mean"], ConfigError, "local_sgd.merge=mean: use"),
         (["local_sgd.staleness=3"], StalenessError, "use at most 2"),
         (["optimizer_mode=synchronous"], ConfigError, "add --optimizer_mode=local"),
     ],

@@ -1,0 +1,79 @@
+"""Files of transformers: JSON, the index of weights, and safetensors, read strictly."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from experiments.recipes.errors import ConfigError
+from meshpar.errors import shown
+
+WEIGHTS = "model.safetensors"
+
+_BUFFERS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+"""Names of arrays in old files that are not weights."""
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Names of the dtypes of safetensors that become float32 weights."""
+
+_FILE = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")
+"""Names of files in the folder itself."""
+
+
+def weight_files(folder: pathlib.Path) -> list[str]:
+    """The names of the files that hold the weights.
+
+    Raises:
+      ConfigError: an index of another form, or one that names a file elsewhere.
+    """
+    index = folder / f"{WEIGHTS}.index.json"
+    if not index.exists():
+        return [WEIGHTS]
+    content = read_json(index)
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(files.values()) if isinstance(files, dict) else []
+    for name in names:
+        # An absolute name or one with ../ would read a file outside of the folder.
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise ConfigError(
+                f"{index} names the file {shown(repr(name))}; use names of "
+                "*.safetensors files that are beside it"
+            )
+    if not names:
+        raise ConfigError(
+            f'{index} is no index of weights, {{"weight_map": {{TENSOR: FILE}}}}; '
+            f"mend it, or give one {WEIGHTS}"
+        )
+    return sorted(set(names))
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """A JSON file; raises ValueError for what is none, OSError for what is missing."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is a folder, a pipe or a device")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+
+
+def read_weights(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, without buffers.
+
+    Raises:
+      ConfigError: a dtype that holds no float weights.
+    """
+    arrays = {}
+    with safetensors.safe_open(path, framework="numpy") as opened:
+        for name in filter(lambda name: not _BUFFERS.fullmatch(name), opened.keys()):
+            dtype = str(opened.get_slice(name).get_dtype())
+            if dtype not in _DTYPES:
+                raise ConfigError(
+                    f"{path}: {shown(name)} is {dtype}; convert the weights to one of "
+                    f"{', '.join(_DTYPES)}"
+                )
+            arrays[name] = opened.get_tensor(name)
+    return arrays

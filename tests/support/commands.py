@@ -1,0 +1,90 @@
+"""Commands in this process, as a shell would start them: flags, exit code, output.
+
+A command is run as `__main__`, with flags of its own, so that commands whose flags have
+equal names can follow each other in one process.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import runpy
+import sys
+import time
+
+import jax
+from absl import app, flags
+from absl.testing import flagsaver
+
+from experiments import command_line
+from meshpar import compat
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+_compilations: list[str] = []
+
+
+def _listen(event: str, duration: float, **_) -> None:
+    if "backend_compile" in event:
+        _compilations.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def num_compilations() -> int:
+    """The number of programs that this process has compiled so far."""
+    return len(_compilations)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+    compilations: int
+    seconds: float
+
+
+@contextlib.contextmanager
+def flags_anew():
+    """Sets flags of imported commands aside, and takes away those defined inside."""
+    defined = flags.FLAGS.flags_by_module_dict()
+    shared = {flag.name for flag in defined[command_line.__name__]}
+    aside = [
+        (module, flag)
+        for module, own in defined.items()
+        for flag in own
+        if module.startswith("experiments.") and flag.name not in shared
+    ]
+    for _, flag in aside:
+        delattr(flags.FLAGS, flag.name)
+    try:
+        with flagsaver.flagsaver():
+            yield
+    finally:
+        for module, flag in aside:
+            flags.FLAGS[flag.name] = flag
+            flags.FLAGS.register_flag_by_module(module, flag)
+
+
+def run(name, words, monkeypatch, capsys) -> Outcome:
+    """Runs `python -m experiments.NAME WORDS` in this process, on its devices."""
+    monkeypatch.setattr(compat, "backends_started", lambda: False)
+    monkeypatch.setattr(compat, "prepare_cpu_threads", lambda: None)
+    monkeypatch.setattr(compat, "set_simulated_devices", lambda count: None)
+    monkeypatch.setattr(app._run_init, "done", True)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    path = ROOT / "experiments" / f"{name.replace('.', '/')}.py"
+    capsys.readouterr()
+    before, start, code = num_compilations(), time.process_time(), 0
+    with flags_anew():
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    seconds = time.process_time() - start
+    said = capsys.readouterr()
+    compilations = num_compilations() - before
+    return Outcome(code, said.out, said.err, compilations, seconds)
