@@ -52,7 +52,8 @@ def rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
     Raises:
       LayoutError: an axis that does not exist, or an axis given twice.
     """
-    axes = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+    one = isinstance(rule, str) or not isinstance(rule, Iterable)
+    axes = () if rule is None else (rule,) if one else tuple(rule)
     for axis in axes:
         if axis not in AXES:
             raise LayoutError(

@@ -46,7 +46,10 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
         raise ValueError("the batch is empty: give at least one array [batch, ...]")
     if any(not x.shape or x.shape[0] != leaves[0].shape[0] for x in leaves):
         shapes = [tuple(x.shape) for x in leaves]
-        raise ValueError(f"batch leaves {shapes}: all need the same leading batch dim")
+        raise ValueError(
+            f"batch leaves {shapes}: all need the same leading batch dim; give arrays "
+            "[batch, ...]"
+        )
     layout.check_batch_size(leaves[0].shape[0])
 
     def leaf(x: Any, lead: tuple[str, ...], parts: int) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from meshpar.errors import LayoutError, nearest
+from meshpar.errors import LayoutError, nearest, shown
 from meshpar.schedules.check import problems
 from meshpar.schedules.table import Op, Schedule
 
@@ -66,7 +66,8 @@ def make_schedule(
         that cannot run, with its problems.
     """
     if name not in SCHEDULES:
-        raise LayoutError(f"schedule={name!r} ({nearest(name, ['auto', *SCHEDULES])})")
+        known = nearest(shown(name), ["auto", *SCHEDULES])
+        raise LayoutError(f"schedule={shown(name)!r} ({known})")
     passes = num_stages * num_microbatches * num_chunks
     if passes > MAX_PASSES:
         raise LayoutError(
