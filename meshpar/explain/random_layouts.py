@@ -77,23 +77,27 @@ class Outcome:
         return f"{self.verdict:8} {self.draw}" + (self.reason and f": {self.reason}")
 
 
-def draw_layouts(num: int, num_devices: int, seed: int = 0) -> list[Draw]:
+def draw_layouts(
+    num: int, num_devices: int, seed: int = 0, axes: Sequence[str] = DRAWN_AXES
+) -> list[Draw]:
     """Draws layouts from the grammar; not every one of them can be honoured.
 
     Args:
       num: number of layouts; two may be equal.
       num_devices: largest number of devices of a layout.
       seed: of the draws.
+      axes: axes among which devices are divided, such as those that a model of your own
+        can use.
     """
     rng = random.Random(seed)
-    return [_draw(rng, num_devices) for _ in range(num)]
+    return [_draw(rng, num_devices, axes) for _ in range(num)]
 
 
-def _draw(rng: random.Random, num_devices: int) -> Draw:
+def _draw(rng: random.Random, num_devices: int, axes: Sequence[str]) -> Draw:
     values: dict[str, Any] = dict.fromkeys(DRAWN_AXES, 1)
     filled = rng.choice((num_devices,) * 3 + (rng.randint(1, num_devices),))
     for factor in _prime_factors(filled):
-        values[rng.choice(DRAWN_AXES)] *= factor
+        values[rng.choice(axes)] *= factor
     options = dict(OPTIONS)
     options |= SHARDED if values[FSDP] > 1 else {}
     options |= PIPELINE if values[PIPE] > 1 else {}

@@ -23,6 +23,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
+from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.memory import (
     Held,
     Memory,
@@ -115,9 +116,18 @@ class Lowering:
         return new, totals.with_mean("grad_norm", grad_norm)
 
     def weights(self, params: Params) -> Params:
-        """The copies that the loss uses: whole over fsdp below zero=3."""
+        """The copies that a model uses outside shard_map."""
+        return self.gathered(self.copies(params))
+
+    def copies(self, params: Params) -> Params:
+        """The copies of the parameters for the loss: whole over fsdp below zero=3."""
         specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
         return self.shard(cast_params(params, self.plan), specs)
+
+    def gathered(self, copies: Params) -> Params:
+        """Copies that are whole over fsdp, where XLA's own gathers would go wrong."""
+        specs = gathered_specs(self.plan, self.axes_in_use)
+        return self.shard(copies, specs) if specs else copies
 
     def shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
         """Constrains {path: array} to specs."""

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.contract import DeclaredCollective
-from meshpar.layouts.axes import GATHERED_AXES, TOKEN_AXES, in_use
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 from meshpar.lowering.base import Gradients, Lowering
@@ -63,12 +62,12 @@ class JitLowering(Lowering):
 
     def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and gradients, sharded as the plan says."""
-        key, weights = state.key(), super().weights(state.params)
+        key, weights = state.key(), self.copies(state.params)
         trained = self.plan.trained(weights)
         specs = {path: p.partition_spec for path, p in self.plan.gradients.items()}
 
         def loss_fn(params: Params, batch: Any, key: Array) -> tuple[Array, LossResult]:
-            result = self.model.loss(self._gathered(weights | params), batch, key)
+            result = self.model.loss(self.gathered(weights | params), batch, key)
             return result.loss.astype(jnp.float32), result
 
         def microbatch(batch: Any, key: Array) -> Gradients:
@@ -86,29 +85,6 @@ class JitLowering(Lowering):
         return self._accumulate(
             microbatch, batch, key, self.plan.trained(state.params), specs
         )
-
-    def weights(self, params: Params) -> Params:
-        """The copies that the loss uses."""
-        return self._gathered(super().weights(params))
-
-    def _gathered(self, weights: Params) -> Params:
-        """Weights whole over `fsdp` where the compiler's own gathers go wrong.
-
-        With batches split over `data` and `fsdp` and weights over `fsdp` and `tensor`,
-        XLA's partitioner computes gradients that are wrong by half, unless the model
-        constrains its activations (seen in jaxlib 0.10.2 and 0.12.0 with two matmuls).
-        """
-        sizes = self.mesh.shape
-        gathered = in_use(GATHERED_AXES, sizes)
-        others = in_use(set(TOKEN_AXES) - set(GATHERED_AXES), sizes)
-        automatic = set(self.axes_in_use) - set(TOKEN_AXES)
-        if not (gathered and others and automatic):
-            return weights
-        specs = {
-            path: tuple(tuple(a for a in dim if a not in gathered) for dim in leaf.spec)
-            for path, leaf in self.plan.weights.items()
-        }
-        return self.shard(weights, {p: partition_spec(s) for p, s in specs.items()})
 
     def _split_rows(self, x: Array) -> Array:
         """Microbatches [M, B/M, ...] split over the mesh as a batch is."""

@@ -30,6 +30,12 @@ def test_draws_follow_the_seed_and_fit_the_devices():
     assert {draw.lowering for draw in draws} == {"", "jit", "shard_map"}
 
 
+def test_draws_keep_to_the_axes_that_are_asked_for():
+    layouts = [parse(d.layout) for d in draw_layouts(300, 8, axes=("data", "fsdp"))]
+    assert {layout.data * layout.fsdp for layout in layouts} == set(range(1, 9))
+    assert all(layout.pipe == layout.tensor == 1 for layout in layouts)
+
+
 def test_every_option_of_a_layout_is_drawn_or_left_out_by_name():
     """A new option needs a line among the options that are drawn, or here."""
     drawn = {*random_layouts.DRAWN_AXES, *random_layouts.OPTIONS}

@@ -111,3 +111,43 @@ def test_gradients_and_loss_are_those_of_one_device(kind):
         got = before[path] - np.asarray(state.params[path])
         error = np.linalg.norm(got - gradient) / np.linalg.norm(gradient)
         assert error < 1e-4, (path, error)
+
+
+class Biased(nnx.Module):
+    def __init__(self, rngs):
+        self.up = weight(rngs, ("embed", "mlp"), 48, 48)
+        self.down = weight(rngs, ("mlp", "embed"), 48, 48)
+        self.biases = weight(rngs, (None, None, "mlp"), 2, 1, 48)
+
+    def __call__(self, x_BD):
+        first, second = self.biases[...]
+        h_BF = nnx.gelu(x_BD @ self.up[...] + first)
+        return nnx.gelu(h_BF @ self.down[...] + second)
+
+
+class Listed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Biased(rngs) for _ in range(2)])
+
+    def __call__(self, x_BD):
+        for layer in self.layers:
+            x_BD = layer(x_BD)
+        return x_BD
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_predictions_and_evaluation_are_those_of_one_device(lowering):
+    """An evaluation loss of the model's own and predictions run outside shard_map."""
+    x = np.random.default_rng(0).normal(size=(32, 48)).astype(np.float32)
+    batch = {"x": x, "y": x}
+    model = meshpar.from_nnx(Listed, loss_fn, lambda *a: loss_fn(*a), layers="layers")
+    program = meshpar.lower(
+        model, optax.sgd(1.0), "data=2,fsdp=2,tensor=2", batch, lowering=lowering
+    )
+    state = program.init(0)
+    module = model.bind(jax.tree.map(jnp.array, jax.device_get(state.params)))
+    want = loss_fn(module, batch)
+    predicted = program.predictor(loss_fn)(state.params, batch)
+    np.testing.assert_allclose(predicted, want, rtol=1e-5)
+    evaluated = program.evaluate(state, batch)["loss"]
+    np.testing.assert_allclose(evaluated, want, rtol=1e-5)
