@@ -26,8 +26,7 @@ CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
 START_ANEW = flags.DEFINE_bool(
     "start_anew",
     False,
-    "Start at step 0 in a folder whose checkpoints are gone; with checkpoints in it, "
-    "the run goes on.",
+    "Start at step 0 where the folder's checkpoints are gone.",
 )
 ALLOW_CHANGES = flags.DEFINE_bool(
     "allow_changes", False, "Resume with other data, another seed or another length."

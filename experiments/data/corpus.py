@@ -108,7 +108,7 @@ def load(config: DataConfig) -> Corpus:
     """
     file = None
     if pathlib.Path(config.path).suffix in TOKEN_SUFFIXES:
-        file = find_files(config.path)[0]
+        file = _token_file(config.path)
         tokens, vocab, decode = _token_ids(config, file)
     else:
         tokens, vocab, decode = _text(config)

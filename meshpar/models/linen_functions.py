@@ -46,6 +46,10 @@ class LinenFunctions:
     rngs: tuple[str, ...]
     sown: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        # Read here, where no layout is in use that the example inputs might not fit.
+        _ = self._keys, self._sown
+
     def variables(self, key: Array, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
         """The variables of some collections that `module.init` makes."""
         keys = jax.random.split(key, 1 + len(self.rngs))

@@ -52,7 +52,7 @@ def test_what_the_user_can_mend_ends_with_2_and_no_traceback(
         (OSError(errno.ENOSPC, "full"), False, 2),
         (OSError(errno.ESTALE, "the server of the folder is away"), False, 76),
         (jax.errors.JaxRuntimeError("INTERNAL: connection reset"), True, 76),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"), True, 1),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"), True, 2),
         (KeyError("a bug"), True, 1),
     ],
 )
