@@ -67,7 +67,7 @@ PLATFORM = flags.DEFINE_enum(
     "platform",
     "",
     ["", CPU.name, GPU.name, TPU.name],
-    "Kind of device; accelerators before CPUs by default.",
+    "Kind of device; by default accelerators before CPUs.",
 )
 SET = flags.DEFINE_multi_string(
     "set", [], "Sets any value of the recipe, KEY=VALUE, such as model.depth=4"

@@ -21,12 +21,12 @@ WORKDIR = flags.DEFINE_string(
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     "checkpoint_local_dir",
     None,
-    "Folder on a disk of each machine, to which processes also save their own shards.",
+    "Folder on each machine's own disk for copies of its shards.",
 )
 START_ANEW = flags.DEFINE_bool(
     "start_anew",
     False,
-    "Start at step 0 where the folder's checkpoints are gone.",
+    "Start at step 0 where the checkpoints are gone.",
 )
 ALLOW_CHANGES = flags.DEFINE_bool(
     "allow_changes", False, "Resume with other data, another seed or another length."
