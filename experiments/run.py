@@ -21,7 +21,7 @@ WORKDIR = flags.DEFINE_string(
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     "checkpoint_local_dir",
     None,
-    "Folder on each machine's own disk for copies of its shards.",
+    "Folder on each machine's disk for copies of shards.",
 )
 START_ANEW = flags.DEFINE_bool(
     "start_anew",
