@@ -84,8 +84,8 @@ def _older_run(folder: pathlib.Path) -> str:
     """The traces of checkpoints in a folder; those of runs without a record, too."""
     record = folder / RECORD
     if record.exists():
-        never_saved = record.read_text().strip() == json.dumps({_SAVED: False})
-        return "" if never_saved else RECORD
+        never_saved = json.dumps({_SAVED: False}).encode()
+        return "" if record.read_bytes().strip() == never_saved else RECORD
     metrics, corrupt = folder / METRICS, folder / "corrupt"
     run_id = folder / "checkpoints" / "run_id"
     traces = {
