@@ -18,7 +18,7 @@ from experiments import recipes
 from experiments.recipes.config import Config, with_settings
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
-from experiments.recipes.ranges import Number, Range
+from experiments.recipes.ranges import Address, Number, Range
 from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG, agree, process
@@ -104,6 +104,7 @@ def limit(flag: flags.FlagHolder, allowed: Range) -> None:
 
 
 limit(DEVICES, Number(0, 2**20, "devices", "0 for as many as the layout fills"))
+limit(COORDINATOR, Address())
 limit(NUM_PROCESSES, Number(0, 2**16, "processes", "0 for what a launcher sets"))
 limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
 limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))

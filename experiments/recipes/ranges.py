@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -125,4 +126,16 @@ class Wire:
             make_compression(value)
         except MeshparError:
             return f"use {FORMATS}"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Addresses host:port; "" for none."""
+
+    def problem(self, value: Any) -> str:
+        """The remedy for a value that is not allowed; "" for one that is."""
+        match = re.fullmatch(r"\S+:([0-9]{1,5})", value)
+        if value and not (match and int(match.group(1)) < 2**16):
+            return "write host:port, with a port below 65,536"
         return ""

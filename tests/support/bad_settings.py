@@ -80,6 +80,8 @@ SHARED = [
     (["--platform=qpu"], "--platform=qpu.*cpu"),
     (["--start_timeout=nan"], "--start_timeout=nan.*use"),
     (["--start_timeout=-1"], "--start_timeout=-1.*use"),
+    (["--coordinator=nonsense"], "--coordinator=nonsense.*host:port"),
+    (["--coordinator=localhost:99999"], "--coordinator=localhost:99999.*below 65"),
     (["--num_processes=-2"], "--num_processes=-2.*use"),
     (["--process_id=-7"], "--process_id=-7.*use"),
     (["--stpes=3"], "stpes.*Did you mean: steps"),
