@@ -134,14 +134,12 @@ class Zero:
         if not self.reduces_early:
             return {**leaves, **constants}
         shardings = self.layered.split(self.shardings)[0]
-        whole = gather_with(
+        return gather_with(
             lambda leaves: self._whole(leaves, constants, shardings, ONE_SHOT),
             lambda grads: self._reduced(
                 self._split_trained(grads)[0], shardings, self.transports.once
             ),
         )(leaves)
-        trained, others = self._split_trained(whole)
-        return {**trained, **lax.stop_gradient(others)}
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""

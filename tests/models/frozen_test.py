@@ -111,6 +111,8 @@ def test_parts_outside_the_layers_may_train_alone(layout, trained):
         gathers = [t.why for t in program.contract.terms if t.kind == "all_gather"]
         backward = [why for why in gathers if "backward" in why]
         assert bool(backward) == (trained != "head"), gathers
+        written = program.lowered.as_text().count("stablehlo.all_gather")
+        assert (written == 3) == (trained == "head")  # One shared, two of a layer.
 
 
 def test_a_path_selects_what_a_filter_selects():

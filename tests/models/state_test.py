@@ -207,10 +207,13 @@ def test_state_of_every_kind_equals_one_device(model, layout):
 
 def test_state_that_microbatches_do_not_see_is_that_of_one_of_them():
     """Exactly: a third plus a third plus a third is not always the whole."""
+    data = {name: x[:15] for name, x in rows().items()}
     states = []
-    for layout in ("data=1", "data=1,microbatches=4"):
-        program = lower(SPECTRAL, layout)
-        states.append(host(program.step(program.init(0), rows())[0].params))
+    for layout in ("data=1", "data=1,microbatches=3"):
+        program = meshpar.lower(
+            *(SPECTRAL, optax.sgd(0.1), layout, data), devices=jax.devices()[:1]
+        )
+        states.append(host(program.step(program.init(0), data)[0].params))
     for path, param in SPECTRAL.params.items():
         if param.is_state:
             np.testing.assert_array_equal(*(state[path] for state in states))
