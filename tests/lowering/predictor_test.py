@@ -53,7 +53,8 @@ def test_a_model_with_its_layers_stacked_by_meshpar():
         program = meshpar.lower(model, optax.sgd(1.0), layout, batch, devices=devices)
         predict = program.predictor(lambda net, x: net(x))
         found.append(np.asarray(predict(program.init().params, batch["x"][:4])))
-    np.testing.assert_allclose(*found, rtol=1e-6)
+    # Entries near 0 are sums that cancel; their error counts beside the others.
+    np.testing.assert_allclose(*found, rtol=1e-6, atol=1e-6 * np.abs(found[0]).max())
 
 
 def test_rows_that_do_not_divide_are_refused():
