@@ -6,6 +6,7 @@ shard_map, unless they say otherwise.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import (
     BATCH_DIMS,
+    HELD_AXES,
     MANUAL_AXES,
     REPLICA,
     TOKEN_AXES,
@@ -73,6 +75,14 @@ class Frame:
         return (*self.stage_axes, *self.batch_axes)
 
     @property
+    def held_axes(self) -> frozenset[str]:
+        """The manual axes along which each device computes with the weights it holds.
+
+        Nothing gathers a tensor along those that split it, nor reduces its gradient.
+        """
+        return frozenset(self.manual_axes).intersection(HELD_AXES)
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axis along which replicas run apart, or ()."""
         return in_use((REPLICA,), self.mesh.shape)
@@ -102,15 +112,13 @@ class Frame:
     def shardings(self) -> dict[str, ManualSharding]:
         """{path: how manual axes split it} of parameters and gradients.
 
-        A tensor that is split over stages stays where it is: nothing gathers it there.
+        Without the held axes that split it.
         """
-        stages, shardings = set(self.stage_axes), {}
+        held, shardings = self.held_axes, {}
         for path, leaf in self.plan.parameters.items():
-            is_split = any(stages & set(axes) for axes in leaf.spec)
-            spec = tuple(
-                tuple(a for a in axes if a not in stages) for axes in leaf.spec
-            )
-            axes = self.batch_axes if is_split else self.manual_axes
+            own = held.intersection(itertools.chain(*leaf.spec))
+            spec = tuple(tuple(a for a in axes if a not in held) for axes in leaf.spec)
+            axes = tuple(axis for axis in self.manual_axes if axis not in own)
             shardings[path] = ManualSharding.of(path, spec, axes)
         return shardings
 
@@ -196,7 +204,7 @@ class Frame:
         return totals.over(self.manual_axes)
 
     def stage_weights(self, dtype: Any = None) -> Shapes:
-        """{path: whole weight of one pipeline stage}, in the dtype that travels.
+        """{path: whole weight of one device's layers and experts}, as it travels.
 
         Runs anywhere.
 
@@ -206,7 +214,7 @@ class Frame:
         return {
             path: jax.ShapeDtypeStruct(
                 tuple(
-                    size // self.ways({*axes} & {*self.stage_axes})
+                    size // self.ways(self.held_axes.intersection(axes))
                     for size, axes in zip(leaf.shape, leaf.spec, strict=True)
                 ),
                 dtype or self.transports.wire_dtype(leaf.dtype),

@@ -24,7 +24,7 @@ from meshpar.fsdp.terms import (
     declared_scatters,
 )
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import PIPE, TOKEN_AXES
+from meshpar.layouts.axes import EXPERT, PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
@@ -82,8 +82,11 @@ class ShardMapLowering(Lowering):
                 rule = "+".join(axes) or "none"
                 return f"activations.{name}={rule} moves the batch axes"
         for name, axes in layout.params:
+            rule = f"params.{name}={'+'.join(axes)}"
             if name == "layers" and axes not in ((), (PIPE,)):
-                return f"params.layers={'+'.join(axes)} splits the stack of layers"
+                return f"{rule} splits the stack of layers"
+            if name != EXPERT and EXPERT in axes:
+                return f"{rule} splits a dim that mixtures of experts do not hold"
         return ""
 
     # The functions of a step.

@@ -55,6 +55,7 @@ def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
     # Collectives under conditionals that differ between stages could deadlock.
     gathers = layout.fsdp > 1 and layout.zero_level == 3
     for setting, is_set in (
+        (f"expert={layout.expert}", layout.expert > 1),
         (f"tensor={layout.tensor}", layout.tensor > 1),
         (f"fsdp={layout.fsdp},zero=3", gathers),
     ):
