@@ -91,8 +91,8 @@ def _verify_one(
 ) -> int:
     """Verifies one layout, prints the report and returns the exit code."""
     program = building.make_program(config, layout, devices, PADDED.value)
-    # Dropout draws a mask per microbatch: the reference needs the same microbatches.
-    microbatches = layout.microbatches if config.model.dropout else 1
+    needs_equal = config.model.depends_on_microbatches
+    microbatches = layout.microbatches if needs_equal else 1
     one_device = dataclasses.replace(meshpar.Layout(), microbatches=microbatches)
     reference = building.make_program(config, one_device, devices[:1], PADDED.value)
     report = verify.verify(program, reference, batches, config.seed, _tolerance(config))
@@ -123,7 +123,7 @@ def _verify_random(
         batches,
         seed=config.seed,
         tolerance=_tolerance(config),
-        noise=config.model.dropout > 0,
+        noise=config.model.depends_on_microbatches,
     )
     counts = verification.print_outcomes(outcomes)
     return 1 if counts[random_layouts.WRONG] else 0

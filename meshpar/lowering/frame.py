@@ -4,10 +4,11 @@ Every runner of the shard_map lowering works inside one frame. Its functions run
 shard_map, unless they say otherwise.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,12 +20,14 @@ from meshpar.arrays import Array, Params, abstract, num_bytes
 from meshpar.collectives.shard_keys import for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.collectives.varying import vary
+from meshpar.errors import LayoutError
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.split_backward import used_inputs
 from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import (
     BATCH_DIMS,
+    EXPERT,
     HELD_AXES,
     MANUAL_AXES,
     REPLICA,
@@ -34,6 +37,7 @@ from meshpar.layouts.axes import (
 )
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
+from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.state import cast_params
 from meshpar.lowering.totals import Totals
@@ -147,9 +151,21 @@ class Frame:
         """Parameters in the dtype of the loss."""
         return cast_params(params, self.plan)
 
-    def scope(self) -> Any:
-        """The scope in which the model is traced."""
-        return model_scope(self.layout, self.mesh, self.all_manual_axes)
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Scope]:
+        """The scope in which the layers of the model are traced.
+
+        Raises:
+          LayoutError: they do not use the experts that `expert` splits.
+        """
+        with model_scope(self.layout, self.mesh, self.all_manual_axes) as scope:
+            yield scope
+        if EXPERT in self.manual_axes and not scope.experts_used:
+            raise LayoutError(
+                f"{EXPERT}={self.layout.expert}: a layer of the model sees the experts "
+                "of one device alone, and does not call meshpar.ops.experts.mixture, "
+                "which moves tokens to the others; call it, or use lowering=jit"
+            )
 
     def mapped(self, fn: Callable, batch: Any, out_specs: Any) -> Callable:
         """fn(params, key, batch) as a function of global arrays, run on shards.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
+from meshpar.layouts.axes import EXPERT
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import LayeredModel
@@ -123,8 +124,8 @@ def trace_layer(
             saved=_residual_bytes(wrapped, *args, kept=kept) // ways,
             running=_residual_bytes(layer, *args, kept=kept) // ways,
             head=_residual_bytes(head, trained, shared, x, rows, key) // ways,
-            layer_weights=_tree_bytes(layer_weights) // layout.tensor,
-            layer_gradients=_tree_bytes(gradients) // layout.tensor,
+            layer_weights=_held_bytes(layer_weights, plan),
+            layer_gradients=_held_bytes(gradients, plan),
             largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
         )
 
@@ -149,6 +150,15 @@ def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> 
         working=max(layer, head),
         synchronization=state["synchronization"],
     )
+
+
+def _held_bytes(weights: Any, plan: Plan) -> int:
+    """Bytes of one layer's weights on a device, whole over the axes that gather."""
+    layout, size = plan.layout, 0
+    for path, x in weights.items():
+        has_experts = any(EXPERT in axes for axes in plan.weights[path].spec)
+        size += num_bytes(x) // (layout.expert if has_experts else 1)
+    return size // layout.tensor
 
 
 def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:

@@ -19,6 +19,7 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (
+    LayerPass,
     declare_all_reduces,
     declared_gathers,
     declared_scatters,
@@ -28,6 +29,7 @@ from meshpar.layouts.axes import EXPERT, PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.layer_moves import declared_moves
 from meshpar.lowering.memory import Held, TracedLayer, trace_layer
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
@@ -157,15 +159,21 @@ class ShardMapLowering(Lowering):
                     )
             own = self.runner.declared_reductions()
             yield from self._declared_zero(batch) if own is None else own
+            yield from declared_moves(self.frame, self._passes(batch), batch)
         yield from self._declared_tensor(batch)
         yield from self.runner.declared_beside(batch)
+
+    def _passes(self, batch: Any) -> list[LayerPass]:
+        """The passes over the layers, without those that compute nothing."""
+        passes = self.runner.layer_passes
+        if not self.zero.in_ticks and not self.frame.differentiates_layers(batch):
+            passes = [run for run in passes if run.name == "forward"]
+        return passes
 
     def _declared_zero(self, batch: Any) -> Iterator[DeclaredCollective]:
         """Gathers of weights and reductions of gradients, by the ZeRO policy."""
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
-        passes, dtype = self.runner.layer_passes, self.runner.sums_dtype
-        if not zero.in_ticks and not frame.differentiates_layers(batch):
-            passes = [run for run in passes if run.name == "forward"]
+        passes, dtype = self._passes(batch), self.runner.sums_dtype
         weights = frame.stage_weights()
         yield from declared_gathers(zero, weights, sizes, passes)
         trained, sums = map(self.plan.trained, (weights, frame.stage_weights(dtype)))

@@ -1,0 +1,97 @@
+"""Grouped matmul by platform: rows in groups, a matrix for each group.
+
+TPUs have `lax.ragged_dot` natively. On CPUs and GPUs it computes every group with every
+matrix; there a loop runs over the blocks of rows that are in use.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.arrays import Array
+from meshpar.collectives.varying import vary
+from meshpar.mesh.platform import TPU, traced_platform
+
+BLOCK = 64
+"""Rows of a block; groups are padded to whole blocks."""
+
+
+def grouped_matmul(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
+    """Multiplies the rows of each group by the matrix of the group.
+
+    x[S, D], w[E, D, F] -> y[S, F]. The groups stand one after the other; rows beyond
+    the last one give zeros, whatever they hold. Communication: none.
+
+    Args:
+      x_SD: rows; S is a multiple of `BLOCK`.
+      w_EDF: a matrix for each group.
+      sizes_E: int32 rows of each group, multiples of `BLOCK`.
+
+    Source: Gale et al., MegaBlocks, arXiv:2211.15841, section 5.1.
+    """
+    if traced_platform() is TPU:
+        return lax.ragged_dot(x_SD, w_EDF, sizes_E)
+    return in_blocks(x_SD, w_EDF, sizes_E)
+
+
+def _blocks(x_SD: Array, sizes_E: Array) -> tuple[Array, Array]:
+    """(number of blocks in use, group of every block)."""
+    ends_E = jnp.cumsum(sizes_E) // BLOCK
+    numbers = jnp.arange(len(x_SD) // BLOCK)
+    groups = jnp.sum(numbers[:, None] >= ends_E[None], axis=1)
+    return ends_E[-1], jnp.minimum(groups, len(sizes_E) - 1)
+
+
+def _block(x: Array, i: Array) -> Array:
+    return lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK)
+
+
+def _put_block(x: Array, block: Array, i: Array) -> Array:
+    block = block.astype(x.dtype)
+    return lax.dynamic_update_slice_in_dim(x, block, i * BLOCK, axis=0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *like: Array) -> Array:
+    """Zeros that vary over the manual axes of any of the other arrays."""
+    axes = {a for x in like for a in jax.typeof(x).manual_axis_type.varying}
+    return vary(jnp.zeros(shape, dtype), tuple(axes))
+
+
+@jax.custom_vjp
+def in_blocks(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
+    """`grouped_matmul` as a loop over the blocks in use."""
+    num, groups = _blocks(x_SD, sizes_E)
+    y_SF = _zeros((len(x_SD), w_EDF.shape[-1]), x_SD.dtype, x_SD, w_EDF, sizes_E)
+
+    def body(i: Array, y_SF: Array) -> Array:
+        w_DF = lax.dynamic_index_in_dim(w_EDF, groups[i], keepdims=False)
+        return _put_block(y_SF, _block(x_SD, i) @ w_DF, i)
+
+    return lax.fori_loop(0, num, body, y_SF)
+
+
+def _forward(x_SD: Array, w_EDF: Array, sizes_E: Array) -> tuple[Array, tuple]:
+    return in_blocks(x_SD, w_EDF, sizes_E), (x_SD, w_EDF, sizes_E)
+
+
+def _backward(saved: tuple, dy_SF: Array) -> tuple[Array, Array, None]:
+    x_SD, w_EDF, sizes_E = saved
+    num, groups = _blocks(x_SD, sizes_E)
+    like = x_SD, w_EDF, sizes_E, dy_SF
+    zeros = (
+        _zeros(x_SD.shape, x_SD.dtype, *like),
+        _zeros(w_EDF.shape, jnp.float32, *like),
+    )
+
+    def body(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        dx_SD, dw_EDF = sums
+        e, dy, x = groups[i], _block(dy_SF, i), _block(x_SD, i)
+        w_DF = lax.dynamic_index_in_dim(w_EDF, e, keepdims=False)
+        new = jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+        return _put_block(dx_SD, dy @ w_DF.T, i), dw_EDF.at[e].add(new)
+
+    dx_SD, dw_EDF = lax.fori_loop(0, num, body, zeros)
+    return dx_SD, dw_EDF.astype(w_EDF.dtype), None
+
+
+in_blocks.defvjp(_forward, _backward)
