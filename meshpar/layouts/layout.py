@@ -70,7 +70,7 @@ class Layout:
         input and runs the stage again, "residuals" keeps those that `remat` allows.
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
-      remat: rematerialization of each layer: "none", "dots" or "full".
+      remat: rematerialization of each layer: "none", "dots", "full" or "experts".
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
       params: rules {dim name: axis, axes or None} that override `PARAM_RULES`.
       activations: rules that override `ACTIVATION_RULES`.

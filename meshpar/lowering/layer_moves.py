@@ -16,6 +16,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.remat import sends_rows_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 
@@ -78,7 +79,7 @@ def declared_moves(
       passes: all passes over the layers.
       batch: abstract batch of one replica.
     """
-    passes, recomputes = list(passes), frame.layout.remat != "none"
+    passes, recomputes = list(passes), sends_rows_again(frame.layout.remat)
     forward = sum(p.runs * p.depth for p in passes if p.name != "backward")
     backward = sum(p.runs * p.depth for p in passes if p.name == "backward")
     for move in traced_moves(frame, batch):

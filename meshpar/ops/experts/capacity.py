@@ -16,8 +16,9 @@ from meshpar.ops.experts.exchange import Exchange
 from meshpar.ops.experts.rows import inverse_index, take_rows
 from meshpar.ops.experts.statistics import Lost
 
-Matmul = Callable[[Array, Array], Array]
-"""(rows, a matrix of each expert) -> rows times the matrices of their experts."""
+Matmul = Callable[[Array, Array, tuple[str, str]], Array]
+"""(rows, a matrix of each expert, names of its dims that are split or "") -> rows times
+the matrices of their experts."""
 
 RunExperts = Callable[[Array, Array, Matmul], Array]
 """(rows, float32 weight of each, matmul) -> outputs of the experts times weights."""
@@ -87,7 +88,8 @@ def run_with_capacity(
         x = exchange.swap(parts, why, is_saved=False)
         return x.reshape(num_slots, *x.shape[3:])
 
-    def matmul(x_ESD: Array, w_EDF: Array) -> Array:
+    def matmul(x_ESD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+        del split  # The compiler splits a batch of matmuls well.
         return jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF)
 
     rows_ESD = to_experts(rows_SD, "rows to their experts")

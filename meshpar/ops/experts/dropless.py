@@ -122,8 +122,8 @@ def run_dropless(
         parts = x.reshape(ways, -1, *x.shape[1:])
         return exchange.swap(parts, why, is_saved=False).reshape(x.shape)
 
-    def matmul(x_SD: Array, w_EDF: Array) -> Array:
-        return grouped_matmul(x_SD, w_EDF, received.sizes)
+    def matmul(x_SD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+        return grouped_matmul(x_SD, w_EDF, received.sizes, split)
 
     rows_SD = take_rows(x_TD, token, by_token)
     weight_S = take_rows(weights_TX.reshape(-1), choice[:, None], sent.slot[:, None])

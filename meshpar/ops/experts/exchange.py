@@ -4,10 +4,12 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.arrays import Array
 from meshpar.layouts.axes import EXPERT
 from meshpar.layouts.moves import Move
+from meshpar.layouts.remat import EXPERT_ROWS
 from meshpar.layouts.scope import current_scope
 from meshpar.mesh.platform import traced_platform
 
@@ -46,4 +48,5 @@ class Exchange:
                 Move("all_to_all", (EXPERT,), x.nbytes, why, has_gradient, is_saved)
             )
         y = lax.all_to_all(x, EXPERT, split_axis=0, concat_axis=0, tiled=True)
-        return y.astype(dtype)
+        y = y.astype(dtype)
+        return checkpoint_name(y, EXPERT_ROWS) if is_saved else y

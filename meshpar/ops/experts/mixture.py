@@ -1,8 +1,7 @@
 """A mixture of experts: route, dispatch, experts, combine, under the layout in use.
 
 Every device routes its tokens, sends them to the devices that hold their experts and
-gets the outputs back. `tensor` splits the mlp dim of every expert; the parts are added
-once, after the outputs are combined.
+gets the outputs back. `tensor` splits the mlp dim of every expert.
 """
 
 import dataclasses
@@ -116,6 +115,9 @@ def _mixture(
     (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
     run = _OnShards(config, activation, token_axes, ways, mlp_axes)
     _check_divides(experts, config, run, scope)
+    if scope.manual_axes:
+        run = dataclasses.replace(run, mlp_axes=())  # Left to the compiler.
+        return run(x_BLD, routing, experts)
     return _on_shards(run, x_BLD, routing, experts, scope)
 
 
@@ -140,22 +142,19 @@ def _check_divides(
 def _on_shards(
     run: "_OnShards", x_BLD: Array, routing: Routing, experts: Experts, scope: Scope
 ) -> Mixed:
-    """Runs a mixture with all axes manual that are not yet."""
-    sizes, manual = scope.mesh.shape, scope.manual_axes
-    axes = set(sizes) - manual
-    if not in_use(axes, sizes):
+    """Runs a mixture under lowering=jit, with all axes manual inside."""
+    sizes = scope.mesh.shape
+    if not in_use(sizes, sizes):
         return run(x_BLD, routing, experts)
-    rows = partition_spec((tuple(a for a in run.token_axes if a in axes),))
-    by_expert = tuple(a for a in in_use((EXPERT,), sizes) if a in axes)
+    rows, by_expert = partition_spec((run.token_axes,)), in_use((EXPERT,), sizes)
     up = partition_spec((by_expert, (), run.mlp_axes))
     down = partition_spec((by_expert, run.mlp_axes, ()))
     gate = None if experts.gate is None else up
     return jax.shard_map(
         run,
-        mesh=None if manual else scope.mesh,
+        mesh=scope.mesh,
         in_specs=(rows, rows, Experts(up, down, gate)),
         out_specs=Mixed(rows, PartitionSpec(), PartitionSpec()),
-        axis_names=axes,
     )(x_BLD, routing, experts)
 
 
@@ -208,10 +207,10 @@ class _OnShards:
         Weights come before the last matrix: its output is not needed in the backward
         pass then, and is neither saved nor sent again.
         """
-        h = matmul(rows, experts.up)
+        h = matmul(rows, experts.up, ("", "mlp"))
         if experts.gate is None:
             h = self.activation(h)
         else:
-            h = self.activation(matmul(rows, experts.gate)) * h
+            h = self.activation(matmul(rows, experts.gate, ("", "mlp"))) * h
         h = (h.astype(jnp.float32) * weights[..., None]).astype(h.dtype)
-        return matmul(h, experts.down)
+        return matmul(h, experts.down, ("mlp", ""))
