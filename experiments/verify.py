@@ -27,6 +27,7 @@ from experiments.recipes.modes import SYNCHRONOUS
 from experiments.recipes.ranges import Number
 from experiments.reports import verification
 from meshpar.explain import random_layouts, verify
+from meshpar.layouts.axes import EXPERT
 
 flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
@@ -117,9 +118,11 @@ def _verify_random(
             PADDED.value,
         )
 
+    experts = (EXPERT,) if config.model.num_experts else ()
+    axes = (*random_layouts.DRAWN_AXES, *experts)
     outcomes = random_layouts.verify_layouts(
         lower,
-        random_layouts.draw_layouts(RANDOM.value, len(devices), config.seed),
+        random_layouts.draw_layouts(RANDOM.value, len(devices), config.seed, axes),
         batches,
         seed=config.seed,
         tolerance=_tolerance(config),
