@@ -115,7 +115,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
-        """Runs x_BLD; with experts (x_BLD, statistics of the layers before)."""
+        """Runs x_BLD; with experts (x_BLD, packed statistics of the layers before)."""
         x_BLD, *earlier = x if self.has_experts else (x,)
         y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)))
         x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
@@ -184,7 +184,11 @@ class Decoder(nnx.Module):
         if self.positions is not None:
             x_BLD += self.positions[...][None, : tokens_BL.shape[1]]
         x_BLD = _residual(self.dropout(x_BLD))
-        return (x_BLD, Statistics.zeros()) if self.config.num_experts else x_BLD
+        return (
+            (x_BLD, jnp.zeros(len(Statistics._fields)))
+            if self.config.num_experts
+            else x_BLD
+        )
 
     def head_weight(self) -> Array:
         """Returns the head w[D, V]: the transposed embedding if it is tied."""
@@ -212,7 +216,9 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
         if not statistics:
             return with_weight(loss, batch)
         training = not decoder.dropout.deterministic
-        loss, metrics = with_experts(loss, *statistics, config, training)
+        loss, metrics = with_experts(
+            loss, Statistics.unpacked(*statistics), config, training
+        )
         return with_weight(loss, batch, metrics)
 
     stack = meshpar.LayerStack(

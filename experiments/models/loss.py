@@ -46,14 +46,12 @@ def with_experts(
       training: whether to add them; evaluation reports cross-entropy alone.
     """
     mean = jax.tree.map(lambda x: x / config.depth, statistics)
-    if training:
-        loss += config.balance_loss * mean.balance + config.z_loss * mean.z
-    return loss, {
-        "experts_balance": mean.balance,
-        "experts_dropped": mean.dropped,
-        "experts_overflow": mean.overflow,
-        "experts_load": meshpar.Max(statistics.load),
-    }
+    metrics = {"experts_dropped": mean.dropped, "experts_overflow": mean.overflow}
+    if not training:  # Microbatches, in which a pipeline evaluates, change the others.
+        return loss, metrics
+    loss += config.balance_loss * mean.balance + config.z_loss * mean.z
+    load = meshpar.Max(statistics.load)
+    return loss, {**metrics, "experts_balance": mean.balance, "experts_load": load}
 
 
 def with_weight(

@@ -19,7 +19,8 @@ from meshpar.ops.experts.router import Routing
 class Statistics(NamedTuple):
     """Statistics of all tokens of one microbatch; float32, the same on all devices.
 
-    `zeros` has those of no mixture, and `after` adds up those of several layers.
+    Layers hand them on beside their activations, `packed`: a pipeline sends one array,
+    and no compiler leaves out the gradients of some.
 
     Attributes:
       balance: GShard's auxiliary loss, 1 if all experts have equal loads.
@@ -39,14 +40,20 @@ class Statistics(NamedTuple):
     load: Array
 
     @classmethod
-    def zeros(cls) -> "Statistics":
-        """The statistics of no mixture."""
-        return cls(*(jnp.zeros((), jnp.float32) for _ in cls._fields))
+    def unpacked(cls, packed: Array) -> "Statistics":
+        """The inverse of `packed`."""
+        return cls(*packed)
 
-    def after(self, earlier: "Statistics") -> "Statistics":
-        """Sums over this mixture and earlier ones; the larger one of the loads."""
-        sums = jax.tree.map(jnp.add, self, earlier)
-        return sums._replace(load=jnp.maximum(self.load, earlier.load))
+    @property
+    def packed(self) -> Array:
+        """One array [5]; zeros are the statistics of no mixture."""
+        return jnp.stack(self)
+
+    def after(self, earlier: Array) -> Array:
+        """This mixture and earlier ones, packed: sums, and the largest load."""
+        before = Statistics.unpacked(earlier)
+        sums = Statistics(*map(jnp.add, self, before))
+        return sums._replace(load=jnp.maximum(self.load, before.load)).packed
 
 
 class Lost(NamedTuple):
