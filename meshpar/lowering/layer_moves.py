@@ -79,13 +79,25 @@ def declared_moves(
       passes: all passes over the layers.
       batch: abstract batch of one replica.
     """
-    passes, recomputes = list(passes), sends_rows_again(frame.layout.remat)
-    forward = sum(p.runs * p.depth for p in passes if p.name != "backward")
-    backward = sum(p.runs * p.depth for p in passes if p.name == "backward")
+    passes, again = list(passes), sends_rows_again(frame.layout.remat)
     for move in traced_moves(frame, batch):
-        again = move.has_gradient + (recomputes and move.is_saved)
-        count, ways = forward + backward * again, frame.ways(move.axes)
-        size = count * move.payload_bytes
+        count = sum(p.runs * _runs_per_pass(p, move, again) for p in passes)
         yield DeclaredCollective(
-            move.kind, move.axes, ways, count, size, move.why, bound=move.bound
+            move.kind,
+            move.axes,
+            frame.ways(move.axes),
+            0 if move.bound else count,
+            count * move.payload_bytes,
+            move.why,
+            bound=move.bound,
         )
+
+
+def _runs_per_pass(layers: LayerPass, move: Move, again: bool) -> int:
+    """How often one pass over layers runs a move; `again` as in `sends_rows_again`."""
+    if layers.name == "backward":
+        return layers.depth * (move.has_gradient + (again and move.is_saved))
+    if layers.name == "forward again" and layers.depth == 1 and not move.bound:
+        # Nothing reads the output of a single layer, nor what is computed once more.
+        return int(move.is_saved and not again)
+    return layers.depth

@@ -6,7 +6,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -159,8 +159,11 @@ class ShardMapLowering(Lowering):
                     )
             own = self.runner.declared_reductions()
             yield from self._declared_zero(batch) if own is None else own
-            yield from declared_moves(self.frame, self._passes(batch), batch)
-        yield from self._declared_tensor(batch)
+        moves = list(declared_moves(self.frame, self._passes(batch), batch))
+        for move in moves:
+            if set(move.axes) <= set(manual):
+                yield move
+        yield from self._declared_tensor(batch, moves)
         yield from self.runner.declared_beside(batch)
 
     def _passes(self, batch: Any) -> list[LayerPass]:
@@ -182,8 +185,15 @@ class ShardMapLowering(Lowering):
         shards = self.plan.trained(frame.stage_shards(dtype))
         yield from declare_all_reduces(shards, zero.shardings, sizes, why)
 
-    def _declared_tensor(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """A bound on the collectives over the axes that the compiler handles."""
+    def _declared_tensor(
+        self, batch: Any, moves: Iterable[DeclaredCollective]
+    ) -> Iterator[DeclaredCollective]:
+        """A bound on the collectives over the axes that the compiler handles.
+
+        Args:
+          batch: abstract batch of one replica.
+          moves: what layers move themselves; those over these axes are added.
+        """
         manual = self.frame.manual_axes
         axes = tuple(axis for axis in self.axes_in_use if axis not in manual)
         if not axes:
@@ -197,9 +207,10 @@ class ShardMapLowering(Lowering):
             units += runs * depth * sublayers * (backward or _FORWARD)
             units += runs * _OUTSIDE // 2
         why = f"activations: at most {units} gathers of {unit:.0f} bytes"
-        yield DeclaredCollective(
-            "any", axes, ways, 0, int(units * unit), why, bound=True
-        )
+        size = units * unit
+        if own := sum(m.wire_bytes for m in moves if set(m.axes) <= set(axes)):
+            size, why = size + own, f"{why}, and rows of experts"
+        yield DeclaredCollective("any", axes, ways, 0, int(size), why, bound=True)
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""

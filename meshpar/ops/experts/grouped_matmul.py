@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array
 from meshpar.collectives.varying import sum_varying, vary
 from meshpar.layouts.axes import in_use
+from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import activation_axes, current_scope
 from meshpar.mesh.platform import TPU, traced_platform
@@ -87,6 +88,8 @@ def in_blocks(
     axes, dims, features = _split_axes(split)
     if not axes:
         return run(x_SD, w_EDF, sizes_E)
+    _record(dims, 4 * len(x_SD) * w_EDF.shape[2], has_gradient=False)
+    _record(features, 4 * x_SD.size, has_gradient=True)
     return jax.shard_map(
         run,
         in_specs=(_spec((), dims), _spec((), dims, features), _spec(())),
@@ -151,6 +154,14 @@ def _split_axes(
         return set(), (), ()
     names = [name or None for name in split]
     return axes, *activation_axes(scope, names, "experts.grouped_matmul")
+
+
+def _record(axes: tuple[str, ...], size: int, has_gradient: bool) -> None:
+    """Notes that rows of `size` bytes are summed over axes in one of the passes."""
+    if axes:
+        why = "rows of experts, summed over their mlp dim"
+        move = Move("all_reduce", axes, size, why, has_gradient, bound=True)
+        current_scope().moves.append(move)
 
 
 def _spec(*dims: tuple[str, ...]) -> PartitionSpec:
