@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.collectives.varying import vary
 from meshpar.layouts.moves import Move
 from meshpar.layouts.scope import current_scope
 from meshpar.ops.experts.router import Routing
@@ -96,6 +97,9 @@ def statistics_of(
         tokens *= lax.axis_size(axes)
         _record(sums, axes)
         sums = lax.psum(sums, axes)
+        if current_scope().manual_axes:
+            # A pipeline saves residuals in buffers, whose values all vary.
+            sums = vary(sums, axes)
     counts_E, shares_E, rest = jnp.split(sums, [num_experts, 2 * num_experts])
     counts_E = lax.stop_gradient(counts_E)
     loads_E = counts_E / (tokens * per_token)
