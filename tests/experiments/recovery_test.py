@@ -1,22 +1,18 @@
 """Recovery of a run: nothing that a kill or a lost folder prevented stays missing."""
 
-import dataclasses
 import os
 import pathlib
 import shutil
 import signal
 import time
 
-import jax
-import numpy as np
 import pytest
+from support.tiny_runs import train_on_one_device as train
 
 from experiments import recipes
 from experiments.recipes.config import with_settings
 from experiments.training import metrics
-from experiments.training.start import Consent
 from experiments.training.trainer import RESTART, Trainer
-from meshpar import layouts
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
 
@@ -27,27 +23,12 @@ class KilledError(Exception):
     """Ends a run in the place where it is raised."""
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    words = ["alpha ", "beta ", "gamma ", "delta "]
-    path.write_text("".join(np.random.default_rng(0).choice(words, 20_000)))
-    return str(path)
-
-
 def config(text, workdir, *settings):
     common = [
         *(f"data.path={text}", f"workdir={workdir}", f"steps={STEPS}"),
         *("sample_tokens=0", "checkpoint_every=2", "evaluate_every=2"),
     ]
     return with_settings(recipes.get("tiny"), [*common, *settings])
-
-
-def train(config, **consent):
-    layout = layouts.parse("data=1")
-    config = dataclasses.replace(config, layout=str(layout))
-    consent = Consent(**consent)
-    return Trainer(config, layout, jax.devices()[:1], consent=consent).run()
 
 
 @pytest.fixture(scope="module")
