@@ -1,6 +1,5 @@
 """Flags that all commands share, and how a command starts and ends."""
 
-import dataclasses
 import errno
 import os
 import sys
@@ -21,7 +20,7 @@ from experiments.recipes.modes import MODES
 from experiments.recipes.ranges import Address, Number, Range
 from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
-from meshpar.multihost import HUNG, agree, process
+from meshpar.multihost import HUNG
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
@@ -137,54 +136,6 @@ def config_from_flags() -> Config:
 def use_cpu() -> None:
     """Makes jax use the CPU alone; call it before jax starts."""
     jax.config.update("jax_platforms", CPU.name)
-
-
-def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
-    """Starts jax: joins other processes, simulates CPU devices, picks the layout.
-
-    Raises:
-      MeshparError: fewer devices than requested, or processes that do not fit.
-    """
-    info = process.process_info(
-        COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value
-    )
-    if PLATFORM.value:
-        platform = "cuda" if PLATFORM.value == GPU.name else PLATFORM.value
-        jax.config.update("jax_platforms", platform)
-    layout = meshpar.layouts.parse(config.layout) if config.layout else None
-    processes = info.num_processes if info else 1
-    default = -(-8 // processes) * processes  # 8, rounded up to divide over processes.
-    num_devices = DEVICES.value or (layout.num_devices if layout else default)
-    if num_devices % processes:
-        raise meshpar.LayoutError(
-            f"{num_devices} devices over {processes} processes: use a multiple of "
-            f"{processes}"
-        )
-    meshpar.simulate(num_devices // processes)
-    agree.initialize(info, START_TIMEOUT.value)
-    try:
-        devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # jax says which, or asserts.
-        asked = f"--platform={PLATFORM.value}" if PLATFORM.value else "jax"
-        reason = shown(str(error).partition("\n")[0]) or "its jax is not installed"
-        raise ConfigError(
-            f"{asked} finds no device: {reason}; use --platform=cpu, or install jax "
-            "for the accelerator of this machine"
-        ) from error
-    if DEVICES.value > len(devices):
-        raise meshpar.LayoutError(
-            f"--devices={DEVICES.value}, but {len(devices)} {devices[0].platform} "
-            f"device(s) exist; add --platform=cpu to simulate them"
-        )
-    if DEVICES.value:
-        devices = devices[: DEVICES.value]
-    layout = layout or meshpar.layouts.parse(recipes.default_layout(len(devices)))
-    return layout, devices
-
-
-def with_layout(config: Config, layout: meshpar.Layout) -> Config:
-    """The configuration with the layout that `start_devices` picked."""
-    return dataclasses.replace(config, layout=str(layout))
 
 
 def _parse_flags(words: Sequence[str]) -> list[str]:

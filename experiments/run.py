@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import command_line
+from experiments.devices import start, with_layout
 from experiments.training.start import Consent
 from experiments.training.trainer import Trainer
 
@@ -31,6 +32,12 @@ START_ANEW = flags.DEFINE_bool(
 ALLOW_CHANGES = flags.DEFINE_bool(
     "allow_changes", False, "Resume with other data, another seed or another length."
 )
+FALLBACK_LAYOUTS = flags.DEFINE_string(
+    "fallback_layouts",
+    "",
+    'Layouts such as "fsdp=8;fsdp=4" in which the run goes on if processes are missing '
+    "after --start_timeout; it grows back when they come.",
+)
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 
 
@@ -43,10 +50,18 @@ def main(_: Sequence[str]) -> int:
     }
     given = {name: value for name, value in folders.items() if value is not None}
     config = dataclasses.replace(config, **given)
-    layout, devices = command_line.start_devices(config)
-    config = command_line.with_layout(config, layout)
+    started = start(config, FALLBACK_LAYOUTS.value)
+    config = with_layout(config, started.layout)
     consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
-    return Trainer(config, layout, devices, PROFILE.value, consent).run()
+    return Trainer(
+        config,
+        started.layout,
+        started.devices,
+        profile=PROFILE.value,
+        consent=consent,
+        fallbacks=started.fallbacks,
+        can_grow=started.membership.can_grow,
+    ).run()
 
 
 if __name__ == "__main__":

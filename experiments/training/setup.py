@@ -13,6 +13,7 @@ from experiments import data
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
+from experiments.training.fallbacks import Fallbacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ def prepare(
     layout: meshpar.Layout,
     devices: Sequence[jax.Device],
     profile: bool = False,
+    fallbacks: Fallbacks | None = None,
 ) -> Setup:
     """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -66,6 +68,7 @@ def prepare(
       layout: its layout.
       devices: the devices to fill.
       profile: whether to write a profiler trace of a few steps.
+      fallbacks: layouts in which the run may go on in fewer processes.
 
     Raises:
       MeshparError: folders, data, layout or model that do not fit.
@@ -84,5 +87,12 @@ def prepare(
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
     program = building.make_program(config, layout, devices)
+    if fallbacks:
+        fallbacks.check(
+            lambda other: building.make_program(
+                config, other, devices[: other.num_devices]
+            ),
+            layout.num_devices,
+        )
     folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
     return Setup(config, corpus, program, folder, profile)

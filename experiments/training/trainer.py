@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import meshpar
 from experiments import data
 from experiments.recipes.config import Config
 from experiments.training import report
+from experiments.training.fallbacks import Fallbacks
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
@@ -69,6 +70,8 @@ class Trainer:
         devices: Sequence[jax.Device],
         profile: bool = False,
         consent: Consent = NO_CONSENT,
+        fallbacks: Fallbacks | None = None,
+        can_grow: Callable[[], bool] = lambda: False,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -78,14 +81,16 @@ class Trainer:
           devices: the devices to fill.
           profile: whether to write a profiler trace of a few steps.
           consent: what the user agrees to when the run resumes.
+          fallbacks: layouts in which the run may go on in fewer processes.
+          can_grow: () -> whether a restart would have more processes.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
         with _watchdog(config):
-            self._setup = setup = prepare(config, layout, devices, profile)
+            self._setup = setup = prepare(config, layout, devices, profile, fallbacks)
         self._config, self._program = setup.config, setup.program
-        self._consent = consent
+        self._consent, self._can_grow = consent, can_grow
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
         )
@@ -128,9 +133,11 @@ class Trainer:
             checkpoints.check_saved(int(state.step))
             record.saved()
             if int(state.step) < num_steps:
+                grows = not stop.signal and self._can_grow()
+                why = "; processes have come that were missing" if grows else ""
                 progress.say(
-                    f"stopped at step {int(state.step)}, saved; the same command goes "
-                    "on from here"
+                    f"stopped at step {int(state.step)}, saved{why}; the same command "
+                    "goes on from here"
                 )
                 return RESTART
             report.finish(setup, self._program.weights(state), log, progress)
@@ -212,7 +219,8 @@ class Trainer:
                 self._trace(step - start.step, trace)
                 state, step_metrics = program.step(state, next(batches))
                 step, position = step + 1, position + config.batch_size
-                steps.add(step, step_metrics, any_process(stop.signal is not None))
+                stops = stop.signal is not None or self._can_grow()
+                steps.add(step, step_metrics, any_process(stops))
                 record.look(steps.saved_step)
                 due = _Due.after(step, config)
                 stopping = steps.read(keep=0 if any(due) else 1)

@@ -14,6 +14,7 @@ from support.tiny_runs import ROOT, config, losses, stop_after, train
 
 import meshpar
 from experiments import command_line
+from experiments.devices import start_devices, with_layout
 from experiments.recipes.config import with_settings
 from experiments.training import guards, metrics
 from experiments.training.step_log import NonFiniteError
@@ -129,8 +130,8 @@ def test_bad_input_is_an_error(arguments, words, tmp_path, monkeypatch):
         flags.FLAGS(["run", *arguments])
         config = command_line.config_from_flags()
         config = dataclasses.replace(config, workdir=f"{tmp_path}/w")
-        layout, devices = command_line.start_devices(config)
-        config = command_line.with_layout(config, layout)
+        layout, devices = start_devices(config)
+        config = with_layout(config, layout)
         Trainer(config, layout, devices, False).run()
     assert not (tmp_path / "w").exists()
 
