@@ -22,6 +22,12 @@ from meshpar.multihost.process import MissingError, MultihostError, ProcessInfo
 
 _LONGEST_S = 7 * 24 * 3600.0
 
+_PATIENCE_S = 600.0
+"""How long a process looks for process 0 if the run may go on in fewer, in seconds.
+
+Process 0 may have to save and to start again before it listens.
+"""
+
 
 def check_timeout(timeout_s: float) -> None:
     """Raises an error unless a time-out is a number of seconds, up to a week.
@@ -182,7 +188,8 @@ def _connect(
       MissingError: it cannot be reached, or it misses other processes.
     """
     why = "check that process 0 runs and that the address is right"
-    deadline = time.monotonic() + timeout_s
+    patience_s = max(timeout_s, _PATIENCE_S) if waits else timeout_s
+    deadline = time.monotonic() + patience_s
     while (left := deadline - time.monotonic()) > 0:
         reply = None
         with contextlib.suppress(OSError, UnicodeError):
@@ -196,8 +203,9 @@ def _connect(
                 )
                 challenge = _prove(connection, process, token, deadline)
                 if challenge and waits:
-                    _wait(connection, process, deadline)
-                    deadline = time.monotonic() + timeout_s
+                    why = "check whether the run has ended"
+                    _wait(connection, process, timeout_s + admission.PROOF_S)
+                    deadline = time.monotonic() + patience_s
                 # Process 0 replies at its own deadline, which may be a little later.
                 line = _read_line(connection, deadline + admission.PROOF_S)
                 reply = tokens.unseal(token, challenge, line)
@@ -211,7 +219,7 @@ def _connect(
             )
     raise MissingError(
         f"process {process.process_id} cannot reach process 0 at "
-        f"{process.coordinator} within {timeout_s:g} s; {why}"
+        f"{process.coordinator} within {patience_s:g} s; {why}"
     )
 
 
@@ -238,11 +246,10 @@ def _prove(
     return own_challenge
 
 
-def _wait(connection: socket.socket, process: ProcessInfo, deadline: float) -> None:
-    """Waits until process 0 sends something or its machine is gone."""
+def _wait(connection: socket.socket, process: ProcessInfo, quiet_s: float) -> None:
+    """Waits until process 0 sends something or is gone; says so after a while."""
     address.notice_loss(connection)
-    left = max(0.0, deadline - time.monotonic()) + admission.PROOF_S
-    if not select.select([connection], [], [], left)[0]:
+    if not select.select([connection], [], [], quiet_s)[0]:
         _say(
             f"process {process.process_id} of {process.num_processes} waits: the run "
             "goes on in fewer processes, until there are enough for more"

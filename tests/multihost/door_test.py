@@ -83,9 +83,9 @@ def test_a_process_that_leaves_the_door_does_not_count(address):
     one.place()
     zero.place()
     door = zero.arrival.door
-    first, second = Started(address, 2, 30), Started(address, 3, 30)
+    first, second = Started(address, 2), Started(address, 3)
     assert comes_true(door.can_grow)
-    third = Started(address, 3, 30)  # Its machine was cut off and has come back.
+    third = Started(address, 3)  # Its machine was cut off and has come back.
     time.sleep(0.5)
     assert door.can_grow()
     door.close()
@@ -110,7 +110,7 @@ def test_a_stranger_at_the_door_is_not_counted(address):
             stranger.sendall(b'{"process": 2, "num": 4}\n')
         time.sleep(0.5)
         assert not door.can_grow()
-        waiting = [Started(address, 2, 30), Started(address, 3, 30)]
+        waiting = [Started(address, 2), Started(address, 3)]
         assert comes_true(door.can_grow)
         assert all(process.thread.is_alive() for process in waiting)
     door.close()
