@@ -93,6 +93,7 @@ OWN = [
     ("run", ["--layout=pipe=2,microbatches=1000000"], "forward passes"),
     ("run", ["--layout=data=8", "--devices=4"], "needs 8 devices"),
     ("run", ["--num_processes=2"], "give all three or none"),
+    ("run", ["--fallback_layouts=data=1"], "start the run in several"),
     ("run", ["--set=local_sgd.period=4"], "add --optimizer_mode=local_sgd"),
     ("run", ["--set=model.vocab=100"], "model.vocab=100, but the data holds"),
     ("run", ["--set=framework=linen"], "framework=nnx"),
