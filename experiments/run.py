@@ -12,6 +12,7 @@ from absl import flags
 
 from experiments import command_line
 from experiments.training.start import Consent
+from experiments.training.startup import DEVICES, SETUP, Startup
 from experiments.training.trainer import Trainer
 
 flags.adopt_module_key_flags(command_line)
@@ -36,6 +37,12 @@ PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few s
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
+    with Startup() as startup:
+        return _train(startup)
+
+
+def _train(startup: Startup) -> int:
+    startup.enter(DEVICES)
     config = command_line.config_from_flags()
     folders = {
         "workdir": WORKDIR.value,
@@ -46,7 +53,8 @@ def main(_: Sequence[str]) -> int:
     layout, devices = command_line.start_devices(config)
     config = command_line.with_layout(config, layout)
     consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
-    return Trainer(config, layout, devices, PROFILE.value, consent).run()
+    startup.enter(SETUP)
+    return Trainer(config, layout, devices, PROFILE.value, consent, startup).run()
 
 
 if __name__ == "__main__":
