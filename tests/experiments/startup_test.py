@@ -19,21 +19,35 @@ from experiments.training.startup import COMPILING, IMPORTS, SETUP, TRACING, Sta
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_the_parts_add_up_to_the_time_since_the_process_began():
-    began = time.time() - float(_seconds_of_this_process())
+TIMED = """
+import time
+begin = time.time()
+from experiments.training.startup import Startup
+with Startup() as clock:
+    print(sum(clock.finish().values()), time.time() - begin)
+"""
+
+
+def test_the_clock_begins_with_the_process():
+    begin = time.time()
+    done = subprocess.run(
+        [sys.executable, "-c", TIMED], cwd=ROOT, capture_output=True, text=True
+    )
+    around = time.time() - begin
+    total, imports = map(float, done.stdout.split())
+    assert imports < total < around + 0.02  # The system counts in ticks of 0.01 s.
+
+
+def test_the_parts_add_up():
     with Startup() as clock:
+        begin = clock._entered[0][1]
         clock.enter(SETUP)
         jax.jit(lambda x: jnp.sin(x) * 3 + 4)(jnp.ones(3))
         seconds = clock.finish()
+        assert sum(seconds.values()) == pytest.approx(time.time() - begin, abs=0.5)
         assert clock.finish() == {}
-    assert sum(seconds.values()) == pytest.approx(time.time() - began, abs=1.5)
-    assert clock.num_compiled and seconds[COMPILING] > 0 and seconds[TRACING] > 0
-    assert seconds[IMPORTS] > seconds[SETUP] > 0
-
-
-def _seconds_of_this_process():
-    ask = ["ps", "-o", "etimes=", "-p", str(os.getpid())]
-    return subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    assert clock.num_compiled and min(seconds[COMPILING], seconds[TRACING]) > 0
+    assert seconds[IMPORTS] > 0 and seconds[SETUP] > 0
 
 
 def test_nested_spans_count_once_and_compiling_is_no_tracing():
