@@ -34,7 +34,7 @@ LOWERING = flags.DEFINE_string(
     "lowering",
     None,
     "shard_map (meshpar writes the collectives; the default where possible), jit (the "
-    "compiler inserts them) or auto (the better of both as compiled).",
+    "compiler does) or auto (the better one).",
 )
 OPTIMIZER_MODE = flags.DEFINE_string(
     "optimizer_mode",

@@ -13,6 +13,7 @@ from absl import flags
 from experiments import command_line
 from experiments.devices import start, with_layout
 from experiments.training.start import Consent
+from experiments.training.startup import DEVICES, SETUP, Startup
 from experiments.training.trainer import Trainer
 
 flags.adopt_module_key_flags(command_line)
@@ -34,15 +35,20 @@ ALLOW_CHANGES = flags.DEFINE_bool(
 )
 FALLBACK_LAYOUTS = flags.DEFINE_string(
     "fallback_layouts",
-    "",
-    'Layouts such as "fsdp=8;fsdp=4" in which the run goes on if processes are missing '
-    "after --start_timeout; it grows back when they come.",
+    None,
+    "Layouts for fewer processes, split by semicolons.",
 )
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
+    with Startup() as startup:
+        return _train(startup)
+
+
+def _train(startup: Startup) -> int:
+    startup.enter(DEVICES)
     config = command_line.config_from_flags()
     folders = {
         "workdir": WORKDIR.value,
@@ -50,9 +56,10 @@ def main(_: Sequence[str]) -> int:
     }
     given = {name: value for name, value in folders.items() if value is not None}
     config = dataclasses.replace(config, **given)
-    started = start(config, FALLBACK_LAYOUTS.value)
+    started = start(config, FALLBACK_LAYOUTS.value or "")
     config = with_layout(config, started.layout)
     consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
+    startup.enter(SETUP)
     return Trainer(
         config,
         started.layout,
@@ -61,6 +68,7 @@ def main(_: Sequence[str]) -> int:
         consent=consent,
         fallbacks=started.fallbacks,
         can_grow=started.membership.can_grow,
+        startup=startup,
     ).run()
 
 

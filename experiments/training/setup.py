@@ -13,6 +13,7 @@ from experiments import data
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
+from experiments.training import compiled
 from experiments.training.fallbacks import Fallbacks
 
 
@@ -84,6 +85,8 @@ def prepare(
             f"checkpoint_local_every={every}: use 0 or more, and name a "
             "--checkpoint_local_dir"
         )
+    folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
+    compiled.keep_programs(folder)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
     program = building.make_program(config, layout, devices)
@@ -94,5 +97,4 @@ def prepare(
             ),
             layout.num_devices,
         )
-    folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
     return Setup(config, corpus, program, folder, profile)

@@ -15,6 +15,7 @@ from experiments.recipes import building
 from experiments.training.metrics import MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.setup import Setup
+from experiments.training.startup import Startup, as_metrics
 from meshpar.errors import MeshparError
 from meshpar.mesh import chips
 from meshpar.multihost.watchdog import Watchdog
@@ -39,6 +40,7 @@ class StepLog:
         log: MetricsLog | None,
         progress: Progress,
         watchdog: Watchdog,
+        startup: Startup | None = None,
     ):
         """Starts the clock.
 
@@ -49,9 +51,11 @@ class StepLog:
           log: receives the metrics; None on all processes but the first.
           progress: shows the metrics.
           watchdog: hears of every finished step.
+          startup: the clock that the first finished step stops.
         """
         self._setup, self._start, self._position = setup, start, position
         self._log, self._progress, self._watchdog = log, progress, watchdog
+        self._startup = startup
         self.saved_step = start
         config, mesh = setup.config, setup.program.mesh
         schedule = building.learning_rates(config.optimizer, config.steps)
@@ -101,6 +105,8 @@ class StepLog:
             self._watchdog.finished(step)
             self._log_step(step, step_metrics, seconds)
             self._check_finite(step, step_metrics)
+        if steps:
+            self._end_startup(steps[0][0])
         if steps and jax.process_index() == 0:
             _write_progress_file(steps[-1][0])
         return any(bool(stop) for _, _, stop in finished)
@@ -120,6 +126,14 @@ class StepLog:
         if self._log:
             self._log.write(step, **values)
         self._progress.update(step, values["loss"], values["tokens_per_second"])
+
+    def _end_startup(self, step: int) -> None:
+        """Says how long the first step took to come, after the first step only."""
+        if not self._startup or not (seconds := self._startup.finish()):
+            return
+        self._progress.say(self._startup.describe(seconds))
+        if self._log:
+            self._log.write(step, **as_metrics(seconds))
 
     def _check_finite(self, step: int, step_metrics: Any) -> None:
         loss, grad_norm = (float(step_metrics[k]) for k in ("loss", "grad_norm"))

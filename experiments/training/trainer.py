@@ -10,7 +10,7 @@ import jax
 import meshpar
 from experiments import data
 from experiments.recipes.config import Config
-from experiments.training import report
+from experiments.training import compiled, report
 from experiments.training.fallbacks import Fallbacks
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
@@ -18,6 +18,7 @@ from experiments.training.progress import Progress
 from experiments.training.run_record import RunRecord
 from experiments.training.setup import prepare
 from experiments.training.start import NO_CONSENT, Consent, Start, restore
+from experiments.training.startup import RESTORE, SETUP, STEP, Startup
 from experiments.training.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
@@ -72,6 +73,7 @@ class Trainer:
         consent: Consent = NO_CONSENT,
         fallbacks: Fallbacks | None = None,
         can_grow: Callable[[], bool] = lambda: False,
+        startup: Startup | None = None,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -83,6 +85,7 @@ class Trainer:
           consent: what the user agrees to when the run resumes.
           fallbacks: layouts in which the run may go on in fewer processes.
           can_grow: () -> whether a restart would have more processes.
+          startup: the clock of the start of this process, if it is to be timed.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
@@ -90,7 +93,7 @@ class Trainer:
         with _watchdog(config):
             self._setup = setup = prepare(config, layout, devices, profile, fallbacks)
         self._config, self._program = setup.config, setup.program
-        self._consent, self._can_grow = consent, can_grow
+        self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
         )
@@ -106,11 +109,15 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             watchdog = stack.enter_context(_watchdog(self._config))
             stack.enter_context(own_folder(setup.folder))
+            if jax.process_index() == 0:
+                compiled.remove_torn_programs(setup.folder)
             stop, record = stack.enter_context(StopFlag()), RunRecord(setup.folder)
             checkpoints = stack.enter_context(
                 contextlib.closing(self._open_checkpoints())
             )
+            self._enter(RESTORE)
             start = restore(setup, checkpoints, record, self._consent)
+            self._enter(SETUP)
             log = None
             if jax.process_index() == 0:
                 log = MetricsLog(setup.folder, start.step, start.changes)
@@ -142,6 +149,10 @@ class Trainer:
                 return RESTART
             report.finish(setup, self._program.weights(state), log, progress)
         return 0
+
+    def _enter(self, part: str) -> None:
+        if self._startup:
+            self._startup.enter(part)
 
     def _check_processes(self) -> None:
         """Raises an error unless all processes are about to run the same."""
@@ -182,6 +193,7 @@ class Trainer:
         watchdog: Watchdog,
     ) -> None:
         """Saves and evaluates the restored step, where a kill prevented it."""
+        self._enter(RESTORE)
         if not start.persistent:
             watchdog.enter(SAVE)
             self._save(checkpoints, start.state, start.step, start.position, True)
@@ -202,6 +214,7 @@ class Trainer:
         watchdog: Watchdog,
     ) -> Any:
         """Runs the steps; reads a step's metrics while the next step runs."""
+        self._enter(STEP)
         config, program = self._config, self._program
         state, step, position = start[:3]
         batches = data.training_batches(
@@ -211,7 +224,8 @@ class Trainer:
             **self._setup.batch_shape,
         )
         any_process = agree.make_any_process(program.mesh)
-        steps = StepLog(self._setup, step, position, log, progress, watchdog)
+        startup = self._startup
+        steps = StepLog(self._setup, step, position, log, progress, watchdog, startup)
         stopping = False
         watchdog.enter(FIRST_STEP)
         with contextlib.ExitStack() as trace:

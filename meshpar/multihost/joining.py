@@ -96,10 +96,11 @@ def _use_cache_together(timeout_s: float) -> None:
     """
     identity = compat.compilation_cache_identity()
     identities = allgather_objects("compilation cache", identity, timeout_s)
-    if len(set(identities.values())) == 1 or not compat.compilation_cache_folder():
+    if len(set(identities.values())) == 1:
         return
+    has_folder = bool(compat.compilation_cache_folder())
     compat.disable_compilation_cache()
-    if jax.process_index() == 0:
+    if has_folder and jax.process_index() == 0:
         print(
             "all processes compile anew: on this platform the compilation cache would "
             "serve process 0 alone",
