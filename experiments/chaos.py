@@ -75,7 +75,12 @@ def main(_: Sequence[str]) -> int:
     reports: list[Report] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the runs as well.
     until = time.monotonic() + 60 * MINUTES.value
-    say = (lambda text: None) if JSON.value else terminal.wide_console().print
+    console = terminal.wide_console()
+
+    def say(text: str) -> None:
+        if not JSON.value:
+            console.print(text, soft_wrap=True)
+
     conductors = [Conductor(name, folder, seed) for name in SCENARIO.value]
     for conductor in conductors:
         try:

@@ -17,13 +17,15 @@ from experiments.faults.watched import (
     LostError,
     WatchedRun,
 )
+from experiments.supervision.restarts import FINAL
 from meshpar.multihost.watchdog import END, FIRST_STEP, START
 
 SURVIVED, LOST, HUNG = "survived", "lost", "hung"
 VERDICTS = (SURVIVED, LOST, HUNG)
 """How runs end, and with each run all faults that it was struck by."""
 
-FAULTS_PER_RUN = 8
+FAULTS_PER_RUN = 10
+_MOST_STARTS = 2 * FAULTS_PER_RUN
 _HAND = 4
 
 _ORDER = {START: 0, FIRST_STEP: 1, END: 3}
@@ -194,9 +196,9 @@ class Conductor:
             return True
         said = run.text()
         full = run.disk_was_full and code == 2 and "make room" in said
-        same_step = code > 2 and "twice after step" in said
-        if not (full or same_step or code < 0):  # The supervisor was killed.
+        # Such as a kill of the supervisor, or two after the same step.
+        if not (full or code not in FINAL) or run.starts > _MOST_STARTS:
             last = said.strip().rpartition("\n")[2]
-            raise LostError(f"ended with code {code}: {last}")
+            raise LostError(f"start {run.starts} ended with code {code}: {last}")
         run.start()
         return False

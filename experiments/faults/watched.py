@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from meshpar.multihost.watchdog import START
 
-HUNG_S = 120.0
-"""A run without any progress for this long counts as hung, in seconds."""
+HUNG_S = 300.0
+"""A run without any progress for this long counts as hung, in seconds.
 
-POLL_S = 0.002
+On a busy machine a start, or a program to compile, takes minutes.
+"""
+
+POLL_S = 0.004
+_CHECK_S = 0.5
 
 _SUPERVISE = "experiments.supervise"
 _RESTARTS = 1000
@@ -96,7 +100,7 @@ class WatchedRun:
     def start(self) -> None:
         """Starts the supervisor, as a person would by hand."""
         self.starts += 1
-        self._moved = time.monotonic()
+        self._moved = self._check_at = time.monotonic()
         self._ranks: dict[int, int | None] = {}
         self._began = self._log.stat().st_size if self._log.exists() else 0
         self.disk_was_full = False
@@ -151,9 +155,12 @@ class WatchedRun:
 
     def check_moving(self) -> None:
         """Raises HungError, after the stacks were dumped, if nothing moves."""
+        now = time.monotonic()
+        if now < self._check_at:
+            return
+        self._check_at = now + _CHECK_S
         position, pids = self.position(), self.pids()
         seen = position, pids, self._said()
-        now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved = seen, now
         elif now - self._moved > HUNG_S:
