@@ -23,6 +23,7 @@ from experiments import command_line, outputs
 from experiments.faults.conductor import Conductor, Report
 from experiments.faults.scenarios import SCENARIOS
 from experiments.faults.watched import HungError, LostError
+from experiments.recipes import allowed
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.ranges import Choice, Number, Path
 from experiments.reports import chaos, terminal
@@ -57,8 +58,11 @@ def _folder() -> pathlib.Path:
     return folder
 
 
-def _check_shared_flags() -> None:
-    """Raises ConfigError for flags of other commands, which scenarios set."""
+def _check_flags() -> None:
+    """Raises ConfigError for flags that scenarios set, and for one scenario twice."""
+    for name in SCENARIO.value:
+        if SCENARIO.value.count(name) > 1:
+            raise ConfigError(f"--scenario names {name!r} twice; leave one out")
     for flag in flags.FLAGS.get_flags_for_module(command_line.__name__):
         if flag.present and flag.name != command_line.SEED.name:
             raise ConfigError(
@@ -68,10 +72,12 @@ def _check_shared_flags() -> None:
 
 def main(_: Sequence[str]) -> int:
     """Breaks runs until the time or the faults are used up; returns the exit code."""
-    _check_shared_flags()
+    _check_flags()
     command_line.use_cpu()
     logging.set_verbosity(logging.ERROR)  # Orbax warns of each item that it reads.
-    folder, seed = _folder(), command_line.SEED.value or 0
+    seed = command_line.SEED.value or 0
+    allowed.check("seed", seed)
+    folder = _folder()
     reports: list[Report] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the runs as well.
     until = time.monotonic() + 60 * MINUTES.value
