@@ -127,6 +127,15 @@ def test_the_first_failure_is_on_record(tmp_path):
     assert "of start 1" not in second
 
 
+def test_a_run_goes_on_when_its_log_is_on_a_full_disk(tmp_path):
+    (tmp_path / "all.log").symlink_to("/dev/full")
+    running = supervise(
+        tmp_path, "for n in 1 2 3; do echo $n || exit 3; sleep 0.2; done"
+    )
+    said = running.communicate(timeout=20)
+    assert running.returncode == 0 and said[0].split() == ["1", "2", "3"], said
+
+
 def test_starts_that_finish_no_step_are_not_failures_of_one_step(tmp_path):
     """A run writes its section beside the last step, which is 0 before the first."""
     script = 'echo "0 start" >$MESHPAR_PROGRESS; exit 76'
