@@ -11,12 +11,7 @@ from experiments.faults import kinds
 from experiments.faults.comparison import Results, first_difference, read_results
 from experiments.faults.draws import Fault, draw_faults
 from experiments.faults.scenarios import SCENARIOS, write_text
-from experiments.faults.watched import (
-    POLL_S,
-    HungError,
-    LostError,
-    WatchedRun,
-)
+from experiments.faults.watched import HungError, LostError, WatchedRun
 from experiments.supervision.restarts import FINAL
 from meshpar.multihost.watchdog import END, FIRST_STEP, START
 
@@ -27,6 +22,7 @@ VERDICTS = (SURVIVED, LOST, HUNG)
 FAULTS_PER_RUN = 10
 _MOST_STARTS = 2 * FAULTS_PER_RUN
 _HAND = 4
+_END_POLL_S = 0.1
 
 _ORDER = {START: 0, FIRST_STEP: 1, END: 3}
 """Order of the sections; those not named repeat in between."""
@@ -110,7 +106,7 @@ class Conductor:
                     spent[section] += now - entered
                     section, entered = new, now
                     visits[new] += 1
-                time.sleep(POLL_S)
+                run.rest()
         finally:
             run.kill()
         self._usual = {name: spent[name] / visits[name] for name in spent}
@@ -132,7 +128,8 @@ class Conductor:
             while not self._is_over(run):
                 if len(report.struck) < most and time.monotonic() < until:
                     self._play(run, report, until)
-                time.sleep(POLL_S)
+                else:
+                    time.sleep(_END_POLL_S)
             found = read_results(run.folder / "run")
             report.why = first_difference(found, self._expected)
             report.verdict = LOST if report.why else SURVIVED
@@ -160,6 +157,7 @@ class Conductor:
             report.struck.append((fault.kind, struck))
         else:
             self._hand.append(fault)
+            run.rest()
 
     def _wait_for(self, run: WatchedRun, fault: Fault, until: float) -> bool:
         """Waits for the moment of a fault; False if the run or the time ends before."""
@@ -172,13 +170,13 @@ class Conductor:
                 visits -= 1
             before = section
             run.check_moving()
-            time.sleep(POLL_S)
+            run.rest()
         else:
             return False
         usual = self._usual.get(fault.section, 0.0)
         strike_at = time.monotonic() + fault.fraction * usual
         while time.monotonic() < strike_at and run.section() == fault.section:
-            time.sleep(POLL_S)
+            run.rest()
         return True
 
     def _is_over(self, run: WatchedRun) -> bool:

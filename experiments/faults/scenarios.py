@@ -60,11 +60,12 @@ class Scenario:
         """The variables of the run: nothing of a cluster or of a launcher above it.
 
         Args:
-          cache: a folder of compiled programs, which one process alone can use.
+          cache: a folder of compiled programs, which one process alone can use; not
+            used if this command has one of its own.
         """
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MESHPAR_")}
         if self.processes == 1:
-            kept["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+            kept.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
             kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         return kept
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from meshpar.multihost.watchdog import START
+from meshpar.multihost.watchdog import FIRST_STEP, START
 
 HUNG_S = 300.0
 """A run without any progress for this long counts as hung, in seconds.
@@ -144,14 +144,19 @@ class WatchedRun:
 
     def position(self) -> tuple[int, str]:
         """(last finished step, section) of process 0, as it wrote them."""
-        with contextlib.suppress(OSError, ValueError):
-            step, section = self._progress.read_text().split()
+        with contextlib.suppress(OSError, ValueError), open(self._progress) as file:
+            step, section = file.read().split()
             return int(step), section
         return 0, START
 
     def section(self) -> str:
         """The section of the run; "" between two attempts."""
         return self.position()[1] if self.pids() else ""
+
+    def rest(self) -> None:
+        """Waits until it is worth to look again; long sections can wait longer."""
+        slow = self.position()[1] in (START, FIRST_STEP)
+        time.sleep(10 * POLL_S if slow else POLL_S)
 
     def check_moving(self) -> None:
         """Raises HungError, after the stacks were dumped, if nothing moves."""
