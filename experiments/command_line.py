@@ -162,6 +162,8 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
             f"{processes}"
         )
     meshpar.simulate(num_devices // processes)
+    # It would swallow a SIGTERM at the start; the run has a flag of its own.
+    jax.config.update("jax_enable_preemption_service", False)
     agree.initialize(info, START_TIMEOUT.value)
     try:
         devices = jax.devices()
