@@ -1,4 +1,4 @@
-"""A stop signal at the start of a run of two processes, before it has a step to save."""
+"""A stop signal at the start of two processes, before there is a step to save."""
 
 import pathlib
 import signal
