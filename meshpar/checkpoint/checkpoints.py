@@ -167,10 +167,15 @@ class Checkpoints:
         """Steps of the complete checkpoints in the run's folder, ascending."""
         return self._persistent.steps()
 
-    def restore(self) -> Restored | None:
+    def restore(self, last_step: int | None = None) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
 
         All processes call it and restore the same checkpoint.
+
+        Args:
+          last_step: that of the run, after which none is written. It is read from the
+            run's folder rather than from local disks, as a damaged copy there would
+            not be found otherwise.
 
         Returns:
           The checkpoint, or None if there is none.
@@ -180,7 +185,7 @@ class Checkpoints:
             checkpoint in it can be read.
           MissingError: some processes did not take part in time.
         """
-        rejected, found = [], self._newest_first()
+        rejected, found = [], self._newest_first(last_step)
         persistent_steps = {step for step, tier, _ in found if tier.persistent}
         for step, tier, name in found:
             content, problems = self._read(tier, name)
@@ -189,7 +194,8 @@ class Checkpoints:
             if not problems:
                 self._discard_after(step)
                 restored = self._converted(step, content)
-                return restored._replace(persistent=step in persistent_steps)
+                held = persistent_steps.difference(rejected)
+                return restored._replace(persistent=step in held)
             if problems.any(Kind.OTHER):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._folder} is of another model or "
@@ -208,15 +214,23 @@ class Checkpoints:
         self._discard_after(-1)
         return None
 
-    def _newest_first(self) -> list[tuple[int, Tier, str]]:
-        """(step, tier, name), the same on all processes; of equal steps local first."""
+    def _newest_first(self, last_step: int | None) -> list[tuple[int, Tier, str]]:
+        """(step, tier, name), the same on all processes; of equal steps local first.
+
+        Of `last_step` that of the run's folder is first.
+        """
         checkpoints = [
             (step, tier, name)
             for tier in reversed(self._tiers)
             for step, name in tier.checkpoints()
         ]
+
+        def order(checkpoint: tuple[int, Tier, str]) -> tuple[int, bool]:
+            step, tier, _ = checkpoint
+            return step, step == last_step and tier.persistent
+
         # Reversing a stable sort puts the first tier, and in it the last name, first.
-        return sorted(checkpoints, key=lambda checkpoint: checkpoint[0])[::-1]
+        return sorted(checkpoints, key=order)[::-1]
 
     def _discard_after(self, step: int) -> None:
         for tier in self._tiers:
