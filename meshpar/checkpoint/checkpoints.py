@@ -96,11 +96,10 @@ class Checkpoints:
             raise CheckpointError(f"keep={keep}: keep at least 1 checkpoint")
         self._folder = pathlib.Path(folder).absolute()
         self._like = abstract_state, abstract_extra
-        abstract_state, abstract_extra = without_keys(self._like)
-        self._abstract_state, self._abstract_extra = abstract_state, abstract_extra
+        self._abstract_state, self._abstract_extra = without_keys(self._like)
         self._num_replicas = num_replicas
         self._extra_identity = extra_identity
-        abstract = jax.tree.leaves((abstract_state, abstract_extra))
+        abstract = jax.tree.leaves((self._abstract_state, self._abstract_extra))
         size = sum(map(num_bytes, abstract))
         self._persistent = PersistentTier(self._folder, keep, size)
         self._tiers: list[Tier] = [self._persistent]  # In order of preference.
@@ -173,9 +172,8 @@ class Checkpoints:
         All processes call it and restore the same checkpoint.
 
         Args:
-          last_step: that of the run, after which none is written. It is read from the
-            run's folder rather than from local disks, as a damaged copy there would
-            not be found otherwise.
+          last_step: of the run; it is read from the run's folder first, as no later
+            one would replace a damaged copy there.
 
         Returns:
           The checkpoint, or None if there is none.
@@ -194,8 +192,8 @@ class Checkpoints:
             if not problems:
                 self._discard_after(step)
                 restored = self._converted(step, content)
-                held = persistent_steps.difference(rejected)
-                return restored._replace(persistent=step in held)
+                persistent_steps.difference_update(rejected)
+                return restored._replace(persistent=step in persistent_steps)
             if problems.any(Kind.OTHER):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._folder} is of another model or "
@@ -215,22 +213,16 @@ class Checkpoints:
         return None
 
     def _newest_first(self, last_step: int | None) -> list[tuple[int, Tier, str]]:
-        """(step, tier, name), the same on all processes; of equal steps local first.
-
-        Of `last_step` that of the run's folder is first.
-        """
+        """(step, tier, name), the same on all processes; of equal ones local first."""
         checkpoints = [
             (step, tier, name)
             for tier in reversed(self._tiers)
             for step, name in tier.checkpoints()
         ]
-
-        def order(checkpoint: tuple[int, Tier, str]) -> tuple[int, bool]:
-            step, tier, _ = checkpoint
-            return step, step == last_step and tier.persistent
-
         # Reversing a stable sort puts the first tier, and in it the last name, first.
-        return sorted(checkpoints, key=order)[::-1]
+        return sorted(
+            checkpoints, key=lambda c: (c[0], c[0] == last_step and c[1].persistent)
+        )[::-1]
 
     def _discard_after(self, step: int) -> None:
         for tier in self._tiers:
@@ -293,10 +285,9 @@ class Checkpoints:
                 f"step {step} does not say its {unsaid}, as an earlier version saved "
                 "it; it resumes with that of this run"
             )
-        like_state, like_extra = self._like
         if extra is not None:
-            extra = with_keys(extra, like_extra)
-        return Restored(with_keys(state, like_state), metadata, extra, note)
+            extra = with_keys(extra, self._like[1])
+        return Restored(with_keys(state, self._like[0]), metadata, extra, note)
 
     def close(self) -> None:
         """Waits for the last write and releases the folders.
