@@ -1,5 +1,6 @@
 """Flags that all commands share, and how a command starts and ends."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -149,10 +150,11 @@ def _parse_flags(words: Sequence[str]) -> list[str]:
 
 
 def _print_error(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # A log on a full disk: the exit code says it.
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The last: `ulimit -f`.
 _NO_ACCESS = (
     *(errno.EACCES, errno.EPERM, errno.ELOOP),
     *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),

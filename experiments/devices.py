@@ -87,6 +87,8 @@ def start(config: Config, fallback_layouts: str = "") -> Started:
             )
         fallback = fallbacks.parse(fallback_layouts, layout, processes)
     numbers = fallback.numbers if fallback else ()
+    # It would swallow a SIGTERM at the start; the run has a flag of its own.
+    jax.config.update("jax_enable_preemption_service", False)
     membership = initialize(info, START_TIMEOUT.value, numbers)
     if membership.num_processes < processes:
         layout = fallback.layouts[membership.num_processes]

@@ -2,8 +2,6 @@
 
 import collections
 import math
-import os
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -107,8 +105,6 @@ class StepLog:
             self._check_finite(step, step_metrics)
         if steps:
             self._end_startup(steps[0][0])
-        if steps and jax.process_index() == 0:
-            _write_progress_file(steps[-1][0])
         return any(bool(stop) for _, _, stop in finished)
 
     def _log_step(self, step: int, step_metrics: Any, seconds: float) -> None:
@@ -149,12 +145,3 @@ class StepLog:
             f"compute_dtype={config.compute_dtype}; the last good checkpoint is "
             f"{f'that of step {saved}' if saved else 'none yet'}"
         )
-
-
-def _write_progress_file(step: int) -> None:
-    """Tells a launcher the last finished step ($MESHPAR_PROGRESS)."""
-    if path := os.environ.get("MESHPAR_PROGRESS"):
-        # Replaced at once: a process that is killed leaves a whole number.
-        partial = pathlib.Path(f"{path}.partial")
-        partial.write_text(str(step))
-        os.replace(partial, path)

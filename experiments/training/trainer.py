@@ -10,7 +10,7 @@ import jax
 import meshpar
 from experiments import data
 from experiments.recipes.config import Config
-from experiments.training import compiled, report
+from experiments.training import compiled, progress_file, report
 from experiments.training.fallbacks import Fallbacks
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
@@ -56,7 +56,9 @@ class _Due(NamedTuple):
 def _watchdog(config: Config) -> Watchdog:
     """A watchdog with the limits of a run, which watches the start first."""
     limits = dataclasses.asdict(config.watchdog)
-    watchdog = Watchdog(config.watchdog_seconds, limits=limits)
+    watchdog = Watchdog(
+        config.watchdog_seconds, limits=limits, note=progress_file.write
+    )
     watchdog.enter(START)
     return watchdog
 

@@ -76,6 +76,19 @@ def test_a_step_that_only_local_disks_hold_is_written_to_the_folder(
     assert f"already at step {STEPS}" in capsys.readouterr().out
 
 
+def test_a_damaged_last_checkpoint_is_found_and_written_again(finished, text, capsys):
+    """Though the local disk holds the step, from which a run would go on."""
+    run, disk = finished / "run", f"checkpoint_local_dir={finished}/disk"
+    for file in (run / "checkpoints" / str(STEPS) / "state").rglob("d/*"):
+        os.truncate(file, file.stat().st_size // 2)
+    assert train(config(text, run, disk)) == 0
+    assert f"step {STEPS} comes from local disks" in capsys.readouterr().out
+    assert [path.name for path in (run / "corrupt").iterdir()] == [f"{STEPS}-0"]
+    shutil.rmtree(finished / "disk")
+    assert train(config(text, run)) == 0
+    assert f"already at step {STEPS}" in capsys.readouterr().out
+
+
 def test_a_run_whose_last_checkpoint_is_gone_does_not_end_well(
     text, tmp_path, monkeypatch
 ):
@@ -191,26 +204,3 @@ def test_the_first_checkpoint_is_recorded_before_the_run_ends(
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match="add --start_anew"):
         train(config(text, tmp_path))
-
-
-@pytest.mark.parametrize(
-    "tail", [b"\xff\xfe\xe9", b'{"loss": 1.0}\n', b"1\n", b'{"step": 3, "lo', b"[\n"]
-)
-def test_metrics_go_on_after_lines_that_are_no_rows(tail, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n' + tail)
-    for step, loss in ((1, 3.5), (2, 3.0)):
-        log = metrics.MetricsLog(tmp_path, step)
-        log.write(step + 1, loss=loss)
-        log.close()
-    rows = [(row["step"], row["loss"]) for row in metrics.read(path)]
-    assert rows == [(1, 5.0), (2, 3.5), (3, 3.0)]
-    assert path.read_bytes().count(b'"step": 2, "loss"') == 2  # None is deleted.
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "metrics.jsonl"])
-def test_something_else_in_the_place_of_the_metrics_is_an_error(name, tmp_path):
-    path = tmp_path / name
-    path.write_text("") if name == "tensorboard" else path.mkdir()
-    with pytest.raises(CheckpointError, match=f"{name}.*move that file away"):
-        metrics.MetricsLog(tmp_path, 0)

@@ -127,6 +127,26 @@ def test_the_first_failure_is_on_record(tmp_path):
     assert "of start 1" not in second
 
 
+def test_a_run_goes_on_when_its_log_is_on_a_full_disk(tmp_path):
+    (tmp_path / "all.log").symlink_to("/dev/full")
+    running = supervise(
+        tmp_path, "for n in 1 2 3; do echo $n || exit 3; sleep 0.2; done"
+    )
+    said = running.communicate(timeout=20)
+    assert running.returncode == 0 and said[0].split() == ["1", "2", "3"], said
+
+
+def test_starts_that_finish_no_step_are_not_failures_of_one_step(tmp_path):
+    """A run writes its section beside the last step, which is 0 before the first."""
+    script = 'echo "0 start" >$MESHPAR_PROGRESS; exit 76'
+    running = supervise(tmp_path, script, "--restarts=2", "--backoff=0")
+    said = running.communicate(timeout=20)[1]
+    assert running.returncode == 76 and "after 2 restarts" in said
+    script = 'echo "7 save" >$MESHPAR_PROGRESS; exit 76'
+    running = supervise(tmp_path, script, "--restarts=2", "--backoff=0")
+    assert "twice after step 7" in running.communicate(timeout=20)[1]
+
+
 def test_a_taken_port_is_tried_anew_and_every_start_has_its_own_token(tmp_path):
     script = (
         "echo $MESHPAR_COORDINATOR >>HERE/ports; echo $MESHPAR_TOKEN >>HERE/tokens; "
