@@ -31,10 +31,15 @@ def _steps(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
     return sorted((int(step), path) for step, path in found if step.isdigit())
 
 
-def _damage_one(folder: pathlib.Path, draw: random.Random) -> None:
-    """Damages one file of a checkpoint."""
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a checkpoint that hold something."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    files = sorted(file for file in files if file.stat().st_size)
+    return sorted(file for file in files if file.stat().st_size)
+
+
+def _damage_newest(steps: list[tuple[int, pathlib.Path]], draw: random.Random) -> None:
+    """Damages one file of the newest checkpoint that has any; a kill leaves some."""
+    files = [found for _, path in steps if (found := _files(path))][-1]
     draw.choice((_truncate, _flip))(draw.choice(files), draw)
 
 
@@ -87,9 +92,9 @@ def choose(folder: pathlib.Path, draw: random.Random) -> Callable[[], None] | No
     """
     tears: list[Callable[[], None]] = []
     if len(_shared(folder)) > 1:
-        tears.append(lambda: _damage_one(_shared(folder)[-1][1], draw))
-    if _local(folder):
-        tears.append(lambda: _damage_one(_local(folder)[-1][1], draw))
+        tears.append(lambda: _damage_newest(_shared(folder), draw))
+    if any(_files(path) for _, path in _local(folder)):
+        tears.append(lambda: _damage_newest(_local(folder), draw))
     if (folder / "run" / METRICS).exists():
         tears.append(lambda: _tear_metrics(folder, draw))
     return draw.choice(tears) if tears else None

@@ -151,6 +151,7 @@ def test_torn_metrics_keep_what_a_checkpoint_has_synced(seed, tmp_path):
     log.close()
     (tmp_path / "disk" / "id" / "3-0").mkdir(parents=True)
     (tmp_path / "disk" / "id" / "3-0" / "0.npz").write_bytes(b"content")
+    (tmp_path / "disk" / "id" / "4-0").mkdir()  # A kill came before its file.
     before = (run / metrics.METRICS).read_bytes()
     torn.choose(tmp_path, random.Random(seed))()
     kept = [row["step"] for row in metrics.read(run / metrics.METRICS)]
