@@ -61,6 +61,7 @@ def test_nested_spans_count_once_and_compiling_is_no_tracing():
     assert seconds[COMPILING] == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_a_restart_loads_its_programs_from_the_folder_of_the_run(tmp_path):
     """Also small ones; a half that a kill left is compiled anew, and replaced."""
     text = tmp_path / "text.txt"
