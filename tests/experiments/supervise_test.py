@@ -1,5 +1,6 @@
 """The supervisor: restarts, pauses, signals, and what it leaves behind."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -59,6 +60,17 @@ def test_no_process_is_left_when_the_supervisor_is_killed(tmp_path):
     running = supervise(tmp_path, STUBBORN, "--processes=2")
     started = pids(tmp_path / "pids", 4)
     assert all(map(is_running, started))
+    running.kill()
+    assert wait_until(lambda: not any(map(is_running, started)))
+    running.communicate()
+
+
+def test_no_process_is_left_when_its_guard_is_killed_as_well(tmp_path):
+    running = supervise(tmp_path, "echo $$ >>HERE/pids; exec sleep 60", "--processes=2")
+    started = pids(tmp_path / "pids", 2)
+    children = pathlib.Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    (guard,) = {*map(int, children.read_text().split())} - {*started}
+    os.kill(guard, signal.SIGKILL)
     running.kill()
     assert wait_until(lambda: not any(map(is_running, started)))
     running.communicate()
