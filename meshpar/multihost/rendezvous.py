@@ -1,9 +1,9 @@
 """A barrier before jax starts, which names the processes that are missing.
 
 Process 0 listens at the coordinator's address until every process of the run has
-connected, then replies to all of them. After a time-out its reply names the missing
-processes, or the run goes on without them. jax.distributed starts after that; its own
-time-out ends processes without naming any.
+connected, then replies to all of them. After a time-out either the run goes on in fewer
+processes, or the reply names those that are missing. jax.distributed starts after that;
+its own time-out ends processes without naming any.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class Arrival(NamedTuple):
       process: address, number of processes and rank; in fewer processes than expected
         all three differ from those that the process was given.
       bound: the address at which process 0 listened; "" on other processes.
-      door: where processes wait that come later; None if all are here, and on other
-        processes than 0.
+      door: where processes wait that come later; None on other processes than 0, and
+        if the run never goes on in fewer processes.
     """
 
     process: ProcessInfo
