@@ -1,6 +1,6 @@
 """Flags that all commands share, and how a command starts and ends."""
 
-import dataclasses
+import contextlib
 import errno
 import os
 import sys
@@ -21,7 +21,7 @@ from experiments.recipes.modes import MODES
 from experiments.recipes.ranges import Address, Number, Range
 from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
-from meshpar.multihost import HUNG, agree, process
+from meshpar.multihost import HUNG
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
@@ -35,7 +35,7 @@ LOWERING = flags.DEFINE_string(
     "lowering",
     None,
     "shard_map (meshpar writes the collectives; the default where possible), jit (the "
-    "compiler inserts them) or auto (the better of both as compiled).",
+    "compiler does) or auto (the better one).",
 )
 OPTIMIZER_MODE = flags.DEFINE_string(
     "optimizer_mode",
@@ -139,54 +139,6 @@ def use_cpu() -> None:
     jax.config.update("jax_platforms", CPU.name)
 
 
-def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
-    """Starts jax: joins other processes, simulates CPU devices, picks the layout.
-
-    Raises:
-      MeshparError: fewer devices than requested, or processes that do not fit.
-    """
-    info = process.process_info(
-        COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value
-    )
-    if PLATFORM.value:
-        platform = "cuda" if PLATFORM.value == GPU.name else PLATFORM.value
-        jax.config.update("jax_platforms", platform)
-    layout = meshpar.layouts.parse(config.layout) if config.layout else None
-    processes = info.num_processes if info else 1
-    default = -(-8 // processes) * processes  # 8, rounded up to divide over processes.
-    num_devices = DEVICES.value or (layout.num_devices if layout else default)
-    if num_devices % processes:
-        raise meshpar.LayoutError(
-            f"{num_devices} devices over {processes} processes: use a multiple of "
-            f"{processes}"
-        )
-    meshpar.simulate(num_devices // processes)
-    agree.initialize(info, START_TIMEOUT.value)
-    try:
-        devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # jax says which, or asserts.
-        asked = f"--platform={PLATFORM.value}" if PLATFORM.value else "jax"
-        reason = shown(str(error).partition("\n")[0]) or "its jax is not installed"
-        raise ConfigError(
-            f"{asked} finds no device: {reason}; use --platform=cpu, or install jax "
-            "for the accelerator of this machine"
-        ) from error
-    if DEVICES.value > len(devices):
-        raise meshpar.LayoutError(
-            f"--devices={DEVICES.value}, but {len(devices)} {devices[0].platform} "
-            f"device(s) exist; add --platform=cpu to simulate them"
-        )
-    if DEVICES.value:
-        devices = devices[: DEVICES.value]
-    layout = layout or meshpar.layouts.parse(recipes.default_layout(len(devices)))
-    return layout, devices
-
-
-def with_layout(config: Config, layout: meshpar.Layout) -> Config:
-    """The configuration with the layout that `start_devices` picked."""
-    return dataclasses.replace(config, layout=str(layout))
-
-
 def _parse_flags(words: Sequence[str]) -> list[str]:
     """Words that are not flags; a flag that cannot be is an error with exit code 2."""
     try:
@@ -198,10 +150,11 @@ def _parse_flags(words: Sequence[str]) -> list[str]:
 
 
 def _print_error(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # A log on a full disk: the exit code says it.
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The last: `ulimit -f`.
 _NO_ACCESS = (
     *(errno.EACCES, errno.EPERM, errno.ELOOP),
     *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG),

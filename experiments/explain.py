@@ -15,6 +15,7 @@ from absl import flags
 
 import meshpar
 from experiments import command_line, data, outputs
+from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
@@ -37,7 +38,7 @@ PARAMETERS = flags.DEFINE_bool("parameters", True, "List every parameter.")
 def _devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     """The layout and its devices, of this machine or of --topology."""
     if not TOPOLOGY.value:
-        return command_line.start_devices(config)
+        return start_devices(config)
     command_line.use_cpu()
     meshpar.simulate(1)
     devices = mesh.topology(TOPOLOGY.value)

@@ -18,6 +18,7 @@ from absl import flags
 
 import meshpar
 from experiments import command_line, data, outputs
+from experiments.devices import start_devices
 from experiments.recipes import allowed, building
 from experiments.recipes.config import Config, with_mode
 from experiments.recipes.errors import ConfigError
@@ -125,7 +126,7 @@ def main(_: Sequence[str]) -> int:
     outputs.check_folder(folder, "--workdir")
     log, console = folder / "results.jsonl", terminal.plain_console()
     rows = _done(log)
-    _, devices = command_line.start_devices(config)
+    _, devices = start_devices(config)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
     done = {(row["case"], row["seed"]) for row in rows}

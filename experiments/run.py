@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import command_line
+from experiments.devices import start, with_layout
 from experiments.training.start import Consent
+from experiments.training.startup import DEVICES, SETUP, Startup
 from experiments.training.trainer import Trainer
 
 flags.adopt_module_key_flags(command_line)
@@ -31,11 +33,22 @@ START_ANEW = flags.DEFINE_bool(
 ALLOW_CHANGES = flags.DEFINE_bool(
     "allow_changes", False, "Resume with other data, another seed or another length."
 )
+FALLBACK_LAYOUTS = flags.DEFINE_string(
+    "fallback_layouts",
+    None,
+    "Layouts for fewer processes, split by semicolons.",
+)
 PROFILE = flags.DEFINE_bool("profile", False, "Write a profiler trace of a few steps.")
 
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
+    with Startup() as startup:
+        return _train(startup)
+
+
+def _train(startup: Startup) -> int:
+    startup.enter(DEVICES)
     config = command_line.config_from_flags()
     folders = {
         "workdir": WORKDIR.value,
@@ -43,10 +56,20 @@ def main(_: Sequence[str]) -> int:
     }
     given = {name: value for name, value in folders.items() if value is not None}
     config = dataclasses.replace(config, **given)
-    layout, devices = command_line.start_devices(config)
-    config = command_line.with_layout(config, layout)
+    started = start(config, FALLBACK_LAYOUTS.value or "")
+    config = with_layout(config, started.layout)
     consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
-    return Trainer(config, layout, devices, PROFILE.value, consent).run()
+    startup.enter(SETUP)
+    return Trainer(
+        config,
+        started.layout,
+        started.devices,
+        profile=PROFILE.value,
+        consent=consent,
+        fallbacks=started.fallbacks,
+        can_grow=started.membership.can_grow,
+        startup=startup,
+    ).run()
 
 
 if __name__ == "__main__":

@@ -198,8 +198,8 @@ class Supervisor:
     def _step(self) -> int | None:
         """The last step that process 0 finished, if the run has written one."""
         try:
-            return int(self._progress.read_text())
-        except (OSError, ValueError):
+            return int(self._progress.read_text().split()[0]) or None
+        except (OSError, ValueError, IndexError):
             return None
 
     def _record(self, outcome: Outcome, step: int | None, begin: int) -> None:

@@ -20,6 +20,7 @@ from absl import flags
 
 import meshpar
 from experiments import command_line, data
+from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
@@ -59,7 +60,7 @@ def main(_: Sequence[str]) -> int:
         )
     if RANDOM.value and (command_line.LAYOUT.value or JSON.value):
         raise ConfigError("--random draws layouts: leave out --layout and --json")
-    layout, devices = command_line.start_devices(config)
+    layout, devices = start_devices(config)
     jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)

@@ -45,6 +45,17 @@ def disable_compilation_cache() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
+def is_whole_cache_entry(content: bytes) -> bool:
+    """Whether a file of the compilation cache holds all that jax wrote to it."""
+    from jax._src import compilation_cache
+
+    try:
+        compilation_cache.decompress_executable(content)
+    except Exception:  # The kind depends on how jax compresses here.
+        return False
+    return True
+
+
 def compilation_cache_identity() -> str:
     """Equal on all processes if and only if they find the same cached programs.
 

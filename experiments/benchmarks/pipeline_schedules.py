@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 import meshpar
 from experiments import command_line
+from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.ranges import Number
 from meshpar.arrays import Array
@@ -104,7 +105,7 @@ def make_programs() -> tuple[dict[str, meshpar.TrainProgram], dict[str, np.ndarr
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     plain = f"{DATA}={stages}"
     config = dataclasses.replace(config, model=model, layout=plain)
-    _, devices = command_line.start_devices(config)
+    _, devices = start_devices(config)
     base = f"{PIPE}={stages},microbatches={num},save=residuals"
     layouts = {"plain": plain}
     for schedule in ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1"):

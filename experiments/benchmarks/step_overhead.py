@@ -18,6 +18,7 @@ from absl import flags
 
 from experiments import command_line
 from experiments.benchmarks import by_hand
+from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.ranges import Number
 
@@ -29,7 +30,7 @@ command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 def main(_: Sequence[str]) -> int:
     """Prints both medians and their ratio."""
     config = command_line.config_from_flags()
-    layout, devices = command_line.start_devices(config)
+    layout, devices = start_devices(config)
     vocab = config.model.vocab or 256
     model = dataclasses.replace(config.model, vocab=vocab, dropout=0.0)
     config = dataclasses.replace(config, model=model)

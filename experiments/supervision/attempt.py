@@ -139,7 +139,8 @@ def _copy(stream, log: pathlib.Path) -> None:
     """Copies a process's output to this terminal and to its log."""
     with stream, log.open("ab", buffering=0) as file:
         while data := os.read(stream.fileno(), 65536):
-            file.write(data)
+            with contextlib.suppress(OSError):  # The disk may be full.
+                file.write(data)
             with contextlib.suppress(OSError):  # The terminal may have gone.
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()

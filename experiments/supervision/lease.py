@@ -16,7 +16,13 @@ def end_group(group: int, number: signal.Signals) -> bool:
     return True
 
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Changes how Linux treats this process; has no effect on other systems."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
@@ -25,8 +31,7 @@ def adopt_orphans() -> None:
     Otherwise they become children of process 1, and in many containers that one never
     reaps them: their group seems to live on. It has no effect outside of Linux.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Lease:
@@ -34,7 +39,8 @@ class Lease:
 
     The owner holds one end of a pipe and the guard the other. The guard reads which
     groups exist. When the owner ends, however it ends, the pipe closes, and the guard
-    kills what is left. Grandchildren are in the groups of their parents.
+    kills what is left. Grandchildren are in the groups of their parents. If the guard
+    is killed as well, the children still end with their owner on Linux.
     """
 
     def __enter__(self):
@@ -56,6 +62,7 @@ class Lease:
 
     def take(self) -> None:
         """Notes the group of the calling process; a child calls it before `exec`."""
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.write(self._write, f"+{os.getpid()}\n".encode())
 
     def give_back(self, group: int) -> None:

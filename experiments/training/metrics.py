@@ -6,8 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import tensorboardX
-
+from experiments.training.tensorboard import TensorBoard
 from meshpar.errors import CheckpointError
 
 EVALUATION_LOSS = "evaluation_loss"
@@ -42,9 +41,7 @@ class MetricsLog:
         self.path, self.tensorboard = folder / METRICS, folder / "tensorboard"
         try:
             had_rows = bool(read(self.path))
-            self._writer = tensorboardX.SummaryWriter(
-                str(self.tensorboard), purge_step=step + 1 if had_rows else None
-            )
+            self._copy = TensorBoard(self.tensorboard, step if had_rows else None)
             self._file = self.path.open("a", buffering=1)
             if not _ends_with_a_line(self.path):
                 self._file.write("\n")
@@ -56,7 +53,7 @@ class MetricsLog:
         if had_rows or changes:
             self._write_row({"step": step, RESUMED: True, "changes": list(changes)})
         if changes:
-            self._writer.add_text("changes", "\n\n".join(changes), step)
+            self._copy.add_text(step, "changes", "\n\n".join(changes))
 
     def _write_row(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
@@ -64,8 +61,7 @@ class MetricsLog:
     def write(self, step: int, **values: float) -> None:
         """Writes one row."""
         self._write_row({"step": step, **values})
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        self._copy.add_scalars(step, values)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the log holds the held-out loss of a step."""
@@ -80,7 +76,7 @@ class MetricsLog:
     def close(self) -> None:
         """Flushes and closes all files."""
         self._file.close()
-        self._writer.close()
+        self._copy.close()
 
 
 def _ends_with_a_line(path: pathlib.Path) -> bool:

@@ -13,6 +13,8 @@ from experiments import data
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
+from experiments.training import compiled
+from experiments.training.fallbacks import Fallbacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ def prepare(
     layout: meshpar.Layout,
     devices: Sequence[jax.Device],
     profile: bool = False,
+    fallbacks: Fallbacks | None = None,
 ) -> Setup:
     """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -66,6 +69,7 @@ def prepare(
       layout: its layout.
       devices: the devices to fill.
       profile: whether to write a profiler trace of a few steps.
+      fallbacks: layouts in which the run may go on in fewer processes.
 
     Raises:
       MeshparError: folders, data, layout or model that do not fit.
@@ -81,8 +85,16 @@ def prepare(
             f"checkpoint_local_every={every}: use 0 or more, and name a "
             "--checkpoint_local_dir"
         )
+    folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
+    compiled.keep_programs(folder)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
     program = building.make_program(config, layout, devices)
-    folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
+    if fallbacks:
+        fallbacks.check(
+            lambda other: building.make_program(
+                config, other, devices[: other.num_devices]
+            ),
+            layout.num_devices,
+        )
     return Setup(config, corpus, program, folder, profile)

@@ -63,7 +63,7 @@ def restore(
         or its checkpoints are gone.
     """
     program = setup.program
-    restored = checkpoints.restore()
+    restored = checkpoints.restore(setup.config.steps)
     if not restored:
         record.start_anew(consent.start_anew)
         return Start(program.init(setup.config.seed))

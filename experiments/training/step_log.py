@@ -2,8 +2,6 @@
 
 import collections
 import math
-import os
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from experiments.recipes import building
 from experiments.training.metrics import MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.setup import Setup
+from experiments.training.startup import Startup, as_metrics
 from meshpar.errors import MeshparError
 from meshpar.mesh import chips
 from meshpar.multihost.watchdog import Watchdog
@@ -39,6 +38,7 @@ class StepLog:
         log: MetricsLog | None,
         progress: Progress,
         watchdog: Watchdog,
+        startup: Startup | None = None,
     ):
         """Starts the clock.
 
@@ -49,9 +49,11 @@ class StepLog:
           log: receives the metrics; None on all processes but the first.
           progress: shows the metrics.
           watchdog: hears of every finished step.
+          startup: the clock that the first finished step stops.
         """
         self._setup, self._start, self._position = setup, start, position
         self._log, self._progress, self._watchdog = log, progress, watchdog
+        self._startup = startup
         self.saved_step = start
         config, mesh = setup.config, setup.program.mesh
         schedule = building.learning_rates(config.optimizer, config.steps)
@@ -101,8 +103,8 @@ class StepLog:
             self._watchdog.finished(step)
             self._log_step(step, step_metrics, seconds)
             self._check_finite(step, step_metrics)
-        if steps and jax.process_index() == 0:
-            _write_progress_file(steps[-1][0])
+        if steps:
+            self._end_startup(steps[0][0])
         return any(bool(stop) for _, _, stop in finished)
 
     def _log_step(self, step: int, step_metrics: Any, seconds: float) -> None:
@@ -121,6 +123,14 @@ class StepLog:
             self._log.write(step, **values)
         self._progress.update(step, values["loss"], values["tokens_per_second"])
 
+    def _end_startup(self, step: int) -> None:
+        """Says how long the first step took to come, after the first step only."""
+        if not self._startup or not (seconds := self._startup.finish()):
+            return
+        self._progress.say(self._startup.describe(seconds))
+        if self._log:
+            self._log.write(step, **as_metrics(seconds))
+
     def _check_finite(self, step: int, step_metrics: Any) -> None:
         loss, grad_norm = (float(step_metrics[k]) for k in ("loss", "grad_norm"))
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -135,12 +145,3 @@ class StepLog:
             f"compute_dtype={config.compute_dtype}; the last good checkpoint is "
             f"{f'that of step {saved}' if saved else 'none yet'}"
         )
-
-
-def _write_progress_file(step: int) -> None:
-    """Tells a launcher the last finished step ($MESHPAR_PROGRESS)."""
-    if path := os.environ.get("MESHPAR_PROGRESS"):
-        # Replaced at once: a process that is killed leaves a whole number.
-        partial = pathlib.Path(f"{path}.partial")
-        partial.write_text(str(step))
-        os.replace(partial, path)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +10,15 @@ import jax
 import meshpar
 from experiments import data
 from experiments.recipes.config import Config
-from experiments.training import report
+from experiments.training import compiled, progress_file, report
+from experiments.training.fallbacks import Fallbacks
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.run_record import RunRecord
 from experiments.training.setup import prepare
 from experiments.training.start import NO_CONSENT, Consent, Start, restore
+from experiments.training.startup import RESTORE, SETUP, STEP, Startup
 from experiments.training.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
@@ -54,7 +56,9 @@ class _Due(NamedTuple):
 def _watchdog(config: Config) -> Watchdog:
     """A watchdog with the limits of a run, which watches the start first."""
     limits = dataclasses.asdict(config.watchdog)
-    watchdog = Watchdog(config.watchdog_seconds, limits=limits)
+    watchdog = Watchdog(
+        config.watchdog_seconds, limits=limits, note=progress_file.write
+    )
     watchdog.enter(START)
     return watchdog
 
@@ -69,6 +73,9 @@ class Trainer:
         devices: Sequence[jax.Device],
         profile: bool = False,
         consent: Consent = NO_CONSENT,
+        fallbacks: Fallbacks | None = None,
+        can_grow: Callable[[], bool] = lambda: False,
+        startup: Startup | None = None,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -78,14 +85,17 @@ class Trainer:
           devices: the devices to fill.
           profile: whether to write a profiler trace of a few steps.
           consent: what the user agrees to when the run resumes.
+          fallbacks: layouts in which the run may go on in fewer processes.
+          can_grow: () -> whether a restart would have more processes.
+          startup: the clock of the start of this process, if it is to be timed.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
         with _watchdog(config):
-            self._setup = setup = prepare(config, layout, devices, profile)
+            self._setup = setup = prepare(config, layout, devices, profile, fallbacks)
         self._config, self._program = setup.config, setup.program
-        self._consent = consent
+        self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = data.held_out_batches(
             setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
         )
@@ -101,11 +111,15 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             watchdog = stack.enter_context(_watchdog(self._config))
             stack.enter_context(own_folder(setup.folder))
+            if jax.process_index() == 0:
+                compiled.remove_torn_programs(setup.folder)
             stop, record = stack.enter_context(StopFlag()), RunRecord(setup.folder)
             checkpoints = stack.enter_context(
                 contextlib.closing(self._open_checkpoints())
             )
+            self._enter(RESTORE)
             start = restore(setup, checkpoints, record, self._consent)
+            self._enter(SETUP)
             log = None
             if jax.process_index() == 0:
                 log = MetricsLog(setup.folder, start.step, start.changes)
@@ -128,13 +142,19 @@ class Trainer:
             checkpoints.check_saved(int(state.step))
             record.saved()
             if int(state.step) < num_steps:
+                grows = not stop.signal and self._can_grow()
+                why = "; processes have come that were missing" if grows else ""
                 progress.say(
-                    f"stopped at step {int(state.step)}, saved; the same command goes "
-                    "on from here"
+                    f"stopped at step {int(state.step)}, saved{why}; the same command "
+                    "goes on from here"
                 )
                 return RESTART
             report.finish(setup, self._program.weights(state), log, progress)
         return 0
+
+    def _enter(self, part: str) -> None:
+        if self._startup:
+            self._startup.enter(part)
 
     def _check_processes(self) -> None:
         """Raises an error unless all processes are about to run the same."""
@@ -175,6 +195,7 @@ class Trainer:
         watchdog: Watchdog,
     ) -> None:
         """Saves and evaluates the restored step, where a kill prevented it."""
+        self._enter(RESTORE)
         if not start.persistent:
             watchdog.enter(SAVE)
             self._save(checkpoints, start.state, start.step, start.position, True)
@@ -195,6 +216,7 @@ class Trainer:
         watchdog: Watchdog,
     ) -> Any:
         """Runs the steps; reads a step's metrics while the next step runs."""
+        self._enter(STEP)
         config, program = self._config, self._program
         state, step, position = start[:3]
         batches = data.training_batches(
@@ -204,7 +226,8 @@ class Trainer:
             **self._setup.batch_shape,
         )
         any_process = agree.make_any_process(program.mesh)
-        steps = StepLog(self._setup, step, position, log, progress, watchdog)
+        startup = self._startup
+        steps = StepLog(self._setup, step, position, log, progress, watchdog, startup)
         stopping = False
         watchdog.enter(FIRST_STEP)
         with contextlib.ExitStack() as trace:
@@ -212,7 +235,8 @@ class Trainer:
                 self._trace(step - start.step, trace)
                 state, step_metrics = program.step(state, next(batches))
                 step, position = step + 1, position + config.batch_size
-                steps.add(step, step_metrics, any_process(stop.signal is not None))
+                stops = stop.signal is not None or self._can_grow()
+                steps.add(step, step_metrics, any_process(stops))
                 record.look(steps.saved_step)
                 due = _Due.after(step, config)
                 stopping = steps.read(keep=0 if any(due) else 1)

@@ -96,11 +96,10 @@ class Checkpoints:
             raise CheckpointError(f"keep={keep}: keep at least 1 checkpoint")
         self._folder = pathlib.Path(folder).absolute()
         self._like = abstract_state, abstract_extra
-        abstract_state, abstract_extra = without_keys(self._like)
-        self._abstract_state, self._abstract_extra = abstract_state, abstract_extra
+        self._abstract_state, self._abstract_extra = without_keys(self._like)
         self._num_replicas = num_replicas
         self._extra_identity = extra_identity
-        abstract = jax.tree.leaves((abstract_state, abstract_extra))
+        abstract = jax.tree.leaves((self._abstract_state, self._abstract_extra))
         size = sum(map(num_bytes, abstract))
         self._persistent = PersistentTier(self._folder, keep, size)
         self._tiers: list[Tier] = [self._persistent]  # In order of preference.
@@ -167,10 +166,14 @@ class Checkpoints:
         """Steps of the complete checkpoints in the run's folder, ascending."""
         return self._persistent.steps()
 
-    def restore(self) -> Restored | None:
+    def restore(self, last_step: int | None = None) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
 
         All processes call it and restore the same checkpoint.
+
+        Args:
+          last_step: of the run; it is read from the run's folder first, as no later
+            one would replace a damaged copy there.
 
         Returns:
           The checkpoint, or None if there is none.
@@ -180,7 +183,7 @@ class Checkpoints:
             checkpoint in it can be read.
           MissingError: some processes did not take part in time.
         """
-        rejected, found = [], self._newest_first()
+        rejected, found = [], self._newest_first(last_step)
         persistent_steps = {step for step, tier, _ in found if tier.persistent}
         for step, tier, name in found:
             content, problems = self._read(tier, name)
@@ -189,6 +192,7 @@ class Checkpoints:
             if not problems:
                 self._discard_after(step)
                 restored = self._converted(step, content)
+                persistent_steps.difference_update(rejected)
                 return restored._replace(persistent=step in persistent_steps)
             if problems.any(Kind.OTHER):
                 raise CheckpointError(
@@ -208,15 +212,17 @@ class Checkpoints:
         self._discard_after(-1)
         return None
 
-    def _newest_first(self) -> list[tuple[int, Tier, str]]:
-        """(step, tier, name), the same on all processes; of equal steps local first."""
+    def _newest_first(self, last_step: int | None) -> list[tuple[int, Tier, str]]:
+        """(step, tier, name), the same on all processes; of equal ones local first."""
         checkpoints = [
             (step, tier, name)
             for tier in reversed(self._tiers)
             for step, name in tier.checkpoints()
         ]
         # Reversing a stable sort puts the first tier, and in it the last name, first.
-        return sorted(checkpoints, key=lambda checkpoint: checkpoint[0])[::-1]
+        return sorted(
+            checkpoints, key=lambda c: (c[0], c[0] == last_step and c[1].persistent)
+        )[::-1]
 
     def _discard_after(self, step: int) -> None:
         for tier in self._tiers:
@@ -279,10 +285,9 @@ class Checkpoints:
                 f"step {step} does not say its {unsaid}, as an earlier version saved "
                 "it; it resumes with that of this run"
             )
-        like_state, like_extra = self._like
         if extra is not None:
-            extra = with_keys(extra, like_extra)
-        return Restored(with_keys(state, like_state), metadata, extra, note)
+            extra = with_keys(extra, self._like[1])
+        return Restored(with_keys(state, self._like[0]), metadata, extra, note)
 
     def close(self) -> None:
         """Waits for the last write and releases the folders.

@@ -35,7 +35,7 @@ from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint.boxes import Box, assemble_shard, complete_boxes
 from meshpar.checkpoint.disk_space import check_writable, lack_of_space
 from meshpar.checkpoint.peers import Entry, load_boxes, receive_boxes
-from meshpar.checkpoint.read_problems import Problems
+from meshpar.checkpoint.read_problems import Problems, warn_once
 from meshpar.checkpoint.tier import Tier
 from meshpar.errors import CheckpointError
 from meshpar.multihost.agree import allgather_objects
@@ -206,7 +206,7 @@ class LocalTier(Tier):
                 with file.open("rb") as opened, np.load(opened) as entries:
                     indices[file] = json.loads(entries["index"].tobytes())
             except Exception as error:  # Torn bytes may raise anything.
-                logging.warning("%s cannot be read, left out: %s", file, error)
+                warn_once(f"{file} cannot be read, left out: {error}")
         return indices
 
     def metadata(self, name: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Boxes of local checkpoints: loaded from this disk, or received from peers."""
 
-import logging
 import math
 import pathlib
 from collections.abc import Collection, Mapping
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshpar.checkpoint.boxes import Box
+from meshpar.checkpoint.read_problems import warn_once
 from meshpar.errors import CheckpointError
 from meshpar.multihost.agree import READ_S, allgather_objects, broadcast
 
@@ -28,7 +28,7 @@ def load_boxes(entries: Mapping[Box, Entry]) -> dict[Box, np.ndarray]:
             with file.open("rb") as opened, np.load(opened) as arrays:
                 contents[box] = arrays[key]
         except Exception as error:  # Torn bytes may raise anything.
-            logging.warning("%s: %s cannot be read: %s", file, box, error)
+            warn_once(f"{file}: {box} cannot be read: {error}")
     return contents
 
 

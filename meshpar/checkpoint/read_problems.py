@@ -2,6 +2,8 @@
 
 import enum
 import errno
+import functools
+import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -88,3 +90,9 @@ class Problems:
             f"process(es) {processes}: {problem.text}"
             for problem, processes in self._processes.items()
         )
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Logs a warning about a file that is tried several times, with one outcome."""
+    logging.warning("%s", text)

@@ -4,10 +4,12 @@ import pathlib
 import shutil
 from collections.abc import Sequence
 
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, MeshparError
+from meshpar.multihost import MissingError
 
 _NO_ROOM = ("No space left", "File too large", "quota", "RESOURCE_EXHAUSTED")
 _GONE = ("No such file", "NOT_FOUND", "Stale file handle")
+_LOST = ("Barrier failed", "Barrier timed out", "oordination", "heartbeat")
 
 
 def check_present(folder: pathlib.Path) -> None:
@@ -22,8 +24,10 @@ def check_present(folder: pathlib.Path) -> None:
 
 def failed_write(
     folder: pathlib.Path, error: Exception, steps: Sequence[int]
-) -> CheckpointError:
+) -> MeshparError:
     """The error of a failed write, with its cause and the remedy.
+
+    The loss of another process is a `MissingError`: the run can start again.
 
     Args:
       folder: holds the checkpoints.
@@ -31,6 +35,11 @@ def failed_write(
       steps: those of the complete checkpoints.
     """
     text = str(error).split("\n")[0]
+    if any(words in text for words in _LOST):
+        return MissingError(
+            f"another process was lost while a checkpoint was written to {folder}: "
+            f"{text}; start the run again"
+        )
     if not folder.is_dir() or any(words in text for words in _GONE):
         remedy = _gone(folder)
     else:

@@ -3,8 +3,9 @@
 from meshpar.multihost.agree import allgather_objects as allgather_objects
 from meshpar.multihost.agree import broadcast as broadcast
 from meshpar.multihost.agree import check_fingerprint as check_fingerprint
-from meshpar.multihost.agree import initialize as initialize
 from meshpar.multihost.agree import make_any_process as make_any_process
+from meshpar.multihost.joining import Membership as Membership
+from meshpar.multihost.joining import initialize as initialize
 from meshpar.multihost.process import MissingError as MissingError
 from meshpar.multihost.process import MultihostError as MultihostError
 from meshpar.multihost.process import ProcessInfo as ProcessInfo

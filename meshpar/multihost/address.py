@@ -94,6 +94,29 @@ def hold(servers: list[socket.socket]) -> list[socket.socket]:
     return [_bind(s.family, s.getsockname(), shared=True) for s in servers]
 
 
+def hold_another(server: socket.socket) -> socket.socket:
+    """Keeps a free port at the address of `server` from other programs."""
+    host, _, *scope = server.getsockname()
+    return _bind(server.family, (host, 0, *scope), shared=True)
+
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds before a silent connection is probed, seconds between probes, and probes."""
+
+
+def notice_loss(connection: socket.socket) -> None:
+    """Makes an idle connection end a minute after the other machine has gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def with_port(coordinator: str, port: int) -> str:
+    """The address of a coordinator's host with another port."""
+    return f"{coordinator.rpartition(':')[0]}:{port}"
+
+
 def listen(
     coordinator: str, environment: Mapping[str, str] = os.environ
 ) -> list[socket.socket]:

@@ -1,4 +1,4 @@
-"""Process 0 at the start: it lets in the processes of its run, and nobody else.
+"""Process 0 lets in the processes of its run, and nobody else.
 
 A stranger cannot end the wait, prolong it or take the place of a process: every
 connection has a time limit, a longest message and errors of its own, and counts only
@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from meshpar.multihost import address
 from meshpar.multihost import token as tokens
 from meshpar.multihost.process import ProcessInfo
 
@@ -25,7 +26,8 @@ PROOF_S = 5.0
 MAX_STRANGERS = 256
 """Connections without a proof that are open at once; then the oldest is closed."""
 
-_POLL_S = 0.2
+POLL_S = 0.2
+"""How long one look after the connections takes at most, in seconds."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,16 +53,21 @@ class _Visitor:
 
 
 class Admission:
-    """The connections to process 0 until all processes have arrived.
+    """The connections to process 0.
 
     Attributes:
-      alive: {rank: connection} of the processes that have arrived and still run.
+      alive: {rank: connection} of the processes that have arrived and still run; a new
+        dict with every change.
       problem: why the processes do not fit together; "" while they do.
       refused: {host: number of its connections that did not prove to belong}.
     """
 
     def __init__(
-        self, process: ProcessInfo, token: bytes, servers: list[socket.socket]
+        self,
+        process: ProcessInfo,
+        token: bytes,
+        servers: list[socket.socket],
+        newest_counts: bool = False,
     ):
         """Takes over the listening sockets.
 
@@ -68,8 +75,11 @@ class Admission:
           process: process 0.
           token: the token of the run.
           servers: listening sockets, which `close` closes.
+          newest_counts: whether a process takes the place of an earlier one of its
+            rank, whose machine may have been cut off; otherwise two are a problem.
         """
         self._process, self._token = process, token
+        self._newest_counts = newest_counts
         self._selector = selectors.DefaultSelector()
         self._servers = servers
         for server in servers:
@@ -96,22 +106,29 @@ class Admission:
             left = deadline - time.monotonic()
             if left <= 0 or not missing:
                 return missing
-            for key, _ in self._selector.select(min(left, _POLL_S)):
-                if key.data is None:
-                    self._accept(key.fileobj)
-                else:
-                    self._read(key.data)
-            now = time.monotonic()
-            for visitor in [v for v in self._strangers if v.expires < now]:
-                self._refuse(visitor)
+            self.poll(min(left, POLL_S))
         return []
+
+    def poll(self, seconds: float) -> None:
+        """Looks after the connections, for at most so many seconds."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                self._accept(key.fileobj)
+            else:
+                self._read(key.data)
+        now = time.monotonic()
+        for visitor in [v for v in self._strangers if v.expires < now]:
+            self._refuse(visitor)
 
     def reply(self, message: Mapping[str, Any]) -> None:
         """Tells every process that has arrived how the start went."""
         for visitor in self._let_in:
-            line = tokens.seal(self._token, visitor.reply_challenge, message)
-            with contextlib.suppress(OSError):
-                visitor.connection.sendall(line)
+            self._send(visitor, message)
+
+    def admit(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Sends a process to the run, which it joins elsewhere."""
+        self._send(self.alive[rank], message)
+        self._leave(self.alive[rank])
 
     def close(self) -> None:
         """Closes all sockets."""
@@ -120,12 +137,18 @@ class Admission:
         for opened in [*self._servers, *(v.connection for v in visitors)]:
             opened.close()
 
+    def _send(self, visitor: _Visitor, message: Mapping[str, Any]) -> None:
+        line = tokens.seal(self._token, visitor.reply_challenge, message)
+        with contextlib.suppress(OSError):
+            visitor.connection.sendall(line)
+
     def _accept(self, server: Any) -> None:
         try:
             connection, (host, *_) = server.accept()
         except OSError:
             return  # It has gone already.
         connection.setblocking(False)
+        address.notice_loss(connection)
         challenge = tokens.make_challenge()
         expires = time.monotonic() + PROOF_S
         visitor = _Visitor(connection, host, challenge, expires)
@@ -166,6 +189,8 @@ class Admission:
         visitor.reply_challenge = message["challenge"]
         rank, num = message["process"], message["num"]
         expected = self._process.num_processes
+        if self._newest_counts and rank in self.alive:
+            self._leave(self.alive[rank])
         if num != expected:
             self.problem = (
                 f"process {rank} expects {num} processes, process 0 {expected}"
@@ -175,7 +200,7 @@ class Admission:
         elif not 0 < rank < expected:
             self.problem = f"rank {rank} is not one of 0 to {expected - 1}"
         else:
-            self.alive[rank] = visitor
+            self.alive = self.alive | {rank: visitor}
 
     def _leave(self, visitor: _Visitor) -> None:
         """Forgets a process that has died; it may come again."""

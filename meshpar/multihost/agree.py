@@ -1,15 +1,13 @@
-"""Agreement of processes: start, fingerprint check, all-gather of objects.
+"""Agreement of processes: all-gather of objects, and comparison of their programs.
 
-A process of a multi-process run first joins the others (`initialize`). Then all of them
-compare their programs (`check_fingerprint`), before any collective.
+Processes that have joined each other compare what they are about to run
+(`check_fingerprint`), before any collective.
 """
 
 import collections
 import contextlib
 import itertools
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,73 +18,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import compat
-from meshpar.multihost.process import MissingError, MultihostError, ProcessInfo
-from meshpar.multihost.rendezvous import all_arrived, check_timeout
+from meshpar.multihost.process import MissingError, MultihostError
 
 _calls = itertools.count()
 
 READ_S = 3600.0
 """How long to wait for others that read from their disks, in seconds."""
-
-
-def initialize(process: ProcessInfo | None, timeout_s: float = 120) -> None:
-    """Joins the other processes of the run; does nothing for a single process.
-
-    Args:
-      process: this process, from `process_info`.
-      timeout_s: how long to wait for the others, in seconds.
-
-    Raises:
-      MissingError: names the processes that did not arrive in time.
-      PortTakenError: another program listens at the coordinator's port.
-      MultihostError: the processes do not fit together, or have no token of the run.
-    """
-    check_timeout(timeout_s)
-    if process is None:
-        return
-    with all_arrived(process, timeout_s) as bound:
-        try:
-            jax.distributed.initialize(
-                process.coordinator,
-                process.num_processes,
-                process.process_id,
-                initialization_timeout=max(1, int(timeout_s)),
-                coordinator_bind_address=bound or None,
-            )
-        except jax.errors.JaxRuntimeError as error:
-            raise MissingError(
-                f"all processes arrived, but jax.distributed did not start at "
-                f"{process.coordinator}: {error}; start the run again"
-            ) from error
-    local = jax.local_devices()
-    print(
-        f"process {process.process_id} of {process.num_processes} on "
-        f"{socket.gethostname()}, pid {os.getpid()}: {len(local)} x "
-        f"{local[0].device_kind}",
-        flush=True,
-    )
-    _use_cache_together(timeout_s)
-
-
-def _use_cache_together(timeout_s: float) -> None:
-    """Turns jax's compilation cache off if the processes cannot share its programs.
-
-    Process 0 alone writes to the cache. Where a key includes the process, process 0
-    would find its programs, run them and wait in a collective for the others, which
-    still compile; on CPUs that wait ends with an error after 30 seconds. As the others
-    compile in any case, the start takes no longer without the cache.
-    """
-    identity = compat.compilation_cache_identity()
-    identities = allgather_objects("compilation cache", identity, timeout_s)
-    if len(set(identities.values())) == 1 or not compat.compilation_cache_folder():
-        return
-    compat.disable_compilation_cache()
-    if jax.process_index() == 0:
-        print(
-            "all processes compile anew: on this platform the compilation cache would "
-            "serve process 0 alone",
-            flush=True,
-        )
 
 
 def allgather_objects(

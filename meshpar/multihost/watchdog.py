@@ -74,6 +74,7 @@ class Watchdog:
         end: Callable[[int], None] = os._exit,
         poll_s: float = 1.0,
         limits: Mapping[str, float] = MappingProxyType({}),
+        note: Callable[[int, str], None] = lambda step, section: None,
     ):
         """Makes a watchdog, which watches nothing before the first `enter`.
 
@@ -83,6 +84,8 @@ class Watchdog:
           poll_s: interval of the checks, in seconds.
           limits: {section: longest time that it may take, in seconds}, 0 for any time,
             as for those left out; without `STEP`.
+          note: is told the last finished step, 0 before the first, and the section
+            whenever one of them changes.
 
         Raises:
           MeshparError: a time is not a number of seconds.
@@ -90,7 +93,7 @@ class Watchdog:
         for name, seconds in {"at_least_s": at_least_s, **limits}.items():
             check_seconds(name, seconds)
         self._at_least, self._end, self._poll = at_least_s, end, poll_s
-        self._limits = dict(limits)
+        self._limits, self._note = dict(limits), note
         self._client = compat.coordination_client()
         self._lock = threading.Lock()
         self._step_times: list[float] = []
@@ -110,6 +113,7 @@ class Watchdog:
         """Notes that a section of `SECTIONS` begins; "" watches nothing."""
         with self._lock:
             self._section, self._since = section, time.monotonic()
+        self._note(self._step, section)
 
     def finished(self, step: int) -> None:
         """Notes that a step's results have been read back from the devices."""
@@ -118,6 +122,7 @@ class Watchdog:
             if self._section == STEP:
                 self._step_times = [*self._step_times[-99:], now - self._since]
             self._section, self._since, self._step = STEP, now, step
+        self._note(step, STEP)
 
     def pause(self) -> None:
         """Stops watching until `enter`, `resume` or the next step."""

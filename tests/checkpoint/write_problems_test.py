@@ -13,6 +13,7 @@ from checkpoint_test import on_devices, restore, trained
 from meshpar.checkpoint import write_problems
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
+from meshpar.multihost import HUNG, MissingError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -107,3 +108,17 @@ def test_a_command_names_the_remedy_of_a_disk(number, remedy):
     assert done.returncode == 2
     assert f"{remedy} and run the same command again" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1",
+        "UNAVAILABLE: Task 1 heartbeat timeout",
+        "DEADLINE_EXCEEDED: Barrier timed out. Id: a::1",
+    ],
+)
+def test_a_process_lost_during_a_write_lets_the_run_start_again(text, tmp_path):
+    error = write_problems.failed_write(tmp_path, RuntimeError(text), [1])
+    assert isinstance(error, MissingError) and error.exit_code == HUNG
+    assert "another process was lost" in str(error) and text in str(error)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import bad_input, commands
-from support.bad_cases import BASE, cases
+from support.bad_cases import BASE, UNSHARED, cases
 from support.bad_settings import settings
 
 from experiments import recipes
@@ -81,7 +81,7 @@ def test_there_are_many_cases_and_every_command_has_some():
     for command, _, _ in cases():
         counts[command.rstrip("!")] += 1
     assert sum(counts.values()) > 600
-    assert min(count for name, count in counts.items() if name != "support") > 40
+    assert min(count for name, count in counts.items() if name not in UNSHARED) > 40
 
 
 def test_every_field_has_a_range_and_every_recipe_is_within():

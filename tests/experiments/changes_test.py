@@ -1,13 +1,12 @@
 """Changes between two starts of a run: each one is refused, or stands out."""
 
-import dataclasses
 import json
 import pathlib
 import shutil
 
-import jax
 import numpy as np
 import pytest
+from support.tiny_runs import train_on_one_device as train
 
 from experiments import data, recipes
 from experiments.data import DataConfig, fingerprint
@@ -15,9 +14,6 @@ from experiments.recipes import building
 from experiments.recipes.config import from_dict, with_settings
 from experiments.recipes.errors import ConfigError
 from experiments.training import changes, metrics
-from experiments.training.start import Consent
-from experiments.training.trainer import Trainer
-from meshpar import layouts
 from meshpar.checkpoint import persistent
 from meshpar.errors import MeshparError
 
@@ -30,13 +26,6 @@ def config(folder, *settings):
         *("sample_tokens=0", "data.held_out=0.01"),
     ]
     return with_settings(recipes.get("tiny"), [*common, *settings])
-
-
-def train(config, **consent):
-    layout = layouts.parse("data=1")
-    config = dataclasses.replace(config, layout=str(layout))
-    consent = Consent(**consent)
-    return Trainer(config, layout, jax.devices()[:1], consent=consent).run()
 
 
 @pytest.fixture(scope="module")

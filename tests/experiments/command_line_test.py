@@ -1,5 +1,6 @@
 """How commands end, and texts of users in what they print."""
 
+import contextlib
 import dataclasses
 import errno
 import re
@@ -36,6 +37,7 @@ def ended(monkeypatch, capsys):
         (PermissionError(errno.EACCES, "Permission denied", "/a"), "choose a path"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "a"), "choose a path"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "/"), "choose a path"),
+        (OSError(errno.EFBIG, "File too large", "/a"), "make room and run the same"),
         (OSError(errno.EROFS, "Read-only file system", "/a"), "mount the disk"),
         (MemoryError("cannot allocate 8 TiB"), "use a smaller model"),
         (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), "use a smaller model"),
@@ -62,6 +64,17 @@ def test_a_crash_stays_a_crash(error, monkeypatch):
     monkeypatch.setattr("sys.argv", ["command"])
     with commands.flags_anew(), pytest.raises(type(error)):
         command_line.run(main)
+
+
+def test_an_error_keeps_its_exit_code_where_it_cannot_be_printed(monkeypatch, ended):
+    def main(_):
+        raise ConfigError("x=1: use 2")
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert ended(main)[0] == 2
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_flags_of_other_commands_come_back(ended):

@@ -21,14 +21,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 150
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    words = ["alpha ", "beta ", "gamma ", "delta "]
-    path.write_text("".join(np.random.default_rng(0).choice(words, 20_000)))
-    return str(path)
-
-
 def command(text, workdir, *more):
     return [
         *(sys.executable, "-m", "experiments.run", "--recipe=tiny", "--layout=fsdp=2"),

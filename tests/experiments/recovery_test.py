@@ -1,22 +1,18 @@
 """Recovery of a run: nothing that a kill or a lost folder prevented stays missing."""
 
-import dataclasses
 import os
 import pathlib
 import shutil
 import signal
 import time
 
-import jax
-import numpy as np
 import pytest
+from support.tiny_runs import train_on_one_device as train
 
 from experiments import recipes
 from experiments.recipes.config import with_settings
 from experiments.training import metrics
-from experiments.training.start import Consent
 from experiments.training.trainer import RESTART, Trainer
-from meshpar import layouts
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
 
@@ -27,27 +23,12 @@ class KilledError(Exception):
     """Ends a run in the place where it is raised."""
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    words = ["alpha ", "beta ", "gamma ", "delta "]
-    path.write_text("".join(np.random.default_rng(0).choice(words, 20_000)))
-    return str(path)
-
-
 def config(text, workdir, *settings):
     common = [
         *(f"data.path={text}", f"workdir={workdir}", f"steps={STEPS}"),
         *("sample_tokens=0", "checkpoint_every=2", "evaluate_every=2"),
     ]
     return with_settings(recipes.get("tiny"), [*common, *settings])
-
-
-def train(config, **consent):
-    layout = layouts.parse("data=1")
-    config = dataclasses.replace(config, layout=str(layout))
-    consent = Consent(**consent)
-    return Trainer(config, layout, jax.devices()[:1], consent=consent).run()
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +71,19 @@ def test_a_step_that_only_local_disks_hold_is_written_to_the_folder(
     assert train(config(text, run, disk)) == 0
     assert f"step {STEPS} comes from local disks" in capsys.readouterr().out
     assert STEPS in saved(run)
+    shutil.rmtree(finished / "disk")
+    assert train(config(text, run)) == 0
+    assert f"already at step {STEPS}" in capsys.readouterr().out
+
+
+def test_a_damaged_last_checkpoint_is_found_and_written_again(finished, text, capsys):
+    """Though the local disk holds the step, from which a run would go on."""
+    run, disk = finished / "run", f"checkpoint_local_dir={finished}/disk"
+    for file in (run / "checkpoints" / str(STEPS) / "state").rglob("d/*"):
+        os.truncate(file, file.stat().st_size // 2)
+    assert train(config(text, run, disk)) == 0
+    assert f"step {STEPS} comes from local disks" in capsys.readouterr().out
+    assert [path.name for path in (run / "corrupt").iterdir()] == [f"{STEPS}-0"]
     shutil.rmtree(finished / "disk")
     assert train(config(text, run)) == 0
     assert f"already at step {STEPS}" in capsys.readouterr().out
@@ -210,26 +204,3 @@ def test_the_first_checkpoint_is_recorded_before_the_run_ends(
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match="add --start_anew"):
         train(config(text, tmp_path))
-
-
-@pytest.mark.parametrize(
-    "tail", [b"\xff\xfe\xe9", b'{"loss": 1.0}\n', b"1\n", b'{"step": 3, "lo', b"[\n"]
-)
-def test_metrics_go_on_after_lines_that_are_no_rows(tail, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n' + tail)
-    for step, loss in ((1, 3.5), (2, 3.0)):
-        log = metrics.MetricsLog(tmp_path, step)
-        log.write(step + 1, loss=loss)
-        log.close()
-    rows = [(row["step"], row["loss"]) for row in metrics.read(path)]
-    assert rows == [(1, 5.0), (2, 3.5), (3, 3.0)]
-    assert path.read_bytes().count(b'"step": 2, "loss"') == 2  # None is deleted.
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "metrics.jsonl"])
-def test_something_else_in_the_place_of_the_metrics_is_an_error(name, tmp_path):
-    path = tmp_path / name
-    path.write_text("") if name == "tensorboard" else path.mkdir()
-    with pytest.raises(CheckpointError, match=f"{name}.*move that file away"):
-        metrics.MetricsLog(tmp_path, 0)

@@ -1,5 +1,6 @@
 """The supervisor: restarts, pauses, signals, and what it leaves behind."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -59,6 +60,17 @@ def test_no_process_is_left_when_the_supervisor_is_killed(tmp_path):
     running = supervise(tmp_path, STUBBORN, "--processes=2")
     started = pids(tmp_path / "pids", 4)
     assert all(map(is_running, started))
+    running.kill()
+    assert wait_until(lambda: not any(map(is_running, started)))
+    running.communicate()
+
+
+def test_no_process_is_left_when_its_guard_is_killed_as_well(tmp_path):
+    running = supervise(tmp_path, "echo $$ >>HERE/pids; exec sleep 60", "--processes=2")
+    started = pids(tmp_path / "pids", 2)
+    children = pathlib.Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    (guard,) = {*map(int, children.read_text().split())} - {*started}
+    os.kill(guard, signal.SIGKILL)
     running.kill()
     assert wait_until(lambda: not any(map(is_running, started)))
     running.communicate()
@@ -125,6 +137,26 @@ def test_the_first_failure_is_on_record(tmp_path):
     assert "code 139 (SIGSEGV) after step 1" in first and "of start 1" in first
     assert "after step 2" in second and "of start 2" in second
     assert "of start 1" not in second
+
+
+def test_a_run_goes_on_when_its_log_is_on_a_full_disk(tmp_path):
+    (tmp_path / "all.log").symlink_to("/dev/full")
+    running = supervise(
+        tmp_path, "for n in 1 2 3; do echo $n || exit 3; sleep 0.2; done"
+    )
+    said = running.communicate(timeout=20)
+    assert running.returncode == 0 and said[0].split() == ["1", "2", "3"], said
+
+
+def test_starts_that_finish_no_step_are_not_failures_of_one_step(tmp_path):
+    """A run writes its section beside the last step, which is 0 before the first."""
+    script = 'echo "0 start" >$MESHPAR_PROGRESS; exit 76'
+    running = supervise(tmp_path, script, "--restarts=2", "--backoff=0")
+    said = running.communicate(timeout=20)[1]
+    assert running.returncode == 76 and "after 2 restarts" in said
+    script = 'echo "7 save" >$MESHPAR_PROGRESS; exit 76'
+    running = supervise(tmp_path, script, "--restarts=2", "--backoff=0")
+    assert "twice after step 7" in running.communicate(timeout=20)[1]
 
 
 def test_a_taken_port_is_tried_anew_and_every_start_has_its_own_token(tmp_path):

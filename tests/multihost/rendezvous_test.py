@@ -251,8 +251,8 @@ def test_the_port_is_kept_from_others_until_jax_has_taken_it():
     address = f"127.0.0.1:{free_port()}"
     other = threading.Thread(target=wait_for_all, args=(ProcessInfo(address, 2, 1), 20))
     other.start()
-    with all_arrived(ProcessInfo(address, 2, 0), 20) as bound:
-        assert bound == address
+    with all_arrived(ProcessInfo(address, 2, 0), 20) as arrival:
+        assert arrival.bound == address
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.1", int(address.rpartition(":")[2])))
     other.join(20)

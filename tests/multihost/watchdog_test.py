@@ -135,3 +135,13 @@ def test_a_limit_that_is_no_time_is_an_error(seconds):
         Watchdog(seconds)
     with pytest.raises(MeshparError, match="save=.*use seconds, or 0"):
         Watchdog(1, limits={"save": seconds})
+
+
+def test_every_change_of_step_and_section_is_noted():
+    noted = []
+    watchdog = Watchdog(0, note=lambda *change: noted.append(change))
+    watchdog.enter(watchdogs.START)
+    watchdog.finished(7)
+    watchdog.enter(watchdogs.SAVE)
+    watchdog.resume()
+    assert noted == [(0, "start"), (7, "step"), (7, "save"), (7, "first_step")]

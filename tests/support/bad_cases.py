@@ -12,12 +12,16 @@ BASE = {
     "explain": COMMON,
     "checkpoint": ["{cwd}/new", "--import={root}/../hugging_face_llama", *COMMON],
     "support": [],
+    "chaos": ["--workdir={cwd}/chaos"],
     "local_sgd_sweep": [*COMMON, "--workdir={cwd}/sweep"],
     "benchmarks.step_overhead": COMMON,
     "benchmarks.ahead_of_time": COMMON,
     "benchmarks.pipeline_schedules": COMMON,
 }
 """Words of every command that are fine; those of a case follow them."""
+
+UNSHARED = ("support", "chaos")
+"""Commands that train nothing themselves, and do not read the shared flags."""
 
 
 IMPORTS = {
@@ -93,6 +97,7 @@ OWN = [
     ("run", ["--layout=pipe=2,microbatches=1000000"], "forward passes"),
     ("run", ["--layout=data=8", "--devices=4"], "needs 8 devices"),
     ("run", ["--num_processes=2"], "give all three or none"),
+    ("run", ["--fallback_layouts=data=1"], "start the run in several"),
     ("run", ["--set=local_sgd.period=4"], "add --optimizer_mode=local_sgd"),
     ("run", ["--set=model.vocab=100"], "model.vocab=100, but the data holds"),
     ("run", ["--set=framework=linen"], "framework=nnx"),
@@ -102,6 +107,29 @@ OWN = [
         + ["--set=local_sgd.staleness=40"],
         "staleness=40 with period=32",
     ),
+    ("chaos", ["--minutes=0"], "--minutes=0.*use"),
+    ("chaos", ["--minutes=-1"], "--minutes=-1.*use"),
+    ("chaos", ["--minutes=nan"], "--minutes=nan.*use"),
+    ("chaos", ["--minutes=inf"], "--minutes=inf.*use"),
+    ("chaos", ["--minutes=ten"], "--minutes=ten"),
+    ("chaos", ["--faults=-1"], "--faults=-1.*use"),
+    ("chaos", ["--faults=99999999"], "--faults=99999999.*use"),
+    ("chaos", ["--faults=1.5"], "--faults=1.5"),
+    ("chaos", ["--seed=-1"], "seed=-1: use"),
+    ("chaos", ["--seed=99999999999"], "seed=99999999999: use"),
+    ("chaos", ["--scenario="], "--scenario=.*give at least one"),
+    ("chaos", ["--scenario=pipe"], "--scenario=.*did you mean 'pipeline'"),
+    ("chaos", ["--scenario=pipeline,,two_tiers"], "--scenario=.*use"),
+    ("chaos", ["--scenario=pipeline,pipeline"], "names 'pipeline' twice"),
+    ("chaos", ["--scenario=" + "x" * 5000], "--scenario=.*5,0.. characters"),
+    ("chaos", ["--workdir={root}"], "holds files.*choose another"),
+    ("chaos", ["--workdir={root}/text.txt"], "--workdir=.*cannot be written"),
+    ("chaos", ["--workdir=/proc/x"], "--workdir=/proc/x cannot be"),
+    ("chaos", ["--workdir=" + "a" * 300], "--workdir=a.*each name"),
+    ("chaos", ["--layout=fsdp=2"], "--layout is set by the scenarios"),
+    ("chaos", ["--set=model.depth=0"], "--set is set by the scenarios"),
+    ("chaos", ["--json=3"], "--json=3"),
+    ("chaos", ["--fault=3"], "Did you mean: faults"),
     ("verify", ["--verify_steps=0"], "--verify_steps=0.*use"),
     ("verify", ["--verify_steps=-3"], "--verify_steps=-3.*use"),
     ("verify", ["--tolerance=nan"], "--tolerance=nan.*use"),
@@ -184,7 +212,7 @@ def cases():
     yield from settings(quick=True)
     for name in BASE:
         yield name, ["stray"], "stray|give one folder"
-        if name != "support":
+        if name not in UNSHARED:
             yield from ((name, words, pattern) for words, pattern in SHARED)
     yield "support", ["--stpes=3"], "Did you mean: steps"
     yield from (("run", [f"--data={path}"], pattern) for path, pattern in DATA)

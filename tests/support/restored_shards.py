@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import command_line
+from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import from_dict
 from meshpar.checkpoint import persistent
@@ -28,7 +28,7 @@ def main(layout, folder, reference, out):
     newest = persistent.find_checkpoints(folder)[-1]
     config = from_dict(newest.metadata["config"])
     config = dataclasses.replace(config, layout=layout)
-    layout, devices = command_line.start_devices(config)
+    layout, devices = start_devices(config)
     program = building.make_program(config, layout, devices)
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as opened:
         state = opened.restore().state

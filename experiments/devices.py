@@ -1,0 +1,125 @@
+"""The start of a command's devices: joins other processes and picks the layout."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+import meshpar
+from experiments import recipes
+from experiments.command_line import (
+    COORDINATOR,
+    DEVICES,
+    NUM_PROCESSES,
+    PLATFORM,
+    PROCESS_ID,
+    START_TIMEOUT,
+)
+from experiments.recipes.config import Config
+from experiments.recipes.errors import ConfigError
+from experiments.training import fallbacks
+from experiments.training.fallbacks import Fallbacks
+from meshpar.errors import shown
+from meshpar.mesh.platform import GPU
+from meshpar.multihost import Membership, initialize, process_info
+
+_SIMULATED = 8
+"""Number of simulated CPU devices without a layout."""
+
+
+class Started(NamedTuple):
+    """The devices of a command.
+
+    Attributes:
+      layout: the layout to train under.
+      devices: the devices that it fills.
+      fallbacks: the layouts of fewer processes; None without any.
+      membership: the processes that run.
+    """
+
+    layout: meshpar.Layout
+    devices: list[jax.Device]
+    fallbacks: Fallbacks | None
+    membership: Membership
+
+
+def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
+    """Starts jax: joins other processes, simulates CPU devices, picks the layout.
+
+    Raises:
+      MeshparError: fewer devices than requested, or processes that do not fit.
+    """
+    started = start(config)
+    return started.layout, started.devices
+
+
+def start(config: Config, fallback_layouts: str = "") -> Started:
+    """Starts jax in all processes of a run, or in those that have come.
+
+    Args:
+      config: the run.
+      fallback_layouts: layouts for fewer processes, split by semicolons.
+
+    Raises:
+      MeshparError: fewer devices than requested, or processes that do not fit.
+    """
+    info = process_info(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    if PLATFORM.value:
+        platform = "cuda" if PLATFORM.value == GPU.name else PLATFORM.value
+        jax.config.update("jax_platforms", platform)
+    layout = meshpar.layouts.parse(config.layout) if config.layout else None
+    processes = info.num_processes if info else 1
+    # The default is rounded up to divide over the processes.
+    default = -(-_SIMULATED // processes) * processes
+    num_devices = DEVICES.value or (layout.num_devices if layout else default)
+    if num_devices % processes:
+        raise meshpar.LayoutError(
+            f"{num_devices} devices over {processes} processes: use a multiple of "
+            f"{processes}"
+        )
+    meshpar.simulate(num_devices // processes)
+    fallback = None
+    if fallback_layouts:
+        if layout is None or processes == 1:
+            raise ConfigError(
+                f"{fallbacks.FLAG} names layouts for a part of several processes; give "
+                "a --layout for all of them, and start the run in several"
+            )
+        fallback = fallbacks.parse(fallback_layouts, layout, processes)
+    numbers = fallback.numbers if fallback else ()
+    # It would swallow a SIGTERM at the start; the run has a flag of its own.
+    jax.config.update("jax_enable_preemption_service", False)
+    membership = initialize(info, START_TIMEOUT.value, numbers)
+    if membership.num_processes < processes:
+        layout = fallback.layouts[membership.num_processes]
+    devices = _devices(DEVICES.value // processes * membership.num_processes)
+    layout = layout or meshpar.layouts.parse(recipes.default_layout(len(devices)))
+    return Started(layout, devices, fallback, membership)
+
+
+def _devices(number: int) -> list[jax.Device]:
+    """So many devices of all processes, or all devices for 0.
+
+    Raises:
+      MeshparError: there are none, or fewer.
+    """
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # jax says which, or asserts.
+        asked = f"--platform={PLATFORM.value}" if PLATFORM.value else "jax"
+        reason = shown(str(error).partition("\n")[0]) or "its jax is not installed"
+        raise ConfigError(
+            f"{asked} finds no device: {reason}; use --platform=cpu, or install jax "
+            "for the accelerator of this machine"
+        ) from error
+    if number > len(devices):
+        raise meshpar.LayoutError(
+            f"--devices={number}, but {len(devices)} {devices[0].platform} "
+            f"device(s) exist; add --platform=cpu to simulate them"
+        )
+    return devices[:number] if number else devices
+
+
+def with_layout(config: Config, layout: meshpar.Layout) -> Config:
+    """The configuration with the layout that `start` picked."""
+    return dataclasses.replace(config, layout=str(layout))

@@ -1,0 +1,1 @@
+"""Faults of real training runs: drawn at random, struck, and their results compared."""

@@ -1,0 +1,100 @@
+"""Comparison of two runs, bit for bit: metrics of every step, evaluations, state."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from experiments.training import metrics, startup
+from meshpar.arrays import leaves_by_path
+from meshpar.checkpoint import persistent
+
+_OF_TIME = {
+    *("tokens_per_second", "step_seconds", "mfu", startup.TOTAL),
+    *map(startup.metric_name, startup.PARTS),
+}
+"""Metrics that two equal runs do not share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a run leaves behind.
+
+    Attributes:
+      values: {step: {metric: value}}, the held-out loss among them.
+      step: that of the newest checkpoint.
+      tensors: {path: array} of that checkpoint: parameters, optimizer, all else.
+    """
+
+    values: Mapping[int, Mapping[str, float]]
+    step: int
+    tensors: Mapping[str, np.ndarray]
+
+
+def read_results(folder: pathlib.Path) -> Results:
+    """Reads the results of a finished run.
+
+    Args:
+      folder: the run's folder.
+
+    Raises:
+      Exception: something of them is missing, or cannot be read.
+    """
+    values: dict[int, dict[str, float]] = {}
+    for row in metrics.read(folder / metrics.METRICS):
+        known = values.setdefault(row["step"], {})
+        known |= {k: x for k, x in row.items() if k not in _OF_TIME}
+    newest = persistent.find_checkpoints(folder / "checkpoints")[-1]
+    tensors = {}
+    for item in (persistent.STATE, persistent.EXTRA):
+        if (newest.path / item).is_dir():
+            tensors |= {f"{item}{p}": x for p, x in _read(newest.path / item).items()}
+    return Results(values, newest.step, tensors)
+
+
+def _read(item: pathlib.Path) -> dict[str, np.ndarray]:
+    """All arrays of one item of a checkpoint, on the host."""
+    handler = ocp.PyTreeCheckpointHandler()
+    with contextlib.closing(ocp.Checkpointer(handler)) as reader:
+        tree = reader.metadata(item).item_metadata.tree
+        arguments = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )
+        whole = ocp.args.PyTreeRestore(item=tree, restore_args=arguments)
+        return leaves_by_path(reader.restore(item, args=whole))
+
+
+def first_difference(found: Results, expected: Results) -> str:
+    """The first thing in which a run differs from another; "" if they are equal."""
+    for step in sorted({*found.values, *expected.values}):
+        ours, theirs = found.values.get(step, {}), expected.values.get(step, {})
+        for name in {**theirs, **ours}:
+            difference = _differ(ours.get(name), theirs.get(name))
+            if difference:
+                return f"step {step}: {name} {difference}"
+    if found.step != expected.step:
+        return f"the last checkpoint is of step {found.step}, not {expected.step}"
+    for path in {**expected.tensors, **found.tensors}:
+        difference = _differ(found.tensors.get(path), expected.tensors.get(path))
+        if difference:
+            return f"the last checkpoint: {path} {difference}"
+    return ""
+
+
+def _differ(found: Any, expected: Any) -> str:
+    """How two numbers or arrays differ; "" if their bits are equal."""
+    if found is None or expected is None:
+        return "is missing" if found is None else "should not be there"
+    found, expected = np.asarray(found), np.asarray(expected)
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return f"is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}"
+    if found.tobytes() == expected.tobytes():
+        return ""
+    if not found.shape:
+        return f"is {found!s}, not {expected!s}"
+    return f"has {np.sum(found != expected)} other values"

@@ -1,0 +1,62 @@
+"""Draws of faults: which kind, in which section of a run, and when in it."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+from experiments.faults.scenarios import Scenario
+from meshpar.multihost.watchdog import EVALUATION, SAVE, SECTIONS, START, STEP
+
+KILL, KILL_SUPERVISOR, PAUSE = "kill", "kill_supervisor", "pause"
+FULL_DISK, TORN_FILE, GARBAGE = "full_disk", "torn_file", "garbage"
+
+_COPIES = {KILL: 2, KILL_SUPERVISOR: 1, PAUSE: 2, FULL_DISK: 1, TORN_FILE: 1}
+"""{kind: how often a deck holds it for each section}."""
+_COPIES_OF_GARBAGE = 6
+KINDS = (*_COPIES, GARBAGE)
+"""Kinds of faults, in the order of reports."""
+
+_REPEATED = (STEP, EVALUATION, SAVE)
+_MOST_VISITS = 4
+"""A repeated section is left alone up to three times, so that a run gets further."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault, before it is struck.
+
+    Attributes:
+      kind: one of `KINDS`.
+      section: the section of the run that it aims at.
+      visits: the section is entered this often before.
+      fraction: when to strike, as a fraction of the section's usual time.
+      seed: draws what else a kind has to choose: process, file, bit, duration.
+    """
+
+    kind: str
+    section: str
+    visits: int
+    fraction: float
+    seed: int
+
+
+def draw_faults(seed: int, name: str, scenario: Scenario) -> Iterator[Fault]:
+    """Faults without end; equal seeds give equal faults.
+
+    They are dealt from shuffled decks that hold every kind for every section, so that
+    rare sections are tried as often as others.
+
+    Args:
+      seed: of all draws.
+      name: the scenario's; scenarios draw independently.
+      scenario: garbage only reaches the port of one with several processes.
+    """
+    draw = random.Random(f"{seed}/{name}")
+    cards = [(k, s) for k, n in _COPIES.items() for s in SECTIONS for _ in range(n)]
+    if scenario.processes > 1:
+        cards += [(GARBAGE, START)] * _COPIES_OF_GARBAGE
+    while True:
+        draw.shuffle(cards)
+        for kind, section in cards:
+            visits = draw.randrange(_MOST_VISITS) if section in _REPEATED else 0
+            yield Fault(kind, section, visits, draw.random(), draw.getrandbits(32))

@@ -1,0 +1,172 @@
+"""The chaos command: faults are aimed, losses and hangs are found and kept."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.faults import conductor as conductors
+from experiments.faults import draws, torn, watched
+from experiments.faults.comparison import Results, first_difference
+from experiments.faults.conductor import HUNG, LOST, SURVIVED, Conductor
+from experiments.faults.draws import Fault, draw_faults
+from experiments.faults.scenarios import SCENARIOS, Scenario
+from experiments.training import metrics
+from meshpar.multihost.watchdog import SECTIONS
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+COUNT = """
+say() { echo "$n $1" >$MESHPAR_PROGRESS.new; mv $MESHPAR_PROGRESS.new $MESHPAR_PROGRESS
+        sleep 0.05; }
+cd HERE; RESTART
+n=$(cat done 2>/dev/null | wc -l)
+say start
+while ((n < 8)); do
+  say step; say save
+  n=$((n + 1)); echo $n >>done
+done
+say end
+"""
+"""A run that counts to 8 and goes on where it was killed."""
+
+
+def counting(tmp_path, monkeypatch, faults, on_restart=""):
+    """A conductor of the run that counts, whose faults are given."""
+    script = COUNT.replace("RESTART", on_restart)
+
+    def command(self, folder, data):
+        return ["bash", "-c", script.replace("HERE", str(folder))]
+
+    def results(folder):
+        rows = (folder.parent / "done").read_text().split()
+        return Results({int(row): {"loss": 1.0} for row in rows}, len(rows), {})
+
+    monkeypatch.setattr(Scenario, "command", command)
+    monkeypatch.setattr(conductors, "read_results", results)
+    conductor = Conductor("pipeline", tmp_path, seed=0)
+    conductor._faults = itertools.chain(faults, itertools.repeat(faults[-1]))
+    return conductor
+
+
+def fault(kind, section, visits=0):
+    return Fault(kind, section, visits, fraction=0.0, seed=3)
+
+
+def test_faults_hit_the_sections_that_they_aim_at(tmp_path, monkeypatch):
+    kinds = (draws.KILL, draws.KILL_SUPERVISOR, draws.KILL)
+    aimed = [*zip(kinds, ("start", "save", "step"), strict=True)]
+    faults = [fault(kind, section, 1 * (section == "save")) for kind, section in aimed]
+    conductor = counting(tmp_path, monkeypatch, faults)
+    conductor.run_unbroken()
+    report = conductor.run_broken(most=3, until=float("inf"))
+    assert (report.verdict, report.struck) == (SURVIVED, aimed), report
+    assert report.starts >= 2 and not report.folder.exists()
+
+
+@pytest.mark.parametrize(
+    "on_restart, verdict, why",
+    [
+        ("[ -s done ] && sed -i 1d done", LOST, "step 1: loss is missing"),
+        ("[ -s done ] && exit 1", LOST, "an error in the program"),
+        ("[ -s done ] && sleep 60", HUNG, "no progress for 8 s"),
+    ],
+)
+def test_a_planted_loss_is_found_and_its_folder_is_kept(
+    on_restart, verdict, why, tmp_path, monkeypatch
+):
+    """Runs that lose a row, end or hang when they are started again."""
+    monkeypatch.setattr(watched, "HUNG_S", 8.0)
+    faults = [fault(draws.KILL, "save", visits=2)]
+    conductor = counting(tmp_path, monkeypatch, faults, on_restart)
+    conductor.run_unbroken()
+    report = conductor.run_broken(most=1, until=float("inf"))
+    assert report.verdict == verdict and why in report.why, report
+    assert (report.folder / "done").exists()
+
+
+def test_equal_seeds_draw_equal_faults_and_a_deck_holds_all():
+    for name, scenario in SCENARIOS.items():
+        first, again = (
+            list(itertools.islice(draw_faults(7, name, scenario), 48)) for _ in "12"
+        )
+        assert (
+            first == again != list(itertools.islice(draw_faults(8, name, scenario), 48))
+        )
+        found = {(each.kind, each.section) for each in first}
+        kinds = set(draws.KINDS) - {draws.GARBAGE}
+        assert {*itertools.product(kinds, SECTIONS)} <= found
+        garbage = (draws.GARBAGE, "start") in found
+        assert garbage == (scenario.processes > 1)
+
+
+RESULTS = Results(
+    {1: {"loss": 0.5, "grad_norm": 0.0}, 2: {"loss": 0.25, "evaluation_loss": 0.1}},
+    2,
+    {"state/w": np.array([1.0, 0.0], np.float32)},
+)
+
+
+@pytest.mark.parametrize(
+    "changed, difference",
+    [
+        ({}, ""),
+        ({"values": {1: RESULTS.values[1]}}, "step 2: loss is missing"),
+        ({"values": {**RESULTS.values, 3: {"loss": 1.0}}}, "step 3: loss should not"),
+        (
+            {"values": {**RESULTS.values, 2: {"loss": 0.25}}},
+            "step 2: evaluation_loss is missing",
+        ),
+        (
+            {"values": {**RESULTS.values, 1: {"loss": 0.5, "grad_norm": -0.0}}},
+            "step 1: grad_norm is -0.0, not 0.0",
+        ),
+        ({"step": 1}, "of step 1, not 2"),
+        ({"tensors": {}}, "state/w is missing"),
+        (
+            {"tensors": {"state/w": np.array([1, 1e-45], np.float32)}},
+            "state/w has 1 other values",
+        ),
+        ({"tensors": {"state/w": np.zeros(2)}}, "state/w is float64"),
+    ],
+)
+def test_a_difference_of_one_bit_is_found(changed, difference):
+    found = first_difference(dataclasses.replace(RESULTS, **changed), RESULTS)
+    assert difference in found and bool(found) == bool(difference)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_torn_metrics_keep_what_a_checkpoint_has_synced(seed, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    log = metrics.MetricsLog(run, 0)
+    for step in range(1, 6):
+        log.write(step, loss=1.0 / step)
+    log.close()
+    (tmp_path / "disk" / "id" / "3-0").mkdir(parents=True)
+    (tmp_path / "disk" / "id" / "3-0" / "0.npz").write_bytes(b"content")
+    (tmp_path / "disk" / "id" / "4-0").mkdir()  # A kill came before its file.
+    before = (run / metrics.METRICS).read_bytes()
+    torn.choose(tmp_path, random.Random(seed))()
+    kept = [row["step"] for row in metrics.read(run / metrics.METRICS)]
+    assert kept[:3] == [1, 2, 3]
+    is_torn = (tmp_path / "disk" / "id" / "3-0" / "0.npz").read_bytes() != b"content"
+    assert is_torn != (before != (run / metrics.METRICS).read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_real_runs_survive_a_few_faults(scenario, tmp_path):
+    words = [sys.executable, "-m", "experiments.chaos", "--faults=4", "--minutes=20"]
+    words += [f"--scenario={scenario}", f"--workdir={tmp_path}/chaos", "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["survived"], report["lost"], report["hung"]) == (4, 0, 0)
+    assert not report["broken"] and not (tmp_path / "chaos").exists()

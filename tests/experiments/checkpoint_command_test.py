@@ -1,0 +1,103 @@
+"""The command that looks at checkpoints and exports weights."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from support.tiny_runs import ROOT
+
+import meshpar
+from experiments import checkpoint
+from experiments.interchange import runs
+from meshpar.checkpoint import persistent
+from meshpar.errors import CheckpointError, MeshparError
+
+
+@pytest.fixture
+def checkpoint_command(monkeypatch, capsys):
+    """Runs experiments.checkpoint in this process; returns exit code and output."""
+    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+
+    def command(*words):
+        with flagsaver.flagsaver():
+            code = checkpoint.main(flags.FLAGS(["checkpoint", *map(str, words)]))
+        return code, capsys.readouterr().out
+
+    return command
+
+
+def checkpoint_process(*words):
+    tool = [sys.executable, "-m", "experiments.checkpoint", *map(str, words)]
+    return subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_checkpoint_command_says_what_lies_there(
+    unbroken, tmp_path, checkpoint_command
+):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken[1] / "checkpoints", folder / "checkpoints")
+    (folder / "checkpoints" / "15.orbax-checkpoint-tmp-3").mkdir()
+    (folder / "checkpoints" / "10" / "metadata" / "metadata").write_text("{")
+    code, output = checkpoint_command(folder)
+    assert code == 0
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    assert [line.split("│")[1].strip() for line in lines] == ["10", "12", "15"]
+    assert "cannot be read" in lines[0] and "complete" in lines[1]
+    assert "data=2,fsdp=2" in lines[1] and "192" in lines[1]
+    assert "incomplete" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "layout, code, words",
+    [
+        ("pipe=2,fsdp=2,microbatches=2", 0, "can go on from step 12"),
+        ("replica=2,tensor=2", 0, "can go on from step 12"),
+        ("tensor=3", 1, "no: .*heads=4.* does not divide over tensor=3"),
+    ],
+)
+def test_the_checkpoint_command_knows_what_could_go_on(
+    unbroken, layout, code, words, checkpoint_command
+):
+    exit_code, output = checkpoint_command(unbroken[1], f"--can_resume={layout}")
+    assert exit_code == code
+    assert re.search(words, output, re.DOTALL), output
+    with pytest.raises(MeshparError, match="did you mean 'fsdp'"):
+        checkpoint_command(unbroken[1], "--can_resume=fdsp=2")
+
+
+def test_the_checkpoint_program_ends_with_1_for_no(unbroken):
+    done = checkpoint_process(unbroken[1], "--can_resume=fsdp=32")
+    assert done.returncode == 1, done.stderr
+    assert re.search("no: batch=16 does not divide", done.stdout, re.DOTALL)
+
+
+def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch):
+    newest, read = (
+        persistent.find_checkpoints(unbroken[1] / "checkpoints")[-1],
+        persistent.read_checkpoint,
+    )
+    runs.export(newest, tmp_path / "whole")
+
+    def changed(*arguments):
+        state, _ = read(*arguments)
+        twice = state.params | {"norm/scale": state.params["norm/scale"] * 2}
+        return state._replace(params=twice), None
+
+    monkeypatch.setattr(persistent, "read_checkpoint", changed)
+    with pytest.raises(CheckpointError, match="is corrupt: .*norm/scale.* has changed"):
+        runs.export(newest, tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+def test_the_checkpoint_command_needs_a_folder_with_checkpoints(
+    tmp_path, checkpoint_command
+):
+    with pytest.raises(CheckpointError, match="give one folder"):
+        checkpoint_command()
+    done = checkpoint_process(tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "holds no checkpoint" in done.stderr
