@@ -20,7 +20,7 @@ from experiments.models.loss import (
     with_weight,
 )
 from experiments.models.mlp import ExpertMlp, Mlp
-from experiments.models.weights import bias, plus, weight
+from experiments.models.weights import bias, plus, times, weight
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.ops.attention import causal_attention
@@ -42,20 +42,22 @@ def _gathered(x_BLD: Array) -> Array:
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the embed dim, computed in float32."""
+    """RMSNorm or LayerNorm over the last dim, computed in float32."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, **dim: int):
         self.centered, self.eps = config.norm == "layernorm", config.norm_eps
-        self.scale = nnx.Param(jnp.ones((config.embed,)), out_sharding=("embed",))
-        zeros = nnx.Param(jnp.zeros((config.embed,)), out_sharding=("embed",))
+        (name,), size = dim, tuple(dim.values())
+        self.scale = nnx.Param(jnp.ones(size), out_sharding=(name,))
+        zeros = nnx.Param(jnp.zeros(size), out_sharding=(name,))
         self.bias = zeros if self.centered else None
 
-    def __call__(self, x_BLD: Array) -> Array:
-        y = x_BLD.astype(jnp.float32)
+    def __call__(self, x: Array) -> Array:
+        """Normalizes x[..., D]."""
+        y = x.astype(jnp.float32)
         if self.centered:
             y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
-        return plus(y.astype(x_BLD.dtype) * self.scale[...][None, None], self.bias)
+        return plus(times(y.astype(x.dtype), self.scale), self.bias)
 
 
 def rotate(x_BLNH: Array, theta: float) -> Array:
@@ -70,7 +72,11 @@ def rotate(x_BLNH: Array, theta: float) -> Array:
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al., GQA, arXiv:2305.13245)."""
+    """Causal grouped-query attention, perhaps with normalized queries and keys.
+
+    Source: Ainslie et al., GQA, arXiv:2305.13245; Dehghani et al., arXiv:2302.05442,
+      section 2 (normalized queries and keys).
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
@@ -84,6 +90,8 @@ class Attention(nnx.Module):
         self.k_bias = bias(config, kv_heads=k, head_dim=h)
         self.v_bias = bias(config, kv_heads=k, head_dim=h)
         self.o_bias = bias(config, embed=d)
+        self.q_norm = Norm(config, head_dim=h) if config.qk_norm else None
+        self.k_norm = Norm(config, head_dim=h) if config.qk_norm else None
 
     def __call__(self, x_BLD: Array) -> Array:
         q_BLNH = jnp.einsum("BLD,DNH->BLNH", x_BLD, self.q[...])
@@ -92,6 +100,8 @@ class Attention(nnx.Module):
         q_BLNH = plus(q_BLNH, self.q_bias)
         k_BLKH = plus(k_BLKH, self.k_bias)
         v_BLKH = plus(v_BLKH, self.v_bias)
+        if self.q_norm is not None:
+            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.config.position == "rope":
             q_BLNH = rotate(q_BLNH, self.config.rope_theta)
             k_BLKH = rotate(k_BLKH, self.config.rope_theta)
@@ -107,9 +117,9 @@ class Block(nnx.Module):
     """One pre-norm transformer layer."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.attention_norm = Norm(config)
+        self.attention_norm = Norm(config, embed=config.embed)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = Norm(config)
+        self.mlp_norm = Norm(config, embed=config.embed)
         self.has_experts = config.num_experts > 0
         self.mlp = (ExpertMlp if self.has_experts else Mlp)(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
@@ -156,7 +166,7 @@ class Decoder(nnx.Module):
             return Block(config, rngs)
 
         self.blocks = stacked(rngs)
-        self.norm = Norm(config)
+        self.norm = Norm(config, embed=d)
         self.head = None if config.tied else weight(rngs, config, d, embed=d, vocab=v)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 

@@ -23,8 +23,10 @@ class DecoderConfig:
       length: longest sequence, in tokens.
       depth: number of layers.
       embed: width of the residual stream.
-      heads: number of query heads; divides `embed`.
+      heads: number of query heads; divides `embed` unless `head_width` is given.
       kv_heads: number of key and value heads (grouped-query attention).
+      head_width: width of one head; 0 for embed / heads.
+      qk_norm: whether queries and keys of every head are normalized.
       mlp: width of the feed-forward layer.
       position: "rope" or "learned".
       norm: "rmsnorm" or "layernorm".
@@ -40,9 +42,14 @@ class DecoderConfig:
       shared_experts: experts that all tokens go to, beside those.
       routing: "capacity" or "dropless", as in `meshpar.ops.experts.MixtureConfig`.
       capacity_factor: slots of an expert as a multiple of an even share.
+      routing_group: tokens of a sequence that share an expert's slots; 0 for all.
       exchange_bound: largest buffer of dropless routing as a multiple of an even share;
         0 for the worst case.
       router_score: "softmax" or "sigmoid".
+      normalize_weights: whether the weights of a token's experts sum to one.
+      weight_scale: factor of these weights.
+      router_nodes: groups of experts to some of which a token is limited; 1 for none.
+      nodes_per_token: groups that a token may go to.
       router_jitter: noise on the router's inputs, 1 +- jitter.
       balance_loss: weight of GShard's auxiliary loss.
       z_loss: weight of the loss on the router's logits.
@@ -55,6 +62,8 @@ class DecoderConfig:
     embed: int = 128
     heads: int = 4
     kv_heads: int = 2
+    head_width: int = 0
+    qk_norm: bool = False
     mlp: int = 384
     position: str = "rope"
     norm: str = "rmsnorm"
@@ -71,8 +80,13 @@ class DecoderConfig:
     shared_experts: int = 0
     routing: str = "capacity"
     capacity_factor: float = 1.25
+    routing_group: int = 0
     exchange_bound: float = 0.0
     router_score: str = "softmax"
+    normalize_weights: bool = True
+    weight_scale: float = 1.0
+    router_nodes: int = 1
+    nodes_per_token: int = 1
     router_jitter: float = 0.0
     balance_loss: float = 0.01
     z_loss: float = 0.001
@@ -86,7 +100,9 @@ class DecoderConfig:
         for name in ("length", "depth", "embed", "heads", "kv_heads", "mlp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
-        if self.embed % self.heads or self.heads % self.kv_heads:
+        if self.heads % self.kv_heads or (
+            self.embed % self.heads and not self.head_width
+        ):
             raise ValueError(
                 f"embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}: "
                 "kv_heads must divide heads, and heads must divide embed; use other "
@@ -117,8 +133,13 @@ class DecoderConfig:
             experts_per_token=self.experts_per_token,
             routing=self.routing,
             capacity_factor=self.capacity_factor,
+            group=self.routing_group,
             bound=self.exchange_bound,
             score=self.router_score,
+            normalize=self.normalize_weights,
+            scale=self.weight_scale,
+            num_nodes=self.router_nodes,
+            nodes_per_token=self.nodes_per_token,
             jitter=self.router_jitter,
         )
 
@@ -133,12 +154,13 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.embed // self.heads
+        return self.head_width or self.embed // self.heads
 
     def flops_per_token(self) -> float:
         """Training FLOPs per token, forward and backward.
 
-        6 per weight of a matmul, plus 12 * depth * embed * length for attention.
+        6 per weight of a matmul, plus 12 * depth * heads * head_dim * length for
+        attention.
         Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
         """
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
@@ -147,10 +169,15 @@ class DecoderConfig:
             mlp *= self.experts_per_token + self.shared_experts
             mlp += self.embed * self.num_experts
         weights = self.depth * (attention + mlp) + self.embed * self.vocab
-        return 6 * weights + 12 * self.depth * self.embed * self.length
+        return 6 * weights + 12 * self.depth * self.heads * self.head_dim * self.length
 
 
 GPT2_KIND = dict(
-    position="learned", norm="layernorm", activation="gelu", bias=True, tied=True
+    position="learned",
+    norm="layernorm",
+    activation="gelu",
+    bias=True,
+    tied=True,
+    qk_norm=False,
 )
 """Fields of `DecoderConfig` that make a GPT-2; the defaults make a Llama."""

@@ -26,7 +26,13 @@ def bias(config: DecoderConfig, **dims: int) -> nnx.Param | None:
 
 def plus(x: Array, param: nnx.Param | None) -> Array:
     """Adds a bias to the last dims of `x`."""
-    if param is None:
-        return x
-    bias = param[...]
-    return x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    return x if param is None else x + _aligned(x, param[...])
+
+
+def times(x: Array, param: nnx.Param) -> Array:
+    """Multiplies the last dims of `x` by a scale."""
+    return x * _aligned(x, param[...])
+
+
+def _aligned(x: Array, last: Array) -> Array:
+    return last.reshape((1,) * (x.ndim - last.ndim) + last.shape)

@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
@@ -67,7 +66,8 @@ def torus_all_gather(
     for place, size, pairs in reversed(_rings(axis, shape)):
         length = x.shape[dim]
         whole = (*x.shape[:dim], size * length, *x.shape[dim + 1 :])
-        out = lax.pcast(jnp.zeros(whole, x.dtype), _missing(x, axis), to="varying")
+        # Zeros would be written first: a third of the time of a small layer on TPUs.
+        out = lax.pcast(lax.empty(whole, x.dtype), _missing(x, axis), to="varying")
         for step in range(size):
             if step:
                 x = lax.ppermute(x, axis, pairs)

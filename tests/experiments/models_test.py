@@ -32,6 +32,21 @@ def test_published_sizes(name, size):
     assert sum(p.size for p in made.params.values()) == size
 
 
+@pytest.mark.parametrize(
+    "name, size, active_billions",
+    [("mixtral-8x7b", 46_702_792_704, 12.9), ("qwen3-30b-a3b", 30_532_122_624, 3.35)],
+)
+def test_published_sizes_of_mixtures(name, size, active_billions):
+    config = recipes.get(name)
+    made = building.make_model(config)
+    assert sum(p.size for p in made.params.values()) == size
+    share = config.model.experts_per_token / config.model.num_experts
+    active = sum(
+        p.size * (share if "expert" in p.names else 1) for p in made.params.values()
+    )
+    assert active / 1e9 == pytest.approx(active_billions, abs=0.05)
+
+
 def test_flops_are_six_per_weight_and_the_attention_matrix():
     decoder = recipes.get("llama2-7b").model
     weights = 6_738_415_616 - 32000 * 4096  # The embedding is a lookup.
