@@ -64,14 +64,15 @@ class Transport:
         """
         return lax.all_gather(x, axes, axis=dim, tiled=True)
 
-    def reduce_scatter(self, rows: Array, axes: tuple[str, ...]) -> Array:
-        """Sums over the axes, and keeps this device's part of dim 0.
+    def reduce_scatter(self, x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
+        """Sums over the axes, and keeps this device's part of a dim.
 
         Args:
-          rows: [n * rows, columns], this device's addend.
+          x: this device's addend.
           axes: mesh axes of n devices.
+          dim: the dim that they split; n divides it.
         """
-        return lax.psum_scatter(rows, axes, tiled=True)
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
     def declare(
         self, kind: str, axes: tuple[str, ...], ways: int, whole_bytes: int
@@ -119,12 +120,12 @@ class Rings(Transport):
             return super().all_gather(x, axes, dim)
         return torus_all_gather(x, axes[0], self.shapes[axes[0]], dim)
 
-    def reduce_scatter(self, rows: Array, axes: tuple[str, ...]) -> Array:
-        """Sums over the axes step by step, and keeps this device's part of dim 0."""
+    def reduce_scatter(self, x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
+        """Sums over the axes step by step, and keeps this device's part of a dim."""
         if not self.covers(axes):
-            return super().reduce_scatter(rows, axes)
+            return super().reduce_scatter(x, axes, dim)
         shape = self.shapes[axes[0]]
-        return torus_reduce_scatter(rows, axes[0], shape, loop=self.loop)
+        return torus_reduce_scatter(x, axes[0], shape, dim, loop=self.loop)
 
     def declare(
         self, kind: str, axes: tuple[str, ...], ways: int, whole_bytes: int

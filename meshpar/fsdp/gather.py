@@ -128,8 +128,11 @@ def _reduce_scatter(
 def _scatter_dim(
     x: Array, dim: int, axes: tuple[str, ...], transport: Transport
 ) -> Array:
-    """Reduce-scatters one dim of a tensor, reshaped to rows of a matrix."""
+    """Reduce-scatters one dim of a tensor, most often reshaped to rows of a matrix."""
     n = lax.axis_size(axes)
+    if transport.covers(axes) and 0 < dim < x.ndim - 1:
+        # Rings take slices as they are, and a large tensor need not be copied.
+        return transport.reduce_scatter(x, axes, dim)
     shard = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     if transport.covers(axes) and math.prod(shard[dim:]) < TILE[1]:
         # Rows narrower than a tile would be padded on all devices; these are wider.

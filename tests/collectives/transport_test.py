@@ -62,11 +62,13 @@ def test_all_gather_equals_its_definition_and_declaration(name, dim):
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_reduce_scatter_equals_its_definition_and_declaration(name):
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reduce_scatter_equals_its_definition_and_declaration(name, dim):
     moving = TRANSPORTS[name]
     x = np.random.default_rng(0).integers(-9, 9, (N, ROWS, COLUMNS)).astype(np.float32)
-    program = compiled(lambda x: moving.reduce_scatter(x, (FSDP,)), x)
-    np.testing.assert_array_equal(program(x), np.stack(np.split(x.sum(0), N)))
+    program = compiled(lambda x: moving.reduce_scatter(x, (FSDP,), dim), x)
+    want = np.stack(np.split(x.sum(0), N, axis=dim))
+    np.testing.assert_array_equal(program(x), want)
     declared = moving.declare("reduce_scatter", (FSDP,), N, x[0].nbytes)
     kinds, count, payload = moved_by(program)
     assert kinds == {declared.kind}
