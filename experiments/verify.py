@@ -28,6 +28,7 @@ from experiments.recipes.modes import SYNCHRONOUS
 from experiments.recipes.ranges import Number
 from experiments.reports import verification
 from meshpar.explain import random_layouts, verify
+from meshpar.layouts.axes import EXPERT
 
 flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
@@ -92,8 +93,8 @@ def _verify_one(
 ) -> int:
     """Verifies one layout, prints the report and returns the exit code."""
     program = building.make_program(config, layout, devices, PADDED.value)
-    # Dropout draws a mask per microbatch: the reference needs the same microbatches.
-    microbatches = layout.microbatches if config.model.dropout else 1
+    needs_equal = config.model.depends_on_microbatches
+    microbatches = layout.microbatches if needs_equal else 1
     one_device = dataclasses.replace(meshpar.Layout(), microbatches=microbatches)
     reference = building.make_program(config, one_device, devices[:1], PADDED.value)
     report = verify.verify(program, reference, batches, config.seed, _tolerance(config))
@@ -118,13 +119,15 @@ def _verify_random(
             PADDED.value,
         )
 
+    experts = (EXPERT,) if config.model.num_experts else ()
+    axes = (*random_layouts.DRAWN_AXES, *experts)
     outcomes = random_layouts.verify_layouts(
         lower,
-        random_layouts.draw_layouts(RANDOM.value, len(devices), config.seed),
+        random_layouts.draw_layouts(RANDOM.value, len(devices), config.seed, axes),
         batches,
         seed=config.seed,
         tolerance=_tolerance(config),
-        noise=config.model.dropout > 0,
+        noise=config.model.depends_on_microbatches,
     )
     counts = verification.print_outcomes(outcomes)
     return 1 if counts[random_layouts.WRONG] else 0

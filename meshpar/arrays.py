@@ -1,8 +1,9 @@
 """Arrays and trees of arrays: types and small functions that every room uses.
 
 Shape letters, for the whole repository: B batch, L length, C length of one loss block,
-D embed, F mlp, N heads, K kv_heads, H head_dim, V vocab, M microbatches. A suffix such
-as ``x_BLD`` gives the logical dims of an array, also if the value is one shard of it.
+D embed, F mlp, N heads, K kv_heads, H head_dim, V vocab, M microbatches; in mixtures of
+experts T tokens, E experts, X experts of a token, S slots of experts. A suffix such as
+``x_BLD`` gives the logical dims of an array, also if the value is one shard of it.
 """
 
 import math

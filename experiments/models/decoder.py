@@ -16,34 +16,15 @@ from experiments.models.loss import (
     blockwise_cross_entropy,
     cross_entropy,
     logits,
+    with_experts,
     with_weight,
 )
+from experiments.models.mlp import ExpertMlp, Mlp
+from experiments.models.weights import bias, plus, weight
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.ops.attention import causal_attention
-
-
-def _weight(
-    rngs: nnx.Rngs, config: DecoderConfig, fan_in: int, scale: float = 1.0, **dims: int
-) -> nnx.Param:
-    """A weight with normal entries; `dims` gives names and sizes of its dims."""
-    std = (config.init_std or fan_in**-0.5) * scale
-    value = jax.random.normal(rngs.params(), tuple(dims.values())) * std
-    return nnx.Param(value, out_sharding=tuple(dims))
-
-
-def _bias(config: DecoderConfig, **dims: int) -> nnx.Param | None:
-    if not config.bias:
-        return None
-    return nnx.Param(jnp.zeros(tuple(dims.values())), out_sharding=tuple(dims))
-
-
-def _plus(x: Array, param: nnx.Param | None) -> Array:
-    """Adds a bias to the last dims of `x`."""
-    if param is None:
-        return x
-    bias = param[...]
-    return x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+from meshpar.ops.experts import Statistics
 
 
 def _residual(x_BLD: Array) -> Array:
@@ -74,7 +55,7 @@ class Norm(nnx.Module):
         if self.centered:
             y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
-        return _plus(y.astype(x_BLD.dtype) * self.scale[...][None, None], self.bias)
+        return plus(y.astype(x_BLD.dtype) * self.scale[...][None, None], self.bias)
 
 
 def rotate(x_BLNH: Array, theta: float) -> Array:
@@ -94,23 +75,23 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
         d, n, k, h = config.embed, config.heads, config.kv_heads, config.head_dim
-        self.q = _weight(rngs, config, d, embed=d, heads=n, head_dim=h)
-        self.k = _weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
-        self.v = _weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
+        self.q = weight(rngs, config, d, embed=d, heads=n, head_dim=h)
+        self.k = weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
+        self.v = weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
         out_scale = (2 * config.depth) ** -0.5
-        self.o = _weight(rngs, config, d, out_scale, heads=n, head_dim=h, embed=d)
-        self.q_bias = _bias(config, heads=n, head_dim=h)
-        self.k_bias = _bias(config, kv_heads=k, head_dim=h)
-        self.v_bias = _bias(config, kv_heads=k, head_dim=h)
-        self.o_bias = _bias(config, embed=d)
+        self.o = weight(rngs, config, d, out_scale, heads=n, head_dim=h, embed=d)
+        self.q_bias = bias(config, heads=n, head_dim=h)
+        self.k_bias = bias(config, kv_heads=k, head_dim=h)
+        self.v_bias = bias(config, kv_heads=k, head_dim=h)
+        self.o_bias = bias(config, embed=d)
 
     def __call__(self, x_BLD: Array) -> Array:
         q_BLNH = jnp.einsum("BLD,DNH->BLNH", x_BLD, self.q[...])
         k_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.k[...])
         v_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.v[...])
-        q_BLNH = _plus(q_BLNH, self.q_bias)
-        k_BLKH = _plus(k_BLKH, self.k_bias)
-        v_BLKH = _plus(v_BLKH, self.v_bias)
+        q_BLNH = plus(q_BLNH, self.q_bias)
+        k_BLKH = plus(k_BLKH, self.k_bias)
+        v_BLKH = plus(v_BLKH, self.v_bias)
         if self.config.position == "rope":
             q_BLNH = rotate(q_BLNH, self.config.rope_theta)
             k_BLKH = rotate(k_BLKH, self.config.rope_theta)
@@ -119,31 +100,7 @@ class Attention(nnx.Module):
         v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")
         y_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH)
         y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
-        return _plus(jnp.einsum("BLNH,NHD->BLD", y_BLNH, self.o[...]), self.o_bias)
-
-
-class Mlp(nnx.Module):
-    """Feed-forward layer: SwiGLU (Shazeer, arXiv:2002.05202) or GELU."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        d, f = config.embed, config.mlp
-        gated = config.activation == "swiglu"
-        self.gate = _weight(rngs, config, d, embed=d, mlp=f) if gated else None
-        self.up = _weight(rngs, config, d, embed=d, mlp=f)
-        out_scale = (2 * config.depth) ** -0.5
-        self.down = _weight(rngs, config, f, out_scale, mlp=f, embed=d)
-        self.up_bias = _bias(config, mlp=f)
-        self.down_bias = _bias(config, embed=d)
-
-    def __call__(self, x_BLD: Array) -> Array:
-        h_BLF = _plus(jnp.einsum("BLD,DF->BLF", x_BLD, self.up[...]), self.up_bias)
-        if self.gate is None:
-            h_BLF = jax.nn.gelu(h_BLF)
-        else:
-            h_BLF *= jax.nn.silu(jnp.einsum("BLD,DF->BLF", x_BLD, self.gate[...]))
-        h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
-        y_BLD = jnp.einsum("BLF,FD->BLD", h_BLF, self.down[...])
-        return _plus(y_BLD, self.down_bias)
+        return plus(jnp.einsum("BLNH,NHD->BLD", y_BLNH, self.o[...]), self.o_bias)
 
 
 class Block(nnx.Module):
@@ -153,14 +110,21 @@ class Block(nnx.Module):
         self.attention_norm = Norm(config)
         self.attention = Attention(config, rngs)
         self.mlp_norm = Norm(config)
-        self.mlp = Mlp(config, rngs)
+        self.has_experts = config.num_experts > 0
+        self.mlp = (ExpertMlp if self.has_experts else Mlp)(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x_BLD: Array) -> Array:
+    def __call__(self, x: Any) -> Any:
+        """Runs x_BLD; with experts (x_BLD, packed statistics of the layers before)."""
+        x_BLD, *earlier = x if self.has_experts else (x,)
         y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)))
         x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
         y_BLD = self.mlp(_gathered(self.mlp_norm(x_BLD)))
-        return _residual(x_BLD + self.dropout(_residual(y_BLD)))
+        if not earlier:
+            return _residual(x_BLD + self.dropout(_residual(y_BLD)))
+        y_BLD, statistics = y_BLD
+        x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
+        return x_BLD, statistics.after(*earlier)
 
 
 class Decoder(nnx.Module):
@@ -178,10 +142,10 @@ class Decoder(nnx.Module):
         d, v = config.embed, config.vocab
         # A lookup has fan_in 1; a tied head needs 1/sqrt(d) for logits of order one.
         std = d**-0.5 if config.tied else 1.0
-        self.embedding = _weight(rngs, config, 1, std, vocab=v, embed=d)
+        self.embedding = weight(rngs, config, 1, std, vocab=v, embed=d)
         positions = dict(length=config.length, embed=d)
         self.positions = (
-            _weight(rngs, config, 1, 0.1 * std, **positions)
+            weight(rngs, config, 1, 0.1 * std, **positions)
             if config.position == "learned"
             else None
         )
@@ -193,21 +157,22 @@ class Decoder(nnx.Module):
 
         self.blocks = stacked(rngs)
         self.norm = Norm(config)
-        self.head = None if config.tied else _weight(rngs, config, d, embed=d, vocab=v)
+        self.head = None if config.tied else weight(rngs, config, d, embed=d, vocab=v)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, tokens_BL: Array) -> Array:
         """Returns logits_BLV for token ids of at most `config.length`."""
         graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
 
-        def layer(x_BLD: Array, state) -> tuple[Array, None]:
-            return nnx.merge(graph, *state)(x_BLD), None
+        def layer(x: Any, state) -> tuple[Any, None]:
+            return nnx.merge(graph, *state)(x), None
 
-        x_BLD, _ = jax.lax.scan(layer, self.embed(tokens_BL), (params, rest))
+        x, _ = jax.lax.scan(layer, self.embed(tokens_BL), (params, rest))
+        x_BLD = x[0] if self.config.num_experts else x
         return logits(self.norm(x_BLD), self.head_weight())
 
-    def embed(self, tokens_BL: Array) -> Array:
-        """Returns x_BLD, the input of the first layer."""
+    def embed(self, tokens_BL: Array) -> Any:
+        """Returns the input of the first `Block`."""
         if tokens_BL.shape[1] > self.config.length:
             raise ValueError(
                 f"tokens {tokens_BL.shape} are longer than length={self.config.length}"
@@ -218,7 +183,12 @@ class Decoder(nnx.Module):
         x_BLD = vocabulary.lookup(w_VD, tokens_BL)
         if self.positions is not None:
             x_BLD += self.positions[...][None, : tokens_BL.shape[1]]
-        return _residual(self.dropout(x_BLD))
+        x_BLD = _residual(self.dropout(x_BLD))
+        return (
+            (x_BLD, jnp.zeros(len(Statistics._fields)))
+            if self.config.num_experts
+            else x_BLD
+        )
 
     def head_weight(self) -> Array:
         """Returns the head w[D, V]: the transposed embedding if it is tied."""
@@ -239,10 +209,17 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
     "weights", float32 [B, L]: the weight of every token in the mean loss.
     """
 
-    def head_loss(decoder: Decoder, x_BLD: Array, batch: dict[str, Array]) -> Any:
+    def head_loss(decoder: Decoder, x: Any, batch: dict[str, Array]) -> Any:
+        x_BLD, *statistics = x if config.num_experts else (x,)
         weights = [batch["weights"]] if "weights" in batch else []
         loss = decoder.head_loss(x_BLD, batch["targets"], *weights)
-        return with_weight(loss, batch)
+        if not statistics:
+            return with_weight(loss, batch)
+        training = not decoder.dropout.deterministic
+        loss, metrics = with_experts(
+            loss, Statistics.unpacked(*statistics), config, training
+        )
+        return with_weight(loss, batch, metrics)
 
     stack = meshpar.LayerStack(
         stack="blocks",

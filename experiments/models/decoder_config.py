@@ -2,10 +2,14 @@
 
 import dataclasses
 
+from meshpar.ops.experts.config import ROUTINGS, SCORES, MixtureConfig
+
 CHOICES = {
     "position": ("rope", "learned"),
     "norm": ("rmsnorm", "layernorm"),
     "activation": ("swiglu", "gelu"),
+    "routing": ROUTINGS,
+    "router_score": SCORES,
 }
 """{field: its values} of the fields with few values."""
 
@@ -31,6 +35,17 @@ class DecoderConfig:
       rope_theta: base of the rotary wavelengths.
       norm_eps: added to the mean square before its root, in norms.
       init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
+      num_experts: experts of each layer, of width `mlp` each; 0 for a dense model.
+      experts_per_token: experts that each token goes to.
+      shared_experts: experts that all tokens go to, beside those.
+      routing: "capacity" or "dropless", as in `meshpar.ops.experts.MixtureConfig`.
+      capacity_factor: slots of an expert as a multiple of an even share.
+      exchange_bound: largest buffer of dropless routing as a multiple of an even share;
+        0 for the worst case.
+      router_score: "softmax" or "sigmoid".
+      router_jitter: noise on the router's inputs, 1 +- jitter.
+      balance_loss: weight of GShard's auxiliary loss.
+      z_loss: weight of the loss on the router's logits.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
     """
 
@@ -51,6 +66,16 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.0
     loss_block: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    shared_experts: int = 0
+    routing: str = "capacity"
+    capacity_factor: float = 1.25
+    exchange_bound: float = 0.0
+    router_score: str = "softmax"
+    router_jitter: float = 0.0
+    balance_loss: float = 0.01
+    z_loss: float = 0.001
 
     def __post_init__(self):
         for name, known in CHOICES.items():
@@ -76,6 +101,34 @@ class DecoderConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: use 0 <= dropout < 1")
+        if self.num_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        _ = self.mixture  # Checks its own fields.
+        if self.bias:
+            raise ValueError("bias=True: experts have no biases; use bias=False")
+
+    @property
+    def mixture(self) -> MixtureConfig:
+        """How the mixtures of experts route their tokens."""
+        return MixtureConfig(
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            routing=self.routing,
+            capacity_factor=self.capacity_factor,
+            bound=self.exchange_bound,
+            score=self.router_score,
+            jitter=self.router_jitter,
+        )
+
+    @property
+    def depends_on_microbatches(self) -> bool:
+        """Whether the loss of a batch changes with its number of microbatches.
+
+        Dropout draws a mask for each of them; experts are balanced within each.
+        """
+        return self.dropout > 0 or self.num_experts > 0
 
     @property
     def head_dim(self) -> int:
@@ -90,6 +143,9 @@ class DecoderConfig:
         """
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
         mlp = self.embed * self.mlp * (3 if self.activation == "swiglu" else 2)
+        if self.num_experts:
+            mlp *= self.experts_per_token + self.shared_experts
+            mlp += self.embed * self.num_experts
         weights = self.depth * (attention + mlp) + self.embed * self.vocab
         return 6 * weights + 12 * self.depth * self.embed * self.length
 

@@ -5,8 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import meshpar
+from experiments.models.decoder_config import DecoderConfig
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
+from meshpar.ops.experts import Statistics
 
 
 def logits(x_BLD: Array, w_DV: Array) -> Array:
@@ -31,16 +34,39 @@ def cross_entropy(
     return jnp.sum(weights_BL * losses_BL) / jnp.sum(weights_BL)
 
 
-def with_weight(loss: Array, batch: dict[str, Array]) -> Any:
-    """The loss, with its weight among its metrics if the tokens of the batch have one.
+def with_experts(
+    loss: Array, statistics: Statistics, config: DecoderConfig, training: bool
+) -> tuple[Array, dict[str, Any]]:
+    """(the loss with the auxiliary losses of its mixtures of experts, their metrics).
+
+    Args:
+      loss: cross-entropy.
+      statistics: of all layers.
+      config: weighs the auxiliary losses.
+      training: whether to add them; evaluation reports cross-entropy alone.
+    """
+    mean = jax.tree.map(lambda x: x / config.depth, statistics)
+    metrics = {"experts_dropped": mean.dropped, "experts_overflow": mean.overflow}
+    if not training:  # Microbatches, in which a pipeline evaluates, change the others.
+        return loss, metrics
+    loss += config.balance_loss * mean.balance + config.z_loss * mean.z
+    load = meshpar.Max(statistics.load)
+    return loss, {**metrics, "experts_balance": mean.balance, "experts_load": load}
+
+
+def with_weight(
+    loss: Array, batch: dict[str, Array], metrics: dict[str, Any] | None = None
+) -> Any:
+    """The loss with its metrics: its weight is one if tokens of the batch have weights.
 
     Args:
       loss: the mean over the tokens.
       batch: holds "weights", or not.
+      metrics: others, if there are any.
     """
-    if "weights" not in batch:
-        return loss
-    return loss, {"weight": jnp.sum(batch["weights"])}
+    if "weights" in batch:
+        metrics = {**(metrics or {}), "weight": jnp.sum(batch["weights"])}
+    return loss if metrics is None else (loss, metrics)
 
 
 def blockwise_cross_entropy(

@@ -54,6 +54,14 @@ _MODEL: dict[str, Range] = {
     "norm_eps": _real(_SMALLEST, 1),
     "init_std": _real(0, 100, note="0 for 1/sqrt(fan_in)"),
     "loss_block": Number(0, 2**24, "tokens", "0 for all at once"),
+    "num_experts": Number(0, 2**14, "experts", "0 for a dense model"),
+    "experts_per_token": Number(1, 2**10, "experts"),
+    "shared_experts": Number(0, 2**10, "experts"),
+    "capacity_factor": _real(0, 1e6, above=True),
+    "exchange_bound": _real(0, 1e6, note="0 for the worst case"),
+    "router_jitter": _real(0, 1, below=True),
+    "balance_loss": _real(0, 1e6),
+    "z_loss": _real(0, 1e6),
     **{name: Choice(words) for name, words in CHOICES.items()},
 }
 

@@ -25,6 +25,12 @@ def bytes_linen() -> Config:
     return Config("bytes-linen", framework="linen", model=model)
 
 
+def bytes_moe() -> Config:
+    """Byte-level mixture of 8 experts, 2 for each token: FLOPs as in bytes-llama."""
+    model = DecoderConfig(vocab=0, mlp=192, num_experts=8)
+    return Config("bytes-moe", model=model)
+
+
 def tiny() -> Config:
     """A model for tests; it trains in seconds."""
     model = DecoderConfig(
@@ -45,5 +51,6 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "bytes-llama": bytes_llama,
     "bytes-gpt2": bytes_gpt2,
     "bytes-linen": bytes_linen,
+    "bytes-moe": bytes_moe,
     "tiny": tiny,
 }

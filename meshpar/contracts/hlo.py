@@ -104,7 +104,7 @@ class _Program:
             site = call.site or (call.computation, index)
             opcode = instruction.opcode
             if opcode == "while":
-                yield from self.occurrences(self._loop_body(call, instruction))
+                yield from self._in_loop(call, instruction)
             elif opcode.removesuffix("-start") in _KINDS:
                 collective = self._collective(call, schedule, index)
                 chain = re.search(r'chain_id="(\d+)"', instruction.line)
@@ -117,10 +117,19 @@ class _Program:
                 for callee in self._callees(call, instruction, site):
                     yield from self.occurrences(callee)
 
-    def _loop_body(self, call: _Call, loop: Instruction) -> _Call:
+    def _in_loop(self, call: _Call, loop: Instruction) -> list[_Occurrence]:
+        """The collectives of a loop.
+
+        Raises:
+          ValueError: there are some, and the data say how often it runs.
+        """
         body = re.search(r"body=%?([\w.\-]+)", loop.line).group(1)
+        once = _Call(body, call.executions, call.conditional)
+        if not (found := list(self.occurrences(once))):
+            return found
         trips = trip_count(loop, self.computations)
-        return _Call(body, call.executions * trips, call.conditional)
+        times = call.executions * trips
+        return list(self.occurrences(dataclasses.replace(once, executions=times)))
 
     def _callees(
         self, call: _Call, instruction: Instruction, site: tuple[str, int]

@@ -94,7 +94,7 @@ def draw_layouts(
 
 
 def _draw(rng: random.Random, num_devices: int, axes: Sequence[str]) -> Draw:
-    values: dict[str, Any] = dict.fromkeys(DRAWN_AXES, 1)
+    values: dict[str, Any] = dict.fromkeys((*DRAWN_AXES, *axes), 1)
     filled = rng.choice((num_devices,) * 3 + (rng.randint(1, num_devices),))
     for factor in _prime_factors(filled):
         values[rng.choice(axes)] *= factor

@@ -9,7 +9,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-REPLICA, PIPE, DATA, FSDP, TENSOR = "replica", "pipe", "data", "fsdp", "tensor"
+REPLICA, PIPE, DATA, FSDP = "replica", "pipe", "data", "fsdp"
+EXPERT, TENSOR = "expert", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,13 @@ RECORDS: tuple[Axis, ...] = (
         splits_batch=("batch",),
         param_dims=("embed",),
         gathers_weights=True,
+        needs_sharded_params=True,
+    ),
+    Axis(
+        EXPERT,
+        "splits the batch, and the experts inside mixtures of experts",
+        splits_batch=("batch",),
+        param_dims=("expert",),
         needs_sharded_params=True,
     ),
     Axis(
@@ -130,6 +138,9 @@ TOKEN_AXES: tuple[str, ...] = tuple(axis.name for axis in RECORDS if axis.splits
 
 GATHERED_AXES: tuple[str, ...] = names_of(gathers_weights=True)
 """The axes along which weights are gathered before use."""
+
+HELD_AXES: tuple[str, ...] = names_of(gathers_weights=False, needs_sharded_params=True)
+"""The axes along which each device computes with the part of a weight that it holds."""
 
 MANUAL_AXES: tuple[str, ...] = names_of(manual=True)
 """The axes whose collectives the shard_map lowering writes."""

@@ -26,6 +26,7 @@ from meshpar.layouts.axes import (
     PIPE,
     REPLICA,
     TOKEN_AXES,
+    in_use,
 )
 from meshpar.layouts.grammar import REGEXES, read_items, write_items
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
@@ -49,6 +50,8 @@ class Layout:
       pipe: number of pipeline stages, which split the layers.
       data: size of the axis that splits the batch and replicates parameters.
       fsdp: size of the axis that splits the batch and shards training state (ZeRO).
+      expert: size of the axis that splits the batch, and inside mixtures of experts
+        the experts.
       tensor: size of the axis that splits heads, mlp and vocab (Megatron).
       zero: training state that `fsdp` shards: 1 optimizer state, 2 + gradients, 3 +
         parameters. None means 3, or 2 in a pipeline, where zero=3 would gather the
@@ -67,7 +70,7 @@ class Layout:
         input and runs the stage again, "residuals" keeps those that `remat` allows.
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
-      remat: rematerialization of each layer: "none", "dots" or "full".
+      remat: rematerialization of each layer: "none", "dots", "full" or "experts".
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
       params: rules {dim name: axis, axes or None} that override `PARAM_RULES`.
       activations: rules that override `ACTIVATION_RULES`.
@@ -86,6 +89,7 @@ class Layout:
     pipe: int = 1
     data: int = 1
     fsdp: int = 1
+    expert: int = 1
     tensor: int = 1
     zero: int | None = None
     microbatches: int = 1
@@ -221,9 +225,8 @@ class Layout:
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raises LayoutError unless the batch divides over devices and microbatches."""
-        factors = {axis: self.sizes[axis] for axis in BATCH_AXES}
-        if self.replica > 1:
-            factors = {REPLICA: self.replica} | factors
+        axes = in_use((REPLICA, *BATCH_AXES), self.sizes)
+        factors = {axis: self.sizes[axis] for axis in axes}
         factors["microbatches"] = self.microbatches
         unit = math.prod(factors.values())
         if batch_size < 1 or batch_size % unit:

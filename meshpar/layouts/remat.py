@@ -5,11 +5,23 @@ from typing import Any
 
 import jax
 
+EXPERT_ROWS = "expert_rows"
+"""Name of what a device receives for its experts (`ops.experts`)."""
+
 REMAT_POLICIES: dict[str, Callable[[], Any]] = {
     "full": lambda: jax.checkpoint_policies.nothing_saveable,
     "dots": lambda: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "experts": lambda: jax.checkpoint_policies.save_only_these_names(EXPERT_ROWS),
 }
-"""{value of remat=: function that makes the policy}; remat=none wraps nothing."""
+"""{value of remat=: function that makes the policy}; remat=none wraps nothing.
+
+"experts" is "full", but saves the rows that were sent to experts, as sent.
+"""
+
+
+def sends_rows_again(remat: str) -> bool:
+    """Whether the backward pass sends rows to their experts once more."""
+    return remat not in ("none", "experts")
 
 
 def wrap_remat(

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import ways_of
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import wrap_remat
 
@@ -32,6 +33,8 @@ class Scope:
       names_used: dim names that `constrain` or a function of Flax saw.
       vocabulary_used: {function of `ops.vocabulary`: size of the vocabulary it saw}.
       remat_used: whether the model called `remat`.
+      experts_used: whether the model called `ops.experts.mixture`.
+      moves: activations that functions of `ops` moved between devices, in order.
     """
 
     layout: Layout
@@ -40,6 +43,8 @@ class Scope:
     names_used: set[str] = dataclasses.field(default_factory=set)
     vocabulary_used: dict[str, int] = dataclasses.field(default_factory=dict)
     remat_used: bool = False
+    experts_used: bool = False
+    moves: list[Move] = dataclasses.field(default_factory=list)
 
 
 _scope = jax.make_user_context(default_value=None)

@@ -4,9 +4,11 @@ Every runner of the shard_map lowering works inside one frame. Its functions run
 shard_map, unless they say otherwise.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,12 +20,15 @@ from meshpar.arrays import Array, Params, abstract, num_bytes
 from meshpar.collectives.shard_keys import for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.collectives.varying import vary
+from meshpar.errors import LayoutError
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.split_backward import used_inputs
 from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import (
     BATCH_DIMS,
+    EXPERT,
+    HELD_AXES,
     MANUAL_AXES,
     REPLICA,
     TOKEN_AXES,
@@ -32,6 +37,7 @@ from meshpar.layouts.axes import (
 )
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
+from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.state import cast_params
 from meshpar.lowering.totals import Totals
@@ -73,6 +79,14 @@ class Frame:
         return (*self.stage_axes, *self.batch_axes)
 
     @property
+    def held_axes(self) -> frozenset[str]:
+        """The manual axes along which each device computes with the weights it holds.
+
+        Nothing gathers a tensor along those that split it, nor reduces its gradient.
+        """
+        return frozenset(self.manual_axes).intersection(HELD_AXES)
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axis along which replicas run apart, or ()."""
         return in_use((REPLICA,), self.mesh.shape)
@@ -102,15 +116,13 @@ class Frame:
     def shardings(self) -> dict[str, ManualSharding]:
         """{path: how manual axes split it} of parameters and gradients.
 
-        A tensor that is split over stages stays where it is: nothing gathers it there.
+        Without the held axes that split it.
         """
-        stages, shardings = set(self.stage_axes), {}
+        held, shardings = self.held_axes, {}
         for path, leaf in self.plan.parameters.items():
-            is_split = any(stages & set(axes) for axes in leaf.spec)
-            spec = tuple(
-                tuple(a for a in axes if a not in stages) for axes in leaf.spec
-            )
-            axes = self.batch_axes if is_split else self.manual_axes
+            own = held.intersection(itertools.chain(*leaf.spec))
+            spec = tuple(tuple(a for a in axes if a not in held) for axes in leaf.spec)
+            axes = tuple(axis for axis in self.manual_axes if axis not in own)
             shardings[path] = ManualSharding.of(path, spec, axes)
         return shardings
 
@@ -139,9 +151,21 @@ class Frame:
         """Parameters in the dtype of the loss."""
         return cast_params(params, self.plan)
 
-    def scope(self) -> Any:
-        """The scope in which the model is traced."""
-        return model_scope(self.layout, self.mesh, self.all_manual_axes)
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Scope]:
+        """The scope in which the layers of the model are traced.
+
+        Raises:
+          LayoutError: they do not use the experts that `expert` splits.
+        """
+        with model_scope(self.layout, self.mesh, self.all_manual_axes) as scope:
+            yield scope
+        if EXPERT in self.manual_axes and not scope.experts_used:
+            raise LayoutError(
+                f"{EXPERT}={self.layout.expert}: a layer of the model sees the experts "
+                "of one device alone, and does not call meshpar.ops.experts.mixture, "
+                "which moves tokens to the others; call it, or use lowering=jit"
+            )
 
     def mapped(self, fn: Callable, batch: Any, out_specs: Any) -> Callable:
         """fn(params, key, batch) as a function of global arrays, run on shards.
@@ -196,7 +220,7 @@ class Frame:
         return totals.over(self.manual_axes)
 
     def stage_weights(self, dtype: Any = None) -> Shapes:
-        """{path: whole weight of one pipeline stage}, in the dtype that travels.
+        """{path: whole weight of one device's layers and experts}, as it travels.
 
         Runs anywhere.
 
@@ -206,7 +230,7 @@ class Frame:
         return {
             path: jax.ShapeDtypeStruct(
                 tuple(
-                    size // self.ways({*axes} & {*self.stage_axes})
+                    size // self.ways(self.held_axes.intersection(axes))
                     for size, axes in zip(leaf.shape, leaf.spec, strict=True)
                 ),
                 dtype or self.transports.wire_dtype(leaf.dtype),

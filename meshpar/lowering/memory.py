@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
-from meshpar.layouts.plan import Plan
+from meshpar.layouts.axes import EXPERT, TOKEN_AXES, in_use
+from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import wrap_remat
+from meshpar.lowering.batches import batch_specs
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 
@@ -100,33 +102,81 @@ def trace_layer(
     """
     layout = plan.layout
     shared, stack = layered.split(abstract(plan.weights))
-    layer_weights = abstract_layer(stack)
     rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
-    ways = layout.num_token_shards * layout.tensor
-    with jax.set_mesh(mesh), model_scope(layout, mesh):
+    # A mixture of experts follows the tokens of each device.
+    axes = in_use(TOKEN_AXES, mesh.shape) if layout.expert > 1 else ()
+    traced: list[TracedLayer] = []
+
+    def run(*args: Any) -> Array:
+        with model_scope(layout, mesh, axes):
+            shards = 1 if axes else layout.num_token_shards
+            traced.append(_trace(layered, plan, shards, *args))
+        return jnp.zeros(())
+
+    with jax.set_mesh(mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
+        args = shared, abstract_layer(stack), rows, key
+        jax.eval_shape(_on_one_device(run, layered, plan, rows, axes), *args)
+    return traced[0]
 
-        def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
-            return layered.layer(weights, x, key, context)
 
-        def head(shared: Any, x: Any, rows: Any, key: Array) -> Array:
-            return layered.head_loss(shared, x, rows, key)[0]
-
-        x = jax.eval_shape(layered.embed, shared, rows, key)
-        context = jax.eval_shape(layered.context, shared, rows, key)
-        wrapped = wrap_remat(layer, layout.remat)
-        trained, kept = frozenset(plan.gradients), layered.kept
-        gradients = {p: w for p, w in layer_weights.items() if p in trained}
-        args = trained, layer_weights, x, key, context
-        return TracedLayer(
-            x=_tree_bytes(x) // ways,
-            saved=_residual_bytes(wrapped, *args, kept=kept) // ways,
-            running=_residual_bytes(layer, *args, kept=kept) // ways,
-            head=_residual_bytes(head, trained, shared, x, rows, key) // ways,
-            layer_weights=_tree_bytes(layer_weights) // layout.tensor,
-            layer_gradients=_tree_bytes(gradients) // layout.tensor,
-            largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
+def _on_one_device(
+    run: Callable, layered: LayeredModel, plan: Plan, rows: Any, axes: tuple[str, ...]
+) -> Callable:
+    """run(shared weights, those of a layer, rows, key) on the part of one device."""
+    if not axes:
+        return run
+    specs = {
+        path: partition_spec(
+            tuple(tuple(a for a in dim if a == EXPERT) for dim in leaf.spec)
         )
+        for path, leaf in plan.weights.items()
+    }
+    shared, stack = layered.split(specs)
+    layer = {path: PartitionSpec(*spec[1:]) for path, spec in stack.items()}
+    batch = batch_specs(plan.layout, rows, axes)
+    return jax.shard_map(
+        run,
+        in_specs=(shared, layer, batch, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+    )
+
+
+def _trace(
+    layered: LayeredModel,
+    plan: Plan,
+    token_shards: int,
+    shared: Any,
+    layer_weights: Any,
+    rows: Any,
+    key: Array,
+) -> TracedLayer:
+    """`trace_layer` of the rows of several devices."""
+    layout = plan.layout
+    ways = token_shards * layout.tensor
+
+    def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
+        return layered.layer(weights, x, key, context)
+
+    def head(shared: Any, x: Any, rows: Any, key: Array) -> Array:
+        return layered.head_loss(shared, x, rows, key)[0]
+
+    x = layered.embed(shared, rows, key)
+    context = layered.context(shared, rows, key)
+    wrapped = wrap_remat(layer, layout.remat)
+    trained, kept = frozenset(plan.gradients), layered.kept
+    gradients = {p: w for p, w in layer_weights.items() if p in trained}
+    args = trained, layer_weights, x, key, context
+    return TracedLayer(
+        x=_tree_bytes(x) // ways,
+        saved=_residual_bytes(wrapped, *args, kept=kept) // ways,
+        running=_residual_bytes(layer, *args, kept=kept) // ways,
+        head=_residual_bytes(head, trained, shared, x, rows, key) // ways,
+        layer_weights=_tree_bytes(layer_weights) // layout.tensor,
+        layer_gradients=_tree_bytes(gradients) // layout.tensor,
+        largest=max(map(num_bytes, shared.values()), default=0) // layout.tensor,
+    )
 
 
 def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> Memory:
@@ -180,7 +230,7 @@ def _residual_bytes(
         own = jax.tree.leaves((weights, rest, kept(x)))
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
-    return _tree_bytes(jax.eval_shape(residuals, weights, *args))
+    return _tree_bytes(residuals(weights, *args))
 
 
 def _tree_bytes(tree: Any) -> int:

@@ -19,15 +19,17 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (
+    LayerPass,
     declare_all_reduces,
     declared_gathers,
     declared_scatters,
 )
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import PIPE, TOKEN_AXES
+from meshpar.layouts.axes import EXPERT, PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.layer_moves import declared_moves
 from meshpar.lowering.memory import Held, TracedLayer, trace_layer
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
@@ -82,8 +84,11 @@ class ShardMapLowering(Lowering):
                 rule = "+".join(axes) or "none"
                 return f"activations.{name}={rule} moves the batch axes"
         for name, axes in layout.params:
+            rule = f"params.{name}={'+'.join(axes)}"
             if name == "layers" and axes not in ((), (PIPE,)):
-                return f"params.layers={'+'.join(axes)} splits the stack of layers"
+                return f"{rule} splits the stack of layers"
+            if name != EXPERT and EXPERT in axes:
+                return f"{rule} splits a dim that mixtures of experts do not hold"
         return ""
 
     # The functions of a step.
@@ -154,15 +159,21 @@ class ShardMapLowering(Lowering):
                     )
             own = self.runner.declared_reductions()
             yield from self._declared_zero(batch) if own is None else own
+            yield from declared_moves(self.frame, self._passes(batch), batch)
         yield from self._declared_tensor(batch)
         yield from self.runner.declared_beside(batch)
+
+    def _passes(self, batch: Any) -> list[LayerPass]:
+        """The passes over the layers, without those that compute nothing."""
+        passes = self.runner.layer_passes
+        if not self.zero.in_ticks and not self.frame.differentiates_layers(batch):
+            passes = [run for run in passes if run.name == "forward"]
+        return passes
 
     def _declared_zero(self, batch: Any) -> Iterator[DeclaredCollective]:
         """Gathers of weights and reductions of gradients, by the ZeRO policy."""
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
-        passes, dtype = self.runner.layer_passes, self.runner.sums_dtype
-        if not zero.in_ticks and not frame.differentiates_layers(batch):
-            passes = [run for run in passes if run.name == "forward"]
+        passes, dtype = self._passes(batch), self.runner.sums_dtype
         weights = frame.stage_weights()
         yield from declared_gathers(zero, weights, sizes, passes)
         trained, sums = map(self.plan.trained, (weights, frame.stage_weights(dtype)))

@@ -16,6 +16,7 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.models.metrics import KINDS, LossResult, Mean, Sum
 from meshpar.models.model import Model
+from meshpar.rows import opaque
 from meshpar.rows.analysis import RowAnalysis, constant
 from meshpar.rows.values import (
     Fixed,
@@ -130,7 +131,8 @@ def _traced(
 ) -> tuple[Any, Any, list[Any]]:
     """(jaxpr, shapes of the result, values of the inputs) for a prime of rows."""
     batch = jax.tree.map(lambda x: _with_rows(x, prime), batch)
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, batch, key)
+    with opaque.analysed():
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, batch, key)
     inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
     inputs += [Rows(0) for _ in jax.tree.leaves(batch)]
     return closed, shape, [*inputs, *(Fixed() for _ in jax.tree.leaves(key))]

@@ -55,6 +55,7 @@ def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
     # Collectives under conditionals that differ between stages could deadlock.
     gathers = layout.fsdp > 1 and layout.zero_level == 3
     for setting, is_set in (
+        (f"expert={layout.expert}", layout.expert > 1),
         (f"tensor={layout.tensor}", layout.tensor > 1),
         (f"fsdp={layout.fsdp},zero=3", gathers),
     ):
@@ -71,7 +72,7 @@ def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
 
 
 def _reason_divergent(schedule: Schedule, setting: str) -> str:
-    """The reason why conditionals of a schedule exclude collectives of a setting."""
+    """Why conditionals of a schedule exclude the collectives of a setting."""
     return (
         f"schedule={schedule.name} runs F, B and W under conditionals that differ "
         f"between stages, and {setting} needs collectives in them, which can deadlock; "
@@ -129,11 +130,10 @@ class PipelineRunner(Runner):
     @functools.cached_property
     def executor(self) -> Executor:
         """Runs the ticks."""
-        schedule = self.spec.schedule
         return Executor(
             loop=self.loop,
-            num_stages=schedule.num_stages,
-            wraps=schedule.num_chunks > 1,
+            num_stages=self.spec.schedule.num_stages,
+            wraps=self.spec.schedule.num_chunks > 1,
             vary=self.frame.vary,
             shares_vocabulary=self.layout.splits_vocabulary,
         )

@@ -86,14 +86,16 @@ def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) 
 def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
     """Bytes of (weights, float32 sums of their gradients) on one stage.
 
-    Both are whole over the batch axes, except for the stack under zero=3.
+    Both are whole over the batch axes, except for the stack under zero=3, and for
+    experts, which are held.
     """
     weights = gradients = 0
+    whole = set(frame.batch_axes) - frame.held_axes
     shared = frame.layered.split(frame.plan.weights)[0]
     for path, leaf in frame.plan.weights.items():
         sharded = zero.gathers_layers and path not in shared
         axes = {axis for dim in leaf.spec for axis in dim}
-        split = axes if sharded else axes - set(frame.batch_axes)
+        split = axes if sharded else axes - whole
         size = math.prod(leaf.shape) // frame.ways(split)
         weights += size * jnp.dtype(leaf.dtype).itemsize
         gradients += size * 4 if path in frame.plan.gradients else 0

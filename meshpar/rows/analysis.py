@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from meshpar import compat
-from meshpar.rows import indexing, shapes
+from meshpar.rows import indexing, opaque, shapes
 from meshpar.rows.arithmetic import MOVES, counted, elementwise, joined, same
 from meshpar.rows.folding import MAX_SIZE, folded
 from meshpar.rows.values import (
@@ -100,6 +100,8 @@ class RowAnalysis:
     def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name in _CALLS:
+            if eqn.params.get("name") == opaque.NAME:
+                return opaque.results(eqn, values, self.prime)
             return self._body(_jaxpr_of(eqn), values)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, values)

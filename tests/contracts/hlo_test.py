@@ -311,3 +311,27 @@ def test_the_jit_lowering_moves_as_many_bytes_as_theory_says(layout, payloads):
     np.testing.assert_allclose(moved / payload, payloads, rtol=0.01)
     assert {c.axes for c in program.collectives} == {(layout.split("=")[0],)}
     assert program.violations() == []
+
+
+def test_a_loop_as_long_as_the_data_says_may_hold_no_collective():
+    axes = tuple(MESH)
+
+    def run(inside):
+        def body(x):
+            num = lax.psum(x[0, 0], axes).astype(int)
+
+            def step(_, y):
+                return (
+                    lax.pcast(lax.psum(y, axes), axes, to="varying")
+                    if inside
+                    else y * y
+                )
+
+            return lax.fori_loop(0, num, step, x)
+
+        return parse_hlo(program(body, jnp.ones((8, 5))), MESH)
+
+    (found,) = run(inside=False)
+    assert (found.kind, found.executions) == ("all_reduce", 1)
+    with pytest.raises(ValueError, match="cannot read the trip count"):
+        run(inside=True)

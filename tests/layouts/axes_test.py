@@ -16,12 +16,13 @@ PACKAGE = pathlib.Path(meshpar.__file__).parent
 
 
 def test_names_follow_the_records():
-    assert axes.AXES == ("replica", "pipe", "data", "fsdp", "tensor")
-    assert axes.BATCH_DIMS == {"batch": ("data", "fsdp"), "length": ()}
-    assert axes.TOKEN_AXES == axes.BATCH_AXES == ("data", "fsdp")
+    assert axes.AXES == ("replica", "pipe", "data", "fsdp", "expert", "tensor")
+    assert axes.BATCH_DIMS == {"batch": ("data", "fsdp", "expert"), "length": ()}
+    assert axes.TOKEN_AXES == axes.BATCH_AXES == ("data", "fsdp", "expert")
     assert axes.SLOW_AXES == ("replica", "pipe", "data")
     assert axes.GATHERED_AXES == ("fsdp",)
-    assert axes.MANUAL_AXES == ("replica", "pipe", "data", "fsdp")
+    assert axes.HELD_AXES == ("pipe", "expert", "tensor")
+    assert axes.MANUAL_AXES == ("replica", "pipe", "data", "fsdp", "expert")
     for record in axes.RECORDS:
         assert record.doc and "\n" not in record.doc
 
@@ -29,11 +30,12 @@ def test_names_follow_the_records():
 def test_batch_spec_names_the_axes_of_each_dim(monkeypatch):
     some = layouts.parse("data=2,tensor=2")
     assert some.batch_spec(0) == ()
-    assert some.batch_spec(1) == (("data", "fsdp"),)
-    assert some.batch_spec(3) == (("data", "fsdp"), (), ())
+    rows = ("data", "fsdp", "expert")
+    assert some.batch_spec(1) == (rows,)
+    assert some.batch_spec(3) == (rows, (), ())
     monkeypatch.setitem(axes.BATCH_DIMS, "length", ("tensor",))
-    assert some.batch_spec(1) == (("data", "fsdp"),)
-    assert some.batch_spec(3) == (("data", "fsdp"), ("tensor",), ())
+    assert some.batch_spec(1) == (rows,)
+    assert some.batch_spec(3) == (rows, ("tensor",), ())
 
 
 @pytest.mark.parametrize("names", [axes.AXES[:-1], (*axes.AXES, "context")])
@@ -54,7 +56,7 @@ meshpar.simulate(8)
 layout = layouts.parse("data=2,context=2,tensor=2")
 assert str(layout) == "data=2,context=2,tensor=2"
 assert layout.num_devices == 8 and layout.num_token_shards == 4
-assert layout.batch_spec(3) == (("data", "fsdp"), ("context",), ())
+assert layout.batch_spec(3) == (("data", "fsdp", "expert"), ("context",), ())
 mesh = meshpar.make_mesh(layout)
 assert mesh.shape["context"] == 2
 with layouts.use(layout, mesh):

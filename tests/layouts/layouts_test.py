@@ -132,5 +132,7 @@ def test_batch_has_to_divide():
     with pytest.raises(LayoutError, match="multiple of 8 .the nearest is 8"):
         layout.check_batch_size(10)
     replicas = layouts.parse("replica=2,data=2")
-    with pytest.raises(LayoutError, match=r"replica\*data\*fsdp.*=2\*2\*1\*1=4; use"):
+    with pytest.raises(
+        LayoutError, match=r"replica\*data\*microbatches=2\*2\*1=4; use"
+    ):
         replicas.check_batch_size(2)

@@ -1,0 +1,82 @@
+"""Feed-forward layers of a decoder: one for all tokens, or a mixture of experts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.weights import bias, plus, weight
+from meshpar import layouts
+from meshpar.arrays import Array
+from meshpar.ops import experts
+
+
+class Mlp(nnx.Module):
+    """Feed-forward layer: SwiGLU (Shazeer, arXiv:2002.05202) or GELU."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, f = config.embed, config.mlp
+        gated = config.activation == "swiglu"
+        self.gate = weight(rngs, config, d, embed=d, mlp=f) if gated else None
+        self.up = weight(rngs, config, d, embed=d, mlp=f)
+        out_scale = (2 * config.depth) ** -0.5
+        self.down = weight(rngs, config, f, out_scale, mlp=f, embed=d)
+        self.up_bias = bias(config, mlp=f)
+        self.down_bias = bias(config, embed=d)
+
+    def __call__(self, x_BLD: Array) -> Array:
+        h_BLF = plus(jnp.einsum("BLD,DF->BLF", x_BLD, self.up[...]), self.up_bias)
+        if self.gate is None:
+            h_BLF = jax.nn.gelu(h_BLF)
+        else:
+            h_BLF *= jax.nn.silu(jnp.einsum("BLD,DF->BLF", x_BLD, self.gate[...]))
+        h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
+        y_BLD = jnp.einsum("BLF,FD->BLD", h_BLF, self.down[...])
+        return plus(y_BLD, self.down_bias)
+
+
+class ExpertMlp(nnx.Module):
+    """A mixture of experts, beside shared experts that every token goes to.
+
+    Source: Shazeer et al., arXiv:1701.06538; Dai et al., DeepSeekMoE, arXiv:2401.06066,
+      section 3.2 (shared experts).
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.mixture, self.gated = config.mixture, config.activation == "swiglu"
+        self.deterministic = False  # NNX sets it in evaluation mode.
+        d, f, e = config.embed, config.mlp, config.num_experts
+        router = jax.random.normal(rngs.params(), (d, e)) * d**-0.5
+        self.router = nnx.Param(router, out_sharding=("embed", None))
+        into = dict(expert=e, embed=d, mlp=f)
+        self.gate = weight(rngs, config, d, **into) if self.gated else None
+        self.up = weight(rngs, config, d, **into)
+        out_scale = (2 * config.depth) ** -0.5
+        self.down = weight(rngs, config, f, out_scale, expert=e, mlp=f, embed=d)
+        self.shared = None
+        if config.shared_experts:
+            width = config.shared_experts * f
+            self.shared = Mlp(dataclasses.replace(config, mlp=width), rngs)
+        self.rngs = rngs.dropout.fork() if config.router_jitter else None
+
+    def __call__(self, x_BLD: Array) -> tuple[Array, experts.Statistics]:
+        """Returns (y_BLD, the statistics of the mixture)."""
+        jitters = self.rngs is not None and not self.deterministic
+        mixed = experts.mixture(
+            x_BLD,
+            self.router[...],
+            experts.Experts(
+                self.up[...],
+                self.down[...],
+                self.gate[...] if self.gated else None,
+            ),
+            self.mixture,
+            activation=jax.nn.silu if self.gated else jax.nn.gelu,
+            key=self.rngs() if jitters else None,
+        )
+        y_BLD = mixed.y
+        if self.shared is not None:
+            y_BLD += self.shared(x_BLD)
+        return y_BLD, mixed.statistics

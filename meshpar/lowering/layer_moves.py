@@ -1,0 +1,91 @@
+"""Declares what a layer itself moves between devices, such as tokens to their experts.
+
+One layer is traced on the shapes of one device's microbatch. The functions of `ops`
+that move activations note what they move (`layouts.moves`).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array, Params, abstract, abstract_layer
+from meshpar.contracts.contract import DeclaredCollective
+from meshpar.fsdp.terms import LayerPass
+from meshpar.layouts.moves import Move
+from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.remat import sends_rows_again
+from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.frame import Frame
+
+
+def traced_moves(frame: Frame, batch: Any) -> list[Move]:
+    """The moves of one layer's forward pass, for one microbatch.
+
+    Args:
+      frame: the shard_map program.
+      batch: abstract batch of one replica.
+    """
+    num, layered, moves = frame.layout.microbatches, frame.layered, []
+    if not frame.manual_axes:
+        return moves
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype),
+        batch,
+    )
+    shared, stack = layered.split(abstract(frame.plan.weights))
+    specs = {
+        path: partition_spec(
+            tuple(tuple(a for a in axes if a in frame.held_axes) for axes in leaf.spec)
+        )
+        for path, leaf in frame.plan.weights.items()
+    }
+    layer_specs = {path: PartitionSpec(*specs[path][1:]) for path in stack}
+
+    def run(shared: Params, layer: Params, rows: Any) -> Array:
+        with frame.scope() as scope:
+            x = layered.embed(shared, rows, None)
+            layered.layer(layer, x, None, layered.context(shared, rows, None))
+        moves.extend(scope.moves)
+        return jnp.zeros(())
+
+    with jax.set_mesh(frame.mesh):
+        mapped = jax.shard_map(
+            run,
+            in_specs=(
+                {path: specs[path] for path in shared},
+                layer_specs,
+                batch_specs(frame.layout, rows, frame.batch_axes),
+            ),
+            out_specs=PartitionSpec(),
+            axis_names=set(frame.manual_axes),
+        )
+        jax.eval_shape(mapped, shared, abstract_layer(stack), rows)
+    return moves
+
+
+def declared_moves(
+    frame: Frame, passes: Iterable[LayerPass], batch: Any
+) -> Iterator[DeclaredCollective]:
+    """Declares the moves of all layers in one step.
+
+    The backward pass moves gradients the other way; with rematerialization it moves
+    again what it needs of the forward pass.
+
+    Args:
+      frame: the shard_map program.
+      passes: all passes over the layers.
+      batch: abstract batch of one replica.
+    """
+    passes, recomputes = list(passes), sends_rows_again(frame.layout.remat)
+    forward = sum(p.runs * p.depth for p in passes if p.name != "backward")
+    backward = sum(p.runs * p.depth for p in passes if p.name == "backward")
+    for move in traced_moves(frame, batch):
+        again = move.has_gradient + (recomputes and move.is_saved)
+        count, ways = forward + backward * again, frame.ways(move.axes)
+        size = count * move.payload_bytes
+        yield DeclaredCollective(
+            move.kind, move.axes, ways, count, size, move.why, bound=move.bound
+        )

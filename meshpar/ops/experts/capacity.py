@@ -1,0 +1,100 @@
+"""Capacity routing: every expert has a number of slots for each group of tokens.
+
+A group is a sequence, or a part of it, so that the tokens that find no slot are the
+same on every layout.
+
+Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2 and algorithm 1.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from meshpar.arrays import Array
+from meshpar.ops.experts.config import MixtureConfig
+from meshpar.ops.experts.exchange import Exchange
+from meshpar.ops.experts.rows import inverse_index, take_rows
+from meshpar.ops.experts.statistics import Lost
+
+Matmul = Callable[[Array, Array, tuple[str, str]], Array]
+"""(rows, a matrix of each expert, names of its dims that are split or "") -> rows times
+the matrices of their experts."""
+
+RunExperts = Callable[[Array, Array, Matmul], Array]
+"""(rows, float32 weight of each, matmul) -> outputs of the experts times weights."""
+
+
+def slots_of(experts_BLX: Array, config: MixtureConfig) -> tuple[Array, int]:
+    """(slot of every choice [B*L*X], number of slots); the number itself for none.
+
+    Slots are numbered by expert, group and place. A group gives its first choices
+    before any second one, and earlier tokens before later ones.
+
+    Args:
+      experts_BLX: the experts of each token.
+      config: of the mixture.
+    """
+    batch, length, per_token = experts_BLX.shape
+    group, num_experts = config.tokens_per_group(length), config.num_experts
+    num_groups, capacity = batch * (length // group), config.capacity(length)
+    by_choice = experts_BLX.reshape(num_groups, group, per_token).swapaxes(1, 2)
+    chosen = by_choice.reshape(num_groups, -1)
+    is_chosen = (chosen[..., None] == jnp.arange(num_experts)[None, None]).astype(int)
+    before = jnp.cumsum(is_chosen, axis=1) - is_chosen
+    place = jnp.take_along_axis(before, chosen[..., None], axis=2)[..., 0]
+    first = (chosen * num_groups + jnp.arange(num_groups)[:, None]) * capacity
+    num_slots = num_experts * num_groups * capacity
+    slot = jnp.where(place < capacity, first + place, num_slots)
+    slot = slot.reshape(num_groups, per_token, group).swapaxes(1, 2)
+    return slot.reshape(-1), num_slots
+
+
+def run_with_capacity(
+    x_TD: Array,
+    experts_BLX: Array,
+    weights_TX: Array,
+    config: MixtureConfig,
+    exchange: Exchange,
+    run: RunExperts,
+) -> tuple[Array, Lost]:
+    """(outputs y[T, D], what was lost) of one device's tokens.
+
+    Communication: the slots of all experts go to the experts' devices and back, each
+    with (n-1)/n of E * C * groups * D numbers.
+
+    Args:
+      x_TD: tokens, T = B * L.
+      experts_BLX: their experts.
+      weights_TX: float32 weights of the experts' outputs.
+      config: of the mixture.
+      exchange: between the devices that share the experts.
+      run: runs this device's experts on rows [E / n, slots, D].
+    """
+    slot, num_slots = slots_of(experts_BLX, config)
+    per_token, ways = config.experts_per_token, exchange.ways
+    choice = inverse_index(slot, num_slots)
+    token = (choice // per_token)[:, None]
+    by_token = slot.reshape(-1, per_token)
+    rows_SD = take_rows(x_TD, token, by_token)
+    weight_S = take_rows(weights_TX.reshape(-1), choice[:, None], slot[:, None])
+
+    def to_experts(x: Array, why: str) -> Array:
+        x = exchange.swap(x.reshape(ways, -1, *x.shape[1:]), why)
+        parts = x.reshape(ways, config.num_experts // ways, -1, *x.shape[2:])
+        return parts.swapaxes(0, 1).reshape(parts.shape[1], -1, *x.shape[2:])
+
+    def to_tokens(x: Array, why: str) -> Array:
+        parts = x.reshape(x.shape[0], ways, -1, *x.shape[2:]).swapaxes(0, 1)
+        x = exchange.swap(parts, why, is_saved=False)
+        return x.reshape(num_slots, *x.shape[3:])
+
+    def matmul(x_ESD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+        del split  # The compiler splits a batch of matmuls well.
+        return jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF)
+
+    rows_ESD = to_experts(rows_SD, "rows to their experts")
+    weight_ES = to_experts(weight_S, "weights of rows")
+    rows_ESD = run(rows_ESD, weight_ES, matmul)
+    rows_SD = to_tokens(rows_ESD, "rows back from their experts")
+    lost = Lost(jnp.sum(slot == num_slots), jnp.zeros((), int))
+    return take_rows(rows_SD, by_token, token), lost

@@ -1,0 +1,134 @@
+"""Dropless routing: tokens sorted by expert, sent in buffers of a fixed size.
+
+Every device tells the others how many rows it sends to each expert. Rows travel in
+buffers of a fixed size, as compiled programs need; `MixtureConfig.bound` says how large
+they are, and choices beyond it are counted. The receiver puts the rows of each expert
+one after the other, padded to whole blocks, for `grouped_matmul`.
+
+Source: Gale et al., MegaBlocks, arXiv:2211.15841, sections 4 and 5.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from meshpar.arrays import Array
+from meshpar.ops.experts.capacity import RunExperts
+from meshpar.ops.experts.config import MixtureConfig
+from meshpar.ops.experts.exchange import Exchange
+from meshpar.ops.experts.grouped_matmul import BLOCK, grouped_matmul
+from meshpar.ops.experts.rows import inverse_index, take_rows
+from meshpar.ops.experts.statistics import Lost
+
+
+class _Sent(NamedTuple):
+    """What one device sends.
+
+    Attributes:
+      slot: [choices] the slot of each in the buffer; `num_slots` for overflow.
+      num_slots: n times the most rows that one device sends to another.
+      counts: int32 [n, E / n], rows for each expert of each device.
+    """
+
+    slot: Array
+    num_slots: int
+    counts: Array
+
+
+def _sent(expert: Array, config: MixtureConfig, ways: int) -> _Sent:
+    """Sorts choices by expert; `expert` is [choices]."""
+    num, most = len(expert), config.most_sent(len(expert), ways)
+    order = jnp.argsort(expert, stable=True)
+    place = inverse_index(order, num)
+    counts_NE = jnp.sum(expert[:, None] == jnp.arange(config.num_experts)[None], axis=0)
+    counts_NE = counts_NE.reshape(ways, -1)
+    ends_NE = jnp.cumsum(counts_NE, axis=1)
+    ends_N = jnp.cumsum(ends_NE[:, -1])
+    device = expert // counts_NE.shape[1]
+    rank = place - (ends_N - ends_NE[:, -1])[device]
+    slot = jnp.where(rank < most, device * most + rank, ways * most)
+    sent_NE = jnp.diff(jnp.minimum(ends_NE, most), axis=1, prepend=0)
+    return _Sent(slot, ways * most, sent_NE)
+
+
+class _Received(NamedTuple):
+    """Where the rows of a device's experts go.
+
+    Attributes:
+      place: [slots] the row of each slot of the buffer among those of the experts;
+        `num_rows` for empty slots.
+      num_rows: of all experts, with padding; a multiple of `BLOCK`.
+      sizes: int32 rows of each expert, padded to whole blocks.
+    """
+
+    place: Array
+    num_rows: int
+    sizes: Array
+
+
+def _received(counts_NE: Array, num_slots: int) -> _Received:
+    """The places of received rows, from their counts by source and expert."""
+    num_experts = counts_NE.shape[1]
+    sizes_E = -(-jnp.sum(counts_NE, axis=0) // BLOCK) * BLOCK
+    num_rows = -(-num_slots // BLOCK) * BLOCK + num_experts * BLOCK
+    start_NE = (jnp.cumsum(sizes_E) - sizes_E)[None]
+    start_NE += jnp.cumsum(counts_NE, axis=0) - counts_NE
+    ends_NE = jnp.cumsum(counts_NE, axis=1)
+    slot = jnp.arange(num_slots // len(counts_NE))
+    expert = jnp.sum(slot[None, :, None] >= ends_NE[:, None], axis=2)
+    known = jnp.minimum(expert, num_experts - 1)
+    first_NE = start_NE - (ends_NE - counts_NE)
+    place = slot[None] + jnp.take_along_axis(first_NE, known, axis=1)
+    place = jnp.where(expert < num_experts, place, num_rows)
+    return _Received(place.reshape(-1), num_rows, sizes_E)
+
+
+def run_dropless(
+    x_TD: Array,
+    experts_BLX: Array,
+    weights_TX: Array,
+    config: MixtureConfig,
+    exchange: Exchange,
+    run: RunExperts,
+) -> tuple[Array, Lost]:
+    """(outputs y[T, D], what was lost) of one device's tokens.
+
+    Communication: the buffers go to the experts' devices and back, each with (n-1)/n of
+    n * most_sent * D numbers; the counts, E int32.
+
+    Args:
+      x_TD: tokens, T = B * L.
+      experts_BLX: their experts.
+      weights_TX: float32 weights of the experts' outputs.
+      config: of the mixture.
+      exchange: between the devices that share the experts.
+      run: runs this device's experts on rows [S, D].
+    """
+    ways, per_token = exchange.ways, config.experts_per_token
+    sent = _sent(experts_BLX.reshape(-1), config, ways)
+    counts_NE = exchange.swap(sent.counts, "counts of rows", has_gradient=False)
+    received = _received(counts_NE, sent.num_slots)
+    choice = inverse_index(sent.slot, sent.num_slots)
+    token, by_token = (choice // per_token)[:, None], sent.slot.reshape(-1, per_token)
+    source = inverse_index(received.place, received.num_rows)[:, None]
+    place = received.place[:, None]
+
+    def to_experts(x: Array, why: str) -> Array:
+        x = exchange.swap(x.reshape(ways, -1, *x.shape[1:]), why)
+        return take_rows(x.reshape(-1, *x.shape[2:]), source, place)
+
+    def to_tokens(x: Array, why: str) -> Array:
+        x = take_rows(x, place, source)
+        parts = x.reshape(ways, -1, *x.shape[1:])
+        return exchange.swap(parts, why, is_saved=False).reshape(x.shape)
+
+    def matmul(x_SD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+        return grouped_matmul(x_SD, w_EDF, received.sizes, split)
+
+    rows_SD = take_rows(x_TD, token, by_token)
+    weight_S = take_rows(weights_TX.reshape(-1), choice[:, None], sent.slot[:, None])
+    rows_SD = to_experts(rows_SD, "rows to their experts")
+    weight_S = to_experts(weight_S, "weights of rows")
+    rows_SD = to_tokens(run(rows_SD, weight_S, matmul), "rows back from their experts")
+    overflow = jnp.sum(sent.slot == sent.num_slots)
+    return take_rows(rows_SD, by_token, token), Lost(overflow, overflow)

@@ -1,0 +1,216 @@
+"""A mixture of experts: route, dispatch, experts, combine, under the layout in use.
+
+Every device routes its tokens, sends them to the devices that hold their experts and
+gets the outputs back. `tensor` splits the mlp dim of every expert.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array
+from meshpar.collectives.varying import sum_varying, vary
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import EXPERT, TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.scope import Scope, activation_axes, current_scope
+from meshpar.ops.experts.capacity import Matmul, run_with_capacity
+from meshpar.ops.experts.config import MixtureConfig
+from meshpar.ops.experts.dropless import run_dropless
+from meshpar.ops.experts.exchange import Exchange
+from meshpar.ops.experts.router import Routing, route
+from meshpar.ops.experts.statistics import Statistics, statistics_of
+from meshpar.rows.opaque import each_row_alone
+
+_CALL = "experts.mixture"
+
+
+class Experts(NamedTuple):
+    """Weights of the experts, with dims named ("expert", "embed", "mlp").
+
+    Attributes:
+      up: first matrix.
+      down: last matrix, ("expert", "mlp", "embed").
+      gate: of a gated mlp; None for a plain one.
+    """
+
+    up: Array
+    down: Array
+    gate: Array | None = None
+
+
+class Mixed(NamedTuple):
+    """The result of a mixture of experts.
+
+    Attributes:
+      y: the outputs, in the dtype of the tokens.
+      statistics: of all tokens of the batch.
+      load: float32 choices of each expert, of all tokens of the batch.
+    """
+
+    y: Array
+    statistics: Statistics
+    load: Array
+
+
+def mixture(
+    x_BLD: Array,
+    router_DE: Array,
+    experts: Experts,
+    config: MixtureConfig,
+    *,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+    bias_E: Array | None = None,
+    key: Array | None = None,
+) -> Mixed:
+    """Runs each token through its experts.
+
+    y = sum over the token's experts e of weight_e * mlp_e(x). Communication, forward:
+    that of `run_with_capacity` or `run_dropless`, and of `statistics_of`.
+
+    Args:
+      x_BLD: tokens, whole along the length and D.
+      router_DE: the router's weights; name its dims ("embed", None).
+      experts: the experts' weights.
+      config: of the mixture.
+      activation: of the gate, or of the first matrix without one.
+      bias_E: as in `route`.
+      key: as in `route`.
+
+    Raises:
+      LayoutError: experts or their mlp dim do not divide over their axes.
+    """
+    fn = functools.partial(_mixture, config=config, activation=activation)
+    return each_row_alone(fn, x_BLD, router_DE, experts, bias_E, key)
+
+
+def _mixture(
+    x_BLD: Array,
+    router_DE: Array,
+    experts: Experts,
+    bias_E: Array | None,
+    key: Array | None,
+    config: MixtureConfig,
+    activation: Callable[[Array], Array],
+) -> Mixed:
+    routing = route(x_BLD, router_DE, config, bias_E=bias_E, key=key)
+    scope = current_scope()
+    if scope is None:
+        return _OnShards(config, activation)(x_BLD, routing, experts)
+    scope.experts_used = True
+    if scope.manual_axes:
+        token_axes = in_use(TOKEN_AXES, scope.mesh.shape)
+        ways = config.num_experts // len(experts.up)
+    else:
+        (token_axes,) = activation_axes(scope, ["batch"], _CALL)
+        if len(x_BLD) % ways_of(token_axes, scope.mesh.shape):
+            # A few sequences, such as a sample: the compiler splits what it can.
+            return _OnShards(config, activation)(x_BLD, routing, experts)
+        ways = scope.mesh.shape[EXPERT]
+    (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
+    run = _OnShards(config, activation, token_axes, ways, mlp_axes)
+    _check_divides(experts, config, run, scope)
+    if scope.manual_axes:
+        run = dataclasses.replace(run, mlp_axes=())  # Left to the compiler.
+        return run(x_BLD, routing, experts)
+    return _on_shards(run, x_BLD, routing, experts, scope)
+
+
+def _check_divides(
+    experts: Experts, config: MixtureConfig, run: "_OnShards", scope: Scope
+) -> None:
+    """Raises LayoutError if the experts or their mlp dim do not divide."""
+    mlp, mlp_ways = experts.up.shape[-1], ways_of(run.mlp_axes, scope.mesh.shape)
+    if config.num_experts % run.ways:
+        raise LayoutError(
+            f"{_CALL}: num_experts={config.num_experts} does not divide over "
+            f"{EXPERT}={run.ways}; change either"
+        )
+    if mlp % mlp_ways:
+        raise LayoutError(
+            f"{_CALL}: mlp={mlp} does not divide over {'*'.join(run.mlp_axes)}="
+            f"{mlp_ways}; change the size, or set activations.mlp=none and "
+            "params.mlp=none"
+        )
+
+
+def _on_shards(
+    run: "_OnShards", x_BLD: Array, routing: Routing, experts: Experts, scope: Scope
+) -> Mixed:
+    """Runs a mixture under lowering=jit, with all axes manual inside."""
+    sizes = scope.mesh.shape
+    if not in_use(sizes, sizes):
+        return run(x_BLD, routing, experts)
+    rows, by_expert = partition_spec((run.token_axes,)), in_use((EXPERT,), sizes)
+    up = partition_spec((by_expert, (), run.mlp_axes))
+    down = partition_spec((by_expert, run.mlp_axes, ()))
+    gate = None if experts.gate is None else up
+    return jax.shard_map(
+        run,
+        mesh=scope.mesh,
+        in_specs=(rows, rows, Experts(up, down, gate)),
+        out_specs=Mixed(rows, PartitionSpec(), PartitionSpec()),
+    )(x_BLD, routing, experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnShards:
+    """Dispatch, experts and combine for the tokens of one device.
+
+    Attributes:
+      config: of the mixture.
+      activation: of the experts.
+      token_axes: manual axes that split the tokens.
+      ways: devices that share the experts.
+      mlp_axes: manual axes that split the experts' mlp dim.
+    """
+
+    config: MixtureConfig
+    activation: Callable[[Array], Array]
+    token_axes: tuple[str, ...] = ()
+    ways: int = 1
+    mlp_axes: tuple[str, ...] = ()
+
+    def __call__(self, x_BLD: Array, routing: Routing, experts: Experts) -> Mixed:
+        """The outputs of this device's tokens, and statistics of all tokens."""
+        config, batch, dim = self.config, x_BLD.shape[:2], x_BLD.shape[-1]
+        axes = (*self.token_axes, *self.mlp_axes)
+        x_TD, weights_TX, *matrices = (
+            None if x is None else vary(x, axes)
+            for x in (
+                x_BLD.reshape(-1, dim),
+                routing.weights.reshape(-1, config.experts_per_token),
+                *experts,
+            )
+        )
+        run = functools.partial(self._experts, Experts(*matrices))
+        dispatched = run_dropless if config.routing == "dropless" else run_with_capacity
+        exchange = Exchange(self.ways)
+        y_TD, lost = dispatched(
+            x_TD, routing.experts, weights_TX, config, exchange, run
+        )
+        for axis in self.mlp_axes:
+            y_TD = sum_varying(y_TD, axis)
+        result = statistics_of(routing, lost, self.token_axes)
+        return Mixed(y_TD.reshape(*batch, dim), *result)
+
+    def _experts(
+        self, experts: Experts, rows: Array, weights: Array, matmul: Matmul
+    ) -> Array:
+        """Outputs of the experts times the weights of their rows.
+
+        Weights come before the last matrix: its output is not needed in the backward
+        pass then, and is neither saved nor sent again.
+        """
+        h = matmul(rows, experts.up, ("", "mlp"))
+        if experts.gate is None:
+            h = self.activation(h)
+        else:
+            h = self.activation(matmul(rows, experts.gate, ("", "mlp"))) * h
+        h = (h.astype(jnp.float32) * weights[..., None]).astype(h.dtype)
+        return matmul(h, experts.down, ("mlp", ""))

@@ -1,0 +1,54 @@
+"""Bytes that a mixture of experts moves, by formula; what the axis refuses."""
+
+import pytest
+from support.tiny_models import BATCH, LENGTH, batch, lower, model
+
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import EXPERT
+
+EMBED, EXPERTS, PER_TOKEN, WAYS, DEPTH = 32, 8, 2, 4, 2
+
+
+def moved(layout, **options):
+    """(declared, found) bytes of all_to_alls of one step."""
+    of = model(num_experts=EXPERTS, mlp=32, capacity_factor=1.0, **options)
+    program = lower(layout, of)
+    assert program.violations() == []
+    kinds = (EXPERT,), "all_to_all"
+    terms = [t for t in program.contract.terms if (t.axes, t.kind) == kinds]
+    found = [c for c in program.collectives if (c.axes, c.kind) == kinds]
+    declared = sum(term.wire_bytes for term in terms)
+    assert sum(c.wire_bytes for c in found) == declared
+    return declared
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 4), ("full", 5), ("experts", 4)])
+def test_bytes_of_capacity_routing_follow_the_formula(remat, times):
+    tokens = BATCH * LENGTH // 4
+    slots = PER_TOKEN * tokens  # Capacity factor 1: as many as there are choices.
+    rows, weights = times * slots * EMBED, (times - 2) * slots
+    wire = DEPTH * 4 * (rows + weights) * (WAYS - 1) / WAYS
+    assert moved(f"expert={WAYS},remat={remat}") == wire
+
+
+def test_bytes_of_dropless_routing_follow_its_bound():
+    choices = PER_TOKEN * BATCH * LENGTH // 4
+    for bound, share in ((0.0, WAYS), (2.0, 2)):  # Two experts per device: all of them.
+        slots = share * choices
+        numbers = 4 * slots * EMBED + 2 * slots + EXPERTS
+        wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
+        options = dict(routing="dropless", exchange_bound=bound)
+        assert moved(f"expert={WAYS}", **options) == wire
+
+
+def test_choices_beyond_the_bound_are_counted():
+    of = model(num_experts=EXPERTS, mlp=32, routing="dropless", exchange_bound=0.5)
+    program = lower("expert=4", of)
+    metrics = program.evaluate(program.init(0), batch())
+    assert 0.4 < float(metrics["experts_overflow"]) < 0.7
+    assert float(metrics["experts_dropped"]) == float(metrics["experts_overflow"])
+
+
+def test_a_dense_model_has_nothing_for_the_axis():
+    with pytest.raises(LayoutError, match="expert=2 shards no parameter"):
+        lower("expert=2")

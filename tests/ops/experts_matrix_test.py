@@ -1,0 +1,78 @@
+"""Every layout trains a mixture of experts as one device does, and drops the same."""
+
+import functools
+
+import jax
+import pytest
+from support.marks import slow
+from support.tiny_models import batch, lower_standard, model
+
+from meshpar import layouts
+from meshpar.explain.verify import record, verify
+from meshpar.lowering.jit import JitLowering
+
+STEPS = 2
+
+LAYOUTS = [
+    "capacity expert=8",
+    "capacity fsdp=2,expert=2,tensor=2",
+    "capacity pipe=2,fsdp=2,expert=2,microbatches=4",
+    "dropless data=2,expert=4,remat=full",
+    "dropless fsdp=2,expert=2,tensor=2,microbatches=2",
+    "dropless pipe=2,fsdp=2,expert=2,microbatches=4",
+    "capacity data=2,expert=2 jit",
+    slow("capacity expert=2"),
+    slow("capacity expert=4,remat=dots"),
+    slow("capacity fsdp=4,expert=2,zero=1"),
+    slow("capacity fsdp=2,expert=4,zero=2,microbatches=2"),
+    slow("capacity data=2,fsdp=2,expert=2,remat=full"),
+    slow("capacity data=2,tensor=2"),
+    slow("capacity pipe=2,data=2,microbatches=2"),
+    slow("capacity pipe=2,expert=2,tensor=2,microbatches=4,save=residuals"),
+    slow("capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,remat=full"),
+    slow("dropless expert=8"),
+    slow("dropless expert=2,fsdp=4,zero=2"),
+    slow("dropless fsdp=2,expert=2,tensor=2 jit"),
+    slow("dropless pipe=2,expert=4,microbatches=4,virtual_stages=2"),
+]
+
+
+def program(layout, routing, depth, lowering=""):
+    of = model(
+        depth=depth,
+        kv_heads=4,
+        mlp=32,
+        num_experts=8,
+        routing=routing,
+        capacity_factor=1.0,
+    )
+    return lower_standard(layout, of, lowering=lowering)
+
+
+@functools.cache
+def one_device(routing, depth, microbatches):
+    layout = f"data=1,microbatches={microbatches}"
+    alone = program(layout, routing, depth)
+    return list(record(alone, [batch(i) for i in range(STEPS)]))
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_layout_equals_one_device(case):
+    routing, text, *lowering = case.split()
+    layout = layouts.parse(text)
+    depth = 2 * layout.virtual_stages
+    tested = program(layout, routing, depth, *lowering)
+    assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
+    reference = one_device(routing, depth, layout.microbatches)
+    batches = [batch(i) for i in range(STEPS)]
+    report = verify(tested, reference, batches)
+    assert report.ok, report.problem
+    names = {row.tensor: row for row in report.comparisons if row.kind == "metric"}
+    assert {"experts_dropped", "experts_overflow", "experts_load"} <= names.keys()
+    (dropped,) = {
+        float(group.tensors["experts_dropped"])
+        for group in reference[0]
+        if group.kind == "metric" and "experts_dropped" in group.tensors
+    }
+    assert (dropped > 0) == (routing == "capacity")
+    assert jax.device_count() == 8

@@ -1,0 +1,180 @@
+"""Mixtures of experts on one device equal a loop over tokens; what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar.errors import MeshparError
+from meshpar.ops import experts
+from meshpar.ops.experts.grouped_matmul import BLOCK, in_blocks
+from meshpar.ops.experts.rows import inverse_index, take_rows
+
+B, L, D, F, E = 2, 8, 6, 10, 4
+CAPACITY = experts.MixtureConfig(E, 2, capacity_factor=1.0)
+DROPLESS = dataclasses.replace(CAPACITY, routing="dropless")
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def weights(gated=True):
+    gate = normal(3, E, D, F) if gated else None
+    return experts.Experts(normal(1, E, D, F), normal(2, E, F, D), gate)
+
+
+def reference(x_BLD, router_DE, matrices, config):
+    """(y, choices of each expert, number of drops), token by token."""
+    routing = jax.tree.map(np.asarray, experts.route(x_BLD, router_DE, config))
+    y, loads, drops = np.zeros_like(x_BLD), np.zeros(E), 0
+    num_slots = config.capacity(x_BLD.shape[1])
+    for b in range(len(x_BLD)):
+        used = np.zeros(E, int)
+        for choice in range(config.experts_per_token):  # First choices first.
+            for token in range(x_BLD.shape[1]):
+                e, x = routing.experts[b, token, choice], x_BLD[b, token]
+                loads[e] += 1
+                used[e] += 1
+                if config.routing == "capacity" and used[e] > num_slots:
+                    drops += 1
+                    continue
+                h = x @ matrices.up[e]
+                if matrices.gate is not None:
+                    h = h * jax.nn.silu(x @ matrices.gate[e])
+                else:
+                    h = jax.nn.silu(h)
+                y[b, token] += routing.weights[b, token, choice] * (
+                    h @ matrices.down[e]
+                )
+    return y, loads, drops
+
+
+@pytest.mark.parametrize("config", [CAPACITY, DROPLESS], ids=lambda c: c.routing)
+@pytest.mark.parametrize("tokens", [1, L])
+def test_a_mixture_equals_a_loop_over_tokens(config, tokens):
+    x, router, matrices = normal(0, B, tokens, D), normal(4, D, E), weights(tokens > 1)
+    mixed = experts.mixture(x, router, matrices, config)
+    y, loads, drops = reference(x, router, matrices, config)
+    np.testing.assert_allclose(mixed.y, y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(mixed.load, loads)
+    choices = B * tokens * 2
+    assert float(mixed.statistics.dropped) == pytest.approx(drops / choices)
+    assert (drops > 0) == (config is CAPACITY and tokens > 1)
+    assert float(mixed.statistics.load) == pytest.approx(E * max(loads) / choices)
+
+
+@pytest.mark.parametrize("config", [CAPACITY, DROPLESS], ids=lambda c: c.routing)
+def test_all_tokens_may_go_to_one_expert(config):
+    config = dataclasses.replace(config, experts_per_token=1)
+    x = jnp.abs(normal(0, B, L, D))
+    router = jnp.zeros((D, E)).at[:, 2].set(1.0)
+
+    def loss(matrices):
+        mixed = experts.mixture(x, router, matrices, config)
+        return jnp.sum(jnp.sin(mixed.y)), mixed
+
+    (_, mixed), grads = jax.value_and_grad(loss, has_aux=True)(weights())
+    np.testing.assert_array_equal(mixed.load, [0, 0, B * L, 0])
+    kept = L // E if config.routing == "capacity" else L
+    assert float(mixed.statistics.dropped) == 1 - kept / L
+    np.testing.assert_array_equal(np.any(mixed.y != 0, axis=-1).sum(axis=1), kept)
+    for gradient in grads:
+        idle = np.delete(np.asarray(gradient), 2, axis=0)
+        np.testing.assert_array_equal(idle, 0)
+        assert np.all(np.isfinite(gradient)) and np.any(gradient[2] != 0)
+
+
+@pytest.mark.parametrize("config", [CAPACITY, DROPLESS], ids=lambda c: c.routing)
+def test_experts_in_another_order_give_the_same_outputs(config):
+    x, router, matrices = normal(0, B, L, D), normal(4, D, E), weights()
+    order = np.array([2, 0, 3, 1])
+    permuted = jax.tree.map(lambda w: w[order], matrices)
+    before = experts.mixture(x, router, matrices, config)
+    after = experts.mixture(x, router[:, order], permuted, config)
+    np.testing.assert_allclose(after.y, before.y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(after.load, before.load[order])
+
+
+def test_rows_beyond_the_groups_are_never_read():
+    sizes = jnp.array([BLOCK, 0, 2 * BLOCK], jnp.int32)
+    x, w = normal(0, 5 * BLOCK, D), normal(1, 3, D, F)
+    used = 3 * BLOCK
+    poisoned = x.at[used:].set(jnp.nan)
+
+    def loss(x, w):
+        y = in_blocks(x, w, sizes)
+        return jnp.sum(jnp.sin(y[:used])), y
+
+    (_, y), (dx, dw) = jax.value_and_grad(loss, (0, 1), has_aux=True)(poisoned, w)
+    groups = np.repeat([0, 2, 2], BLOCK)
+    expected = np.einsum("sd,sdf->sf", x[:used], np.asarray(w)[groups])
+    np.testing.assert_allclose(y[:used], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(y[used:], 0)
+    np.testing.assert_array_equal(dw[1], 0)
+    assert np.all(np.isfinite(dw)) and np.all(np.isfinite(dx))
+
+
+def test_the_gradient_of_take_rows_is_that_of_a_plain_gather():
+    slots = jnp.array([4, 0, 7, 2, 7, 1], jnp.int32)  # 7 is no slot.
+    index = inverse_index(slots, 7)[:, None]
+    np.testing.assert_array_equal(index[:, 0], [1, 5, 3, 6, 0, 6, 6])
+    x, pull = normal(0, 6, D), normal(1, 7, D)
+    gradient = jax.grad(lambda x: jnp.sum(pull * take_rows(x, index, slots[:, None])))
+    expected = jnp.where((slots < 7)[:, None], pull[jnp.minimum(slots, 6)], 0)
+    np.testing.assert_allclose(gradient(x), expected)
+
+
+def test_the_router_prefers_lower_numbers_and_better_nodes():
+    x, router = jnp.ones((1, 1, 1)), jnp.array([[1.0, 1.0, 0.5, 1.2]])
+    config = experts.MixtureConfig(4, 2)
+    assert experts.route(x, router, config).experts.tolist() == [[[3, 0]]]
+    limited = dataclasses.replace(config, num_nodes=2)
+    assert experts.route(x, router, limited).experts.tolist() == [[[0, 1]]]
+    sigmoid = dataclasses.replace(config, score="sigmoid", normalize=False, scale=2.0)
+    routing = experts.route(x, router, sigmoid)
+    np.testing.assert_allclose(
+        routing.weights[0, 0], 2 * jax.nn.sigmoid(jnp.array([1.2, 1.0]))
+    )
+
+
+def test_a_bias_changes_the_choice_but_not_the_weights():
+    x, router = jnp.ones((1, 1, 1)), jnp.array([[0.0, 1.0, 2.0, 3.0]])
+    config = experts.MixtureConfig(4, 1, normalize=False)
+    bias = jnp.array([9.0, 0, 0, 0])
+    routing = experts.route(x, router, config, bias_E=bias)
+    assert int(routing.experts[0, 0, 0]) == 0
+    assert float(routing.weights[0, 0, 0]) == float(routing.shares[0, 0, 0])
+    load = jnp.array([4.0, 0, 2, 2])
+    after = experts.balanced_bias(jnp.zeros(4), load, 0.1)
+    np.testing.assert_allclose(after, [-0.1, 0.1, 0, 0])
+
+
+def test_jitter_is_noise_in_training_alone():
+    x, router = normal(0, B, L, D), normal(4, D, E)
+    config = experts.MixtureConfig(E, 2, jitter=0.5)
+    plain = experts.route(x, router, config)
+    noisy = experts.route(x, router, config, key=jax.random.key(0))
+    assert np.all(noisy.logits != plain.logits)
+    ratio = experts.route(
+        jnp.ones((B, L, 1)), jnp.ones((1, E)), config, key=jax.random.key(0)
+    )
+    assert 0.5 <= float(ratio.logits.min()) < float(ratio.logits.max()) <= 1.5
+
+
+def test_bad_configurations_are_refused():
+    for values, text in (
+        (dict(capacity_factor=0), "leaves no expert a slot"),
+        (dict(routing="sparse"), "use one of"),
+        (dict(experts_per_token=9), "1 to num_experts=4"),
+        (dict(jitter=1.0), "0 <= jitter < 1"),
+        (dict(bound=-1), "use 0 or more"),
+        (dict(num_nodes=3), "must divide"),
+        (dict(num_nodes=4, nodes_per_token=1), "fewer than"),
+    ):
+        with pytest.raises(MeshparError, match=text):
+            experts.MixtureConfig(**{"num_experts": E, **values})
+    with pytest.raises(MeshparError, match="does not divide sequences of 8"):
+        experts.MixtureConfig(E, group=3).capacity(8)
