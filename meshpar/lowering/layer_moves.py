@@ -16,7 +16,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import sends_rows_again
+from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 
@@ -79,12 +79,14 @@ def declared_moves(
       passes: all passes over the layers.
       batch: abstract batch of one replica.
     """
-    passes, recomputes = list(passes), sends_rows_again(frame.layout.remat)
+    passes = list(passes)
     forward = sum(p.runs * p.depth for p in passes if p.name != "backward")
     backward = sum(p.runs * p.depth for p in passes if p.name == "backward")
     for move in traced_moves(frame, batch):
-        again = move.has_gradient + (recomputes and move.is_saved)
-        count, ways = forward + backward * again, frame.ways(move.axes)
+        recomputes = move.is_saved and moves_again(frame.layout.remat, move.saved_as)
+        again = move.has_gradient + recomputes
+        count = backward if move.in_backward else forward + backward * again
+        count, ways = count * move.times, frame.ways(move.axes)
         size = count * move.payload_bytes
         yield DeclaredCollective(
             move.kind, move.axes, ways, count, size, move.why, bound=move.bound
