@@ -77,6 +77,22 @@ def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
 
 
 @pytest.mark.parametrize("mode", CONTEXT_MODES)
+def test_the_jit_lowering_takes_the_same_modes(mode):
+    layout = layouts.parse(f"data=2,context=2,tensor=2,context_mode={mode}")
+    mesh = meshpar.make_mesh(layout)
+
+    def run(*arrays):
+        with layouts.use(layout, mesh):
+            return context.attention(*arrays)
+
+    arrays = qkv(4)
+    with jax.set_mesh(mesh):
+        results = jax.jit(lambda *a: with_gradients(run, a))(*arrays)
+    for got, want in zip(results, expected(4), strict=True):
+        assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("mode", CONTEXT_MODES)
 def test_no_position_sees_a_later_one(mode):
     """Gradients across the borders of shards, too: a part has four tokens here."""
     run = mapped(context.attention, f"context=8,context_mode={mode}")
