@@ -19,6 +19,8 @@ NAME = "each_row_alone"
 SPLIT_NAME = "split_as_arguments"
 """Name of the jitted function by which the analysis knows `split_as_arguments`."""
 
+_NO_ROWS = "a mixture of experts, or a like function, is split along another dim"
+
 _analysed = jax.make_user_context(default_value=None)
 
 
@@ -102,7 +104,7 @@ def results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
     if isinstance(x, Mixed):
         return [x] * len(eqn.outvars)
     if not isinstance(x, Fixed) and x != Rows(0):
-        return [Mixed("x is not [batch, ...]")] * len(eqn.outvars)
+        return [Mixed(_NO_ROWS)] * len(eqn.outvars)
     shapes = (getattr(v.aval, "shape", ()) for v in eqn.outvars)
     return [Rows(0) if shape[:1] == (prime,) else Fixed() for shape in shapes]
 

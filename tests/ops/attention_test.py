@@ -36,6 +36,28 @@ def test_splash_attention_equals_plain_jnp(head_dim):
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_splash_attention_of_a_part_of_the_queries(part):
+    q, k, v = arrays(heads=2, kv_heads=1)
+    own = slice(128 * part, 128 * part + 128)
+
+    @jax.jit
+    def of_part(number, q, k, v):
+        def run(*qkv):
+            return attention_kernels.splash(*qkv, number, interpret=True)
+
+        return run(q, k, v), gradients(run, q, k, v)
+
+    def plain(q_own, k, v):
+        whole = attention_kernels.reference(q.at[:, own].set(q_own), k, v)
+        return whole[:, own]
+
+    y, got = of_part(part, q[:, own], k, v)
+    np.testing.assert_allclose(y, plain(q[:, own], k, v), rtol=2e-4, atol=2e-5)
+    for gradient, expected in zip(got, gradients(plain, q[:, own], k, v), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("manual", [(), ("data", "fsdp")])
 def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual):
     layout = layouts.parse("data=2,fsdp=2,tensor=2")

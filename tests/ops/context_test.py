@@ -123,6 +123,26 @@ def test_a_ring_needs_the_log_sum_exp_of_all_blocks(monkeypatch):
     assert all(error(g, w) > 1e-2 for g, w in zip(gradients, wanted, strict=True))
 
 
+def test_blocks_are_not_merged_by_a_stopped_log_sum_exp(monkeypatch):
+    """Some kernels return one without a gradient; their outputs are right."""
+
+    def merged(q, k, v):
+        return ring._forward(q, jnp.stack([k, v]))[0]
+
+    results = with_gradients(mapped(merged, "context=4"), qkv())
+    assert all(error(g, w) < 1e-5 for g, w in zip(results, expected(N), strict=True))
+    plain = jax.nn.logsumexp
+
+    def stopped(scores, axis):
+        return jax.lax.stop_gradient(plain(scores, axis=axis))
+
+    monkeypatch.setattr(jax.nn, "logsumexp", stopped)
+    y, dq, dk, dv = with_gradients(mapped(merged, "context=4"), qkv())
+    want, *wanted = expected(N)
+    assert error(y, want) < 1e-5
+    assert error(dq, wanted[0]) > 1e-2 and error(dk, wanted[1]) > 1e-2
+
+
 def test_positions_count_whole_sequences():
     def numbers(x_BL):
         places = context.positions(x_BL.shape[1])

@@ -9,8 +9,11 @@ from jax import lax
 
 from meshpar.arrays import Array
 from meshpar.layouts.axes import CONTEXT
+from meshpar.mesh.platform import TPU, traced_platform
+from meshpar.ops.attention_kernels import DIM_NAMES, splash, splash_fits
 from meshpar.ops.context.exchange import exchanged, num_ranks, record, widened
 from meshpar.ops.context.positions import positions, positions_on
+from meshpar.ops.kernels import on_shards
 
 _DIM = 2
 """The length in stacked keys and values [2, B, L, K, H]."""
@@ -28,6 +31,8 @@ def gathered_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
       v_BLKH: their values.
     """
     kv = _gather(jnp.stack([k_BLKH, v_BLKH]))
+    if traced_platform() is TPU and splash_fits(q_BLNH):
+        return on_shards(_splash, DIM_NAMES, q_BLNH, *kv)
     keys = jnp.concatenate(
         [positions_on(rank, k_BLKH.shape[1]) for rank in range(num_ranks())]
     )
@@ -35,6 +40,10 @@ def gathered_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
     return jax.nn.dot_product_attention(
         q_BLNH, *kv, mask=is_seen_LM[None, None], implementation="xla"
     )
+
+
+def _splash(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
+    return splash(q_BLNH, k_BLKH, v_BLKH, lax.axis_index(CONTEXT))
 
 
 def _gather(kv: Array) -> Array:
