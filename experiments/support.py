@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from experiments import command_line
 from meshpar.compose import reason_unsupported
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import DATA, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from meshpar.layouts.layout import parse
 from meshpar.layouts.param import Param
 from meshpar.local_sgd.mode import LocalSGD
@@ -93,6 +93,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(f"{DATA}=N", f"{DATA}=2"),
     *(Feature(f"zero={level}", f"{FSDP}=2,zero={level}") for level in (1, 2, 3)),
     Feature(f"{EXPERT}=N", f"{EXPERT}=2"),
+    Feature(f"{CONTEXT}=N", f"{CONTEXT}=2"),
     Feature(f"{TENSOR}=N", f"{TENSOR}=2"),
     Feature("microbatches=M", "microbatches=8"),
     Feature("remat", "remat=full"),

@@ -5,7 +5,6 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import REPLICA, TOKEN_AXES
+from meshpar.layouts.axes import BATCH_AXES, REPLICA
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
@@ -36,6 +35,7 @@ from meshpar.lowering.state import TrainState
 from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.foreign_shardings import check_divides
+from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 from meshpar.models.row_check import Split, averaged_state, check_losses
@@ -266,18 +266,17 @@ def _check_parts(
     model: Model, layout: Layout, lowerings: list[str], batch: Any
 ) -> frozenset[str]:
     """Checks the losses of a split batch; paths of the state that parts average."""
-    axes = {REPLICA, *(TOKEN_AXES if ShardMapLowering.name in lowerings else ())}
+    axes, evaluates = {REPLICA}, layout.pipe > 1 or layout.replica > 1
+    if ShardMapLowering.name in lowerings:
+        check_positions(model, batch, layout, evaluates)
+        axes.update(BATCH_AXES)
     splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
     if layout.microbatches > 1:
         splits["microbatches"] = layout.microbatches
     if splits:
-        why = ",".join(f"{name}={n}" for name, n in splits.items())
-        evaluates = layout.pipe > 1 or layout.replica > 1
-        split = Split(math.prod(splits.values()), why)
-        state = check_losses(model, batch, split, evaluates)
-        if layout.microbatches > 1:
-            why = f"microbatches={layout.microbatches}"
-            return averaged_state(state, Split(layout.microbatches, why))
+        state = check_losses(model, batch, Split.by(splits), evaluates)
+        if (num := layout.microbatches) > 1:
+            return averaged_state(state, Split.by({"microbatches": num}))
     return frozenset()
 
 

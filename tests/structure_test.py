@@ -20,7 +20,7 @@ ROOMS = (
 ASIDE = {"multihost": {"errors", "compat"}}
 """Rooms beside the tower, and all that they may import; every room may import them."""
 
-AXES = {"replica", "pipe", "data", "fsdp", "expert", "tensor"}
+AXES = {"replica", "pipe", "data", "fsdp", "expert", "context", "tensor"}
 PLATFORMS = {"cpu", "tpu", "gpu", "cuda"}
 
 MAX_FLOORS = 9

@@ -23,6 +23,7 @@ from experiments.models.mlp import ExpertMlp, Mlp
 from experiments.models.weights import bias, plus, times, weight
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
+from meshpar.ops import context
 from meshpar.ops.attention import causal_attention
 from meshpar.ops.experts import Statistics
 
@@ -60,11 +61,11 @@ class Norm(nnx.Module):
         return plus(times(y.astype(x.dtype), self.scale), self.bias)
 
 
-def rotate(x_BLNH: Array, theta: float) -> Array:
+def rotate(x_BLNH: Array, positions_L: Array, theta: float) -> Array:
     """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864)."""
-    length, dim = x_BLNH.shape[1], x_BLNH.shape[-1]
+    dim = x_BLNH.shape[-1]
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
+    angle = positions_L.astype(jnp.float32)[:, None] * frequency[None]
     sin, cos = jnp.sin(angle)[None, :, None], jnp.cos(angle)[None, :, None]
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
@@ -103,8 +104,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.config.position == "rope":
-            q_BLNH = rotate(q_BLNH, self.config.rope_theta)
-            k_BLKH = rotate(k_BLKH, self.config.rope_theta)
+            positions_L = context.positions(x_BLD.shape[1])
+            q_BLNH = rotate(q_BLNH, positions_L, self.config.rope_theta)
+            k_BLKH = rotate(k_BLKH, positions_L, self.config.rope_theta)
         q_BLNH = layouts.constrain(q_BLNH, "batch", "length", "heads", "head_dim")
         k_BLKH = layouts.constrain(k_BLKH, "batch", "length", "kv_heads", "head_dim")
         v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")
@@ -192,7 +194,8 @@ class Decoder(nnx.Module):
         w_VD = layouts.constrain(self.embedding[...], "vocab", None)
         x_BLD = vocabulary.lookup(w_VD, tokens_BL)
         if self.positions is not None:
-            x_BLD += self.positions[...][None, : tokens_BL.shape[1]]
+            positions_L = context.positions(tokens_BL.shape[1])
+            x_BLD += self.positions[...][positions_L][None]
         x_BLD = _residual(self.dropout(x_BLD))
         return (
             (x_BLD, jnp.zeros(len(Statistics._fields)))

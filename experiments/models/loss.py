@@ -1,5 +1,7 @@
 """Next-token cross-entropy: vocabulary-parallel, and in blocks to save memory."""
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from experiments.models.decoder_config import DecoderConfig
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.ops.experts import Statistics
+from meshpar.rows.opaque import split_as_arguments
 
 
 def logits(x_BLD: Array, w_DV: Array) -> Array:
@@ -85,32 +88,37 @@ def blockwise_cross_entropy(
       x_BLD: input of the head.
       w_DV: the head; its gradient is summed over the blocks in float32.
       targets_BL: token ids.
-      block: tokens per block; divides L.
+      block: most tokens per block; fewer where it does not divide L.
       weights_BL: as in `cross_entropy`.
 
     Returns:
       The mean loss in nats per token, a float32 scalar.
     """
-    num_blocks = x_BLD.shape[1] // block
-
-    def split(x_BL: Array) -> Array:
-        blocks = x_BL.reshape(x_BL.shape[0], num_blocks, block, *x_BL.shape[2:])
-        return blocks.swapaxes(0, 1)
-
+    # A device may hold a part of each sequence.
+    block = math.gcd(block, x_BLD.shape[1])
     # Gather w along D before the loop: inside it, every block would gather it again.
     w_DV = layouts.constrain(w_DV, None, "vocab").astype(jnp.float32)
+    losses = functools.partial(_blockwise_losses, block=block)
+    losses_BL = split_as_arguments(losses, x_BLD, w_DV, targets_BL)
+    if weights_BL is None:
+        return jnp.mean(losses_BL)
+    return jnp.sum(weights_BL * losses_BL) / jnp.sum(weights_BL)
+
+
+def _blockwise_losses(
+    x_BLD: Array, w_DV: Array, targets_BL: Array, block: int
+) -> Array:
+    """The loss of every token, float32 [B, L]."""
+
+    def split(x_BL: Array) -> Array:
+        blocks = x_BL.reshape(x_BL.shape[0], -1, block, *x_BL.shape[2:])
+        return blocks.swapaxes(0, 1)
 
     @jax.checkpoint
-    def block_loss(_: None, inputs: tuple[Array, ...]) -> tuple[None, Array]:
-        x_BCD, targets_BC, *weights = inputs
+    def block_losses(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
+        x_BCD, targets_BC = inputs
         logits_BCV = logits(x_BCD, w_DV.astype(x_BCD.dtype))
-        if not weights:
-            return None, cross_entropy(logits_BCV, targets_BC)
-        losses_BC = vocabulary.token_losses(logits_BCV, targets_BC)
-        return None, jnp.sum(weights[0] * losses_BC)
+        return None, vocabulary.token_losses(logits_BCV, targets_BC)
 
-    arrays = [x_BLD, targets_BL] + ([] if weights_BL is None else [weights_BL])
-    losses = jax.lax.scan(block_loss, None, tuple(map(split, arrays)))[1]
-    if weights_BL is None:
-        return jnp.mean(losses)
-    return jnp.sum(losses) / jnp.sum(weights_BL)
+    _, losses = jax.lax.scan(block_losses, None, (split(x_BLD), split(targets_BL)))
+    return losses.swapaxes(0, 1).reshape(targets_BL.shape)

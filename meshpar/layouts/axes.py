@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 REPLICA, PIPE, DATA, FSDP = "replica", "pipe", "data", "fsdp"
-EXPERT, TENSOR = "expert", "tensor"
+EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,12 @@ RECORDS: tuple[Axis, ...] = (
         splits_batch=("batch",),
         param_dims=("expert",),
         needs_sharded_params=True,
+    ),
+    Axis(
+        CONTEXT,
+        "splits the length of sequences (context parallelism)",
+        splits_batch=("length",),
+        activation_dims=("residual_length",),
     ),
     Axis(
         TENSOR,

@@ -28,6 +28,7 @@ from meshpar.layouts.axes import (
     TOKEN_AXES,
     in_use,
 )
+from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
 from meshpar.layouts.grammar import REGEXES, read_items, write_items
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
 from meshpar.layouts.remat import REMAT_POLICIES
@@ -52,6 +53,7 @@ class Layout:
       fsdp: size of the axis that splits the batch and shards training state (ZeRO).
       expert: size of the axis that splits the batch, and inside mixtures of experts
         the experts.
+      context: size of the axis that splits the length of sequences.
       tensor: size of the axis that splits heads, mlp and vocab (Megatron).
       zero: training state that `fsdp` shards: 1 optimizer state, 2 + gradients, 3 +
         parameters. None means 3, or 2 in a pipeline, where zero=3 would gather the
@@ -71,6 +73,8 @@ class Layout:
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "full" or "experts".
+      context_mode: attention over a split length: "allgather" gathers keys and values,
+        "ulysses" splits heads instead, "ring" sends keys and values around.
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
       params: rules {dim name: axis, axes or None} that override `PARAM_RULES`.
       activations: rules that override `ACTIVATION_RULES`.
@@ -90,6 +94,7 @@ class Layout:
     data: int = 1
     fsdp: int = 1
     expert: int = 1
+    context: int = 1
     tensor: int = 1
     zero: int | None = None
     microbatches: int = 1
@@ -100,6 +105,7 @@ class Layout:
     save: str = "inputs"
     tick_loop: str = "phases"
     remat: str = "none"
+    context_mode: str = ALLGATHER
     min_shard_size: int = 0
     params: Mapping[str, Rule] | tuple = ()
     activations: Mapping[str, Rule] | tuple = ()
@@ -118,6 +124,7 @@ class Layout:
             )
         options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
         check_pipeline_options(self.pipe, options, DEFAULTS)
+        check_context_mode(self.context, self.context_mode)
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(shown(self.remat), ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={shown(self.remat)!r} ({known})")

@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+from meshpar.layouts.remat import EXPERT_ROWS
+
 
 class Move(NamedTuple):
-    """One collective of a layer's forward pass.
+    """One collective of a layer, forward unless `in_backward`.
 
     Attributes:
       kind: as `contracts.Collective.kind`.
@@ -15,6 +17,9 @@ class Move(NamedTuple):
       is_saved: whether the backward pass needs what it brought: rematerialization
         moves that again.
       bound: whether a compiler may leave it out.
+      times: how often it runs in one pass, each time with `payload_bytes`.
+      in_backward: whether it runs in the backward pass alone, not in the forward pass.
+      saved_as: name of what it brought, for policies of `remat`.
     """
 
     kind: str
@@ -24,3 +29,6 @@ class Move(NamedTuple):
     has_gradient: bool = True
     is_saved: bool = True
     bound: bool = False
+    times: int = 1
+    in_backward: bool = False
+    saved_as: str = EXPERT_ROWS

@@ -19,9 +19,14 @@ REMAT_POLICIES: dict[str, Callable[[], Any]] = {
 """
 
 
-def sends_rows_again(remat: str) -> bool:
-    """Whether the backward pass sends rows to their experts once more."""
-    return remat not in ("none", "experts")
+def moves_again(remat: str, name: str) -> bool:
+    """Whether the backward pass moves once more what a layer was sent.
+
+    Args:
+      remat: "none" or a key of `REMAT_POLICIES`.
+      name: of what was sent, by `checkpoint_name`.
+    """
+    return remat != "none" and not (remat == "experts" and name == EXPERT_ROWS)
 
 
 def wrap_remat(

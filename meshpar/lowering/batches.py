@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import REPLICA, in_use, ways_of
+from meshpar.layouts.axes import BATCH_DIMS, REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 
@@ -39,7 +39,8 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
 
     Raises:
       ValueError: an empty batch, or leaves without a common first dim.
-      LayoutError: a dim that does not divide over its axes.
+      LayoutError: a dim that does not divide over its axes, or leaves of several
+        lengths where an axis splits them.
     """
     leaves = jax.tree.leaves(batch)
     if not leaves:
@@ -51,6 +52,7 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
             "[batch, ...]"
         )
     layout.check_batch_size(leaves[0].shape[0])
+    _check_lengths(leaves, layout)
 
     def leaf(x: Any, lead: tuple[str, ...], parts: int) -> jax.ShapeDtypeStruct:
         shape = (x.shape[0] // parts, *x.shape[1:])
@@ -78,6 +80,19 @@ def _check_divides(
                 f"batch leaf {list(shape)}: dim {dim} does not divide over "
                 f"{'*'.join(axes)}={ways}; use a multiple of {ways}"
             )
+
+
+def _check_lengths(leaves: list[Any], layout: Layout) -> None:
+    """Raises LayoutError if an axis splits the length, and leaves have several."""
+    axes = in_use(BATCH_DIMS["length"], layout.sizes)
+    lengths = sorted({x.shape[1] for x in leaves if len(x.shape) > 1})
+    if axes and len(lengths) != 1:
+        shapes = [tuple(x.shape) for x in leaves]
+        raise LayoutError(
+            f"{'*'.join(axes)}={ways_of(axes, layout.sizes)} splits the length of "
+            f"sequences, but the batch leaves {shapes} have the lengths {lengths}; "
+            "give arrays [batch, length, ...] of one length, and [batch]"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

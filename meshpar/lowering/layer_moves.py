@@ -16,7 +16,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import sends_rows_again
+from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 
@@ -79,9 +79,11 @@ def declared_moves(
       passes: all passes over the layers.
       batch: abstract batch of one replica.
     """
-    passes, again = list(passes), sends_rows_again(frame.layout.remat)
+    passes = list(passes)
     for move in traced_moves(frame, batch):
+        again = move.is_saved and moves_again(frame.layout.remat, move.saved_as)
         count = sum(p.runs * _runs_per_pass(p, move, again) for p in passes)
+        count *= move.times
         yield DeclaredCollective(
             move.kind,
             move.axes,
@@ -94,9 +96,11 @@ def declared_moves(
 
 
 def _runs_per_pass(layers: LayerPass, move: Move, again: bool) -> int:
-    """How often one pass over layers runs a move; `again` as in `sends_rows_again`."""
+    """How often one pass over layers runs a move; `again` says whether remat does."""
     if layers.name == "backward":
-        return layers.depth * (move.has_gradient + (again and move.is_saved))
+        return layers.depth * (move.in_backward or move.has_gradient + again)
+    if move.in_backward:
+        return 0
     if layers.name == "forward again" and layers.depth == 1 and not move.bound:
         # Nothing reads the output of a single layer, nor what is computed once more.
         return int(move.is_saved and not again)

@@ -103,8 +103,9 @@ def trace_layer(
     layout = plan.layout
     shared, stack = layered.split(abstract(plan.weights))
     rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
-    # A mixture of experts follows the tokens of each device.
-    axes = in_use(TOKEN_AXES, mesh.shape) if layout.expert > 1 else ()
+    # Mixtures of experts and attention follow the tokens of each device.
+    by_device = layout.expert > 1 or layout.context > 1
+    axes = in_use(TOKEN_AXES, mesh.shape) if by_device else ()
     traced: list[TracedLayer] = []
 
     def run(*args: Any) -> Array:

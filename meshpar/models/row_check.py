@@ -7,7 +7,8 @@ depend on the batch.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from meshpar.errors import LayoutError
 from meshpar.models.metrics import KINDS, LossResult, Mean, Sum
 from meshpar.models.model import Model
 from meshpar.rows import opaque
-from meshpar.rows.analysis import RowAnalysis, constant
+from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.values import (
     Fixed,
     Mixed,
@@ -44,6 +45,12 @@ class Split:
 
     parts: int
     why: str
+
+    @classmethod
+    def by(cls, settings: Mapping[str, int]) -> "Split":
+        """The split by settings {name: number of parts}."""
+        why = ",".join(f"{name}={number}" for name, number in settings.items())
+        return cls(math.prod(settings.values()), why)
 
 
 def check_losses(
@@ -107,8 +114,8 @@ def _check(
     except Exception as error:
         result = _of_one_part(fn, what, params, batch, key, split, error)
     else:
-        result = _values(*traced, prime)
-    if problem := _problem(result, what):
+        result = values_of(*traced, RowAnalysis(prime))
+    if problem := problem_of(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
     return result
 
@@ -123,7 +130,8 @@ def row_values(fn: Callable, params: Any, batch: Any, key: Any) -> Any:
       key: abstract random key.
     """
     prime = _prime_for(params, batch)
-    return _values(*_traced(fn, params, batch, key, prime), prime)
+    traced = _traced(fn, params, batch, key, prime)
+    return values_of(*traced, RowAnalysis(prime))
 
 
 def _traced(
@@ -138,16 +146,23 @@ def _traced(
     return closed, shape, [*inputs, *(Fixed() for _ in jax.tree.leaves(key))]
 
 
-def _values(closed: Any, shape: Any, inputs: list[Any], prime: int) -> Any:
-    """The values of a traced function's results."""
-    consts = [constant(x) for x in closed.consts]
+def values_of(closed: Any, shape: Any, inputs: list[Any], analysis: RowAnalysis) -> Any:
+    """The values of a traced function's results.
+
+    Args:
+      closed: its jaxpr.
+      shape: shapes of the results.
+      inputs: values of the arguments.
+      analysis: evaluates the jaxpr.
+    """
+    consts = [analysis.constant(x) for x in closed.consts]
     try:
-        results = RowAnalysis(prime).run(closed.jaxpr, consts, inputs)
+        results = analysis.run(closed.jaxpr, consts, inputs)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # A primitive that no rule foresees must not stop a loss with a weight.
         reason = f"it could not be followed ({type(error).__name__}: {error})"
         return jax.tree.map(lambda _: Mixed(reason), shape)
-    results = [_counted(x, prime) for x in results]
+    results = [_counted(x, analysis.prime) for x in results]
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
@@ -195,7 +210,7 @@ def _of_one_part(
     return jax.tree.map(lambda _: Mixed(reason), shape)
 
 
-def _problem(result: LossResult, what: str) -> str:
+def problem_of(result: LossResult, what: str) -> str:
     """The first problem of a loss and its metrics, with the remedy; "" without."""
     weight = result.aux.get("weight")
     remedy = (

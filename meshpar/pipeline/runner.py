@@ -24,7 +24,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
-from meshpar.layouts.axes import PIPE
+from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.memory import Held, TracedLayer
 from meshpar.lowering.runner import Runner
@@ -53,14 +53,12 @@ def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
     if not schedule.weight:
         return ""
     # Collectives under conditionals that differ between stages could deadlock.
-    gathers = layout.fsdp > 1 and layout.zero_level == 3
-    for setting, is_set in (
-        (f"expert={layout.expert}", layout.expert > 1),
-        (f"tensor={layout.tensor}", layout.tensor > 1),
-        (f"fsdp={layout.fsdp},zero=3", gathers),
-    ):
-        if is_set:
-            return _reason_divergent(schedule, setting)
+    axes = in_use((EXPERT, CONTEXT, TENSOR), layout.sizes)
+    settings = [f"{axis}={layout.sizes[axis]}" for axis in axes]
+    if layout.fsdp > 1 and layout.zero_level == 3:
+        settings.append(f"fsdp={layout.fsdp},zero=3")
+    if settings:
+        return _reason_divergent(schedule, settings[0])
     for setting, default in (("tick_loop", "phases"), ("vocab", "edge")):
         if (value := getattr(layout, setting)) != default:
             return (

@@ -8,13 +8,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core
 
 from meshpar import compat
 from meshpar.rows import indexing, opaque, shapes
 from meshpar.rows.arithmetic import MOVES, counted, elementwise, joined, same
-from meshpar.rows.folding import MAX_SIZE, folded
+from meshpar.rows.folding import constant, folded
 from meshpar.rows.values import (
     COMBINED,
     REDUCED,
@@ -76,6 +75,10 @@ class RowAnalysis:
 
     prime: int
 
+    def constant(self, value: Any) -> Any:
+        """A constant of a jaxpr."""
+        return constant(value)
+
     def run(
         self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]
     ) -> list[Any]:
@@ -90,7 +93,9 @@ class RowAnalysis:
         env.update(zip(jaxpr.invars, values, strict=True))
 
         def read(atom: Any) -> Any:
-            return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+            if isinstance(atom, core.Literal):
+                return self.constant(atom.val)
+            return env[atom]
 
         for eqn in jaxpr.eqns:
             outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
@@ -100,8 +105,8 @@ class RowAnalysis:
     def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name in _CALLS:
-            if eqn.params.get("name") == opaque.NAME:
-                return opaque.results(eqn, values, self.prime)
+            if (rule := opaque.RULES.get(eqn.params.get("name"))) is not None:
+                return rule(eqn, values, self.prime)
             return self._body(_jaxpr_of(eqn), values)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, values)
@@ -117,7 +122,7 @@ class RowAnalysis:
                 if known.known is not None:
                     return [known]
             return [_RULES[name](eqn, values, self.prime)] * len(eqn.outvars)
-        if _is_elementwise(eqn):
+        if is_elementwise(eqn):
             return [elementwise(name, values, self.prime)]
         return self._other(eqn, values)
 
@@ -132,7 +137,7 @@ class RowAnalysis:
     def _body(self, body: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr, open or closed."""
         if isinstance(body, core.ClosedJaxpr):
-            consts = [constant(x) for x in body.consts]
+            consts = [self.constant(x) for x in body.consts]
             return self.run(body.jaxpr, consts, values)
         return self.run(body, [], values)
 
@@ -244,22 +249,13 @@ _CONTRACTIONS = frozenset(("reduce_sum", "dot_general"))
 """Primitives that may turn an array of many rows into a sum, even of fixed values."""
 
 
-def constant(value: Any) -> Fixed:
-    """A constant of a jaxpr, known if it is small."""
-    if hasattr(value, "dtype") and not isinstance(value.dtype, np.dtype):
-        return Fixed()  # A random key.
-    if np.size(value) > MAX_SIZE:
-        return Fixed()
-    return Fixed(np.asarray(value))
-
-
 def _jaxpr_of(eqn: Any) -> Any:
     """The jaxpr that a call runs."""
     bodies = (core.ClosedJaxpr, core.Jaxpr)
     return next(v for v in eqn.params.values() if isinstance(v, bodies))
 
 
-def _is_elementwise(eqn: Any) -> bool:
+def is_elementwise(eqn: Any) -> bool:
     """Whether all operands have the shape of the result, or are repeated to it."""
     if len(eqn.outvars) != 1:
         return False

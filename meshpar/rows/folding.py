@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.rows.values import Fixed
+
 MAX_SIZE = 1 << 16
 """Largest array that is folded."""
 
@@ -65,6 +67,15 @@ _WITH_PARAMS: dict[str, Callable[..., Any]] = {
         x_params[:-1], axis=x_params[-1]["dimension"]
     ),
 }
+
+
+def constant(value: Any) -> Fixed:
+    """A constant of a jaxpr, known if it is small."""
+    if hasattr(value, "dtype") and not isinstance(value.dtype, np.dtype):
+        return Fixed()  # A random key.
+    if np.size(value) > MAX_SIZE:
+        return Fixed()
+    return Fixed(np.asarray(value))
 
 
 def folded(eqn: Any, known: Sequence[Any]) -> Any:

@@ -11,10 +11,15 @@ from typing import Any
 
 import jax
 
-from meshpar.rows.values import Fixed, Mixed, Rows
+from meshpar.rows.values import Fixed, Mixed, Rows, nonlinear
 
 NAME = "each_row_alone"
-"""Name of the jitted function by which the analysis knows them."""
+"""Name of the jitted function by which the analysis knows `each_row_alone`."""
+
+SPLIT_NAME = "split_as_arguments"
+"""Name of the jitted function by which the analysis knows `split_as_arguments`."""
+
+_NO_ROWS = "a mixture of experts, or a like function, is split along another dim"
 
 _analysed = jax.make_user_context(default_value=None)
 
@@ -46,6 +51,45 @@ def each_row_alone(fn: Callable[..., Any], x: Any, *others: Any) -> Any:
     return jax.jit(call)(x, *others)
 
 
+def split_as_arguments(fn: Callable[..., Any], *args: Any) -> Any:
+    """fn(*args) of a function that follows the layout, however a batch is split.
+
+    Args:
+      fn: returns an array, split into parts along the dim along which its arguments
+        are; any split of the others changes nothing.
+      *args: arrays.
+    """
+    if _analysed.value is None:
+        return fn(*args)
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call.__name__ = SPLIT_NAME
+    return jax.jit(call)(*args)
+
+
+def split_results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
+    """The values of the results of a call of `split_as_arguments`, for the analysis.
+
+    Args:
+      eqn: the call.
+      values: those of its arguments.
+      prime: number of rows.
+    """
+    if mixed := next((v for v in values if isinstance(v, Mixed)), None):
+        return [mixed] * len(eqn.outvars)
+    split = {v for v in values if not isinstance(v, Fixed)}
+    dims = {v.dim for v in split if isinstance(v, Rows)}
+    if len(dims) > 1 or any(v != Rows(v.dim) for v in split if isinstance(v, Rows)):
+        return [Mixed("arguments are split along several dims")] * len(eqn.outvars)
+    if any(not isinstance(v, Rows) for v in split):
+        return [nonlinear("a function of ops")] * len(eqn.outvars)
+    dim = dims.pop() if dims else 0
+    shapes = (getattr(v.aval, "shape", ()) for v in eqn.outvars)
+    return [Rows(dim) if s[dim : dim + 1] == (prime,) else Fixed() for s in shapes]
+
+
 def results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
     """The values of a call's results, for the analysis.
 
@@ -60,6 +104,10 @@ def results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
     if isinstance(x, Mixed):
         return [x] * len(eqn.outvars)
     if not isinstance(x, Fixed) and x != Rows(0):
-        return [Mixed("x is not [batch, ...]")] * len(eqn.outvars)
+        return [Mixed(_NO_ROWS)] * len(eqn.outvars)
     shapes = (getattr(v.aval, "shape", ()) for v in eqn.outvars)
     return [Rows(0) if shape[:1] == (prime,) else Fixed() for shape in shapes]
+
+
+RULES = {NAME: results, SPLIT_NAME: split_results}
+"""{name of a jitted function: rule for the values of its results}."""

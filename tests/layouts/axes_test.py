@@ -16,13 +16,23 @@ PACKAGE = pathlib.Path(meshpar.__file__).parent
 
 
 def test_names_follow_the_records():
-    assert axes.AXES == ("replica", "pipe", "data", "fsdp", "expert", "tensor")
-    assert axes.BATCH_DIMS == {"batch": ("data", "fsdp", "expert"), "length": ()}
-    assert axes.TOKEN_AXES == axes.BATCH_AXES == ("data", "fsdp", "expert")
+    assert axes.AXES == (
+        "replica",
+        "pipe",
+        "data",
+        "fsdp",
+        "expert",
+        "context",
+        "tensor",
+    )
+    rows = ("data", "fsdp", "expert")
+    assert axes.BATCH_DIMS == {"batch": rows, "length": ("context",)}
+    assert axes.BATCH_AXES == rows
+    assert axes.TOKEN_AXES == (*rows, "context")
     assert axes.SLOW_AXES == ("replica", "pipe", "data")
     assert axes.GATHERED_AXES == ("fsdp",)
     assert axes.HELD_AXES == ("pipe", "expert", "tensor")
-    assert axes.MANUAL_AXES == ("replica", "pipe", "data", "fsdp", "expert")
+    assert axes.MANUAL_AXES == ("replica", "pipe", "data", "fsdp", "expert", "context")
     for record in axes.RECORDS:
         assert record.doc and "\n" not in record.doc
 
@@ -32,13 +42,13 @@ def test_batch_spec_names_the_axes_of_each_dim(monkeypatch):
     assert some.batch_spec(0) == ()
     rows = ("data", "fsdp", "expert")
     assert some.batch_spec(1) == (rows,)
-    assert some.batch_spec(3) == (rows, (), ())
+    assert some.batch_spec(3) == (rows, ("context",), ())
     monkeypatch.setitem(axes.BATCH_DIMS, "length", ("tensor",))
     assert some.batch_spec(1) == (rows,)
     assert some.batch_spec(3) == (rows, ("tensor",), ())
 
 
-@pytest.mark.parametrize("names", [axes.AXES[:-1], (*axes.AXES, "context")])
+@pytest.mark.parametrize("names", [axes.AXES[:-1], (*axes.AXES, "island")])
 def test_a_record_without_a_layout_field_is_an_error_at_import(names, monkeypatch):
     monkeypatch.setattr(axes, "AXES", names)
     spec = importlib.util.spec_from_file_location("layout_copy", layout.__file__)
@@ -53,15 +63,16 @@ import meshpar
 from meshpar import layouts
 
 meshpar.simulate(8)
-layout = layouts.parse("data=2,context=2,tensor=2")
-assert str(layout) == "data=2,context=2,tensor=2"
+layout = layouts.parse("data=2,island=2,tensor=2")
+assert str(layout) == "data=2,island=2,tensor=2"
 assert layout.num_devices == 8 and layout.num_token_shards == 4
-assert layout.batch_spec(3) == (("data", "fsdp", "expert"), ("context",), ())
+rows = "data", "fsdp", "expert"
+assert layout.batch_spec(3) == (rows, ("context", "island"), ())
 mesh = meshpar.make_mesh(layout)
-assert mesh.shape["context"] == 2
+assert mesh.shape["island"] == 2
 with layouts.use(layout, mesh):
     x_BLF = layouts.constrain(jnp.ones((4, 8, 6)), "batch", "length", "mlp")
-assert x_BLF.sharding.spec == PartitionSpec("data", "context", "tensor")
+assert x_BLF.sharding.spec == PartitionSpec("data", "island", "tensor")
 """
 
 
@@ -71,9 +82,9 @@ def test_a_new_axis_is_one_record_and_one_layout_field(tmp_path):
         (
             "axes",
             "    Axis(\n        TENSOR,",
-            '    Axis("context", "splits the length", splits_batch=("length",)),\n',
+            '    Axis("island", "splits the length", splits_batch=("length",)),\n',
         ),
-        ("layout", "    tensor: int = 1\n", "    context: int = 1\n"),
+        ("layout", "    tensor: int = 1\n", "    island: int = 1\n"),
     ):
         path = tmp_path / "meshpar" / "layouts" / f"{name}.py"
         text = path.read_text()

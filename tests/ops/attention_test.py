@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 from meshpar import layouts
 from meshpar.mesh import platform
-from meshpar.ops import attention, kernels
+from meshpar.ops import attention, attention_kernels, kernels
 
 
 def arrays(heads=4, kv_heads=2, length=256, dim=128):
@@ -27,12 +27,34 @@ def test_splash_attention_equals_plain_jnp(head_dim):
     q, k, v = arrays(dim=head_dim)
 
     def interpreted(q, k, v):
-        return attention.splash(q, k, v, interpret=True)
+        return attention_kernels.splash(q, k, v, interpret=True)
 
-    y, expected = interpreted(q, k, v), attention.reference(q, k, v)
+    y, expected = interpreted(q, k, v), attention_kernels.reference(q, k, v)
     np.testing.assert_allclose(y, expected, rtol=2e-4, atol=2e-5)
-    both = (gradients(fn, q, k, v) for fn in (interpreted, attention.reference))
+    both = (gradients(fn, q, k, v) for fn in (interpreted, attention_kernels.reference))
     for gradient, expected in zip(*both, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_splash_attention_of_a_part_of_the_queries(part):
+    q, k, v = arrays(heads=2, kv_heads=1)
+    own = slice(128 * part, 128 * part + 128)
+
+    @jax.jit
+    def of_part(number, q, k, v):
+        def run(*qkv):
+            return attention_kernels.splash(*qkv, number, interpret=True)
+
+        return run(q, k, v), gradients(run, q, k, v)
+
+    def plain(q_own, k, v):
+        whole = attention_kernels.reference(q.at[:, own].set(q_own), k, v)
+        return whole[:, own]
+
+    y, got = of_part(part, q[:, own], k, v)
+    np.testing.assert_allclose(y, plain(q[:, own], k, v), rtol=2e-4, atol=2e-5)
+    for gradient, expected in zip(got, gradients(plain, q[:, own], k, v), strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
 
 
@@ -48,7 +70,7 @@ def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual):
 
     def kernel(*arrays):
         shapes.add(arrays[0].shape)
-        return attention.reference(*arrays)
+        return attention_kernels.reference(*arrays)
 
     def on_shards(*arrays):
         with layouts.use(layout, mesh, manual):
@@ -65,7 +87,10 @@ def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual):
 
     with jax.set_mesh(mesh):
         values = jax.jit(lambda *a: (mapped(*a), gradients(mapped, *a)))(q, k, v)
-    reference = attention.reference(q, k, v), gradients(attention.reference, q, k, v)
+    reference = (
+        attention_kernels.reference(q, k, v),
+        gradients(attention_kernels.reference, q, k, v),
+    )
     for x, expected in zip(*map(jax.tree.leaves, (values, reference)), strict=True):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
     assert shapes == {(1, 8, 2, 4)}
@@ -75,5 +100,5 @@ def test_outside_a_layout_the_platform_is_the_default_backend():
     assert platform.traced_platform() is platform.CPU
     q, k, v = arrays(length=8, dim=4)
     np.testing.assert_array_equal(
-        attention.causal_attention(q, k, v), attention.reference(q, k, v)
+        attention.causal_attention(q, k, v), attention_kernels.reference(q, k, v)
     )

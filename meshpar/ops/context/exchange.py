@@ -1,0 +1,100 @@
+"""Collectives over `context`, each with a gradient that is one collective as well.
+
+All other axes of the mesh are made manual around them: a compiler would make arrays
+whole over those first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array, num_bytes
+from meshpar.layouts.axes import CONTEXT, ways_of
+from meshpar.layouts.moves import Move
+from meshpar.layouts.scope import Scope, activation_spec, current_scope
+from meshpar.mesh.platform import traced_platform
+from meshpar.ops.attention_kernels import DIM_NAMES
+
+
+def scope_in_use() -> Scope:
+    """The layout in use; `context` is manual in it."""
+    scope = current_scope()
+    assert scope is not None and CONTEXT in scope.manual_axes
+    return scope
+
+
+def num_ranks() -> int:
+    """Devices that share a sequence."""
+    return scope_in_use().mesh.shape[CONTEXT]
+
+
+def spec_of(x: Array) -> PartitionSpec:
+    """How automatic axes split x[..., B, L, N, H].
+
+    Raises:
+      LayoutError: a dim that does not divide over its axes.
+    """
+    names = (None,) * (x.ndim - len(DIM_NAMES)) + DIM_NAMES
+    return activation_spec(scope_in_use(), x.shape, names)
+
+
+def head_ways() -> int:
+    """Devices over which automatic axes split the heads."""
+    scope = scope_in_use()
+    axes = scope.layout.activation_rules["heads"]
+    free = (a for a in axes if a in scope.mesh.shape and a not in scope.manual_axes)
+    return ways_of(free, scope.mesh.shape)
+
+
+def on_devices(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
+    """Makes the automatic axes manual, too: fn on the shards of each device."""
+    scope = scope_in_use()
+    axes = set(scope.mesh.axis_names) - scope.manual_axes
+    if not axes:
+        return fn
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def record(kind: str, x: Array, why: str, parts: int = 1, **facts: int | bool) -> None:
+    """Notes a collective of the layer.
+
+    Args:
+      kind: as in `Move`.
+      x: what it moves, whole over the automatic axes.
+      why: as in `Move`.
+      parts: number of such arrays that make up the whole tensor.
+      **facts: other fields of `Move`.
+    """
+    scope, axes = scope_in_use(), [a for dim in spec_of(x) if dim for a in _axes(dim)]
+    size = parts * num_bytes(x) // ways_of(axes, scope.mesh.shape)
+    scope.moves.append(Move(kind, (CONTEXT,), size, why, saved_as="", **facts))
+
+
+def _axes(dim: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (dim,) if isinstance(dim, str) else dim
+
+
+def widened(x: Array) -> Array:
+    """Casts to the dtype in which collectives of the platform move floats."""
+    wide = traced_platform().widens_collectives
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
+
+
+def exchanged(
+    x: Array, send: Callable[[Array], Array], send_back: Callable[[Array], Array]
+) -> Array:
+    """send(x) on the shards of each device; its gradient is sent back.
+
+    Args:
+      x: [..., B, L, N, H]; the result has these dims too.
+      send: a linear function of a shard.
+      send_back: its transpose.
+    """
+    spec = spec_of(x)
+    there, back = (on_devices(fn, spec, spec) for fn in (send, send_back))
+    run = jax.custom_vjp(there)
+    run.defvjp(lambda x: (there(x), None), lambda _, dy: (back(dy),))
+    return run(x)

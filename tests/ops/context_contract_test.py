@@ -1,0 +1,69 @@
+"""Bytes that attention over split sequences moves, by formula; what is refused."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support.tiny_models import BATCH, LENGTH, batch, lower, model
+
+import meshpar
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import CONTEXT
+
+HEADS, KV_HEADS, HEAD_DIM, WAYS, DEPTH = 8, 2, 4, 4, 2
+KV = 2 * BATCH * LENGTH * KV_HEADS * HEAD_DIM * 4
+"""Bytes of the keys and values of whole sequences, in one layer."""
+
+SENT = KV * (WAYS - 1) / WAYS
+EXCHANGED = BATCH * LENGTH * HEAD_DIM * 4 * 2 * (HEADS + 4) * (WAYS - 1) / WAYS**2
+"""Queries and outputs, keys and values repeated to four heads."""
+
+
+@pytest.mark.parametrize(
+    ("options", "wire"),
+    [
+        ("context_mode=allgather", 2 * SENT),
+        ("context_mode=allgather,remat=full", 3 * SENT),
+        ("context_mode=ulysses", 2 * EXCHANGED),
+        ("context_mode=ulysses,remat=dots", 3 * EXCHANGED),
+        ("context_mode=ring", 2 * SENT + KV),
+        ("context_mode=ring,remat=full", 3 * SENT + KV),
+    ],
+)
+def test_bytes_follow_the_formula(options, wire):
+    program = lower(f"context={WAYS},{options}", model(kv_heads=KV_HEADS))
+    assert program.violations() == []
+    kinds = {"all_gather", "reduce_scatter", "all_to_all", "permute"}
+    terms = [t for t in program.contract.terms if t.kind in kinds]
+    found = [c for c in program.collectives if c.kind in kinds]
+    assert {t.axes for t in terms} == {c.axes for c in found} == {(CONTEXT,)}
+    assert sum(term.wire_bytes for term in terms) == DEPTH * wire
+    assert sum(c.wire_bytes for c in found) == DEPTH * wire
+
+
+def test_predicted_activations_fall_with_the_length():
+    """But for the keys and values that allgather holds."""
+    whole, split = (
+        lower(f"context={ways},context_mode=ring", model()).lowering.memory(batch())
+        for ways in (2, 4)
+    )
+    assert split.activations == pytest.approx(whole.activations / 2, rel=0.01)
+
+
+def test_lengths_that_cannot_be_split_are_refused():
+    with pytest.raises(LayoutError, match="dim 1 does not divide over context=3"):
+        lower("context=3")
+    data = batch() | {"weights": np.ones((BATCH, LENGTH // 2), np.float32)}
+    with pytest.raises(LayoutError, match=r"have the lengths \[8, 16\]"):
+        meshpar.lower(
+            model(), optax.sgd(0.1), "context=2", data, devices=jax.devices()[:2]
+        )
+
+
+def test_a_model_with_positions_of_its_own_is_left_to_the_compiler():
+    flax = model("linen")
+    with pytest.raises(LayoutError, match="positions are counted.*or use lowering=jit"):
+        lower("context=2", flax)
+    assert lower("context=2", flax, lowering="jit").violations() == []
+    with pytest.raises(LayoutError, match="position by position: a mixture of experts"):
+        lower("context=2", model(num_experts=4, mlp=32))

@@ -1,0 +1,70 @@
+"""Layouts that split sequences train a decoder as one device does."""
+
+import functools
+
+import jax
+import optax
+import pytest
+from support.marks import slow
+from support.tiny_models import batch, lower_standard, model
+
+import meshpar
+from experiments.data import padded_unevenly
+from meshpar import layouts
+from meshpar.explain.verify import record, verify
+from meshpar.lowering.jit import JitLowering
+
+STEPS = 2
+
+LAYOUTS = [
+    "fsdp=2,context=4",
+    "fsdp=2,context=2,tensor=2,context_mode=ulysses,remat=full",
+    "pipe=2,fsdp=2,context=2,microbatches=4,context_mode=ring",
+    slow("data=2,context=2 jit"),
+    slow("fsdp=4,context=2,zero=1"),
+    slow("fsdp=2,context=2,zero=2,microbatches=2,remat=dots"),
+    slow("context=8,context_mode=ring"),
+    slow("context=8,context_mode=ulysses"),
+    slow("context=2,tensor=4,context_mode=ring,remat=full"),
+    slow("fsdp=2,context=2,context_mode=ring jit"),
+    slow("pipe=2,context=4,microbatches=4,context_mode=ulysses,save=residuals"),
+    slow("pipe=2,context=2,tensor=2,microbatches=4,virtual_stages=2"),
+    slow("pipe=2,fsdp=2,context=2,zero=3,microbatches=4,vocab=pipe,remat=full"),
+]
+
+
+def program(layout, depth, lowering=""):
+    of = model(depth=depth, kv_heads=4, dropout=0.1, position="learned")
+    return lower_standard(layout, of, lowering=lowering)
+
+
+@functools.cache
+def one_device(depth, microbatches):
+    alone = program(f"data=1,microbatches={microbatches}", depth)
+    return list(record(alone, [batch(i) for i in range(STEPS)]))
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_layout_equals_one_device(case):
+    text, *lowering = case.split()
+    layout = layouts.parse(text)
+    depth = 2 * layout.virtual_stages
+    tested = program(layout, depth, *lowering)
+    assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
+    reference = one_device(depth, layout.microbatches)
+    report = verify(tested, reference, [batch(i) for i in range(STEPS)])
+    assert report.ok, report.problem
+
+
+def test_parts_of_sequences_weigh_as_their_tokens_do():
+    """One part may have no token at all."""
+    batches = [padded_unevenly(batch(i)) for i in range(STEPS)]
+    with_block = model(loss_block=4)
+
+    def weighed(layout):
+        devices = jax.devices()[: layouts.parse(layout).num_devices]
+        optimizer = optax.adamw(1e-2, eps=1e-2)
+        return meshpar.lower(with_block, optimizer, layout, batches[0], devices=devices)
+
+    report = verify(weighed("context=4"), weighed("data=1"), batches)
+    assert report.ok, report.problem
