@@ -266,7 +266,8 @@ def test_a_storage_that_stalls_ends_the_run_with_its_name(
     call, section, limit_s, tmp_path
 ):
     """Also in a single process, whose steps have no limit."""
-    limit = [f"--set=watchdog.{section}={limit_s}", "--set=sample_tokens=0", "--devices=1"]
+    limit = [f"--set=watchdog.{section}={limit_s}", "--devices=1"]
+    limit.append("--set=sample_tokens=0")
     run = ["--recipe=tiny", "--steps=2", f"--workdir={tmp_path}", *limit]
     done = subprocess.run(
         [sys.executable, "-c", STALL, call, *run],
