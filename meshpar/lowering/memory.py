@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
+from meshpar.collectives.varying import vary
 from meshpar.layouts.axes import EXPERT, TOKEN_AXES, in_use
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import wrap_remat
@@ -109,9 +110,12 @@ def trace_layer(
     traced: list[TracedLayer] = []
 
     def run(*args: Any) -> Array:
+        *weights, rows, key = args
+        if axes:  # Marked here, or each use would make a copy that counts as saved.
+            weights = jax.tree.map(lambda x: vary(x, axes), weights)
         with model_scope(layout, mesh, axes):
             shards = 1 if axes else layout.num_token_shards
-            traced.append(_trace(layered, plan, shards, *args))
+            traced.append(_trace(layered, plan, shards, *weights, rows, key))
         return jnp.zeros(())
 
     with jax.set_mesh(mesh):
