@@ -5,8 +5,8 @@ r"""Checkpoints of a run: lists them, asks whether a layout can resume, moves we
     python -m experiments.checkpoint runs/bytes-llama --export=safetensors
     python -m experiments.checkpoint runs/new --import=FOLDER --recipe=gpt2-124m
 
-It exports weights to folders of Hugging Face's transformers (GPT-2 and Llama), and
-imports weights from them. It uses only the CPU.
+It exports weights to folders of Hugging Face's transformers (GPT-2, Llama, Mixtral and
+Qwen3-MoE), and imports weights from them. It uses only the CPU.
 """
 
 import pathlib

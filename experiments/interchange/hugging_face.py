@@ -1,12 +1,9 @@
-"""Weights under the names of Hugging Face's GPT-2 and Llama, and back.
+"""Weights under the names of Hugging Face's transformers, and back.
 
-Parameters of this repository are stacked over layers, and heads have a dim of their
-own. Files of transformers hold one matrix per layer: GPT-2 as [in, out] with q, k and v
-joined, Llama as [out, in] like torch.nn.Linear. In this file `param` and `path` belong
-to this repository, `tensor` and `name` to transformers.
+In this file `param` and `path` belong to this repository, `tensor` and `name` to
+transformers; `hugging_face_tensors.py` says how the ones are made of the others.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -20,7 +17,6 @@ from experiments.interchange.hugging_face_config import (
     CONFIG,
     config_json,
     decoder_config,
-    kind_of,
 )
 from experiments.interchange.hugging_face_files import (
     WEIGHTS,
@@ -28,86 +24,10 @@ from experiments.interchange.hugging_face_files import (
     read_weights,
     weight_files,
 )
+from experiments.interchange.hugging_face_tensors import Tensor, prefix_of, tensors_of
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.errors import ConfigError
 from meshpar.errors import shown
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """How one tensor of transformers is made of parameters.
-
-    Attributes:
-      paths: the parameters that it joins along the output dim.
-      inputs: number of leading dims of a parameter, without layers, that are inputs.
-      transposed: whether it is [out, in].
-    """
-
-    paths: tuple[str, ...]
-    inputs: int = 0
-    transposed: bool = False
-
-
-def _gpt2(_: DecoderConfig) -> dict[str, _Tensor]:
-    """{name: tensor}; a name with {} stands for one tensor per layer."""
-    tensors = {
-        "transformer.wte.weight": _Tensor(("embedding",), 1),
-        "transformer.wpe.weight": _Tensor(("positions",), 1),
-        "transformer.ln_f.weight": _Tensor(("norm/scale",)),
-        "transformer.ln_f.bias": _Tensor(("norm/bias",)),
-    }
-    norms = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
-    for module, path in norms.items():
-        for suffix, param in (("weight", "scale"), ("bias", "bias")):
-            name = f"transformer.h.{{}}.{module}.{suffix}"
-            tensors[name] = _Tensor((f"blocks/{path}/{param}",))
-    modules = {
-        "attn.c_attn": (("attention/q", "attention/k", "attention/v"), 1),
-        "attn.c_proj": (("attention/o",), 2),
-        "mlp.c_fc": (("mlp/up",), 1),
-        "mlp.c_proj": (("mlp/down",), 1),
-    }
-    for module, (params, inputs) in modules.items():
-        paths = [f"blocks/{param}" for param in params]
-        name = f"transformer.h.{{}}.{module}"
-        tensors[f"{name}.weight"] = _Tensor(tuple(paths), inputs)
-        tensors[f"{name}.bias"] = _Tensor(tuple(f"{path}_bias" for path in paths))
-    return tensors
-
-
-def _llama(config: DecoderConfig) -> dict[str, _Tensor]:
-    """{name: tensor}; a name with {} stands for one tensor per layer."""
-    tensors = {
-        "model.embed_tokens.weight": _Tensor(("embedding",), 1),
-        "model.norm.weight": _Tensor(("norm/scale",)),
-        "model.layers.{}.input_layernorm.weight": _Tensor(
-            ("blocks/attention_norm/scale",)
-        ),
-        "model.layers.{}.post_attention_layernorm.weight": _Tensor(
-            ("blocks/mlp_norm/scale",)
-        ),
-    }
-    if not config.tied:
-        tensors["lm_head.weight"] = _Tensor(("head",), 1, True)
-    modules = {f"self_attn.{x}_proj": (f"attention/{x}", 1) for x in "qkv"}
-    modules["self_attn.o_proj"] = "attention/o", 2
-    modules |= {f"mlp.{x}_proj": (f"mlp/{x}", 1) for x in ("gate", "up", "down")}
-    for module, (param, inputs) in modules.items():
-        name = f"model.layers.{{}}.{module}.weight"
-        tensors[name] = _Tensor((f"blocks/{param}",), inputs, True)
-    return tensors
-
-
-_TENSORS = {"gpt2": _gpt2, "llama": _llama}
-
-
-def _tensors(config: DecoderConfig) -> dict[str, tuple[_Tensor, int | None]]:
-    """{name: (tensor, its layer)} of all tensors of a decoder."""
-    tensors = {}
-    for name, tensor in _TENSORS[kind_of(config)](config).items():
-        layers = range(config.depth) if "{}" in name else [None]
-        tensors |= {name.format(layer): (tensor, layer) for layer in layers}
-    return tensors
 
 
 def exported(
@@ -123,19 +43,18 @@ def exported(
       ConfigError: transformers has no such decoder.
     """
 
-    def export(tensor: _Tensor, layer: int | None) -> np.ndarray:
+    def export(tensor: Tensor, index: tuple[int, ...]) -> np.ndarray:
         parts = []
         for path in tensor.paths:
-            x = np.asarray(params[path])
-            x = x if layer is None else x[layer]
+            x = np.asarray(params[path])[index]
             parts.append(x.reshape(*x.shape[: tensor.inputs], -1))
         joined = np.concatenate(parts, axis=-1)
         matrix = joined.reshape(-1, joined.shape[-1]) if tensor.inputs else joined
         return np.ascontiguousarray(matrix.T if tensor.transposed else matrix)
 
     return {
-        name: export(tensor, layer)
-        for name, (tensor, layer) in _tensors(config).items()
+        name: export(tensor, index)
+        for name, (tensor, index) in tensors_of(config).items()
     }
 
 
@@ -154,7 +73,7 @@ def imported(
     Raises:
       ConfigError: a tensor that is missing, of another shape, or not known.
     """
-    tensors = _tensors(config)
+    tensors = tensors_of(config)
     missing, unknown = tensors.keys() - arrays.keys(), arrays.keys() - tensors.keys()
     for verb, names in (("lacks", missing), ("also has", unknown)):
         if names:
@@ -162,16 +81,13 @@ def imported(
                 f"the model {verb} {shown(', '.join(sorted(names)[:5]))}; {CONFIG} "
                 "belongs to other weights"
             )
-    for name, (tensor, layer) in tensors.items():
-        _check_shape(name, tensor, layer, shapes, arrays[name].shape)
+    for name, (tensor, index) in tensors.items():
+        _check_shape(name, tensor, index, shapes, arrays[name].shape)
     params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
-    for name, (tensor, layer) in tensors.items():
+    for name, (tensor, index) in tensors.items():
         matrix = np.asarray(arrays[name], np.float32)
         matrix = matrix.T if tensor.transposed else matrix
-        views = [
-            params[path] if layer is None else params[path][layer]
-            for path in tensor.paths
-        ]
+        views = [params[path][index] for path in tensor.paths]
         widths = [math.prod(view.shape[tensor.inputs :]) for view in views]
         parts = np.split(matrix, np.cumsum(widths)[:-1], axis=-1)
         for view, part in zip(views, parts, strict=True):
@@ -181,13 +97,13 @@ def imported(
 
 def _check_shape(
     name: str,
-    tensor: _Tensor,
-    layer: int | None,
+    tensor: Tensor,
+    index: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
     found: tuple[int, ...],
 ) -> None:
     """Raises ConfigError unless a tensor has the shape that its parameters need."""
-    own = [shapes[path][layer is not None :] for path in tensor.paths]
+    own = [shapes[path][len(index) :] for path in tensor.paths]
     rows = [math.prod(own[0][: tensor.inputs])] if tensor.inputs else []
     shape = (*rows, sum(math.prod(each[tensor.inputs :]) for each in own))
     expected = shape[::-1] if tensor.transposed else shape
@@ -235,8 +151,7 @@ def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
             f"{folder} cannot be read: {shown(str(error))}; give a folder with "
             f"{CONFIG} and {WEIGHTS}"
         ) from error
-    prefix = {"gpt2": "transformer.", "llama": "model."}[description["model_type"]]
-    full = {}
+    prefix, full = prefix_of(config), {}
     for name, array in arrays.items():
         if name == "lm_head.weight" and config.tied:
             continue

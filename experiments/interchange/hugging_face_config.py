@@ -1,4 +1,7 @@
-"""Hugging Face's config.json of GPT-2 and Llama, to and from `DecoderConfig`."""
+"""Hugging Face's config.json, to and from `DecoderConfig`.
+
+The models of transformers that the decoder can be: GPT-2, Llama, Mixtral and Qwen3-MoE.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -10,20 +13,37 @@ from experiments.recipes.errors import ConfigError
 from meshpar.errors import nearest, shown
 
 CONFIG = "config.json"
-KINDS = ("gpt2", "llama")
+KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe")
+_MIXTURES = ("mixtral", "qwen3_moe")
+
+
+def _required(kind: str, config: DecoderConfig) -> dict[str, Any]:
+    """{field or property of a decoder: its value} if it is of a kind."""
+    if kind == "gpt2":
+        same = {"kv_heads": config.heads, "head_dim": config.embed // config.heads}
+        return GPT2_KIND | same | {"num_experts": 0}
+    defaults = DecoderConfig()
+    llama = {name: getattr(defaults, name) for name in GPT2_KIND if name != "tied"}
+    if kind == "llama":
+        return llama | {"num_experts": 0}
+    # Transformers drops no tokens, and shares no experts.
+    names = "shared_experts", "router_score", "weight_scale", "router_nodes"
+    mixture = {name: getattr(defaults, name) for name in names}
+    mixture |= {"num_experts": max(1, config.num_experts), "routing": "dropless"}
+    if kind == "mixtral":
+        return llama | mixture | {"normalize_weights": True}
+    return llama | mixture | {"qk_norm": True}
 
 
 def kind_of(config: DecoderConfig) -> str:
-    """The model of transformers that a decoder is: gpt2 or llama.
+    """The model of transformers that a decoder is: one of `KINDS`.
 
     Raises:
-      ConfigError: a decoder that is neither, with the fields that differ.
+      ConfigError: a decoder that is none of them, with the fields that differ.
     """
-    gpt2 = GPT2_KIND | {"kv_heads": config.heads}
-    defaults = DecoderConfig()
-    llama = {name: getattr(defaults, name) for name in GPT2_KIND if name != "tied"}
     differences = []
-    for kind, required in (("gpt2", gpt2), ("llama", llama)):
+    for kind in KINDS:
+        required = _required(kind, config)
         fields = [k for k, value in required.items() if getattr(config, k) != value]
         if not fields:
             return kind
@@ -38,13 +58,16 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     Raises:
       ConfigError: transformers has no such decoder.
     """
+    kind = kind_of(config)
     shared = dict(
-        vocab_size=config.vocab, tie_word_embeddings=config.tied, dtype="float32"
+        model_type=kind,
+        vocab_size=config.vocab,
+        tie_word_embeddings=config.tied,
+        dtype="float32",
     )
-    if kind_of(config) == "gpt2":
+    if kind == "gpt2":
         return shared | dict(
             architectures=["GPT2LMHeadModel"],
-            model_type="gpt2",
             n_positions=config.length,
             n_embd=config.embed,
             n_layer=config.depth,
@@ -54,21 +77,108 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
             layer_norm_epsilon=config.norm_eps,
         )
     return shared | dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
         max_position_embeddings=config.length,
         hidden_size=config.embed,
         num_hidden_layers=config.depth,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.mlp,
         hidden_act="silu",
         rms_norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
-        attention_bias=False,
-        mlp_bias=False,
+        **_own_json(kind, config),
     )
+
+
+def _own_json(kind: str, config: DecoderConfig) -> dict[str, Any]:
+    """The fields in which Llama and its kin differ."""
+    if kind == "llama":
+        return dict(
+            architectures=["LlamaForCausalLM"],
+            intermediate_size=config.mlp,
+            attention_bias=False,
+            mlp_bias=False,
+        )
+    if kind == "mixtral":
+        return dict(
+            architectures=["MixtralForCausalLM"],
+            intermediate_size=config.mlp,
+            num_local_experts=config.num_experts,
+            num_experts_per_tok=config.experts_per_token,
+            sliding_window=None,
+        )
+    return dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        moe_intermediate_size=config.mlp,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.experts_per_token,
+        norm_topk_prob=config.normalize_weights,
+        attention_bias=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        use_sliding_window=False,
+    )
+
+
+_SUPPORTED: dict[str, dict[str, tuple]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "tie_word_embeddings": (True,),
+    },
+    "llama": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    },
+    "mixtral": {"hidden_act": ("silu",), "sliding_window": (None,)},
+    "qwen3_moe": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+}
+"""{kind: {name in config.json: the values that the decoder supports}}."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": dict(
+        vocab_size=32000,
+        max_position_embeddings=2048,
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+    ),
+    "mixtral": dict(
+        vocab_size=32000,
+        max_position_embeddings=131_072,
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": dict(
+        vocab_size=151_936,
+        max_position_embeddings=32_768,
+        num_hidden_layers=24,
+        hidden_size=2048,
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        experts=128,
+        num_experts_per_tok=8,
+    ),
+}
+"""{kind: {name in config.json: the default of transformers}}."""
 
 
 def _check_values(
@@ -103,15 +213,6 @@ def _number(description: Mapping[str, Any], name: str, default: Any) -> Any:
 def _gpt2_fields(description: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `DecoderConfig`; the defaults are those of transformers."""
     get = functools.partial(_number, description)
-    _check_values(
-        description,
-        {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "tie_word_embeddings": (True,),
-        },
-    )
     embed = get("n_embd", 768)
     return dict(
         vocab=get("vocab_size", 50257),
@@ -126,10 +227,15 @@ def _gpt2_fields(description: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _llama_fields(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `DecoderConfig`; the defaults are those of transformers."""
-    get = functools.partial(_number, description)
-    heads, embed = get("num_attention_heads", 32), get("hidden_size", 4096)
+def _llama_fields(kind: str, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `DecoderConfig` of Llama and its kin."""
+    defaults = _DEFAULTS[kind]
+
+    def get(name: str, default: Any = None) -> Any:
+        return _number(description, name, defaults.get(name, default))
+
+    heads, embed = get("num_attention_heads", 32), get("hidden_size")
+    head_dim = get("head_dim", max(1, embed // heads))
     rope = description.get("rope_parameters") or description.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"{CONFIG}: rope_parameters={shown(repr(rope))}: use a table")
@@ -138,26 +244,30 @@ def _llama_fields(description: Mapping[str, Any]) -> dict[str, Any]:
             f"rotary positions of another kind than the default are not supported: "
             f"{shown(repr(rope))}"
         )
-    _check_values(
-        description,
-        {
-            "hidden_act": ("silu",),
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "head_dim": (embed // heads, None),
-        },
-    )
-    return dict(
-        vocab=get("vocab_size", 32000),
-        length=get("max_position_embeddings", 2048),
-        depth=get("num_hidden_layers", 32),
+    width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    fields = dict(
+        vocab=get("vocab_size"),
+        length=get("max_position_embeddings"),
+        depth=get("num_hidden_layers"),
         embed=embed,
         heads=heads,
         kv_heads=get("num_key_value_heads", heads),
-        mlp=get("intermediate_size", 11008),
+        head_width=0 if head_dim * heads == embed else head_dim,
+        mlp=get(width),
         tied=description.get("tie_word_embeddings") or False,
-        norm_eps=get("rms_norm_eps", 1e-6),
-        rope_theta=_number(rope, "rope_theta", get("rope_theta", 10_000.0)),
+        norm_eps=get("rms_norm_eps"),
+        rope_theta=_number(rope, "rope_theta", get("rope_theta")),
+    )
+    if kind not in _MIXTURES:
+        return fields
+    written = [x for x in ("num_experts", "num_local_experts") if x in description]
+    normalize = description.get("norm_topk_prob") or False
+    return fields | dict(
+        qk_norm=kind == "qwen3_moe",
+        num_experts=_number(description, "".join(written[:1]), defaults["experts"]),
+        experts_per_token=get("num_experts_per_tok"),
+        normalize_weights=normalize if kind == "qwen3_moe" else True,
+        routing="dropless",
     )
 
 
@@ -180,8 +290,9 @@ def decoder_config(description: Any) -> DecoderConfig:
         raise ConfigError(
             f"model_type={shown(repr(kind))} ({nearest(shown(str(kind)), KINDS)})"
         )
-    fields_of = {"gpt2": _gpt2_fields, "llama": _llama_fields}[kind]
-    fields = fields_of(description)
+    _check_values(description, _SUPPORTED[kind])
+    is_gpt2 = kind == "gpt2"
+    fields = _gpt2_fields(description) if is_gpt2 else _llama_fields(kind, description)
     for name, value in fields.items():
         allowed.check(f"model.{name}", value)
     try:

@@ -93,7 +93,10 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
 
 def _imported_model(decoder: DecoderConfig, recipe: DecoderConfig) -> DecoderConfig:
     """The imported decoder, with the recipe's settings that no weight depends on."""
-    settings = dict(dropout=recipe.dropout, loss_block=recipe.loss_block)
+    names = ["dropout", "loss_block"]
+    if decoder.num_experts:
+        names += ["exchange_bound", "router_jitter", "balance_loss", "z_loss"]
+    settings = {name: getattr(recipe, name) for name in names}
     if decoder.position == "rope":
         settings["length"] = min(recipe.length, decoder.length)
     try:

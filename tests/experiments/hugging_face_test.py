@@ -1,4 +1,4 @@
-"""Weights of transformers' GPT-2 and Llama: same logits, and back bit for bit.
+"""Weights under the names of transformers: same logits, and back bit for bit.
 
 The models in tests/data are transformers' own, random (make_hugging_face.py).
 """
@@ -24,7 +24,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
-KINDS = ("gpt2", "llama")
+KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe")
 
 
 def folder_of(kind):
@@ -117,11 +117,16 @@ def test_old_files_without_prefix_and_with_buffers_and_shards(tmp_path):
         ("gpt2", {"model_type": "bert"}, "model_type='bert'.*known: gpt2, llama"),
         ("gpt2", {"activation_function": "relu"}, "'relu': only 'gelu_new' is"),
         ("llama", {"attention_bias": True}, "attention_bias=True: only False is"),
-        ("llama", {"head_dim": 8}, "head_dim=8: only 4 is"),
+        ("llama", {"head_dim": 8}, r"q_proj.weight is \(16, 16\), not \(32, 16\)"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "of another kind"),
         ("llama", {"intermediate_size": 44}, r"gate_proj.weight is \(40, 16\), not"),
         ("llama", {"num_hidden_layers": 3}, "lacks model.layers.2"),
         ("llama", {"num_hidden_layers": 1}, "also has model.layers.1"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window=8: only None is"),
+        ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5: use 1 to"),
+        ("qwen3_moe", {"num_local_experts": 7}, r"lacks .*experts\.6\.down_proj"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: only"),
+        ("qwen3_moe", {"norm_topk_prob": 2}, "normalize_weights=2: use true or"),
     ],
 )
 def test_what_ours_cannot_be_is_an_error(kind, changes, words, tmp_path):
@@ -140,6 +145,11 @@ def test_a_folder_that_is_none(tmp_path):
 def test_a_decoder_that_they_do_not_have():
     with pytest.raises(ConfigError, match="gpt2 has no position='rope'.*llama has no"):
         config_json(DecoderConfig(bias=True))
+
+
+def test_experts_that_drop_tokens_are_not_theirs():
+    with pytest.raises(ConfigError, match="mixtral has no routing='capacity'; qwen3_"):
+        config_json(DecoderConfig(num_experts=4))
 
 
 def command(*words):

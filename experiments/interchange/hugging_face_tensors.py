@@ -1,0 +1,122 @@
+"""Which parameters each tensor of Hugging Face's transformers is made of.
+
+Parameters of this repository are stacked over layers, those of experts over experts as
+well, and heads have a dim of their own. Files of transformers hold one matrix per layer
+and expert: GPT-2 as [in, out] with q, k and v joined, the others as [out, in] like
+torch.nn.Linear.
+"""
+
+import dataclasses
+import itertools
+
+from experiments.interchange.hugging_face_config import kind_of
+from experiments.models.decoder_config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """How one tensor of transformers is made of parameters.
+
+    Attributes:
+      paths: the parameters that it joins along the output dim.
+      inputs: number of leading dims of a parameter, without layers and experts, that
+        are inputs.
+      transposed: whether it is [out, in].
+    """
+
+    paths: tuple[str, ...]
+    inputs: int = 0
+    transposed: bool = False
+
+
+def _gpt2() -> dict[str, Tensor]:
+    """{name: tensor}; {} in a name stands for the layer."""
+    tensors = {
+        "transformer.wte.weight": Tensor(("embedding",), 1),
+        "transformer.wpe.weight": Tensor(("positions",), 1),
+        "transformer.ln_f.weight": Tensor(("norm/scale",)),
+        "transformer.ln_f.bias": Tensor(("norm/bias",)),
+    }
+    norms = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
+    for module, path in norms.items():
+        for suffix, param in (("weight", "scale"), ("bias", "bias")):
+            name = f"transformer.h.{{}}.{module}.{suffix}"
+            tensors[name] = Tensor((f"blocks/{path}/{param}",))
+    modules = {
+        "attn.c_attn": (("attention/q", "attention/k", "attention/v"), 1),
+        "attn.c_proj": (("attention/o",), 2),
+        "mlp.c_fc": (("mlp/up",), 1),
+        "mlp.c_proj": (("mlp/down",), 1),
+    }
+    for module, (params, inputs) in modules.items():
+        paths = [f"blocks/{param}" for param in params]
+        name = f"transformer.h.{{}}.{module}"
+        tensors[f"{name}.weight"] = Tensor(tuple(paths), inputs)
+        tensors[f"{name}.bias"] = Tensor(tuple(f"{path}_bias" for path in paths))
+    return tensors
+
+
+_MLP = {
+    "llama": {f"mlp.{x}_proj": f"mlp/{x}" for x in ("gate", "up", "down")},
+    "mixtral": {
+        "block_sparse_moe.gate": "mlp/router",
+        "block_sparse_moe.experts.{}.w1": "mlp/gate",
+        "block_sparse_moe.experts.{}.w2": "mlp/down",
+        "block_sparse_moe.experts.{}.w3": "mlp/up",
+    },
+    "qwen3_moe": {
+        "mlp.gate": "mlp/router",
+        **{f"mlp.experts.{{}}.{x}_proj": f"mlp/{x}" for x in ("gate", "up", "down")},
+    },
+}
+"""{kind: {matrix of a feed-forward layer: parameter}}; {} stands for the expert."""
+
+
+def _llama(kind: str, config: DecoderConfig) -> dict[str, Tensor]:
+    """{name: tensor} of Llama and its kin; {} in a name: the layer, then the expert."""
+    tensors = {
+        "model.embed_tokens.weight": Tensor(("embedding",), 1),
+        "model.norm.weight": Tensor(("norm/scale",)),
+    }
+    if not config.tied:
+        tensors["lm_head.weight"] = Tensor(("head",), 1, True)
+    norms = {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "mlp_norm",
+    }
+    if config.qk_norm:
+        norms |= {f"self_attn.{x}_norm": f"attention/{x}_norm" for x in "qk"}
+    for module, param in norms.items():
+        name = f"model.layers.{{}}.{module}.weight"
+        tensors[name] = Tensor((f"blocks/{param}/scale",))
+    modules = {f"self_attn.{x}_proj": f"attention/{x}" for x in "qkvo"} | _MLP[kind]
+    for module, param in modules.items():
+        inputs = 2 if param == "attention/o" else 1
+        name = f"model.layers.{{}}.{module}.weight"
+        tensors[name] = Tensor((f"blocks/{param}",), inputs, True)
+    return tensors
+
+
+def tensors_of(config: DecoderConfig) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """{name: (tensor, its index in the stack of its parameters)} of a decoder.
+
+    The index is (layer, expert), (layer,) or ().
+
+    Args:
+      config: the decoder.
+
+    Raises:
+      ConfigError: transformers has no such decoder.
+    """
+    kind, tensors = kind_of(config), {}
+    ranges = range(config.depth), range(config.num_experts)
+    patterns = _gpt2() if kind == "gpt2" else _llama(kind, config)
+    for name, tensor in patterns.items():
+        for index in itertools.product(*ranges[: name.count("{}")]):
+            tensors[name.format(*index)] = tensor, index
+    return tensors
+
+
+def prefix_of(config: DecoderConfig) -> str:
+    """What the names of all tensors but the head start with."""
+    return "transformer." if kind_of(config) == "gpt2" else "model."
