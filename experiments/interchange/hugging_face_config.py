@@ -1,7 +1,4 @@
-"""Hugging Face's config.json, to and from `DecoderConfig`.
-
-The models of transformers that the decoder can be: GPT-2, Llama, Mixtral and Qwen3-MoE.
-"""
+"""Hugging Face's config.json of GPT-2, Llama, Mixtral and Qwen3-MoE decoders."""
 
 import functools
 from collections.abc import Mapping
