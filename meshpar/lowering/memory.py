@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
+from meshpar.collectives.varying import vary
 from meshpar.layouts.axes import EXPERT, TOKEN_AXES, in_use
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import wrap_remat
@@ -110,7 +111,9 @@ def trace_layer(
     def run(*args: Any) -> Array:
         with model_scope(layout, mesh, axes):
             shards = 1 if axes else layout.num_token_shards
-            traced.append(_trace(layered, plan, shards, *args))
+            # A layer that marks its weights itself would save them as activations.
+            varying = jax.tree.map(lambda x: vary(x, axes), args)
+            traced.append(_trace(layered, plan, shards, *varying))
         return jnp.zeros(())
 
     with jax.set_mesh(mesh):
