@@ -207,10 +207,17 @@ class _OnShards:
         Weights come before the last matrix: its output is not needed in the backward
         pass then, and is neither saved nor sent again.
         """
-        h = matmul(rows, experts.up, ("", "mlp"))
-        if experts.gate is None:
-            h = self.activation(h)
-        else:
-            h = self.activation(matmul(rows, experts.gate, ("", "mlp"))) * h
-        h = (h.astype(jnp.float32) * weights[..., None]).astype(h.dtype)
-        return matmul(h, experts.down, ("mlp", ""))
+        up = matmul(rows, experts.up, ("", "mlp"))
+        gate = None
+        if experts.gate is not None:
+            gate = matmul(rows, experts.gate, ("", "mlp"))
+        return matmul(self._weighted(up, gate, weights), experts.down, ("mlp", ""))
+
+    @functools.partial(jax.checkpoint, static_argnums=0, prevent_cse=False)
+    def _weighted(self, up: Array, gate: Array | None, weights: Array) -> Array:
+        """Hidden activations times the weights of their rows.
+
+        The backward pass computes them again: five arrays more would be saved.
+        """
+        h = self.activation(up) if gate is None else self.activation(gate) * up
+        return (h.astype(jnp.float32) * weights[..., None]).astype(h.dtype)
