@@ -46,8 +46,7 @@ OPTIMIZER_MODE = flags.DEFINE_string(
 DATA = flags.DEFINE_string(
     "data",
     None,
-    "Text file, folder, glob, or .npy/.bin token ids; the text of Python's standard "
-    "library by default.",
+    "Text, folder, glob or .npy/.bin ids; Python's own library by default.",
 )
 TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "A tokenizer.json; bytes by default."
