@@ -21,6 +21,7 @@ from meshpar.ops.context.exchange import (
     num_ranks,
     on_devices,
     record,
+    scope_in_use,
     spec_of,
     widened,
 )
@@ -45,7 +46,11 @@ def ring_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
     why = "keys and values around the ring"
     hops = dict(times=num - 1, has_gradient=False)
     record("permute", widened(kv), why, **hops)
-    record("permute", widened(kv), f"{why}, again", **hops, in_backward=True)
+    # A pipeline runs a stage again in its backward pass; the compiler may run one ring
+    # for both.
+    twice = scope_in_use().layout.pipe > 1
+    again = dict(in_backward=True, bound=twice)
+    record("permute", widened(kv), f"{why}, again", **hops, **again)
     sums = kv.astype(jnp.float32)
     why = "gradients of keys and values around the ring"
     record("permute", sums, why, times=num, in_backward=True)
