@@ -9,7 +9,7 @@ torch.nn.Linear.
 import dataclasses
 import itertools
 
-from experiments.interchange.hugging_face_config import kind_of
+from experiments.interchange.hugging_face_kinds import kind_of
 from experiments.models.decoder_config import DecoderConfig
 
 
