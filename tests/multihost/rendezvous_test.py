@@ -1,7 +1,6 @@
 """The barrier at the start: who may come in, and what strangers cannot do."""
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -286,25 +285,3 @@ def test_an_address_that_cannot_be_is_an_error(coordinator):
 def test_a_time_out_that_is_no_time_is_an_error(timeout_s):
     with pytest.raises(MultihostError, match="use seconds above 0"):
         wait_for_all(ProcessInfo("localhost:1", 2, 0), timeout_s)
-
-
-def test_the_token_may_be_in_a_file_and_has_to_be_a_secret(tmp_path):
-    path = tmp_path / "token"
-    with pytest.raises(MultihostError, match="cannot read the file"):
-        tokens.run_token({tokens.TOKEN_FILE: str(path)})
-    path.write_text(f"{TOKEN}\n")
-    assert tokens.run_token({tokens.TOKEN_FILE: str(path)}) == TOKEN.encode()
-    with pytest.raises(MultihostError, match="any program that reaches"):
-        tokens.run_token({})
-    with pytest.raises(MultihostError, match="has 6 characters"):
-        tokens.run_token({tokens.TOKEN: "secret"})
-
-
-def test_a_proof_answers_one_challenge_and_one_message():
-    token = TOKEN.encode()
-    line = tokens.seal(token, "a", {"process": 1})
-    assert tokens.unseal(token, "a", line) == {"process": 1}
-    assert tokens.unseal(token, "b", line) is None
-    changed = line.replace(json.dumps({"process": 1}).encode(), b'{"process": 2}')
-    assert tokens.unseal(token, "a", changed) is None
-    assert tokens.unseal(token, "a", b"\xff" + line) is None
