@@ -16,15 +16,12 @@ from support.tiny_models import (
     host,
     lower,
     model,
-    plain_model,
     relative_error,
 )
 
 import meshpar
-from experiments.models import decoder
-from meshpar import layouts, schedules, vocabulary
+from meshpar import layouts, schedules
 from meshpar.errors import LayoutError
-from meshpar.pipeline import runner
 from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.spec import make_spec
 
@@ -205,50 +202,6 @@ def test_schedule_auto_reports_its_choice():
     assert make_spec(layouts.parse("pipe=2,microbatches=4"), 6).schedule.name == "1f1b"
 
 
-@pytest.mark.parametrize(
-    "layout, options, words",
-    [
-        ("pipe=2,microbatches=4,schedule=1f1d", {}, "did you mean '1f1b'"),
-        ("schedule=gpipe", {}, "pipe=1: add pipe=N"),
-        ("pipe=2,save=input", {}, "use inputs or residuals"),
-        ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
-        ("pipe=2,partition=a", {}, "as in 3/3/2"),
-        (
-            "pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved",
-            {},
-            "not a multiple of pipe=8",
-        ),
-        ("pipe=4,params.layers=none,params.embed=pipe", {}, "name the first dim"),
-        ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
-        ("pipe=2,tensor=2,microbatches=4,schedule=zb_h1", {}, "can deadlock"),
-        ("pipe=2,fsdp=2,zero=3,schedule=zb_h1", {}, "fsdp=2,zero=3 needs collectives"),
-        ("pipe=2,schedule=zb_h1,tick_loop=uniform", {}, "leave out tick_loop=uniform"),
-        ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
-    ],
-)
-def test_impossible_layouts_are_refused_before_compiling(layout, options, words):
-    with pytest.raises(LayoutError, match=words):
-        lower(layout, DEEP, **options)
-    with pytest.raises(LayoutError, match="no layered form"):
-        lower("pipe=2,microbatches=4", plain_model())
-
-
-def test_an_optimizer_that_mixes_layers_is_refused_if_they_are_reordered():
-    with pytest.raises(LayoutError, match="mixes layers"):
-        layout = "pipe=2,microbatches=4,virtual_stages=2"
-        lower(layout, DEEP, optax.adafactor(1e-2, min_dim_size_to_factor=4))
-
-
-def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
-    """A layer that sums over tensor would wait for stages that skip it."""
-    monkeypatch.setattr(runner, "reason_unsupported", lambda *_: "")
-    program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
-    with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
-        _ = program.compiled
-    with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
-        program.gradients(program.init(0), batch())
-
-
 def test_models_that_a_pipeline_cannot_run_are_refused():
     def stages(embed):
         return meshpar.LayerStack("layers", embed, layer, loss)
@@ -311,29 +264,3 @@ def test_padding_never_reaches_real_layers(kind):
         metrics = host(program.step(program.init(0), rows)[1])
         results.append(gradients | {"grad_norm": metrics["grad_norm"]})
     assert relative_error(*results) < 1e-5
-
-
-def z_loss(logits):
-    return jnp.square(jax.nn.logsumexp(logits, -1)).mean()
-
-
-def whole_again(logits):
-    """A loss that treats the slice as half of a whole vocabulary."""
-    targets = jnp.zeros(logits.shape[:2], jnp.int32)
-    return vocabulary.token_losses(jnp.tile(logits, 2), targets).mean()
-
-
-@pytest.mark.parametrize(
-    "penalty, words",
-    [(z_loss, "one slice of them"), (whole_again, "saw 64 tokens on every stage")],
-)
-def test_losses_that_treat_a_slice_of_the_vocabulary_as_whole_are_refused(
-    monkeypatch, penalty, words
-):
-    def with_penalty(logits, targets):
-        return vocabulary.token_losses(logits, targets).mean() + penalty(logits)
-
-    monkeypatch.setattr(decoder, "cross_entropy", with_penalty)
-    program = lower("pipe=2,microbatches=2,vocab=pipe", model(depth=2))
-    with pytest.raises(LayoutError, match=words):
-        _ = program.lowered
