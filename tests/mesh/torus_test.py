@@ -61,7 +61,7 @@ def test_a_chain_over_chips_that_are_apart_is_not_folded():
     """A stage of a pipeline sends to the next one over two links, not four."""
     layout = layouts.parse("pipe=4,data=2,fsdp=4")
     chips = mesh.make_mesh(layout, mesh.topology("v5e:4x8"))
-    places = [device.coords for device in chips.devices[0, :, 0, 0, 0]]
+    places = [device.coords for device in chips.devices[0, :, 0, 0, ..., 0].ravel()]
     assert [b[1] - a[1] for a, b in zip(places, places[1:], strict=False)] == [2, 2, 2]
 
 
