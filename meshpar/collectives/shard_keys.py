@@ -10,7 +10,7 @@ well. So the noise does not depend on the mesh.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,37 @@ from jax.extend import random as extend_random
 
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
+from meshpar.layouts.token_order import CONTIGUOUS, positions_on
 
 _PLAIN = "threefry2x32"
+
+Split = tuple[int, str]
+"""(number of shards, order) of a dim."""
 
 Words = tuple[Array, Array]
 """The upper and lower 32 bits of 64-bit integers."""
 
 
-def for_shard(key: Array, shard: Array, *inner: tuple[Array, int]) -> Array:
+class Inner(NamedTuple):
+    """How a dim after the first is split.
+
+    Attributes:
+      shard: number of this shard, integer scalar; may vary inside shard_map.
+      num: number of shards.
+      order: which elements each shard has, as in `layouts.token_order`.
+    """
+
+    shard: Array
+    num: int
+    order: str = CONTIGUOUS
+
+
+def for_shard(key: Array, shard: Array, *inner: Inner) -> Array:
     """Makes a key that draws one shard of the plain key's draws.
 
-    A draw of shape [b, l, ...] is the block that starts at [shard * b, inner * l, ...]
-    of the plain key's draw of the global shape. A draw with fewer dims is not split by
+    A draw of shape [b, l, ...] has the numbers that the plain key's draw of the global
+    shape has at this shard's places: rows from shard * b on, and l places of the next
+    dim by their order. A draw with fewer dims is not split by
     the missing ones. Draws must have the dims of the batch in front: others (one number
     for the whole batch) differ between shards, so make them from the plain key.
 
@@ -37,8 +56,8 @@ def for_shard(key: Array, shard: Array, *inner: tuple[Array, int]) -> Array:
       key: a threefry key, scalar.
       shard: number of this shard of the first dim, integer scalar; may vary inside
         shard_map.
-      *inner: (number of this shard, static number of shards) of each dim after the
-        first; one pair splits the second dim, two the second and third.
+      *inner: how each dim after the first is split; one splits the second dim, two the
+        second and third.
 
     Raises:
       MeshparError: the key is of another kind, or a draw has 2**32 elements or more on
@@ -52,26 +71,27 @@ def for_shard(key: Array, shard: Array, *inner: tuple[Array, int]) -> Array:
             f"a key of kind {kind}: only {_PLAIN} keys can be split into shards; leave "
             "jax_default_prng_impl at its default"
         )
-    shards = (shard, *(number for number, _ in inner))
+    shards = (shard, *(dim.shard for dim in inner))
     data = _with_shards(key, [number.astype(jnp.uint32) for number in shards])
-    return jax.random.wrap_key_data(data, impl=_impl(tuple(num for _, num in inner)))
+    impl = _impl(tuple((dim.num, dim.order) for dim in inner))
+    return jax.random.wrap_key_data(data, impl=impl)
 
 
 @functools.cache
-def _impl(num_shards: tuple[int, ...]) -> Any:
-    """The kind of key whose dims after the first are split into so many shards.
+def _impl(splits: tuple[Split, ...]) -> Any:
+    """The kind of key whose dims after the first are split so.
 
     Its data are the two words of the plain key and the shard number of each split dim.
     """
-    num_split = 1 + len(num_shards)
-    suffix = "".join(f"_{num}" for num in num_shards)
+    num_split = 1 + len(splits)
+    suffix = "".join(f"_{num}{order}" for num, order in splits)
     return extend_random.define_prng_impl(
         key_shape=(2 + num_split,),
         seed=lambda seed: _with_shards(
             jax.random.key(seed, impl=_PLAIN), [jnp.uint32(0)] * num_split
         ),
         split=_split,
-        random_bits=functools.partial(_random_bits, num_shards=num_shards),
+        random_bits=functools.partial(_random_bits, splits=splits),
         fold_in=_fold_in,
         name=f"meshpar_sharded_threefry{suffix}",
         tag=f"mpsh{suffix}",
@@ -101,7 +121,7 @@ def _fold_in(data: Array, number: Array) -> Array:
 
 
 def _random_bits(
-    data: Array, bit_width: int, shape: tuple[int, ...], num_shards: tuple[int, ...]
+    data: Array, bit_width: int, shape: tuple[int, ...], splits: tuple[Split, ...]
 ) -> Array:
     """Partitionable threefry: the bits of an element follow from its global index."""
     if math.prod(shape) >= 2**32:
@@ -109,7 +129,7 @@ def _random_bits(
             f"a draw of shape {shape} has 2**32 elements or more on a shard; draw it "
             "in parts, or use more shards"
         )
-    if split := num_shards[: max(len(shape) - 1, 0)]:
+    if split := splits[: max(len(shape) - 1, 0)]:
         high, low = _block_indices(data, shape, split)
     else:
         high, low = _row_indices(data, shape)
@@ -136,20 +156,20 @@ def _row_indices(data: Array, shape: tuple[int, ...]) -> Words:
 
 
 def _block_indices(
-    data: Array, shape: tuple[int, ...], num_shards: tuple[int, ...]
+    data: Array, shape: tuple[int, ...], splits: tuple[Split, ...]
 ) -> Words:
     """Global flat indices of a shard that is split along the first dims."""
-    nums = (*num_shards, *[1] * (len(shape) - 1 - len(num_shards)))
-    stride = math.prod(shape) // max(shape[0], 1) * math.prod(nums)
+    rest = [(1, CONTIGUOUS)] * (len(shape) - 1 - len(splits))
+    nums, orders = zip((0, CONTIGUOUS), *splits, *rest, strict=True)
+    stride = math.prod(shape) // max(shape[0], 1) * math.prod(nums[1:])
     index = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
     for dim, length in enumerate(shape):
-        place = jnp.arange(length, dtype=jnp.uint32)
-        if dim <= len(num_shards):
-            place += data[2 + dim] * jnp.uint32(length)
+        rank = data[2 + dim] if dim <= len(splits) else jnp.uint32(0)
+        place = positions_on(orders[dim], rank, nums[dim], length)
         words = _product(place, stride)
         index = _sum(index, [jax.lax.broadcast_in_dim(w, shape, (dim,)) for w in words])
-        if dim < len(nums):
-            stride //= max(shape[dim + 1], 1) * nums[dim]
+        if dim + 1 < len(shape):
+            stride //= max(shape[dim + 1], 1) * nums[dim + 1]
     return index
 
 

@@ -38,6 +38,7 @@ class DeclaredCollective:
         exact; used for axes that the compiler handles.
       gathers: whether it gathers tensors, by any kind of collective. A compiler may
         drop it where nothing reads them or all rounds gather the same.
+      partial: whether its groups are only parts of the devices along `axes`.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class DeclaredCollective:
     why: str
     bound: bool = False
     gathers: bool = False
+    partial: bool = False
 
     @property
     def wire_bytes(self) -> float:
@@ -91,7 +93,8 @@ class Contract:
         declared: dict[_Key, list[DeclaredCollective]] = {}
         for term in self.terms:
             if not term.bound:
-                declared.setdefault((term.kind, term.axes, False), []).append(term)
+                key = term.kind, term.axes, term.partial
+                declared.setdefault(key, []).append(term)
         room = {term: term.wire_bytes for term in self.terms if term.bound}
         rewritten = _written_as_all_reduce(groups, declared)
         lines = []

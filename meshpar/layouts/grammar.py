@@ -24,6 +24,17 @@ FORMER_NAMES = {"stash": "save", "control": "tick_loop", "waive": "allow"}
 """{former name: name} of options; layout strings may still use the former name."""
 
 
+def check_regex(regex: Any) -> None:
+    """Raises LayoutError unless a value is a regex."""
+    try:
+        re.compile(regex)
+    except (re.error, OverflowError, RecursionError, TypeError) as error:
+        raise LayoutError(
+            f"{shown(repr(regex))} is not a regex: {error}; write one for the paths of "
+            "parameters, such as attention/q"
+        ) from error
+
+
 def _quote(text: str) -> str:
     """A regex or name for a layout string, in JSON quotes if it needs them."""
     return text if re.fullmatch(r"[\w/*.^$-]+", text) else json.dumps(text)

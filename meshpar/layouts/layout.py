@@ -13,7 +13,6 @@ Models call `layouts.constrain` and `layouts.remat`, which are in `scope`.
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +28,11 @@ from meshpar.layouts.axes import (
     in_use,
 )
 from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
-from meshpar.layouts.grammar import REGEXES, read_items, write_items
+from meshpar.layouts.grammar import REGEXES, check_regex, read_items, write_items
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
+from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
 
 MAX_SIZE = 2**20
 """Largest size of an axis, and most microbatches and virtual stages."""
@@ -75,6 +75,10 @@ class Layout:
       remat: rematerialization of each layer: "none", "dots", "full" or "experts".
       context_mode: attention over a split length: "allgather" gathers keys and values,
         "ulysses" splits heads instead, "ring" sends keys and values around.
+      context_order: which tokens of a sequence each device has: "contiguous" a part of
+        it, "zigzag" an early and a late part, "striped" every n-th token, or "auto":
+        zigzag, and contiguous for ulysses. `token_order` is the order in force.
+      context_heads: neighbours on a ring that split heads as ulysses does.
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
       params: rules {dim name: axis, axes or None} that override `PARAM_RULES`.
       activations: rules that override `ACTIVATION_RULES`.
@@ -106,6 +110,8 @@ class Layout:
     tick_loop: str = "phases"
     remat: str = "none"
     context_mode: str = ALLGATHER
+    context_order: str = AUTO
+    context_heads: int = 1
     min_shard_size: int = 0
     params: Mapping[str, Rule] | tuple = ()
     activations: Mapping[str, Rule] | tuple = ()
@@ -124,7 +130,8 @@ class Layout:
             )
         options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
         check_pipeline_options(self.pipe, options, DEFAULTS)
-        check_context_mode(self.context, self.context_mode)
+        check_context_mode(self.context, self.context_mode, self.context_heads)
+        check_token_order(self.context, self.context_mode, self.context_order)
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(shown(self.remat), ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={shown(self.remat)!r} ({known})")
@@ -139,7 +146,8 @@ class Layout:
 
     def _check_kinds(self) -> None:
         """Raises LayoutError for a size out of range, or a text that is none."""
-        least = dict.fromkeys((*AXES, "microbatches", "virtual_stages"), 1)
+        counts = "microbatches", "virtual_stages", "context_heads"
+        least = dict.fromkeys((*AXES, *counts), 1)
         for name, low in {**least, "min_shard_size": 0}.items():
             size = getattr(self, name)
             whole = isinstance(size, int) and not isinstance(size, bool)
@@ -164,13 +172,7 @@ class Layout:
             value = getattr(self, kind)
             regexes[kind] = (value,) if isinstance(value, str) else tuple(value)
         for regex in (*dict(paths), *itertools.chain(*regexes.values())):
-            try:
-                re.compile(regex)
-            except (re.error, OverflowError, RecursionError, TypeError) as error:
-                raise LayoutError(
-                    f"{shown(repr(regex))} is not a regex: {error}; write one for the "
-                    "paths of parameters, such as attention/q"
-                ) from error
+            check_regex(regex)
         return {
             "params": as_rules(self.params),
             "activations": as_rules(self.activations),
@@ -184,6 +186,11 @@ class Layout:
         if self.zero is not None:
             return self.zero
         return 3 if self.pipe == 1 or self.fsdp == 1 else 2
+
+    @property
+    def token_order(self) -> str:
+        """The order in force of the tokens that `context` splits."""
+        return resolved_order(self.context, self.context_mode, self.context_order)
 
     @property
     def sizes(self) -> dict[str, int]:

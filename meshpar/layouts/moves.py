@@ -19,6 +19,8 @@ class Move(NamedTuple):
       bound: whether a compiler may leave it out.
       times: how often it runs in one pass, each time with `payload_bytes`.
       in_backward: whether it runs in the backward pass alone, not in the forward pass.
+      group_size: devices that take part together, if those are only parts of the
+        devices along `axes`; 0 for all.
       saved_as: name of what it brought, for policies of `remat`.
     """
 
@@ -31,4 +33,5 @@ class Move(NamedTuple):
     bound: bool = False
     times: int = 1
     in_backward: bool = False
+    group_size: int = 0
     saved_as: str = EXPERT_ROWS

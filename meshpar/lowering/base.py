@@ -23,6 +23,8 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
+from meshpar.layouts.token_order import CONTIGUOUS
+from meshpar.lowering.batches import natural_batch
 from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.memory import (
     Held,
@@ -86,6 +88,11 @@ class Lowering:
         """The axis along which steps run apart, manual already, or ()."""
         return in_use((REPLICA,), self.mesh.shape)
 
+    @property
+    def token_order(self) -> str:
+        """The order in which batches have the tokens of sequences."""
+        return CONTIGUOUS
+
     # The functions of a step.
 
     def gradients(self, state: TrainState, batch: Any) -> Gradients:
@@ -94,6 +101,7 @@ class Lowering:
 
     def evaluate(self, params: Params, batch: Any) -> Totals:
         """Totals of the batch in evaluation mode."""
+        batch = natural_batch(batch, self.token_order, self.layout.context)
         return Totals.of(self.model.evaluation_loss(self.weights(params), batch))
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:

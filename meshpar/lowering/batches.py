@@ -13,10 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.arrays import Array
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import BATCH_DIMS, REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.token_order import CONTIGUOUS, device_order, in_natural_order
 
 
 def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
@@ -101,9 +103,13 @@ class BatchPlacer:
 
     Attributes:
       abstract: the global batch as ShapeDtypeStructs with shardings.
+      order: in which the devices along `context` get the tokens of a sequence.
+      context: size of that axis.
     """
 
     abstract: Any
+    order: str = CONTIGUOUS
+    context: int = 1
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -118,10 +124,10 @@ class BatchPlacer:
         return np.array(sorted(rows))
 
     def place(self, batch: Any) -> Any:
-        """The global batch as device arrays.
+        """The global batch as device arrays, whose tokens are in `order`.
 
         Args:
-          batch: pytree of host arrays [len(rows), ...].
+          batch: pytree of host arrays [len(rows), ...], tokens in their own order.
 
         Raises:
           ValueError: a leaf of another shape or dtype than the program was lowered for,
@@ -139,12 +145,29 @@ class BatchPlacer:
                 f"{target.dtype}{list(shape)} on this process"
             )
         x = _as_dtype(x, target.dtype)
+        if self.order != CONTIGUOUS and x.ndim > 1:
+            x = x[:, device_order(self.order, x.shape[1], self.context)]
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             wanted = np.arange(*index[0].indices(target.shape[0]))
             return x[(np.searchsorted(self.rows, wanted), *index[1:])]
 
         return jax.make_array_from_callback(target.shape, target.sharding, shard)
+
+
+def natural_batch(batch: Any, order: str, context: int) -> Any:
+    """A placed batch with tokens in their own order.
+
+    Args:
+      batch: pytree of arrays [batch, length, ...] or [batch].
+      order: as in `BatchPlacer`.
+      context: as in `BatchPlacer`.
+    """
+
+    def leaf(x: Array) -> Array:
+        return x if x.ndim < 2 else in_natural_order(x, order, context, 1)
+
+    return jax.tree.map(leaf, batch)
 
 
 def other_batch(batch: Any, num_parts: int, layout: Layout, mesh: Mesh) -> BatchPlacer:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract, num_bytes
-from meshpar.collectives.shard_keys import for_shard
+from meshpar.collectives.shard_keys import Inner, for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.collectives.varying import vary
 from meshpar.errors import LayoutError
@@ -196,7 +196,8 @@ class Frame:
             tuple(axis for axis in axes if axis in self.batch_axes)
             for axes in BATCH_DIMS.values()
         )
-        split = [(lax.axis_index(a), self.ways(a)) for a in inner if a]
+        order = self.layout.token_order
+        split = [Inner(lax.axis_index(a), self.ways(a), order) for a in inner if a]
         if not rows and not split:
             return key
         first = lax.axis_index(rows) if rows else jnp.uint32(0)

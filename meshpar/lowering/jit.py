@@ -18,6 +18,7 @@ from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
@@ -48,6 +49,11 @@ class JitLowering(Lowering):
             return (
                 f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
                 "lowering=jit"
+            )
+        if layout.context_order not in (AUTO, CONTIGUOUS):
+            return (
+                f"context_order={layout.context_order}: models of lowering=jit see "
+                "whole sequences, in their own order"
             )
         return ""
 

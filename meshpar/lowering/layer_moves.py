@@ -87,11 +87,12 @@ def declared_moves(
         yield DeclaredCollective(
             move.kind,
             move.axes,
-            frame.ways(move.axes),
+            move.group_size or frame.ways(move.axes),
             0 if move.bound else count,
             count * move.payload_bytes,
             move.why,
             bound=move.bound,
+            partial=move.group_size > 0,
         )
 
 

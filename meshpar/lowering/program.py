@@ -13,12 +13,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract
+from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
+from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer, other_batch
 from meshpar.lowering.inspection import read_collectives
 from meshpar.lowering.metric_sums import MetricSums
+from meshpar.lowering.placed import PlacedArrays
 from meshpar.lowering.portable import StoredOrder
 from meshpar.lowering.state import Metrics
 from meshpar.mesh.platform import platform_of
@@ -111,6 +114,11 @@ class Program:
                 # Every process holds the same part of all batches.
                 parts = whole // len(self.batch_rows)
                 batch = other_batch(batch, parts, self.layout, self.mesh).place(batch)
+            elif self._changes_order and self._placed_arrays.holds(batch):
+                raise LayoutError(
+                    f"predict needs tokens in their own order, and place_batch changed "
+                    f"it (context_order={self.batches.order}): give host arrays"
+                )
             with jax.set_mesh(self.mesh):
                 return jitted(params, batch)
 
@@ -136,7 +144,14 @@ class Program:
     @functools.cached_property
     def batches(self) -> BatchPlacer:
         """Places batches on the devices."""
-        return BatchPlacer(self.abstract_batch)
+        lowering = self.lowering
+        return BatchPlacer(
+            self.abstract_batch, lowering.token_order, self.layout.context
+        )
+
+    @functools.cached_property
+    def _placed_arrays(self) -> PlacedArrays:
+        return PlacedArrays()
 
     @property
     def batch_rows(self) -> np.ndarray:
@@ -148,17 +163,34 @@ class Program:
 
         Args:
           batch: pytree of host arrays [len(batch_rows), ...]; in a single process
-            those are all rows.
+            those are all rows. Tokens are in their own order.
 
         Returns:
-          The global batch as arrays, sharded as the layout says.
+          The global batch as arrays, sharded as the layout says. `context` may change
+          the order of tokens (`Layout.token_order`).
         """
-        return self.batches.place(batch)
+        return self._placed_arrays.add(self.batches.place(batch))
 
     def _placed(self, batch: Any) -> Any:
-        if all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
-            return batch
-        return self.place_batch(batch)
+        """The batch on the devices.
+
+        Raises:
+          LayoutError: arrays that others have placed, while the layout needs tokens in
+            another order than theirs.
+        """
+        if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
+            return self.place_batch(batch)
+        if self._changes_order and not self._placed_arrays.holds(batch):
+            raise LayoutError(
+                f"context_order={self.batches.order} needs tokens in another order, "
+                "and the batch lies on devices already: give host arrays or those of "
+                f"place_batch, or use context_order={CONTIGUOUS}"
+            )
+        return batch
+
+    @property
+    def _changes_order(self) -> bool:
+        return self.batches.order != CONTIGUOUS
 
     @functools.cached_property
     def _whole(self) -> NamedSharding:

@@ -67,6 +67,11 @@ class ShardMapLowering(Lowering):
         return self.runner.frame
 
     @property
+    def token_order(self) -> str:
+        """The order in which batches have the tokens of sequences."""
+        return self.layout.token_order
+
+    @property
     def zero(self) -> Zero:
         """When weights are whole and gradients are reduced."""
         return self.runner.zero

@@ -15,6 +15,7 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.token_order import check_length
 from meshpar.models.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_check import problem_of, values_of
@@ -42,10 +43,13 @@ def check_positions(model: Model, batch: Any, layout: Layout, evaluates: bool) -
 
     Raises:
       LayoutError: positions are mixed or counted in another way, or that cannot be
-        followed.
+        followed; or sequences do not divide into the parts of their order.
     """
     if layout.context == 1:
         return
+    for x in jax.tree.leaves(batch):
+        if len(x.shape) > 1:
+            check_length(x.shape[1], layout.context, layout.token_order)
     why = f"{CONTEXT}={layout.context}"
     params, key = abstract(model.params), jax.eval_shape(lambda: jax.random.key(0))
     _check(model.loss, "the loss", (params, batch, key), why)

@@ -5,10 +5,12 @@ All forms are equal within the rounding of the dtype. The kernels never hold the
 of `meshpar.arrays`.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
@@ -24,7 +26,17 @@ DIM_NAMES = ("batch", "length", "heads", "head_dim")
 """Names of the dims of queries, keys, values and outputs, for rules of layouts."""
 
 
-def by_platform(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
+SEGMENT_NAMES = DIM_NAMES[:2]
+"""Names of the dims of segments."""
+
+
+def by_platform(
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKH: Array,
+    segments_BL: Array | None = None,
+    window: int = 0,
+) -> Array:
     """Causal attention by the kernel of the platform that the program is traced for.
 
     Args:
@@ -32,6 +44,8 @@ def by_platform(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
         that is a multiple of 128, and other arrays take plain jnp.
       k_BLKH: keys; K divides N (grouped-query attention).
       v_BLKH: values.
+      segments_BL: number of the document of each token; None for one document.
+      window: tokens that each token sees, itself among them; 0 for all.
 
     Returns:
       y_BLNH, in the dtype of the queries.
@@ -41,27 +55,44 @@ def by_platform(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
 
     Source: Dao et al., FlashAttention, arXiv:2205.14135.
     """
-    platform = traced_platform()
-    if platform is TPU and splash_fits(q_BLNH):
-        return on_shards(splash, DIM_NAMES, q_BLNH, k_BLKH, v_BLKH)
+    platform, kernel = traced_platform(), None
     half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
-    if platform is GPU and half and platform_named(jax.default_backend()) is GPU:
-        return on_shards(cudnn, DIM_NAMES, q_BLNH, k_BLKH, v_BLKH)
-    return reference(q_BLNH, k_BLKH, v_BLKH)
+    if platform is TPU and splash_fits(q_BLNH):
+        kernel = functools.partial(splash, window=window)
+    elif platform is GPU and half and platform_named(jax.default_backend()) is GPU:
+        kernel = functools.partial(cudnn, window=window)
+    if kernel is None:
+        return reference(q_BLNH, k_BLKH, v_BLKH, segments_BL, window=window)
+    segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
+    return on_shards(kernel, DIM_NAMES, q_BLNH, k_BLKH, v_BLKH, others=segments)
 
 
-def reference(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
-    """Attention in plain jnp; holds all scores."""
+def reference(
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKH: Array,
+    segments_BL: Array | None = None,
+    *,
+    window: int = 0,
+    implementation: str = "xla",
+) -> Array:
+    """Attention by `jax.nn`; holds all scores unless a kernel implements it."""
+    mask = None
+    if segments_BL is not None:
+        mask = (segments_BL[:, :, None] == segments_BL[:, None])[:, None]
     return jax.nn.dot_product_attention(
-        q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation="xla"
+        q_BLNH,
+        k_BLKH,
+        v_BLKH,
+        mask=mask,
+        is_causal=True,
+        local_window_size=(window - 1, 0) if window else None,
+        implementation=implementation,
     )
 
 
-def cudnn(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
-    """Flash attention by cuDNN; half precision only."""
-    return jax.nn.dot_product_attention(
-        q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation="cudnn"
-    )
+cudnn = functools.partial(reference, implementation="cudnn")
+"""Flash attention by cuDNN; half precision only."""
 
 
 def splash_fits(q_BLNH: Array) -> bool:
@@ -73,7 +104,12 @@ def splash(
     q_BLNH: Array,
     k_BLKH: Array,
     v_BLKH: Array,
+    q_segments_BL: Array | None = None,
+    k_segments_BM: Array | None = None,
+    *,
+    window: int = 0,
     part: Array | int = 0,
+    places: np.ndarray | None = None,
     interpret: bool = False,
 ) -> Array:
     """Pallas splash attention.
@@ -84,7 +120,12 @@ def splash(
       q_BLNH: queries, of equal parts of the sequence or all of it.
       k_BLKH: keys of the whole sequence.
       v_BLKH: their values.
+      q_segments_BL: number of the document of each query; None for one document.
+      k_segments_BM: that of each key; None for those of the queries.
+      window: as in `by_platform`.
       part: number of the part whose queries are given.
+      places: places in the sequence of the queries of all parts, one part after
+        another; None if those are in order.
       interpret: whether to run on any platform, slowly.
     """
     length, heads, head_dim = q_BLNH.shape[1:]
@@ -99,9 +140,9 @@ def splash(
         block_kv_dkv_compute=block,
         use_fused_bwd_kernel=True,
     )
-    causal = splash_attention_mask.CausalMask((whole, whole))
+    mask = _splash_mask(whole, window, places)
     kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([causal] * heads),
+        splash_attention_mask.MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=whole // length,
         block_sizes=sizes,
@@ -110,10 +151,24 @@ def splash(
     kernel = _of_part(kernel, part, whole // length)
     q_BLNH *= jnp.asarray(head_dim**-0.5, q_BLNH.dtype)
     padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
-    y_BNLH = jax.vmap(kernel)(
-        *(jnp.pad(x, padding).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-    )
+    qkv = [jnp.pad(x, padding).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH)]
+    segments = None
+    if q_segments_BL is not None:
+        keys = q_segments_BL if k_segments_BM is None else k_segments_BM
+        segments = splash_attention_kernel.SegmentIds(q_segments_BL, keys)
+    y_BNLH = jax.vmap(kernel)(*qkv, segments)
     return y_BNLH.swapaxes(1, 2)[..., :head_dim]
+
+
+def _splash_mask(length: int, window: int, places: np.ndarray | None) -> Any:
+    shape = length, length
+    if window:
+        mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
+    else:
+        mask = splash_attention_mask.CausalMask(shape)
+    if places is not None:
+        mask.q_sequence = places.astype(np.int32)
+    return mask
 
 
 def _of_part(kernel: Any, part: Array | int, num_parts: int) -> Any:

@@ -5,6 +5,7 @@ lowering an array that the compiler still splits over `tensor`. `on_shards` make
 remaining axes manual around the kernel.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,15 @@ from meshpar.arrays import Array
 from meshpar.collectives.varying import vary
 from meshpar.layouts.scope import activation_spec, constrain, current_scope
 
+Names = Sequence[str | None]
+"""Names of the dims of an array; None for a dim without a rule."""
+
 
 def on_shards(
-    kernel: Callable[..., Array], names: Sequence[str | None], *arrays: Array
+    kernel: Callable[..., Array],
+    names: Names,
+    *arrays: Array,
+    others: Sequence[tuple[Array, Names]] = (),
 ) -> Array:
     """Runs a kernel on the shards of arrays under the layout in use.
 
@@ -29,6 +36,7 @@ def on_shards(
         names; it gets shards and returns a shard.
       names: dim names of every array and of the result.
       *arrays: the arguments.
+      others: (array, its dim names) of more arguments, which have no gradients.
 
     Returns:
       The global result, or its shard over the axes that were manual before.
@@ -38,42 +46,50 @@ def on_shards(
         divide, or an axis that two dims ask for.
     """
     scope = current_scope()
+    more = [x for x, _ in others]
     if scope is None:
-        return kernel(*arrays)
+        return kernel(*arrays, *more)
     arrays = tuple(constrain(x, *names) for x in arrays)
     axes = set(scope.mesh.axis_names) - scope.manual_axes
     if not axes:
-        return kernel(*arrays)
+        return kernel(*arrays, *more)
     spec = activation_spec(scope, arrays[0].shape, names)
-    manual_axes = scope.manual_axes
+    more_specs = [activation_spec(scope, x.shape, names) for x, names in others]
+    num, manual_axes = len(arrays), scope.manual_axes
 
-    def mapped(fn: Callable) -> Callable:
+    def mapped(fn: Callable, num: int, out_specs: Any) -> Callable:
         # Kernels do not type the axes over which their results vary; `vary` does.
         return jax.shard_map(
             _untyped(fn),
             mesh=None if manual_axes else scope.mesh,
-            in_specs=spec,
-            out_specs=spec,
+            in_specs=(*[spec] * num, *more_specs),
+            out_specs=out_specs,
             axis_names=axes,
             check_vma=False,
         )
 
     @jax.custom_vjp
     def run(*arrays: Array) -> Array:
-        return vary(mapped(kernel)(*arrays), tuple(manual_axes))
+        return vary(mapped(kernel, num, spec)(*arrays), tuple(manual_axes))
 
     def forward(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
         return run(*arrays), arrays
 
-    def backward(arrays: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+    def backward(arrays: tuple[Array, ...], gradient: Array) -> tuple[Any, ...]:
         def transposed(gradient: Array, *arrays: Array) -> tuple[Array, ...]:
-            return jax.vjp(kernel, *arrays)[1](gradient)
+            of_arrays = functools.partial(_with_last, kernel, arrays[num:])
+            return jax.vjp(of_arrays, *arrays[:num])[1](gradient)
 
-        gradients = mapped(transposed)(gradient, *arrays)
-        return tuple(vary(x, tuple(manual_axes)) for x in gradients)
+        gradients = mapped(transposed, num + 1, (spec,) * num)(gradient, *arrays)
+        gradients = (vary(x, tuple(manual_axes)) for x in gradients)
+        return *gradients, *[None] * len(more)
 
     run.defvjp(forward, backward)
-    return run(*arrays)
+    return run(*arrays, *more)
+
+
+def _with_last(kernel: Callable, last: Sequence[Array], *first: Array) -> Array:
+    return kernel(*first, *last)
 
 
 def _untyped(fn: Callable) -> Callable:

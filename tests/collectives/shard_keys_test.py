@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives import shard_keys
+from meshpar.collectives.shard_keys import Inner
 from meshpar.errors import MeshparError
+from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 
 KEY = jax.random.key(7)
 
@@ -50,7 +52,9 @@ def test_shards_of_rows_and_length_draw_blocks_of_the_global_draw():
 
     def shard(x):
         rows, length = jax.lax.axis_index("data"), jax.lax.axis_index("length")
-        key = shard_keys.for_shard(KEY, rows, (length, jax.lax.axis_size("length")))
+        key = shard_keys.for_shard(
+            KEY, rows, shard_keys.Inner(length, jax.lax.axis_size("length"))
+        )
         return noise(key, *x.shape)
 
     with jax.set_mesh(mesh):
@@ -101,7 +105,7 @@ def test_every_shard_draws_its_block(name, shape, num_shards):
         whole = np.asarray(DRAWS[name](KEY, shape))
         for place in np.ndindex(num_shards):
             numbers = [jnp.uint32(number) for number in place]
-            inner = zip(numbers[1:], num_shards[1:], strict=True)
+            inner = map(Inner, numbers[1:], num_shards[1:])
             key = shard_keys.for_shard(KEY, numbers[0], *inner)
             block = tuple(
                 slice(at * size, (at + 1) * size)
@@ -124,7 +128,8 @@ def test_every_shard_draws_its_block(name, shape, num_shards):
 def test_indices_beyond_32_bits(shards, num_shards, shape):
     data = jnp.asarray([0, 0, *shards], jnp.uint32)
     indices = jax.jit(shard_keys._block_indices, static_argnums=(1, 2))
-    high, low = map(np.asarray, indices(data, shape, num_shards))
+    splits = tuple((num, CONTIGUOUS) for num in num_shards)
+    high, low = map(np.asarray, indices(data, shape, splits))
     sizes = [n * size for n, size in zip(num_shards, shape[1:], strict=False)]
     sizes += shape[1 + len(sizes) :]
     starts = [*shards, *[0] * (len(shape) - len(shards))]
@@ -137,12 +142,29 @@ def test_indices_beyond_32_bits(shards, num_shards, shape):
         assert (int(high[place]) << 32) + int(low[place]) == index
 
 
+@pytest.mark.parametrize("order", [CONTIGUOUS, ZIGZAG, STRIPED])
+@pytest.mark.parametrize("shape", [(4, 12), (2, 12, 3)])
+def test_every_shard_draws_the_places_of_its_order(order, shape):
+    """In whichever order the tokens of a sequence are dealt to devices."""
+    whole, num = np.asarray(jax.random.uniform(KEY, shape)), 3
+    places = device_order(order, shape[1], num).reshape(num, -1)
+    for shard in range(num):
+        inner = Inner(jnp.uint32(shard), num, order)
+        key = shard_keys.for_shard(KEY, jnp.uint32(1), inner)
+        local = shape[0] // 2, shape[1] // num, *shape[2:]
+        drawn = jax.random.uniform(key, local)
+        np.testing.assert_array_equal(drawn, whole[shape[0] // 2 :, places[shard]])
+
+
 def test_keys_of_one_split_are_of_one_kind():
     """Keys are compared by type in scans, so the kind must not be made twice."""
     zero = jnp.uint32(0)
     plain, rows = KEY.dtype, shard_keys.for_shard(KEY, zero).dtype
-    two = [shard_keys.for_shard(KEY, zero, (zero, 2)).dtype for _ in range(2)]
-    three = shard_keys.for_shard(KEY, zero, (zero, 3)).dtype
+    two = [
+        shard_keys.for_shard(KEY, zero, shard_keys.Inner(zero, 2)).dtype
+        for _ in range(2)
+    ]
+    three = shard_keys.for_shard(KEY, zero, shard_keys.Inner(zero, 3)).dtype
     assert two[0] == two[1] and len({plain, rows, two[0], three}) == 4
 
 

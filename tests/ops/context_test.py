@@ -12,9 +12,10 @@ import meshpar
 from meshpar import layouts
 from meshpar.errors import LayoutError
 from meshpar.layouts.context_modes import CONTEXT_MODES
+from meshpar.layouts.token_order import device_order
 from meshpar.ops import context
 from meshpar.ops.attention_kernels import reference
-from meshpar.ops.context import ring
+from meshpar.ops.context import blocks, gathered, ring, visits
 
 B, L, N, H = 2, 32, 8, 4
 
@@ -40,7 +41,12 @@ def mapped(fn, text):
     of_shards = jax.shard_map(
         on_shard, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual
     )
-    return jax.jit(of_shards)
+    places = device_order(layout.token_order, L, layout.context)
+
+    def reordered(*arrays):
+        return of_shards(*(x[:, places] for x in arrays))[:, np.argsort(places)]
+
+    return jax.jit(reordered)
 
 
 def with_gradients(fn, arrays):
@@ -63,17 +69,85 @@ def error(got, want):
     return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
 
+def assert_equal(results, wanted):
+    for got, want in zip(results, wanted, strict=True):
+        assert error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize("mode", CONTEXT_MODES)
 @pytest.mark.parametrize(
     ("layout", "kv_heads"),
-    [("context=2", 1), ("context=4", 2), ("context=8", 8)]
-    + [("context=8", 2), ("data=2,context=2,tensor=2", 4), ("context=4,tensor=2", 2)],
+    [("context=2", 1), ("context=8", 2), ("data=2,context=2,tensor=2", 4)],
 )
 def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
     run = mapped(context.attention, f"{layout},context_mode={mode}")
-    results = with_gradients(run, qkv(kv_heads))
-    for got, want in zip(results, expected(kv_heads), strict=True):
-        assert error(got, want) < 1e-5
+    assert_equal(with_gradients(run, qkv(kv_heads)), expected(kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_heads"),
+    [
+        ("context=4,context_order=contiguous", 8),
+        ("context=4,context_order=striped", 2),
+        ("context=4,context_mode=ring,context_order=contiguous", 2),
+        ("context=4,context_mode=ring,context_order=striped", 8),
+        ("context=8,context_mode=ring,context_heads=2", 8),
+        ("context=8,context_mode=ring,context_heads=4,context_order=striped", 1),
+        ("context=4,tensor=2,context_mode=ring,context_heads=2", 2),
+    ],
+)
+def test_orders_of_tokens_change_nothing(layout, kv_heads):
+    run = mapped(context.attention, layout)
+    assert_equal(with_gradients(run, qkv(kv_heads)), expected(kv_heads))
+
+
+def attention_by_hand(q, k, v, segments, window):
+    """Softmax over the keys that each query sees, written out."""
+    places = np.arange(L)
+    distance = places[:, None] - places[None]
+    seen = (distance >= 0) & (distance < (window or L))
+    seen = seen[None] & (segments[:, :, None] == segments[:, None])
+    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("BLNH,BMNH->BNLM", q, k) * H**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("BNLM,BMNH->BLNH", weights, v)
+
+
+SEGMENTS = np.repeat([[0, 1, 2, 2], [3, 3, 4, 1]], [5, 9, 11, 7], axis=1)
+"""Documents that end inside of parts, [B, L]."""
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "context=1",
+        "context=4",
+        "context=4,context_order=striped",
+        "context=4,context_mode=ulysses",
+        "context=4,context_mode=ring",
+        "context=4,context_mode=ring,context_heads=2",
+        "data=2,context=2,tensor=2,context_mode=ring,context_order=contiguous",
+    ],
+)
+def test_documents_and_windows_are_kept(options, window):
+    def run(q, k, v, segments):
+        return context.attention(q, k, v, window=window, segments_BL=segments)
+
+    arrays, segments = qkv(2), jnp.asarray(SEGMENTS)
+    of_shards = mapped(run, options)
+    results = with_gradients(lambda *a: of_shards(*a, segments), arrays)
+    by_hand = functools.partial(attention_by_hand, segments=SEGMENTS, window=window)
+    assert_equal(results, with_gradients(by_hand, arrays))
+
+
+@pytest.mark.parametrize("mode", ["allgather", "ring"])
+def test_queries_in_blocks_change_nothing(mode, monkeypatch):
+    """Long parts are computed some queries at a time."""
+    for file in (gathered, visits):
+        monkeypatch.setattr(file, "_BLOCK", 3)
+    run = mapped(context.attention, f"context=2,context_mode={mode}")
+    assert_equal(with_gradients(run, qkv()), expected(N))
 
 
 @pytest.mark.parametrize("mode", CONTEXT_MODES)
@@ -88,8 +162,7 @@ def test_the_jit_lowering_takes_the_same_modes(mode):
     arrays = qkv(4)
     with jax.set_mesh(mesh):
         results = jax.jit(lambda *a: with_gradients(run, a))(*arrays)
-    for got, want in zip(results, expected(4), strict=True):
-        assert error(got, want) < 1e-5
+    assert_equal(results, expected(4))
 
 
 @pytest.mark.parametrize("mode", CONTEXT_MODES)
@@ -108,14 +181,13 @@ def test_no_position_sees_a_later_one(mode):
 
 def test_a_ring_needs_the_log_sum_exp_of_all_blocks(monkeypatch):
     """With that of each block alone, the backward pass is wrong: the test can fail."""
-    whole = ring._backward
+    of_all = ring.block_gradients
 
-    def of_one_block(q, kv, y, lse, dy):
-        own = ring._scores(ring._grouped(q, kv), kv[0], 0)
-        alone = jax.nn.logsumexp(own, axis=-1).reshape(lse.shape)
-        return whole(q, kv, y, alone, dy)
+    def of_one_block(q, kv, seen, outer):
+        alone = blocks.with_block(blocks.no_blocks(q), q, kv, seen).lse
+        return of_all(q, kv, seen, outer._replace(lse=alone))
 
-    monkeypatch.setattr(ring, "_backward", of_one_block)
+    monkeypatch.setattr(ring, "block_gradients", of_one_block)
     run = mapped(context.attention, "context=4,context_mode=ring")
     y, *gradients = with_gradients(run, qkv())
     want, *wanted = expected(N)
@@ -125,12 +197,13 @@ def test_a_ring_needs_the_log_sum_exp_of_all_blocks(monkeypatch):
 
 def test_blocks_are_not_merged_by_a_stopped_log_sum_exp(monkeypatch):
     """Some kernels return one without a gradient; their outputs are right."""
+    whole = ring._Ring(visits.Places(4, 1, "zigzag"), 0)
 
     def merged(q, k, v):
-        return ring._forward(q, jnp.stack([k, v]))[0]
+        return whole.forward(q, jnp.stack([k, v]))[0]
 
-    results = with_gradients(mapped(merged, "context=4"), qkv())
-    assert all(error(g, w) < 1e-5 for g, w in zip(results, expected(N), strict=True))
+    run = mapped(merged, "context=4")
+    assert_equal(with_gradients(run, qkv()), expected(N))
     plain = jax.nn.logsumexp
 
     def stopped(scores, axis):
@@ -156,7 +229,7 @@ def test_positions_count_whole_sequences():
 def test_heads_that_do_not_divide_are_refused():
     run = mapped(context.attention, "context=8,context_mode=ulysses")
     q, k, v = (x[:, :, :4] for x in qkv())
-    with pytest.raises(LayoutError, match="heads=4 does not divide over context=8"):
+    with pytest.raises(LayoutError, match="heads=4 does not divide over the 8 devices"):
         run(q, k, v)
 
 
@@ -165,3 +238,13 @@ def test_modes_are_words_of_layouts():
         layouts.parse("context=2,context_mode=rings")
     with pytest.raises(LayoutError, match="context=1: add context=N"):
         layouts.parse("data=2,context_mode=ring")
+    with pytest.raises(LayoutError, match="context_order='zag'.*zigzag"):
+        layouts.parse("context=2,context_order=zag")
+    with pytest.raises(LayoutError, match="context_order=striped is for split"):
+        layouts.parse("context_order=striped")
+    with pytest.raises(LayoutError, match="equal work in any order"):
+        layouts.parse("context=2,context_mode=ulysses,context_order=zigzag")
+    with pytest.raises(LayoutError, match="context_heads=2 is for rings"):
+        layouts.parse("context=4,context_heads=2")
+    with pytest.raises(LayoutError, match="does not leave a ring of context=4"):
+        layouts.parse("context=4,context_mode=ring,context_heads=4")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, num_bytes
@@ -32,12 +33,12 @@ def num_ranks() -> int:
 
 
 def spec_of(x: Array) -> PartitionSpec:
-    """How automatic axes split x[..., B, L, N, H].
+    """How automatic axes split x[..., B, L, N, H], or x[B, L].
 
     Raises:
       LayoutError: a dim that does not divide over its axes.
     """
-    names = (None,) * (x.ndim - len(DIM_NAMES)) + DIM_NAMES
+    names = (None,) * (x.ndim - len(DIM_NAMES)) + DIM_NAMES[: x.ndim]
     return activation_spec(scope_in_use(), x.shape, names)
 
 
@@ -71,6 +72,24 @@ def record(kind: str, x: Array, why: str, parts: int = 1, **facts: int | bool) -
     scope, axes = scope_in_use(), [a for dim in spec_of(x) if dim for a in _axes(dim)]
     size = parts * num_bytes(x) // ways_of(axes, scope.mesh.shape)
     scope.moves.append(Move(kind, (CONTEXT,), size, why, saved_as="", **facts))
+
+
+def whole_segments(segments_BL: Array) -> Array:
+    """Numbers of the documents of all tokens, one device after another: [B, M].
+
+    Communication: an all_gather of the segments; layers may share it.
+
+    Args:
+      segments_BL: those of this device's tokens.
+    """
+    why = "documents of whole sequences"
+    record("all_gather", segments_BL, why, num_ranks(), has_gradient=False, bound=True)
+
+    def gather(x: Array) -> Array:
+        return lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+
+    spec = spec_of(segments_BL)
+    return on_devices(gather, spec, spec)(segments_BL)
 
 
 def _axes(dim: str | tuple[str, ...]) -> tuple[str, ...]:

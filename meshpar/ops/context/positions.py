@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.layouts import token_order
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.scope import current_scope
 from meshpar.rows.opaque import split_as_arguments
@@ -27,15 +28,18 @@ def positions(length: int) -> Array:
 def _positions(length: int) -> Array:
     scope = current_scope()
     if scope is None or CONTEXT not in scope.manual_axes:
-        return positions_on(0, length)
+        return jnp.arange(length, dtype=jnp.int32)
     return positions_on(lax.axis_index(CONTEXT), length)
 
 
-def positions_on(rank: Array | int, length: int) -> Array:
+def positions_on(rank: Array, length: int) -> Array:
     """The positions of the tokens of one device along `context`, int32 [length].
 
     Args:
       rank: number of the device.
       length: tokens of each device.
     """
-    return rank * length + jnp.arange(length, dtype=jnp.int32)
+    scope = current_scope()
+    assert scope is not None
+    order, num = scope.layout.token_order, scope.mesh.shape[CONTEXT]
+    return token_order.positions_on(order, rank, num, length)

@@ -2,11 +2,13 @@
 
 No device holds more keys than its own and those in transit. The whole ring is one
 function with a gradient of its own: the backward pass runs the ring again with the
-output and the float32 log-sum-exp of all blocks together.
+output and the float32 log-sum-exp of all blocks together. In zigzag order every device
+skips the half of each block that none of its queries sees.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,32 +19,58 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array
 from meshpar.collectives.varying import vary
 from meshpar.layouts.axes import CONTEXT
+from meshpar.ops.context.blocks import (
+    Outer,
+    Sums,
+    block_gradients,
+    no_blocks,
+    with_block,
+)
 from meshpar.ops.context.exchange import (
     num_ranks,
     on_devices,
     record,
     scope_in_use,
     spec_of,
+    whole_segments,
     widened,
 )
-from meshpar.ops.context.positions import positions_on
-
-_MASKED = -1e30
-"""Score of a key that is not seen; finite, as blocks may have no other."""
+from meshpar.ops.context.ulysses import join_heads, split_heads
+from meshpar.ops.context.visits import Places, put
 
 
-def ring_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
+def ring_attention(
+    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segments_BL: Array | None, window: int
+) -> Array:
     """Causal attention of this device's queries to the keys that come by.
 
-    Communication: n-1 permutes of this device's keys and values, as many in the
-    backward pass, and n of the float32 sums of their gradients.
+    Communication, on a ring of n devices: n-1 permutes of this device's keys and
+    values, as many in the backward pass, and n of the float32 sums of their gradients.
+    With `context_heads` neighbours exchange heads first, as in `ulysses_attention`.
 
     Args:
       q_BLNH: queries of this device's tokens, any float dtype.
       k_BLKH: their keys.
       v_BLKH: their values.
+      segments_BL: numbers of their documents, or None.
+      window: as in `is_seen`.
+
+    Source: Fang and Zhao, USP, arXiv:2405.07719, section 3 (rings of neighbours).
     """
-    kv, num = jnp.stack([k_BLKH, v_BLKH]), num_ranks()
+    layout, others = scope_in_use().layout, ()
+    heads = layout.context_heads
+    if segments_BL is not None:
+        others = (whole_segments(segments_BL),)
+    places = Places(num_ranks() // heads, heads, layout.token_order)
+    ring = _Ring(places, window)
+    q_BLNH, kv = split_heads(q_BLNH, k_BLKH, v_BLKH, heads)
+    _record(kv, ring.places.num)
+    y_BLNH = _attend(ring, q_BLNH, kv, *others)
+    return join_heads(y_BLNH, heads)
+
+
+def _record(kv: Array, num: int) -> None:
+    """Notes the hops of one ring."""
     why = "keys and values around the ring"
     hops = dict(times=num - 1, has_gradient=False)
     record("permute", widened(kv), why, **hops)
@@ -54,81 +82,126 @@ def ring_attention(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> Array:
     sums = kv.astype(jnp.float32)
     why = "gradients of keys and values around the ring"
     record("permute", sums, why, times=num, in_backward=True)
+
+
+def _attend(ring: "_Ring", q_BLNH: Array, kv: Array, *segments: Array) -> Array:
+    """The ring as one differentiable function, on the shards of each device."""
     q_spec, kv_spec = spec_of(q_BLNH), spec_of(kv)
-    lse_spec = PartitionSpec(*q_spec[:3])
-    forward = on_devices(_forward, (q_spec, kv_spec), (q_spec, lse_spec))
+    lse_spec, more = PartitionSpec(*q_spec[:3]), tuple(map(spec_of, segments))
+    forward = on_devices(ring.forward, (q_spec, kv_spec, *more), (q_spec, lse_spec))
     backward = on_devices(
-        _backward, (q_spec, kv_spec, q_spec, lse_spec, q_spec), (q_spec, kv_spec)
+        ring.backward, (*[q_spec] * 3, lse_spec, kv_spec, *more), (q_spec, kv_spec)
     )
 
     @jax.custom_vjp
-    def ring(q_BLNH: Array, kv: Array) -> Array:
-        return forward(q_BLNH, kv)[0]
+    def run(q_BLNH: Array, kv: Array, *segments: Array) -> Array:
+        return forward(q_BLNH, kv, *segments)[0]
 
-    def saved(q_BLNH: Array, kv: Array) -> tuple[Array, tuple[Array, ...]]:
-        y_BLNH, lse_BLN = forward(q_BLNH, kv)
-        return y_BLNH, (q_BLNH, kv, y_BLNH, lse_BLN)
+    def saved(q_BLNH: Array, kv: Array, *segments: Array) -> tuple[Array, tuple]:
+        y_BLNH, lse_BLN = forward(q_BLNH, kv, *segments)
+        return y_BLNH, (q_BLNH, y_BLNH, lse_BLN, kv, *segments)
 
-    ring.defvjp(saved, lambda saved, dy_BLNH: backward(*saved, dy_BLNH))
-    return ring(q_BLNH, kv)
+    def gradients(saved: tuple, dy_BLNH: Array) -> tuple:
+        q_BLNH, *rest = saved
+        return *backward(q_BLNH, dy_BLNH, *rest), *[None] * len(segments)
 
-
-def _forward(q_BLNH: Array, kv: Array) -> tuple[Array, Array]:
-    """(outputs, float32 log-sum-exp of all scores) of this device's queries."""
-    q, num = _grouped(q_BLNH, kv), lax.axis_size(CONTEXT)
-    *dims, head_dim = q.shape
-    empty = _filled((*dims, head_dim), 0.0, kv), _filled(dims, _MASKED, kv)
-
-    def add_block(sums: tuple[Array, Array], kv: Array, hops: Any) -> Any:
-        y, lse = sums
-        s = _scores(q, kv[0], hops)
-        block_lse = jax.nn.logsumexp(s, axis=-1)
-        both = jnp.logaddexp(lse, block_lse)
-        weights = jnp.exp(s - both[..., None])
-        new = jnp.einsum("BLKGM,BMKH->BLKGH", weights, kv[1].astype(jnp.float32))
-        return y * jnp.exp(lse - both)[..., None] + new, both
-
-    def step(carry: Any, hops: Array) -> Any:
-        sums, kv = carry
-        coming = _hop(kv)  # Sent first, to travel beside the block.
-        return (add_block(sums, kv, hops), coming), None
-
-    (sums, kv), _ = lax.scan(step, (empty, kv), jnp.arange(num - 1))
-    y, lse = add_block(sums, kv, num - 1)
-    lse_BLN = lse.reshape(q_BLNH.shape[:3])
-    return y.astype(q_BLNH.dtype).reshape(q_BLNH.shape), lse_BLN
+    run.defvjp(saved, gradients)
+    return run(q_BLNH, kv, *segments)
 
 
-def _backward(
-    q_BLNH: Array, kv: Array, y_BLNH: Array, lse_BLN: Array, dy_BLNH: Array
-) -> tuple[Array, Array]:
-    """Gradients of (queries, keys and values); sums of the latter travel along."""
-    q, num = _grouped(q_BLNH, kv), lax.axis_size(CONTEXT)
-    dy = _grouped(dy_BLNH, kv).astype(jnp.float32)
-    y = _grouped(y_BLNH, kv).astype(jnp.float32)
-    lse, delta = lse_BLN.reshape(q.shape[:-1]), jnp.sum(dy * y, axis=-1)
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The two passes around the ring, on the shards of one device.
 
-    def block(kv: Array, hops: Any) -> tuple[Array, Array]:
-        k, v = kv.astype(jnp.float32)
-        weights = jnp.exp(_scores(q, kv[0], hops) - lse[..., None])
-        dv = jnp.einsum("BLKGM,BLKGH->BMKH", weights, dy)
-        ds = weights * (jnp.einsum("BLKGH,BMKH->BLKGM", dy, v) - delta[..., None])
-        ds *= q.shape[-1] ** -0.5
-        dq = jnp.einsum("BLKGM,BMKH->BLKGH", ds, k)
-        dk = jnp.einsum("BLKGM,BLKGH->BMKH", ds, q.astype(jnp.float32))
-        return dq, jnp.stack([dk, dv])
+    Attributes:
+      places: those of the ring.
+      window: as in `is_seen`.
+    """
 
-    def step(carry: Any, hops: Array) -> Any:
-        dq, dkv, kv = carry
-        coming = _hop(kv)
-        new_dq, new_dkv = block(kv, hops)
-        return (dq + new_dq, _hop(dkv + new_dkv), coming), None
+    places: Places
+    window: int
 
-    zeros = (_filled(x.shape, 0.0, kv) for x in (q, kv))
-    (dq, dkv, kv), _ = lax.scan(step, (*zeros, kv), jnp.arange(num - 1))
-    new_dq, new_dkv = block(kv, num - 1)
-    dq, dkv = dq + new_dq, _hop(dkv + new_dkv)  # The last hop leads home.
-    return dq.reshape(q_BLNH.shape).astype(q_BLNH.dtype), dkv.astype(kv.dtype)
+    def forward(
+        self, q_BLNH: Array, kv: Array, *segments: Array
+    ) -> tuple[Array, Array]:
+        """(outputs, float32 log-sum-exp of all scores) of this device's queries."""
+        places = self.places
+        q, kv = places.arranged(_grouped(q_BLNH, kv), 1), places.arranged(kv, 2)
+
+        def add_block(sums: Sums, kv: Array, hops: Any) -> Sums:
+            visit = places.visit(hops, kv.shape[2], segments, self.window)
+
+            def add(sums: Sums, at: Array) -> Sums:
+                own = Sums(*(visit.queries_at(at, x) for x in sums))
+                k, seen = visit.keys_at(at, kv), visit.seen_at(at)
+                new = with_block(own, visit.queries_at(at, q), k, seen)
+                pairs = zip(sums, new, strict=True)
+                return Sums(*(put(x, y, at[0], 1) for x, y in pairs))
+
+            return visit.over_pairs(add, sums)
+
+        def step(carry: tuple[Sums, Array], hops: Array) -> Any:
+            sums, kv = carry
+            coming = self._sent(kv)  # First, to travel beside the block.
+            return (add_block(sums, kv, hops), coming), None
+
+        coming = self._sent(kv)
+        sums = add_block(_varying(no_blocks(q), q, kv), kv, 0)
+        (sums, kv), _ = lax.scan(step, (sums, coming), jnp.arange(1, places.num - 1))
+        y, lse = (places.as_given(x, 1) for x in add_block(sums, kv, places.num - 1))
+        lse_BLN = lse.reshape(q_BLNH.shape[:3])
+        return y.astype(q_BLNH.dtype).reshape(q_BLNH.shape), lse_BLN
+
+    def backward(
+        self,
+        q_BLNH: Array,
+        dy_BLNH: Array,
+        y_BLNH: Array,
+        lse_BLN: Array,
+        kv: Array,
+        *segments: Array,
+    ) -> tuple[Array, Array]:
+        """Gradients of (queries, keys and values); sums of the latter travel along."""
+        places = self.places
+        grouped = (_grouped(x, kv) for x in (q_BLNH, dy_BLNH, y_BLNH))
+        q, dy, y = (places.arranged(x, 1) for x in grouped)
+        lse = places.arranged(_grouped(lse_BLN[..., None], kv)[..., 0], 1)
+        delta = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+        outer, dtype = Outer(lse, dy.astype(kv.dtype), delta), kv.dtype
+        kv = places.arranged(kv, 2)
+
+        def add_block(grads: tuple[Array, Array], kv: Array, hops: Any) -> Any:
+            visit = places.visit(hops, kv.shape[2], segments, self.window)
+
+            def add(grads: tuple[Array, Array], at: Array) -> Any:
+                own = Outer(*(visit.queries_at(at, x) for x in outer))
+                k, seen = visit.keys_at(at, kv), visit.seen_at(at)
+                new = block_gradients(visit.queries_at(at, q), k, seen, own)
+                dq = put(grads[0], visit.queries_at(at, grads[0]) + new[0], at[0], 1)
+                dkv = put(grads[1], visit.keys_at(at, grads[1]) + new[1], at[1], 2)
+                return dq, dkv
+
+            return visit.over_pairs(add, grads)
+
+        def step(carry: tuple[Array, Array, Array], hops: Any) -> Any:
+            *grads, kv = carry
+            coming = self._sent(kv)
+            dq, dkv = add_block(tuple(grads), kv, hops)
+            return (dq, self._sent(dkv), coming), None
+
+        zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, kv))
+        carry, _ = step((*_varying(tuple(zeros), q, kv), kv), 0)
+        (*grads, kv), _ = lax.scan(step, carry, jnp.arange(1, places.num - 1))
+        dq, dkv = add_block(tuple(grads), kv, places.num - 1)
+        dq = places.as_given(dq, 1).astype(q_BLNH.dtype).reshape(q_BLNH.shape)
+        dkv = self._sent(dkv)  # The last hop leads home.
+        return dq, places.as_given(dkv, 2).astype(dtype)
+
+    def _sent(self, x: Array) -> Array:
+        """Sends to the next place; the last one sends to the first."""
+        num, heads = self.places.num_ranks, self.places.heads
+        pairs = [(rank, (rank + heads) % num) for rank in range(num)]
+        return lax.ppermute(widened(x), CONTEXT, pairs).astype(x.dtype)
 
 
 def _grouped(x_BLNH: Array, kv: Array) -> Array:
@@ -137,25 +210,7 @@ def _grouped(x_BLNH: Array, kv: Array) -> Array:
     return x_BLNH.reshape(batch, length, kv.shape[3], -1, head_dim)
 
 
-def _filled(shape: tuple[int, ...], number: float, like: Array) -> Array:
-    """A float32 array that varies over the axes over which another one does."""
-    axes = jax.typeof(like).manual_axis_type.varying
-    return vary(jnp.full(shape, number, jnp.float32), tuple(axes))
-
-
-def _scores(q: Array, k: Array, hops: Any) -> Array:
-    """Masked float32 scores of the keys that have made so many hops."""
-    rank, num, length = lax.axis_index(CONTEXT), lax.axis_size(CONTEXT), k.shape[1]
-    queries = positions_on(rank, length)
-    keys = positions_on((rank - hops) % num, length)
-    s = jnp.einsum("BLKGH,BMKH->BLKGM", q, k, preferred_element_type=jnp.float32)
-    is_seen_LM = queries[:, None] >= keys[None]
-    s *= q.shape[-1] ** -0.5
-    return jnp.where(is_seen_LM[None, :, None, None], s, _MASKED)
-
-
-def _hop(x: Array) -> Array:
-    """Sends to the next device; the last one sends to the first."""
-    num = lax.axis_size(CONTEXT)
-    pairs = [(rank, (rank + 1) % num) for rank in range(num)]
-    return lax.ppermute(widened(x), CONTEXT, pairs).astype(x.dtype)
+def _varying(tree: Any, *like: Array) -> Any:
+    """Arrays that vary over the axes over which others do."""
+    axes = set().union(*(jax.typeof(x).manual_axis_type.varying for x in like))
+    return jax.tree.map(lambda x: vary(x, tuple(axes)), tree)
