@@ -1,6 +1,7 @@
-"""Batches: shuffled windows of a corpus, from one global position on (grain).
+"""Batches: shuffled samples of a corpus, from one global position on (grain).
 
-The stream of tokens is cut into windows, which are shuffled anew in every epoch. Sample
+The stream of tokens is cut into windows, or its documents are packed into samples
+(`packing`); they are shuffled anew in every epoch. Sample
 i of a run is a pure function of (data, seed, i): the position of the data is one number
 that does not depend on the number of processes.
 """
@@ -12,6 +13,7 @@ import numpy as np
 
 from experiments.data.corpus import Corpus
 from experiments.data.files import DataError
+from experiments.data.packing import PackedSamples
 
 
 class Windows(grain.sources.RandomAccessDataSource):
@@ -47,13 +49,29 @@ class _BatchRows(grain.MapDataset):
         return self._parent[index]
 
 
-def _check_size(windows: Windows, part: str, batch_size: int, length: int) -> None:
-    if len(windows) < batch_size:
+def _samples(
+    tokens: np.ndarray,
+    starts: np.ndarray | None,
+    part: str,
+    batch_size: int,
+    length: int,
+) -> grain.sources.RandomAccessDataSource:
+    """The samples of one part of a corpus.
+
+    Raises:
+      DataError: fewer than one batch needs.
+    """
+    if starts is None:
+        samples = Windows(tokens, length)
+    else:
+        samples = PackedSamples(tokens, starts, length)
+    if len(samples) < batch_size:
         raise DataError(
-            f"the {part} part of the data has {len(windows)} windows of {length} "
+            f"the {part} part of the data has {len(samples)} samples of {length} "
             f"tokens, fewer than one batch of {batch_size}; give more text, a smaller "
             "--batch_size or a smaller model.length"
         )
+    return samples
 
 
 def training_batches(
@@ -76,14 +94,13 @@ def training_batches(
       position: number of samples that the run has used before.
 
     Returns:
-      Batches {"tokens", "targets"}, int32 [rows, length].
+      Batches {"tokens", "targets"}, int32 [rows, length], or those of `PackedSamples`.
 
     Raises:
-      DataError: fewer windows than one batch needs.
+      DataError: fewer samples than one batch needs.
     """
-    windows = Windows(corpus.train, length)
-    _check_size(windows, "training", batch_size, length)
-    samples = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    source = _samples(corpus.train, corpus.train_starts, "training", batch_size, length)
+    samples = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
     batches = _BatchRows(samples, rows, batch_size, position).batch(len(rows))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(batches.to_iter_dataset(options))
@@ -102,18 +119,19 @@ def held_out_batches(
       limit: largest number of batches.
 
     Returns:
-      Batches {"tokens", "targets"}, int32 [rows, length].
+      Batches as in `training_batches`.
 
     Raises:
-      DataError: fewer windows than one batch needs.
+      DataError: fewer samples than one batch needs.
     """
-    windows = Windows(corpus.held_out, length)
-    _check_size(windows, "held-out", batch_size, length)
-    num_batches = min(limit, len(windows) // batch_size)
-    indices = np.linspace(0, len(windows) - 1, num_batches * batch_size).astype(int)
+    source = _samples(
+        corpus.held_out, corpus.held_out_starts, "held-out", batch_size, length
+    )
+    num_batches = min(limit, len(source) // batch_size)
+    indices = np.linspace(0, len(source) - 1, num_batches * batch_size).astype(int)
     batches = []
     for batch in indices.reshape(num_batches, batch_size):
-        samples = [windows[int(batch[row])] for row in rows]
+        samples = [source[int(batch[row])] for row in rows]
         batches.append({k: np.stack([s[k] for s in samples]) for k in samples[0]})
     return batches
 
@@ -132,4 +150,5 @@ def padded_unevenly(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     rows, length = batch["tokens"].shape
     lengths = 1 + np.arange(rows) * (length - 1) // max(1, rows - 1)
     is_token = np.arange(length)[None] < lengths[:, None]
-    return batch | {"weights": is_token.astype(np.float32)}
+    weights = batch.get("weights", np.float32(1)) * is_token
+    return batch | {"weights": weights.astype(np.float32)}

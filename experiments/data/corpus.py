@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -31,11 +31,16 @@ class DataConfig:
         text of Python's own standard library.
       tokenizer: a tokenizer.json; empty for bytes.
       held_out: fraction of the tokens that is kept for evaluation.
+      pack: whether samples are packed with whole documents, which do not see each
+        other, in place of windows of the stream.
+      separator: token id that ends a document of a file of token ids; -1 for none.
     """
 
     path: str = ""
     tokenizer: str = ""
     held_out: float = 0.05
+    pack: bool = False
+    separator: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Corpus:
       held_out: token ids, integer [tokens].
       vocab: number of token ids, padded so that it divides over devices.
       decode: token ids -> text.
+      train_starts: places in `train` where documents start, ascending; None if samples
+        are windows of the stream.
+      held_out_starts: those in `held_out`.
       file: the file that holds exactly these token ids, if there is one.
     """
 
@@ -56,6 +64,8 @@ class Corpus:
     held_out: np.ndarray
     vocab: int
     decode: Decode
+    train_starts: np.ndarray | None = None
+    held_out_starts: np.ndarray | None = None
     file: pathlib.Path | None = None
 
     @functools.cached_property
@@ -109,26 +119,53 @@ def load(config: DataConfig) -> Corpus:
     file = None
     if pathlib.Path(config.path).suffix in TOKEN_SUFFIXES:
         file = _token_file(config.path)
-        tokens, vocab, decode = _token_ids(config, file)
+        tokens, starts, vocab, decode = _token_ids(config, file)
     else:
-        tokens, vocab, decode = _text(config)
+        if config.separator >= 0:
+            raise DataError(
+                f"data.separator={config.separator} is for files of token ids; leave "
+                "it out, as every text file is a document"
+            )
+        tokens, starts, vocab, decode = _text(config)
     name = config.path or "Python's standard library"
     num_train = len(tokens) - int(len(tokens) * config.held_out)
     padded = -(-vocab // 128) * 128
-    return Corpus(name, tokens[:num_train], tokens[num_train:], padded, decode, file)
+    parts = tokens[:num_train], tokens[num_train:]
+    of_parts: tuple[np.ndarray | None, ...] = (None, None)
+    if config.pack:
+        of_parts = starts[starts < num_train], starts[starts > num_train] - num_train
+        of_parts = of_parts[0], np.append(0, of_parts[1])
+    return Corpus(name, *parts, padded, decode, *of_parts, file)
 
 
-def _token_ids(
-    config: DataConfig, file: pathlib.Path
-) -> tuple[np.ndarray, int, Decode]:
-    """Tokens, vocabulary size and decoder of a file of token ids."""
+_Stream = tuple[np.ndarray, np.ndarray, int, Decode]
+"""Tokens, places where documents start, size of the vocabulary, and decoder."""
+
+
+def _token_ids(config: DataConfig, file: pathlib.Path) -> _Stream:
+    """The stream of a file of token ids."""
     if config.tokenizer:
         raise DataError(
             f"--tokenizer={config.tokenizer} with token ids ({config.path}): leave one "
             "of them out"
         )
-    tokens = read_tokens(file)
-    return tokens, int(tokens.max()) + 1, lambda ids: " ".join(map(str, ids))
+    tokens, separator = read_tokens(file), config.separator
+    starts = np.zeros(1, np.int64)
+    if separator >= 0:
+        ends = np.flatnonzero(tokens == separator)
+        if not len(ends):
+            raise DataError(
+                f"data.separator={separator} does not occur in {file}; give the token "
+                "id that ends its documents"
+            )
+        starts = np.append(starts, ends[ends < len(tokens) - 1] + 1)
+    elif config.pack:
+        raise DataError(
+            f"data.pack=True: {file} does not say where documents end; give the token "
+            "id that ends them as data.separator"
+        )
+    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    return tokens, starts, int(tokens.max()) + 1, decode
 
 
 def _token_file(path: str) -> pathlib.Path:
@@ -142,18 +179,25 @@ def _token_file(path: str) -> pathlib.Path:
     return files[0]
 
 
-def _text(config: DataConfig) -> tuple[np.ndarray, int, Decode]:
-    """Tokens, vocabulary size and decoder of text files."""
+def _text(config: DataConfig) -> _Stream:
+    """The stream of text files."""
     files = find_files(config.path) if config.path else standard_library()
     documents = read_documents(files)
     if config.tokenizer:
         return _tokenize(documents, config.tokenizer)
     tokens = np.frombuffer(SEPARATOR.join(documents), np.uint8)
-    return tokens, 256, lambda ids: bytes(ids).decode("utf-8", "replace")
+    starts = _starts(len(text) + len(SEPARATOR) for text in documents)
+    return tokens, starts, 256, lambda ids: bytes(ids).decode("utf-8", "replace")
 
 
-def _tokenize(documents: list[bytes], path: str) -> tuple[np.ndarray, int, Decode]:
-    """Tokens, vocabulary size and decoder of documents under a tokenizer.json."""
+def _starts(sizes: Iterable[int]) -> np.ndarray:
+    """Places where documents of some sizes start, integer [documents]."""
+    ends = np.cumsum(np.fromiter(sizes, np.int64))
+    return np.append(0, ends[:-1])
+
+
+def _tokenize(documents: list[bytes], path: str) -> _Stream:
+    """The stream of documents under a tokenizer.json."""
     import tokenizers
 
     check_regular(pathlib.Path(path), "--tokenizer")
@@ -179,7 +223,7 @@ def _tokenize(documents: list[bytes], path: str) -> tuple[np.ndarray, int, Decod
             f"--tokenizer={path} has a vocabulary of {size} and gives the token id "
             f"{highest}, as its ids have gaps; number its tokens from 0 to {size - 1}"
         )
-    return tokens, size, tokenizer.decode
+    return tokens, _starts(len(e.ids) for e in encodings), size, tokenizer.decode
 
 
 def unigram_loss(corpus: Corpus) -> float:

@@ -4,7 +4,7 @@ Layers are stacked on a leading dim named "layers" and scanned. The shape letter
 explained in `meshpar/arrays.py`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from experiments.models.weights import bias, plus, times, weight
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.ops import context
-from meshpar.ops.attention import causal_attention
 from meshpar.ops.experts import Statistics
 
 
@@ -40,6 +39,30 @@ def _residual(x_BLD: Array) -> Array:
 def _gathered(x_BLD: Array) -> Array:
     """Gathers whole sequences, the input of attention, mlp and head."""
     return layouts.constrain(x_BLD, "batch", "length", "embed")
+
+
+class Packed(NamedTuple):
+    """Documents that share a sequence.
+
+    Attributes:
+      segments: number of the document of each token, int32 [B, L].
+      positions: place of each token in its document, int32 [B, L].
+    """
+
+    segments: Array
+    positions: Array
+
+    @classmethod
+    def of(cls, batch: dict[str, Array]) -> "Packed | None":
+        """The documents of a batch; None for one document per sequence."""
+        if "segments" not in batch:
+            return None
+        return cls(batch["segments"], batch["positions"])
+
+
+def _positions(length: int, packed: Packed | None) -> Array:
+    """Positions of tokens in their documents, integer [1, L] or [B, L]."""
+    return context.positions(length)[None] if packed is None else packed.positions
 
 
 class Norm(nnx.Module):
@@ -61,12 +84,18 @@ class Norm(nnx.Module):
         return plus(times(y.astype(x.dtype), self.scale), self.bias)
 
 
-def rotate(x_BLNH: Array, positions_L: Array, theta: float) -> Array:
-    """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864)."""
+def rotate(x_BLNH: Array, positions: Array, theta: float) -> Array:
+    """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
+
+    Args:
+      x_BLNH: queries or keys.
+      positions: of the tokens, integer [1, L] or [B, L].
+      theta: base of the wavelengths.
+    """
     dim = x_BLNH.shape[-1]
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = positions_L.astype(jnp.float32)[:, None] * frequency[None]
-    sin, cos = jnp.sin(angle)[None, :, None], jnp.cos(angle)[None, :, None]
+    angle = positions.astype(jnp.float32)[..., None] * frequency[None, None]
+    sin, cos = jnp.sin(angle)[:, :, None], jnp.cos(angle)[:, :, None]
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x_BLNH.dtype)
@@ -79,8 +108,8 @@ class Attention(nnx.Module):
       section 2 (normalized queries and keys).
     """
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: DecoderConfig, window: int, rngs: nnx.Rngs):
+        self.config, self.window = config, window
         d, n, k, h = config.embed, config.heads, config.kv_heads, config.head_dim
         self.q = weight(rngs, config, d, embed=d, heads=n, head_dim=h)
         self.k = weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
@@ -94,7 +123,7 @@ class Attention(nnx.Module):
         self.q_norm = Norm(config, head_dim=h) if config.qk_norm else None
         self.k_norm = Norm(config, head_dim=h) if config.qk_norm else None
 
-    def __call__(self, x_BLD: Array) -> Array:
+    def __call__(self, x_BLD: Array, packed: Packed | None) -> Array:
         q_BLNH = jnp.einsum("BLD,DNH->BLNH", x_BLD, self.q[...])
         k_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.k[...])
         v_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.v[...])
@@ -104,32 +133,35 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.config.position == "rope":
-            positions_L = context.positions(x_BLD.shape[1])
-            q_BLNH = rotate(q_BLNH, positions_L, self.config.rope_theta)
-            k_BLKH = rotate(k_BLKH, positions_L, self.config.rope_theta)
+            positions = _positions(x_BLD.shape[1], packed)
+            q_BLNH = rotate(q_BLNH, positions, self.config.rope_theta)
+            k_BLKH = rotate(k_BLKH, positions, self.config.rope_theta)
         q_BLNH = layouts.constrain(q_BLNH, "batch", "length", "heads", "head_dim")
         k_BLKH = layouts.constrain(k_BLKH, "batch", "length", "kv_heads", "head_dim")
         v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")
-        y_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH)
+        segments_BL = None if packed is None else packed.segments
+        y_BLNH = context.attention(
+            q_BLNH, k_BLKH, v_BLKH, window=self.window, segments_BL=segments_BL
+        )
         y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
         return plus(jnp.einsum("BLNH,NHD->BLD", y_BLNH, self.o[...]), self.o_bias)
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer layer."""
+    """One pre-norm transformer layer, whose attention may have a window."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, window: int, rngs: nnx.Rngs):
         self.attention_norm = Norm(config, embed=config.embed)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, window, rngs)
         self.mlp_norm = Norm(config, embed=config.embed)
         self.has_experts = config.num_experts > 0
         self.mlp = (ExpertMlp if self.has_experts else Mlp)(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, packed: Packed | None = None) -> Any:
         """Runs x_BLD; with experts (x_BLD, packed statistics of the layers before)."""
         x_BLD, *earlier = x if self.has_experts else (x,)
-        y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)))
+        y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)), packed)
         x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
         y_BLD = self.mlp(_gathered(self.mlp_norm(x_BLD)))
         if not earlier:
@@ -137,6 +169,23 @@ class Block(nnx.Module):
         y_BLD, statistics = y_BLD
         x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
         return x_BLD, statistics.after(*earlier)
+
+
+class Pattern(nnx.Module):
+    """Layers with windows of their own, which repeat through the depth.
+
+    Source: Gemma Team, Gemma 3, arXiv:2503.19786, section 2 (local and global layers).
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        blocks = (Block(config, window, rngs) for window in config.windows)
+        self.layers = nnx.List(blocks)
+
+    def __call__(self, x: Any, packed: Packed | None = None) -> Any:
+        """Runs the layers one after another, as `Block` does."""
+        for block in self.layers:
+            x = block(x, packed)
+        return x
 
 
 class Decoder(nnx.Module):
@@ -162,10 +211,12 @@ class Decoder(nnx.Module):
             else None
         )
 
-        @nnx.split_rngs(splits=config.depth)
+        @nnx.split_rngs(splits=config.depth // len(config.windows))
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs)
+        def stacked(rngs: nnx.Rngs) -> Block | Pattern:
+            if config.global_every:
+                return Pattern(config, rngs)
+            return Block(config, config.window, rngs)
 
         self.blocks = stacked(rngs)
         self.norm = Norm(config, embed=d)
@@ -183,7 +234,7 @@ class Decoder(nnx.Module):
         x_BLD = x[0] if self.config.num_experts else x
         return logits(self.norm(x_BLD), self.head_weight())
 
-    def embed(self, tokens_BL: Array) -> Any:
+    def embed(self, tokens_BL: Array, packed: Packed | None = None) -> Any:
         """Returns the input of the first `Block`."""
         if tokens_BL.shape[1] > self.config.length:
             raise ValueError(
@@ -194,8 +245,7 @@ class Decoder(nnx.Module):
         w_VD = layouts.constrain(self.embedding[...], "vocab", None)
         x_BLD = vocabulary.lookup(w_VD, tokens_BL)
         if self.positions is not None:
-            positions_L = context.positions(tokens_BL.shape[1])
-            x_BLD += self.positions[...][positions_L][None]
+            x_BLD += self.positions[...][_positions(tokens_BL.shape[1], packed)]
         x_BLD = _residual(self.dropout(x_BLD))
         return (
             (x_BLD, jnp.zeros(len(Statistics._fields)))
@@ -219,7 +269,8 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
     """The decoder with next-token cross-entropy, as a model with a stack of layers.
 
     Its batches are {"tokens": ids_BL, "targets": ids_BL}, both int32, and perhaps
-    "weights", float32 [B, L]: the weight of every token in the mean loss.
+    "weights", float32 [B, L]: the weight of every token in the mean loss. Packed
+    documents have "segments" and "positions" (`Packed`).
     """
 
     def head_loss(decoder: Decoder, x: Any, batch: dict[str, Array]) -> Any:
@@ -236,8 +287,9 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
 
     stack = meshpar.LayerStack(
         stack="blocks",
-        embed=lambda decoder, batch: decoder.embed(batch["tokens"]),
-        layer=lambda block, x_BLD: block(x_BLD),
+        embed=lambda decoder, batch: decoder.embed(batch["tokens"], Packed.of(batch)),
+        layer=lambda block, x, packed: block(x, packed),
         head_loss=head_loss,
+        context=lambda decoder, batch: Packed.of(batch),
     )
     return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stack)

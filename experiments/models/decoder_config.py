@@ -53,6 +53,9 @@ class DecoderConfig:
       router_jitter: noise on the router's inputs, 1 +- jitter.
       balance_loss: weight of GShard's auxiliary loss.
       z_loss: weight of the loss on the router's logits.
+      window: tokens that each token sees in attention, itself among them; 0 for all.
+      global_every: every so many layers one sees whole sequences, in place of the
+        window; 0 for none.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
     """
 
@@ -74,6 +77,8 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     init_std: float = 0.0
+    window: int = 0
+    global_every: int = 0
     loss_block: int = 0
     num_experts: int = 0
     experts_per_token: int = 2
@@ -114,6 +119,15 @@ class DecoderConfig:
             raise ValueError(
                 f"loss_block={self.loss_block}: use a divisor of length={self.length}, "
                 "or 0 for all at once"
+            )
+        if self.window < 0:
+            raise ValueError(
+                f"window={self.window}: use 1 or more, or 0 for all tokens"
+            )
+        if self.global_every and (not self.window or self.depth % self.global_every):
+            raise ValueError(
+                f"global_every={self.global_every}, window={self.window}, "
+                f"depth={self.depth}: use a window, and a divisor of the depth"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: use 0 <= dropout < 1")
@@ -156,11 +170,18 @@ class DecoderConfig:
         """Width of one head."""
         return self.head_width or self.embed // self.heads
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of the layers of one pattern, which repeats through the depth."""
+        if not self.global_every:
+            return (self.window,)
+        return (*[self.window] * (self.global_every - 1), 0)
+
     def flops_per_token(self) -> float:
         """Training FLOPs per token, forward and backward.
 
-        6 per weight of a matmul, plus 12 * depth * heads * head_dim * length for
-        attention.
+        6 per weight of a matmul, plus 12 * heads * head_dim * length for attention in
+        each layer, or the window in place of the length.
         Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
         """
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
@@ -169,7 +190,9 @@ class DecoderConfig:
             mlp *= self.experts_per_token + self.shared_experts
             mlp += self.embed * self.num_experts
         weights = self.depth * (attention + mlp) + self.embed * self.vocab
-        return 6 * weights + 12 * self.depth * self.heads * self.head_dim * self.length
+        seen = sum(min(size or self.length, self.length) for size in self.windows)
+        seen *= self.depth // len(self.windows)
+        return 6 * weights + 12 * self.heads * self.head_dim * seen
 
 
 GPT2_KIND = dict(

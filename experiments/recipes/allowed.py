@@ -55,6 +55,8 @@ _MODEL: dict[str, Range] = {
     "rope_theta": _real(1, 1e12),
     "norm_eps": _real(_SMALLEST, 1),
     "init_std": _real(0, 100, note="0 for 1/sqrt(fan_in)"),
+    "window": Number(0, 2**24, "tokens", "0 for whole sequences"),
+    "global_every": Number(0, 10_000, "layers", "0 for none"),
     "loss_block": Number(0, 2**24, "tokens", "0 for all at once"),
     "num_experts": Number(0, 2**14, "experts", "0 for a dense model"),
     "experts_per_token": Number(1, 2**10, "experts"),
@@ -108,6 +110,8 @@ _DATA: dict[str, Range] = {
     "path": Path(),
     "tokenizer": Path(),
     "held_out": _real(0, 1, note="a fraction of the tokens", above=True, below=True),
+    "pack": Switch(),
+    "separator": Number(-1, MAX_VOCABULARY, "", "-1 for none"),
 }
 
 

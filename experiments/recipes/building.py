@@ -50,6 +50,11 @@ def make_model(config: Config) -> meshpar.Model:
       MeshparError: framework=linen with a decoder that only NNX supports.
     """
     if config.framework == "linen":
+        if config.data.pack:
+            raise ConfigError(
+                "data.pack=True: the Linen decoder takes no packed documents; use "
+                "framework=nnx"
+            )
         return linen_decoder.language_model(config.model)
     return language_model(config.model)
 
@@ -127,7 +132,10 @@ def make_program(
     batch = {
         name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")
     }
-    if weighted:
+    if config.data.pack:
+        more = "segments", "positions"
+        batch |= {name: jax.ShapeDtypeStruct(shape, np.int32) for name in more}
+    if weighted or config.data.pack:
         batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     return meshpar.lower(
         model,

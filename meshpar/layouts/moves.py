@@ -16,7 +16,8 @@ class Move(NamedTuple):
       has_gradient: whether the backward pass moves the gradient back.
       is_saved: whether the backward pass needs what it brought: rematerialization
         moves that again.
-      bound: whether a compiler may leave it out.
+      bound: whether a compiler may share it between layers, or leave it out.
+      optional: whether a compiler may leave it out, as the same has run before.
       times: how often it runs in one pass, each time with `payload_bytes`.
       in_backward: whether it runs in the backward pass alone, not in the forward pass.
       group_size: devices that take part together, if those are only parts of the
@@ -31,6 +32,7 @@ class Move(NamedTuple):
     has_gradient: bool = True
     is_saved: bool = True
     bound: bool = False
+    optional: bool = False
     times: int = 1
     in_backward: bool = False
     group_size: int = 0

@@ -92,6 +92,7 @@ def declared_moves(
             count * move.payload_bytes,
             move.why,
             bound=move.bound,
+            gathers=move.optional,
             partial=move.group_size > 0,
         )
 

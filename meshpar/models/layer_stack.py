@@ -28,13 +28,16 @@ class LayerStack:
       stack: attribute path of the stacked layers, such as "blocks": a module whose
         every variable has the number of layers as its first dim (`nnx.vmap`).
       embed: (module, batch) -> x, any pytree of activations.
-      layer: (one layer's module, x) -> x of the same shapes.
+      layer: (one layer's module, x) -> x of the same shapes; with `context`,
+        (one layer's module, x, what it returns) -> x.
       head_loss: (module, x, batch) -> loss or (loss, aux). The loss is a mean over
         rows, a `meshpar.Mean(total, weight)` of two sums over rows, or any scalar with
         aux["weight"], its weight against the losses of other parts of the batch (its
         number of tokens, for example). A loss of weight 0 counts nothing, whatever its
         value. aux is a dict of metrics: scalars that are means as the loss is, or
         `meshpar.Mean`, `Sum`, `Max` and `Last`.
+      context: (module, batch) -> arrays that all layers read and that no gradient
+        passes through, such as the positions of tokens; None for none.
 
     `embed` and `head_loss` may use every variable outside the stack. All three see one
     shard of the batch: a loop inside them (`lax.scan`) has to carry values that are
@@ -43,8 +46,9 @@ class LayerStack:
 
     stack: str
     embed: Callable[[Any, Any], Any]
-    layer: Callable[[Any, Any], Any]
+    layer: Callable[..., Any]
     head_loss: Callable[[Any, Any, Any], Any]
+    context: Callable[[Any, Any], Any] | None = None
 
 
 Layer = Callable[[Params, Any, Key, Any], Any]

@@ -236,11 +236,19 @@ def _described(
     def embed(params: Params, batch: Any, key: Key) -> Any:
         return run(layers.embed, params, key, EMBED_KEY, batch)
 
-    def layer(params: Params, x: Any, key: Key, _: Any) -> Any:
-        return stack.run_layered(lambda module: layers.layer(module, x), params, key)
+    def context(params: Params, batch: Any, key: Key) -> tuple:
+        if layers.context is None:
+            return ()
+        return (run(layers.context, params, key, EMBED_KEY, batch),)
+
+    def layer(params: Params, x: Any, key: Key, context: tuple) -> Any:
+        def call(module: nnx.Module) -> Any:
+            return layers.layer(module, x, *context)
+
+        return stack.run_layered(call, params, key)
 
     def head_loss(params: Params, x: Any, batch: Any, key: Key) -> LossResult:
         return loss_result(run(layers.head_loss, params, key, HEAD_KEY, x, batch))
 
     depth = next(iter(depths.values()))[0]
-    return LayeredModel(stack.prefix, depth, embed, layer, head_loss)
+    return LayeredModel(stack.prefix, depth, embed, layer, head_loss, context)

@@ -173,7 +173,7 @@ def test_bad_tokenizers(tmp_path, corpus):
 
 def test_too_little_data_for_a_batch(corpus):
     shape = dict(length=LENGTH, batch_size=1000)
-    with pytest.raises(DataError, match="159 windows of 8 tokens, fewer than one"):
+    with pytest.raises(DataError, match="159 samples of 8 tokens, fewer than one"):
         data.training_batches(corpus, **shape, seed=0, rows=[0], position=0)
     with pytest.raises(DataError, match="held-out part"):
         data.held_out_batches(corpus, **shape, rows=[0], limit=1)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from meshpar import layouts
+from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 from meshpar.mesh import platform
 from meshpar.ops import attention, attention_kernels, kernels
 
@@ -36,20 +37,32 @@ def test_splash_attention_equals_plain_jnp(head_dim):
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_splash_attention_of_a_part_of_the_queries(part):
+@pytest.mark.parametrize(
+    "part, order, window",
+    [(0, CONTIGUOUS, 0), (1, ZIGZAG, 0), (1, STRIPED, 100), (1, ZIGZAG, 100)],
+)
+def test_splash_attention_of_a_part_of_the_queries(part, order, window):
+    """With the documents of the tokens, where there is a window."""
     q, k, v = arrays(heads=2, kv_heads=1)
-    own = slice(128 * part, 128 * part + 128)
+    places = device_order(order, 256, 2)
+    own = places.reshape(2, 128)[part]
+    documents = jnp.repeat(jnp.arange(3)[None], jnp.array([90, 120, 46]), axis=1)
+    segments = jnp.broadcast_to(documents, q.shape[:2])
 
     @jax.jit
     def of_part(number, q, k, v):
+        options = dict(part=number, places=places, window=window, interpret=True)
+        more = (segments[:, own], segments) if window else ()
+
         def run(*qkv):
-            return attention_kernels.splash(*qkv, number, interpret=True)
+            return attention_kernels.splash(*qkv, *more, **options)
 
         return run(q, k, v), gradients(run, q, k, v)
 
     def plain(q_own, k, v):
-        whole = attention_kernels.reference(q.at[:, own].set(q_own), k, v)
+        whole = attention_kernels.reference(
+            q.at[:, own].set(q_own), k, v, segments if window else None, window=window
+        )
         return whole[:, own]
 
     y, got = of_part(part, q[:, own], k, v)

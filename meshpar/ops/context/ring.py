@@ -72,13 +72,15 @@ def ring_attention(
 def _record(kv: Array, num: int) -> None:
     """Notes the hops of one ring."""
     why = "keys and values around the ring"
-    hops = dict(times=num - 1, has_gradient=False)
-    record("permute", widened(kv), why, **hops)
-    # A pipeline runs a stage again in its backward pass; the compiler may run one ring
-    # for both.
-    twice = scope_in_use().layout.pipe > 1
-    again = dict(in_backward=True, bound=twice)
-    record("permute", widened(kv), f"{why}, again", **hops, **again)
+    hop, wide = dict(has_gradient=False), widened(kv)
+    record("permute", wide, why, times=num - 1, **hop)
+    # A compiler may merge the first hop with that of a forward pass that runs again,
+    # and all hops where a pipeline runs a whole stage again.
+    why, twice = f"{why}, again", scope_in_use().layout.pipe > 1
+    hop["in_backward"] = True
+    record("permute", wide, why, optional=True, **hop)
+    if num > 2:
+        record("permute", wide, why, times=num - 2, optional=twice, **hop)
     sums = kv.astype(jnp.float32)
     why = "gradients of keys and values around the ring"
     record("permute", sums, why, times=num, in_backward=True)
