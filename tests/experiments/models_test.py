@@ -72,7 +72,7 @@ def test_rope_sees_only_distances():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 8)).astype(np.float32)
     q_BLNH, k_BLNH = (
-        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), jnp.arange(12), 100.0)[0, :, 0]
+        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), jnp.arange(12)[None], 100.0)[0, :, 0]
         for x in (q, k)
     )
     scores = q_BLNH @ k_BLNH.T

@@ -19,18 +19,23 @@ EXCHANGED = BATCH * LENGTH * HEAD_DIM * 4 * 2 * (HEADS + 4) * (WAYS - 1) / WAYS*
 """Queries and outputs, keys and values repeated to four heads."""
 
 
+HOP = KV / WAYS
+"""The first one of a ring that runs again goes with that of the backward pass."""
+
+
 @pytest.mark.parametrize(
-    ("options", "wire"),
+    ("options", "wire", "merged"),
     [
-        ("context_mode=allgather", 2 * SENT),
-        ("context_mode=allgather,remat=full", 3 * SENT),
-        ("context_mode=ulysses", 2 * EXCHANGED),
-        ("context_mode=ulysses,remat=dots", 3 * EXCHANGED),
-        ("context_mode=ring", 2 * SENT + KV),
-        ("context_mode=ring,remat=full", 3 * SENT + KV),
+        ("context_mode=allgather", 2 * SENT, 0),
+        ("context_mode=allgather,remat=full", 3 * SENT, 0),
+        ("context_mode=ulysses", 2 * EXCHANGED, 0),
+        ("context_mode=ulysses,remat=dots", 3 * EXCHANGED, 0),
+        ("context_mode=ring", 2 * SENT + KV, 0),
+        ("context_mode=ring,context_order=striped", 2 * SENT + KV, 0),
+        ("context_mode=ring,remat=full", 3 * SENT + KV, HOP),
     ],
 )
-def test_bytes_follow_the_formula(options, wire):
+def test_bytes_follow_the_formula(options, wire, merged):
     program = lower(f"context={WAYS},{options}", model(kv_heads=KV_HEADS))
     assert program.violations() == []
     kinds = {"all_gather", "reduce_scatter", "all_to_all", "permute"}
@@ -38,7 +43,20 @@ def test_bytes_follow_the_formula(options, wire):
     found = [c for c in program.collectives if c.kind in kinds]
     assert {t.axes for t in terms} == {c.axes for c in found} == {(CONTEXT,)}
     assert sum(term.wire_bytes for term in terms) == DEPTH * wire
-    assert sum(c.wire_bytes for c in found) == DEPTH * wire
+    assert sum(c.wire_bytes for c in found) == DEPTH * (wire - merged)
+
+
+def test_neighbours_on_a_ring_swap_heads():
+    """Half of the heads and all their tokens: half the hops, each of the same size."""
+    options = f"context={WAYS},context_mode=ring,context_heads=2"
+    program = lower(options, model(kv_heads=KV_HEADS))
+    assert program.violations() == []
+    swaps = [c for c in program.collectives if c.kind == "all_to_all"]
+    assert all(c.partial and c.group_size == 2 for c in swaps)
+    swapped = BATCH * LENGTH / WAYS * HEAD_DIM * 4 * (2 * HEADS + 2 * KV_HEADS)
+    assert sum(c.wire_bytes for c in swaps) == DEPTH * 2 * swapped / 2
+    hops = sum(c.wire_bytes for c in program.collectives if c.kind == "permute")
+    assert hops == DEPTH * (1 + 1 + 2) * KV / WAYS
 
 
 def test_predicted_activations_fall_with_the_length():

@@ -3,12 +3,14 @@
 import functools
 
 import jax
+import numpy as np
 import optax
 import pytest
 from support.marks import slow
-from support.tiny_models import batch, lower_standard, model
+from support.tiny_models import BATCH, LENGTH, batch, lower_standard, model
 
 import meshpar
+from experiments import data
 from experiments.data import padded_unevenly
 from meshpar import layouts
 from meshpar.explain.verify import record, verify
@@ -23,7 +25,9 @@ LAYOUTS = [
     slow("data=2,context=2 jit"),
     slow("fsdp=4,context=2,zero=1"),
     slow("fsdp=2,context=2,zero=2,microbatches=2,remat=dots"),
-    slow("context=8,context_mode=ring"),
+    slow("context=8,context_mode=ring,context_heads=2"),
+    slow("fsdp=2,context=4,context_order=striped"),
+    slow("fsdp=2,context=4,context_order=contiguous"),
     slow("context=8,context_mode=ulysses"),
     slow("context=2,tensor=4,context_mode=ring,remat=full"),
     slow("fsdp=2,context=2,context_mode=ring jit"),
@@ -53,6 +57,41 @@ def test_every_layout_equals_one_device(case):
     assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
     reference = one_device(depth, layout.microbatches)
     report = verify(tested, reference, [batch(i) for i in range(STEPS)])
+    assert report.ok, report.problem
+
+
+PACKED = [
+    "context=4",
+    slow("fsdp=2,context=2,context_mode=ring,context_order=striped,remat=full"),
+    slow("data=2,context=2,context_mode=ulysses,tensor=2"),
+    slow("pipe=2,context=4,microbatches=2,context_mode=ring,context_heads=2"),
+]
+
+
+@functools.cache
+def packed(number):
+    """Documents of 1 to 12 tokens, some longer than a device's part."""
+    random = np.random.default_rng(number)
+    starts = np.append(0, np.cumsum(random.integers(2, 14, 60)))
+    tokens = random.integers(0, 64, starts[-1] + 9)
+    samples = data.PackedSamples(tokens, starts, LENGTH)
+    rows = [samples[i] for i in range(BATCH)]
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_packed_documents_train_alike(layout):
+    """With layers whose attention has a window, and layers without one."""
+    batches = [packed(i) for i in range(STEPS)]
+    num = layouts.parse(layout).microbatches
+    of = model(depth=4, window=5, global_every=2, kv_heads=4)
+
+    def program(text):
+        devices = jax.devices()[: layouts.parse(text).num_devices]
+        optimizer = optax.adamw(1e-2, eps=1e-2)
+        return meshpar.lower(of, optimizer, text, batches[0], devices=devices)
+
+    report = verify(program(layout), program(f"microbatches={num}"), batches)
     assert report.ok, report.problem
 
 
