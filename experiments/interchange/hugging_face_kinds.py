@@ -12,9 +12,10 @@ def _required(kind: str, config: DecoderConfig) -> dict[str, Any]:
     """{field or property of a decoder: its value} if it is of a kind."""
     if kind == "gpt2":
         same = {"kv_heads": config.heads, "head_dim": config.embed // config.heads}
-        return GPT2_KIND | same | {"num_experts": 0}
+        return GPT2_KIND | same | {"num_experts": 0, "window": 0}
     defaults = DecoderConfig()
-    llama = {name: getattr(defaults, name) for name in GPT2_KIND if name != "tied"}
+    names = *(name for name in GPT2_KIND if name != "tied"), "window"
+    llama = {name: getattr(defaults, name) for name in names}
     if kind == "llama":
         return llama | {"num_experts": 0}
     # Transformers drops no tokens, and shares no experts.

@@ -12,17 +12,19 @@ from typing import Any
 
 from meshpar.errors import MeshparError
 from meshpar.explain.verify import Group, record, verify
-from meshpar.layouts.axes import DATA, FSDP, PIPE, TENSOR
+from meshpar.layouts.axes import CONTEXT, DATA, FSDP, PIPE, TENSOR
+from meshpar.layouts.context_modes import CONTEXT_MODES, RING, ULYSSES
 from meshpar.layouts.grammar import write_items
 from meshpar.layouts.layout import DEFAULTS, Layout, parse
 from meshpar.layouts.pipeline_options import CHOICES
 from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.layouts.token_order import AUTO, TOKEN_ORDERS
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.schedules.published import PUBLISHED
 
-DRAWN_AXES = (PIPE, DATA, FSDP, TENSOR)
+DRAWN_AXES = (PIPE, DATA, FSDP, CONTEXT, TENSOR)
 """Axes among which devices are divided; replicas train apart on purpose."""
 
 DRAWN_LOWERINGS = (JitLowering.name, ShardMapLowering.name)
@@ -37,6 +39,9 @@ OPTIONS: dict[str, tuple] = {
 
 SHARDED: dict[str, tuple] = {"zero": (1, 2, 3)}
 """{option: values} of layouts with fsdp."""
+
+SPLIT = ("context_mode", "context_order", "context_heads")
+"""Options of layouts with context, which depend on one another."""
 
 PIPELINE: dict[str, tuple] = {
     "schedule": ("auto", *PUBLISHED),
@@ -100,11 +105,21 @@ def _draw(rng: random.Random, num_devices: int, axes: Sequence[str]) -> Draw:
         values[rng.choice(axes)] *= factor
     options = dict(OPTIONS)
     options |= SHARDED if values[FSDP] > 1 else {}
+    options |= _split_options(rng, values[CONTEXT]) if values[CONTEXT] > 1 else {}
     options |= PIPELINE if values[PIPE] > 1 else {}
     values |= {name: rng.choice(choices) for name, choices in options.items()}
     given = {k: x for k, x in values.items() if x != DEFAULTS[k]} or {DATA: 1}
     lowerings = ("",) if values[PIPE] > 1 else ("", *DRAWN_LOWERINGS)
     return Draw(write_items(given), rng.choice(lowerings))
+
+
+def _split_options(rng: random.Random, context: int) -> dict[str, tuple]:
+    """{option: values} of a layout that splits sequences."""
+    mode = rng.choice(CONTEXT_MODES)
+    orders = (AUTO,) if mode == ULYSSES else TOKEN_ORDERS
+    has_neighbours = mode == RING and context > 2 and context % 2 == 0
+    values = (mode,), orders, (1, 2) if has_neighbours else (1,)
+    return dict(zip(SPLIT, values, strict=True))
 
 
 def _prime_factors(number: int) -> Iterator[int]:

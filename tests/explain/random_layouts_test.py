@@ -39,9 +39,10 @@ def test_draws_keep_to_the_axes_that_are_asked_for():
 def test_every_option_of_a_layout_is_drawn_or_left_out_by_name():
     """A new option needs a line among the options that are drawn, or here."""
     drawn = {*random_layouts.DRAWN_AXES, *random_layouts.OPTIONS}
-    drawn |= {*random_layouts.SHARDED, *random_layouts.PIPELINE}
+    drawn |= {*random_layouts.SHARDED, *random_layouts.SPLIT}
+    drawn |= {*random_layouts.PIPELINE}
     needs_the_model = {"params", "activations", "paths", "prefetch", "partition"}
-    needs_the_model |= {"expert", "context", "context_mode"}
+    needs_the_model |= {"expert"}
     assert drawn | needs_the_model | {REPLICA, "allow"} == set(DEFAULTS)
     layouts = [parse(draw.layout) for draw in draw_layouts(500, 8)]
     for name in drawn:
