@@ -1,4 +1,4 @@
-"""Draws docs/layout.png: a layout string, its mesh, what a device holds, what moves.
+"""Draws docs/layout.png, a layout on its mesh, and docs/token_orders.png.
 
     python docs/make_pictures.py
 
@@ -9,9 +9,12 @@ import itertools
 import pathlib
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import patches, pyplot
+from matplotlib import colors, patches, pyplot
+
+from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 
 DATA, FSDP, TENSOR = "#c2571a", "#1f6fb4", "#2e8b57"
 INK, FAINT = "#222222", "#e3e6ea"
@@ -101,10 +104,30 @@ def layout_figure() -> pyplot.Figure:
     return figure
 
 
+def token_orders_figure(num: int = 4, length: int = 32) -> pyplot.Figure:
+    """Which device computes which score of causal attention, by order of tokens."""
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 4.1))
+    palette = colors.ListedColormap([FAINT, DATA, FSDP, TENSOR, "#7d4fa3"])
+    for ax, order in zip(axes, (CONTIGUOUS, ZIGZAG, STRIPED), strict=True):
+        places = device_order(order, length, num).reshape(num, -1)
+        device = np.zeros(length, int)
+        for number, own in enumerate(places, start=1):
+            device[own] = number
+        scores = np.tril(np.ones((length, length), int)) * device[:, None]
+        ax.imshow(scores, cmap=palette, vmin=0, vmax=num)
+        work = np.bincount(scores.ravel(), minlength=num + 1)[1:]
+        share = f"busiest device: {work.max() / work.mean():.2f} of the mean"
+        ax.set_title(f"{order}\n{share}", fontsize=11, color=INK)
+        ax.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")
+    return figure
+
+
 def main() -> None:
-    """Writes layout.png beside this file."""
-    path = pathlib.Path(__file__).with_name("layout.png")
-    layout_figure().savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
+    """Writes the pictures beside this file."""
+    pictures = {"layout": layout_figure, "token_orders": token_orders_figure}
+    for name, draw in pictures.items():
+        path = pathlib.Path(__file__).with_name(f"{name}.png")
+        draw().savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,10 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) < 100
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/layouts.md", "docs/experts.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "docs/layouts.md", "docs/experts.md", "docs/long_sequences.md"],
+)
 def test_programs_run_as_they_stand(name, monkeypatch, capsys):
     # The devices of this process are simulated already.
     monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
