@@ -6,6 +6,7 @@ of `meshpar.arrays`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -130,24 +131,8 @@ def splash(
     """
     length, heads, head_dim = q_BLNH.shape[1:]
     whole = k_BLKH.shape[1]
-    block = next(size for size in (512, 256, 128) if length % size == 0)
-    sizes = splash_attention_kernel.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        use_fused_bwd_kernel=True,
-    )
-    mask = _splash_mask(whole, window, places)
-    kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([mask] * heads),
-        head_shards=1,
-        q_seq_shards=whole // length,
-        block_sizes=sizes,
-        interpret=interpret,
-    )
+    mask = splash_mask(whole, window, places)
+    kernel = splash_kernel([mask] * heads, whole // length, interpret)
     kernel = _of_part(kernel, part, whole // length)
     q_BLNH *= jnp.asarray(head_dim**-0.5, q_BLNH.dtype)
     padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
@@ -160,7 +145,8 @@ def splash(
     return y_BNLH.swapaxes(1, 2)[..., :head_dim]
 
 
-def _splash_mask(length: int, window: int, places: np.ndarray | None) -> Any:
+def splash_mask(length: int, window: int, places: np.ndarray | None) -> Any:
+    """The mask of one head; the arguments are those of `splash`."""
     shape = length, length
     if window:
         mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
@@ -169,6 +155,34 @@ def _splash_mask(length: int, window: int, places: np.ndarray | None) -> Any:
     if places is not None:
         mask.q_sequence = places.astype(np.int32)
     return mask
+
+
+def splash_kernel(masks: Sequence[Any], num_parts: int, interpret: bool = False) -> Any:
+    """The kernel, with tables of the blocks that each part of the queries computes.
+
+    Args:
+      masks: one for each head.
+      num_parts: equal parts of the queries.
+      interpret: as in `splash`.
+    """
+    length = masks[0].shape[0] // num_parts
+    block = next(size for size in (512, 256, 128) if length % size == 0)
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        use_fused_bwd_kernel=True,
+    )
+    return splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask(masks),
+        head_shards=1,
+        q_seq_shards=num_parts,
+        block_sizes=sizes,
+        interpret=interpret,
+    )
 
 
 def _of_part(kernel: Any, part: Array | int, num_parts: int) -> Any:

@@ -115,3 +115,20 @@ def test_outside_a_layout_the_platform_is_the_default_backend():
     np.testing.assert_array_equal(
         attention.causal_attention(q, k, v), attention_kernels.reference(q, k, v)
     )
+
+
+@pytest.mark.parametrize(
+    "order, busiest, total",
+    [(ZIGZAG, 1.0, 1.0), (STRIPED, 1.0, 1.1), (CONTIGUOUS, 1.7, 1.0)],
+)
+def test_orders_of_tokens_share_the_work_of_splash(order, busiest, total):
+    """By the blocks that the kernel computes on each of four devices."""
+    length, num = 16_384, 4
+    mask = attention_kernels.splash_mask(length, 0, device_order(order, length, num))
+    kernel = attention_kernels.splash_kernel([mask], num)
+    for info in (kernel.fwd_mask_info, kernel.dkv_mask_info):
+        tables = np.asarray(info.block_mask)[0].reshape(num, -1)
+        blocks = np.count_nonzero(tables, axis=1)
+        assert blocks.max() / blocks.mean() == pytest.approx(busiest, abs=0.03)
+        rows = length // 512
+        assert blocks.sum() / (rows * (rows + 1) / 2) == pytest.approx(total, abs=0.03)
