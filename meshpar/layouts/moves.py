@@ -11,14 +11,14 @@ class Move(NamedTuple):
     Attributes:
       kind: as `contracts.Collective.kind`.
       axes: mesh axes over which it runs, outer to inner.
-      payload_bytes: bytes of the whole tensor on one device.
+      payload_bytes: bytes of the whole tensor on one device, over all `times`.
       why: purpose, for reports.
       has_gradient: whether the backward pass moves the gradient back.
       is_saved: whether the backward pass needs what it brought: rematerialization
         moves that again.
       bound: whether a compiler may share it between layers, or leave it out.
       optional: whether a compiler may leave it out, as the same has run before.
-      times: how often it runs in one pass, each time with `payload_bytes`.
+      times: how often it runs in one pass.
       in_backward: whether it runs in the backward pass alone, not in the forward pass.
       group_size: devices that take part together, if those are only parts of the
         devices along `axes`; 0 for all.

@@ -82,14 +82,13 @@ def declared_moves(
     passes = list(passes)
     for move in traced_moves(frame, batch):
         again = move.is_saved and moves_again(frame.layout.remat, move.saved_as)
-        count = sum(p.runs * _runs_per_pass(p, move, again) for p in passes)
-        count *= move.times
+        runs = sum(p.runs * _runs_per_pass(p, move, again) for p in passes)
         yield DeclaredCollective(
             move.kind,
             move.axes,
             move.group_size or frame.ways(move.axes),
-            0 if move.bound else count,
-            count * move.payload_bytes,
+            0 if move.bound else runs * move.times,
+            runs * move.payload_bytes,
             move.why,
             bound=move.bound,
             gathers=move.optional,

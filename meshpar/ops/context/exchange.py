@@ -59,19 +59,23 @@ def on_devices(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callabl
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
-def record(kind: str, x: Array, why: str, parts: int = 1, **facts: int | bool) -> None:
+def record(kind: str, size: int, why: str, **facts: int | bool) -> None:
     """Notes a collective of the layer.
 
     Args:
       kind: as in `Move`.
-      x: what it moves, whole over the automatic axes.
+      size: bytes that it moves, as in `Move`.
       why: as in `Move`.
-      parts: number of such arrays that make up the whole tensor.
       **facts: other fields of `Move`.
     """
-    scope, axes = scope_in_use(), [a for dim in spec_of(x) if dim for a in _axes(dim)]
-    size = parts * num_bytes(x) // ways_of(axes, scope.mesh.shape)
-    scope.moves.append(Move(kind, (CONTEXT,), size, why, saved_as="", **facts))
+    moves = scope_in_use().moves
+    moves.append(Move(kind, (CONTEXT,), size, why, saved_as="", **facts))
+
+
+def bytes_on_device(x: Array) -> int:
+    """Bytes of one device's part of an array that is whole over the automatic axes."""
+    axes = [a for dim in spec_of(x) if dim for a in _axes(dim)]
+    return num_bytes(x) // ways_of(axes, scope_in_use().mesh.shape)
 
 
 def whole_segments(segments_BL: Array) -> Array:
@@ -83,7 +87,8 @@ def whole_segments(segments_BL: Array) -> Array:
       segments_BL: those of this device's tokens.
     """
     why = "documents of whole sequences"
-    record("all_gather", segments_BL, why, num_ranks(), has_gradient=False, bound=True)
+    size = num_ranks() * bytes_on_device(segments_BL)
+    record("all_gather", size, why, has_gradient=False, bound=True)
 
     def gather(x: Array) -> Array:
         return lax.all_gather(x, CONTEXT, axis=1, tiled=True)

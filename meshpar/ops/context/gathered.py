@@ -1,9 +1,12 @@
 """All-gather attention: each device gathers all keys and values of its sequences.
 
-The simplest form: one collective a layer, and one for its gradient.
+The simplest form: one collective a layer, and one for its gradient. Where the steps of
+a ring hide behind compute, a few heads at a time: the keys of the next ones travel
+beside the attention of those before.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.collectives.transport import (
+    ONE_SHOT,
+    Transport,
+    Transports,
+    transports_for,
+)
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.token_order import device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
@@ -22,7 +31,9 @@ from meshpar.ops.attention_kernels import (
 )
 from meshpar.ops.attention_mask import Tokens, is_seen
 from meshpar.ops.context.exchange import (
+    bytes_on_device,
     exchanged,
+    head_ways,
     num_ranks,
     record,
     scope_in_use,
@@ -32,8 +43,11 @@ from meshpar.ops.context.exchange import (
 from meshpar.ops.context.positions import positions
 from meshpar.ops.kernels import on_shards
 
-_DIM = 2
-"""The length in stacked keys and values [2, B, L, K, H]."""
+_LENGTH, _HEADS = -3, -2
+"""Dims of queries [B, L, N, H], and of keys and values [2, B, L, K, H]."""
+
+_GROUPS = 4
+"""Most groups of heads whose keys are gathered one after another."""
 
 _BLOCK = 1024
 """Most queries whose scores are in memory at once, without a kernel."""
@@ -54,21 +68,33 @@ def gathered_attention(
       segments_BL: numbers of their documents, or None.
       window: as in `is_seen`.
     """
-    order, num = scope_in_use().layout.token_order, num_ranks()
-    k, v = in_natural_order(_gather(jnp.stack([k_BLKH, v_BLKH])), order, num, _DIM)
-    all_segments = None
+    transports = transports_for(scope_in_use().mesh, (CONTEXT,))
+    ways, num, kv = 1, 1, jnp.stack([k_BLKH, v_BLKH])
+    if transports.gradients is not ONE_SHOT:
+        ways = head_ways()
+        num = next(n for n in (_GROUPS, 2, 1) if kv.shape[_HEADS] // ways % n == 0)
+    segments = None
     if segments_BL is not None:
-        all_segments = in_natural_order(whole_segments(segments_BL), order, num, 1)
-    if traced_platform() is not TPU or not splash_fits(q_BLNH):
-        places = positions(q_BLNH.shape[1])
-        queries, keys = Tokens(places, segments_BL), jnp.arange(k.shape[1])
-        return _by_blocks(q_BLNH, k, v, queries, Tokens(keys, all_segments), window)
-    others = []
-    if all_segments is not None:
-        others = [(segments_BL, SEGMENT_NAMES), (all_segments, SEGMENT_NAMES)]
-    places = device_order(order, k.shape[1], num)
+        segments = segments_BL, _natural(whole_segments(segments_BL), 1)
+    pairs = zip(_groups(q_BLNH, ways, num), _groups(kv, ways, num), strict=True)
+    results = [_attend(q, _gather(kv, transports), segments, window) for q, kv in pairs]
+    return _joined(results, ways)
+
+
+def _attend(
+    q: Array, kv: Array, segments: tuple[Array, Array] | None, window: int
+) -> Array:
+    """Attention of this device's queries to whole sequences in their own order."""
+    order, whole = scope_in_use().layout.token_order, kv.shape[_LENGTH]
+    if traced_platform() is not TPU or not splash_fits(q):
+        own, all_keys = segments or (None, None)
+        queries = Tokens(positions(q.shape[_LENGTH]), own)
+        keys = Tokens(jnp.arange(whole), all_keys)
+        return _by_blocks(q, *kv, queries, keys, window)
+    places = device_order(order, whole, num_ranks())
     run = functools.partial(_splash, window=window, places=places)
-    return on_shards(run, DIM_NAMES, q_BLNH, k, v, others=others)
+    others = [(x, SEGMENT_NAMES) for x in segments or ()]
+    return on_shards(run, DIM_NAMES, q, *kv, others=others)
 
 
 def _splash(*arrays: Array, **options: Any) -> Array:
@@ -86,7 +112,7 @@ def _by_blocks(
             q_BCNH, k, v, mask=mask, implementation="xla"
         )
 
-    length = q_BLNH.shape[1]
+    length = q_BLNH.shape[_LENGTH]
     if length <= _BLOCK:
         return block(q_BLNH, queries)
     size = max(size for size in range(1, _BLOCK + 1) if length % size == 0)
@@ -102,17 +128,48 @@ def _by_blocks(
     return jnp.moveaxis(y, 0, 1).reshape(q_BLNH.shape)
 
 
-def _gather(kv: Array) -> Array:
-    """Keys and values of all devices: [2, B, L, K, H]."""
+def _natural(x: Array, dim: int) -> Array:
+    """Tokens of all devices in the order of their sequences."""
+    return in_natural_order(x, scope_in_use().layout.token_order, num_ranks(), dim)
+
+
+def _groups(x: Array, ways: int, num: int) -> list[Array]:
+    """Groups of neighbouring heads, out of each of the `ways` parts of the heads."""
+    if num == 1:
+        return [x]
+    *rest, heads, head_dim = x.shape
+    parts = x.reshape(*rest, ways, num, heads // ways // num, head_dim)
+    return [parts[..., i, :, :].reshape(*rest, -1, head_dim) for i in range(num)]
+
+
+def _joined(groups: Sequence[Array], ways: int) -> Array:
+    """The inverse of `_groups`."""
+    if len(groups) == 1:
+        return groups[0]
+    *rest, heads, head_dim = groups[0].shape
+    parts = [x.reshape(*rest, ways, heads // ways, head_dim) for x in groups]
+    return jnp.stack(parts, axis=-3).reshape(*rest, -1, head_dim)
+
+
+def _gather(kv: Array, transports: Transports) -> Array:
+    """Keys and values of whole sequences in their own order: [2, B, L, K, H]."""
     wide, num = widened(kv), num_ranks()
+    size, dim, axes = num * bytes_on_device(wide), kv.ndim + _LENGTH, (CONTEXT,)
     why = "keys and values of whole sequences"
-    record("all_gather", wide, why, num, has_gradient=False)
-    record("reduce_scatter", wide, f"gradients of {why}", num, in_backward=True)
+    there, back = transports.weights, transports.gradients
+
+    def note(kind: str, transport: Transport, why: str, **facts: bool) -> None:
+        move = transport.declare(kind, axes, num, size)
+        why = f"{why}, {move.note}" if move.note else why
+        record(move.kind, move.payload_bytes, why, times=move.count, **facts)
+
+    note("all_gather", there, why, has_gradient=False)
+    note("reduce_scatter", back, f"gradients of {why}", in_backward=True)
 
     def gather(x: Array) -> Array:
-        return lax.all_gather(x, CONTEXT, axis=_DIM, tiled=True)
+        return there.all_gather(x, axes, dim)
 
     def scatter(x: Array) -> Array:
-        return lax.psum_scatter(x, CONTEXT, scatter_dimension=_DIM, tiled=True)
+        return back.reduce_scatter(x, axes, dim)
 
-    return exchanged(wide, gather, scatter).astype(kv.dtype)
+    return _natural(exchanged(wide, gather, scatter).astype(kv.dtype), dim)

@@ -27,6 +27,7 @@ from meshpar.ops.context.blocks import (
     with_block,
 )
 from meshpar.ops.context.exchange import (
+    bytes_on_device,
     num_ranks,
     on_devices,
     record,
@@ -71,19 +72,21 @@ def ring_attention(
 
 def _record(kv: Array, num: int) -> None:
     """Notes the hops of one ring."""
+    size, facts = bytes_on_device(widened(kv)), dict(has_gradient=False)
+
+    def hops(times: int, why: str, **more: bool) -> None:
+        if times:
+            record("permute", times * size, why, times=times, **facts, **more)
+
     why = "keys and values around the ring"
-    hop, wide = dict(has_gradient=False), widened(kv)
-    record("permute", wide, why, times=num - 1, **hop)
+    hops(num - 1, why)
     # A compiler may merge the first hop with that of a forward pass that runs again,
     # and all hops where a pipeline runs a whole stage again.
     why, twice = f"{why}, again", scope_in_use().layout.pipe > 1
-    hop["in_backward"] = True
-    record("permute", wide, why, optional=True, **hop)
-    if num > 2:
-        record("permute", wide, why, times=num - 2, optional=twice, **hop)
-    sums = kv.astype(jnp.float32)
-    why = "gradients of keys and values around the ring"
-    record("permute", sums, why, times=num, in_backward=True)
+    hops(1, why, in_backward=True, optional=True)
+    hops(num - 2, why, in_backward=True, optional=twice)
+    size = bytes_on_device(kv.astype(jnp.float32))
+    hops(num, "gradients of keys and values around the ring", in_backward=True)
 
 
 def _attend(ring: "_Ring", q_BLNH: Array, kv: Array, *segments: Array) -> Array:
