@@ -20,7 +20,7 @@ def _required(kind: str, config: DecoderConfig) -> dict[str, Any]:
         return llama | {"num_experts": 0}
     # Transformers drops no tokens, and shares no experts.
     names = "shared_experts", "router_score", "weight_scale", "router_nodes"
-    mixture = {name: getattr(defaults, name) for name in names}
+    mixture = {name: getattr(defaults, name) for name in (*names, "router_bias")}
     mixture |= {"num_experts": max(1, config.num_experts), "routing": "dropless"}
     if kind == "mixtral":
         return llama | mixture | {"normalize_weights": True}

@@ -50,6 +50,8 @@ class DecoderConfig:
       weight_scale: factor of these weights.
       router_nodes: groups of experts to some of which a token is limited; 1 for none.
       nodes_per_token: groups that a token may go to.
+      router_bias: whether a bias on the router's scores, which follows the loads of the
+        experts, balances them.
       router_jitter: noise on the router's inputs, 1 +- jitter.
       balance_loss: weight of GShard's auxiliary loss.
       z_loss: weight of the loss on the router's logits.
@@ -92,6 +94,7 @@ class DecoderConfig:
     weight_scale: float = 1.0
     router_nodes: int = 1
     nodes_per_token: int = 1
+    router_bias: bool = False
     router_jitter: float = 0.0
     balance_loss: float = 0.01
     z_loss: float = 0.001

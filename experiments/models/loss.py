@@ -11,7 +11,7 @@ import meshpar
 from experiments.models.decoder_config import DecoderConfig
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
-from meshpar.ops.experts import Statistics
+from meshpar.ops.experts import DEVICE_LOAD, Statistics
 from meshpar.rows.opaque import split_as_arguments
 
 
@@ -53,8 +53,13 @@ def with_experts(
     if not training:  # Microbatches, in which a pipeline evaluates, change the others.
         return loss, metrics
     loss += config.balance_loss * mean.balance + config.z_loss * mean.z
-    load = meshpar.Max(statistics.load)
-    return loss, {**metrics, "experts_balance": mean.balance, "experts_load": load}
+    loss += statistics.bias  # 0, with the loads as its gradient.
+    return loss, {
+        **metrics,
+        "experts_balance": mean.balance,
+        "experts_load": meshpar.Max(statistics.load),
+        DEVICE_LOAD: meshpar.Max(statistics.device_load),
+    }
 
 
 def with_weight(

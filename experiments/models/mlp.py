@@ -50,6 +50,8 @@ class ExpertMlp(nnx.Module):
         d, f, e = config.embed, config.mlp, config.num_experts
         router = jax.random.normal(rngs.params(), (d, e)) * d**-0.5
         self.router = nnx.Param(router, out_sharding=("embed", None))
+        zeros = nnx.Param(jnp.zeros(e), out_sharding=("expert_load",))
+        self.router_bias = zeros if config.router_bias else None
         into = dict(expert=e, embed=d, mlp=f)
         self.gate = weight(rngs, config, d, **into) if self.gated else None
         self.up = weight(rngs, config, d, **into)
@@ -74,6 +76,7 @@ class ExpertMlp(nnx.Module):
             ),
             self.mixture,
             activation=jax.nn.silu if self.gated else jax.nn.gelu,
+            bias_E=None if self.router_bias is None else self.router_bias[...],
             key=self.rngs() if jitters else None,
         )
         y_BLD = mixed.y

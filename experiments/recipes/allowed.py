@@ -68,6 +68,7 @@ _MODEL: dict[str, Range] = {
     "weight_scale": _real(0, 1e6, above=True),
     "router_nodes": Number(1, 2**10, "groups of experts"),
     "nodes_per_token": Number(1, 2**10, "groups of experts"),
+    "router_bias": Switch(),
     "router_jitter": _real(0, 1, below=True),
     "balance_loss": _real(0, 1e6),
     "z_loss": _real(0, 1e6),
@@ -83,6 +84,7 @@ _OPTIMIZER: dict[str, Range] = {
     "eps": _real(_SMALLEST, 1e6),
     "weight_decay": _real(0, 1e6),
     "clip_norm": _real(0, _LARGEST, note="0 for no limit"),
+    "router_bias_rate": _real(0, 1e6),
 }
 
 _LOCAL_SGD: dict[str, Range] = {

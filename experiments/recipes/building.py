@@ -17,6 +17,8 @@ from experiments.models.decoder import language_model
 from experiments.recipes.config import Config, OptimizerConfig
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
+from meshpar.layouts.param import follows_load
+from meshpar.ops import experts
 
 
 def fit_vocabulary(config: Config, corpus: Corpus) -> Config:
@@ -75,7 +77,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW with weight decay for parameters of two dims or more.
 
-    The dim over which layers are stacked does not count.
+    The dim over which layers are stacked does not count. Biases that balance experts
+    follow the loads.
     """
 
     def decays(path: tuple, _: Any) -> bool:
@@ -83,7 +86,7 @@ def make_optimizer(
         stacked = param.names is not None and "layers" in param.names
         return len(param.shape) - stacked >= 2
 
-    return optax.adamw(
+    optimizer = optax.adamw(
         learning_rates(config, steps),
         b1=config.b1,
         b2=config.b2,
@@ -91,6 +94,9 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=lambda params: traverse_util.path_aware_map(decays, params),
     )
+    if not any(follows_load(param.names) for param in model.params.values()):
+        return optimizer
+    return experts.balanced(optimizer, model, config.router_bias_rate)
 
 
 def make_mode(config: Config) -> meshpar.LocalSGD | None:

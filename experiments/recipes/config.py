@@ -31,6 +31,7 @@ class OptimizerConfig:
       weight_decay: decoupled decay of all weight matrices, but not of biases and
         norms.
       clip_norm: largest global gradient norm; 0 for no limit.
+      router_bias_rate: step of the bias that balances experts (`model.router_bias`).
     """
 
     learning_rate: float = 4e-3
@@ -41,6 +42,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    router_bias_rate: float = 0.001
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,7 +202,7 @@ def deepseek_v3_like() -> Config:
     """The mixtures of DeepSeek-V3, in all layers, with grouped-query attention.
 
     DeepSeek-V3 has multi-head latent attention, which needs less memory, and no experts
-    in its first three layers; it balances the experts by a bias rather than a loss.
+    in its first three layers. A bias balances the experts, beside a small loss.
 
     Source: DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 4.2.
     """
@@ -223,6 +223,7 @@ def deepseek_v3_like() -> Config:
         weight_scale=2.5,
         router_nodes=8,
         nodes_per_token=4,
+        router_bias=True,
         balance_loss=0.0001,
     )
     return _mixture(

@@ -12,7 +12,9 @@ import numpy as np
 
 from meshpar.arrays import is_key
 from meshpar.errors import MeshparError
+from meshpar.layouts.param import follows_load
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.ops.experts.statistics import DEVICE_LOAD
 
 _FLOOR = 1e-2
 """The smallest norm against which a tensor's error is measured, as a part of all norms.
@@ -29,7 +31,8 @@ class Comparison:
     Attributes:
       step: training step, from 1.
       kind: "evaluation", "loss", "gradient", "grad_norm", "metric", "optimizer" or
-        "state" (running statistics and other variables that are no parameters).
+        "state" (running statistics, other variables that are no parameters, and biases
+        that balance experts).
       tensor: path of the tensor, or name of the metric; "" for loss and grad_norm.
       error: norm of the difference over the norm of the reference.
       tolerance: largest error that counts as rounding.
@@ -145,12 +148,18 @@ def record(
         whole = program.in_model_order(state)
         parts = _optimizer_groups(jax.device_get(whole.optimizer_state))
         kept = {
-            p: whole.params[p] for p, x in program.model.params.items() if x.is_state
+            path: whole.params[path]
+            for path, param in program.model.params.items()
+            if param.is_state or follows_load(param.names)
         }
+        slopes = program.lowering.plan.slopes(gradients)
+        loads = {path: x for path, x in gradients.items() if path not in slopes}
+        metrics.pop(DEVICE_LOAD, None)
         yield [
             *(Group("evaluation", {name: x}) for name, x in evaluation.items()),
             Group("loss", {"": metrics.pop("loss")}),
-            Group("gradient", gradients),
+            Group("gradient", slopes),
+            Group("gradient", loads),
             Group("grad_norm", {"": metrics.pop("grad_norm")}),
             *(Group("metric", {name: x}) for name, x in metrics.items()),
             *(Group("optimizer", tensors) for tensors in parts.values()),

@@ -7,6 +7,18 @@ from typing import Any
 STACKED_DIM = "layers"
 """Name of the first dim of variables that hold one row for each layer."""
 
+LOAD_DIM = "expert_load"
+"""Name of the dim of biases that balance experts: their gradient is a load."""
+
+
+def follows_load(names: tuple[Any, ...] | None) -> bool:
+    """Whether dim names are those of a bias that balances experts (`ops.experts`).
+
+    Its gradient is the load of each expert, and no slope of the loss: it is exact only
+    in the parameter's own dtype, and counts for no norm of gradients.
+    """
+    return names is not None and LOAD_DIM in names
+
 
 @dataclasses.dataclass(frozen=True)
 class Param:

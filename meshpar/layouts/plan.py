@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import dtype_name
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.param import follows_load
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes per dim, in the order of the dims; () leaves a dim whole."""
@@ -87,6 +88,14 @@ class Plan:
     def trained(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The entries of {path: anything} that are trained."""
         return {path: x for path, x in tree.items() if path in self.gradients}
+
+    def slopes(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        """The gradients {path: anything} that are slopes of the loss, and no loads."""
+        return {
+            path: x
+            for path, x in gradients.items()
+            if not follows_load(self.gradients[path].names)
+        }
 
     def bytes_per_device(self) -> dict[str, int]:
         """{kind: bytes} on one device, exact.

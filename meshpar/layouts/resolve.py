@@ -14,7 +14,7 @@ from meshpar.arrays import num_bytes, parameter_path
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import GATHERED_AXES, PIPE, in_use, names_of
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.param import STACKED_DIM, Param
+from meshpar.layouts.param import STACKED_DIM, Param, follows_load
 from meshpar.layouts.plan import LeafPlan, Plan, Spec
 
 
@@ -222,7 +222,8 @@ class _LeafPlans:
             if self.layout.zero_level < sharded_from and spec != resolved.spec:
                 reason = f"; whole over fsdp: zero={self.layout.zero_level}"
                 resolved = _Resolved(resolved.names, spec, resolved.reason + reason)
-            floating = jnp.issubdtype(dtype, jnp.floating) and not param.is_state
+            keeps_dtype = param.is_state or follows_load(param.names)
+            floating = jnp.issubdtype(dtype, jnp.floating) and not keeps_dtype
             if float_dtype is not None and floating:
                 dtype = float_dtype
             x = jax.ShapeDtypeStruct(param.shape, dtype)

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshpar.errors import LayoutError, nearest, shown
 from meshpar.layouts.axes import AXES, BATCH_DIMS, RECORDS
+from meshpar.layouts.param import LOAD_DIM
 
 Names = tuple[Any, ...]
 Rule = str | Iterable[str] | None
@@ -23,7 +24,7 @@ _OWN_DIMS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
 """Axis names are dim names too, for models that are annotated with mesh axes."""
 
 PARAM_RULES: dict[str, tuple[str, ...]] = (
-    _default_rules("param_dims", "head_dim", "kv", "length") | _OWN_DIMS
+    _default_rules("param_dims", "head_dim", "kv", "length", LOAD_DIM) | _OWN_DIMS
 )
 """Default rules for parameters.
 

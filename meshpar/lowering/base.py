@@ -108,7 +108,7 @@ class Lowering:
         """One step of the optimizer, which runs on shards; adds grad_norm."""
         totals, grads, new_state = self.gradients(state, batch)
         grads = self.shard(grads, self.plan.specs)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = optax.tree.norm(self.plan.slopes(grads))
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)

@@ -83,5 +83,3 @@ def test_a_model_with_positions_of_its_own_is_left_to_the_compiler():
     with pytest.raises(LayoutError, match="positions are counted.*or use lowering=jit"):
         lower("context=2", flax)
     assert lower("context=2", flax, lowering="jit").violations() == []
-    with pytest.raises(LayoutError, match="position by position: a mixture of experts"):
-        lower("context=2", model(num_experts=4, mlp=32))

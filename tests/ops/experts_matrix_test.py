@@ -1,15 +1,20 @@
-"""Every layout trains a mixture of experts as one device does, and drops the same."""
+"""Every layout trains a mixture of experts as one device does.
+
+It drops the same choices, and a bias that balances the experts takes the same steps.
+"""
 
 import functools
 
 import jax
+import optax
 import pytest
 from support.marks import slow
-from support.tiny_models import batch, lower_standard, model
+from support.tiny_models import batch, lower, model
 
 from meshpar import layouts
 from meshpar.explain.verify import record, verify
 from meshpar.lowering.jit import JitLowering
+from meshpar.ops import experts
 
 STEPS = 2
 
@@ -21,6 +26,9 @@ LAYOUTS = [
     "dropless fsdp=2,expert=2,tensor=2,microbatches=2",
     "dropless pipe=2,fsdp=2,expert=2,microbatches=4",
     "capacity data=2,expert=2 jit",
+    "capacity fsdp=2,expert=2,context=2",
+    "dropless expert=2,context=4,remat=full",
+    "capacity pipe=2,expert=2,context=2,microbatches=4",
     slow("capacity expert=2"),
     slow("capacity expert=4,remat=dots"),
     slow("capacity fsdp=4,expert=2,zero=1"),
@@ -34,19 +42,24 @@ LAYOUTS = [
     slow("dropless expert=2,fsdp=4,zero=2"),
     slow("dropless fsdp=2,expert=2,tensor=2 jit"),
     slow("dropless pipe=2,expert=4,microbatches=4,virtual_stages=2"),
+    slow("capacity expert=2,context=4,remat=experts"),
+    slow("capacity expert=2,context=2,tensor=2,remat=full"),
+    slow("capacity data=2,expert=2,context=2 jit"),
+    slow("dropless pipe=2,expert=2,context=2,microbatches=4,save=residuals"),
+    slow("dropless fsdp=2,expert=2,context=2 jit"),
 ]
 
 
 def program(layout, routing, depth, lowering=""):
-    of = model(
-        depth=depth,
-        kv_heads=4,
-        mlp=32,
-        num_experts=8,
-        routing=routing,
-        capacity_factor=1.0,
-    )
-    return lower_standard(layout, of, lowering=lowering)
+    """Dropless mixtures are balanced by a bias, too."""
+    sizes = dict(depth=depth, kv_heads=4, mlp=32, num_experts=8, routing=routing)
+    optimizer = optax.adamw(1e-2, eps=1e-2)
+    if routing == "capacity":
+        of = model(capacity_factor=1.0, **sizes)
+    else:
+        of = model(router_score="sigmoid", router_bias=True, **sizes)
+        optimizer = experts.balanced(optimizer, of, rate=0.01)
+    return lower(layout, of, optimizer, clip_norm=1.0, lowering=lowering)
 
 
 @functools.cache
@@ -75,4 +88,7 @@ def test_every_layout_equals_one_device(case):
         if group.kind == "metric" and "experts_dropped" in group.tensors
     }
     assert (dropped > 0) == (routing == "capacity")
+    biases = [row for row in report.comparisons if row.kind == "state"]
+    assert len(biases) == STEPS * (routing == "dropless")
+    assert all(row.error < 1e-6 for row in biases)
     assert jax.device_count() == 8

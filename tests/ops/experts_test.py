@@ -9,8 +9,12 @@ import pytest
 
 from meshpar.errors import MeshparError
 from meshpar.ops import experts
+from meshpar.ops.experts.capacity import run_with_capacity
+from meshpar.ops.experts.dropless import run_dropless
+from meshpar.ops.experts.exchange import Exchange
 from meshpar.ops.experts.grouped_matmul import BLOCK, in_blocks
 from meshpar.ops.experts.rows import inverse_index, take_rows
+from meshpar.ops.experts.statistics import Lost, statistics_of
 
 B, L, D, F, E = 2, 8, 6, 10, 4
 CAPACITY = experts.MixtureConfig(E, 2, capacity_factor=1.0)
@@ -96,6 +100,44 @@ def test_experts_in_another_order_give_the_same_outputs(config):
     after = experts.mixture(x, router[:, order], permuted, config)
     np.testing.assert_allclose(after.y, before.y, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(after.load, before.load[order])
+
+
+@pytest.mark.parametrize("dispatched", [run_with_capacity, run_dropless])
+def test_rows_without_a_token_reach_no_output(dispatched):
+    """Whatever experts make of them: numbers that are none, in both passes."""
+    x, router = normal(0, B, L, D), normal(4, D, E)
+    routing = experts.route(x, router, CAPACITY)
+    weights_TX = routing.weights.reshape(-1, 2)
+
+    def outputs(x_TD, padding):
+        def run(rows, row_weights, _):
+            used = row_weights[..., None] > 0
+            return jnp.where(used, rows * row_weights[..., None], padding)
+
+        one = Exchange(1)
+        return dispatched(x_TD, routing.experts, weights_TX, CAPACITY, one, run)[0]
+
+    @jax.jit
+    def both_passes(x_TD, padding):
+        y_TD, pull = jax.vjp(lambda x_TD: outputs(x_TD, padding), x_TD)
+        return y_TD, *pull(jnp.cos(y_TD))
+
+    x_TD = x.reshape(-1, D)
+    for got, want in zip(
+        both_passes(x_TD, jnp.nan), both_passes(x_TD, 0.0), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+        assert np.any(want != 0)
+
+
+def test_the_most_loaded_device_is_that_of_its_experts():
+    x = jnp.ones((1, 1, 1))
+    routing = experts.route(x, jnp.array([[1.0, 3.0, 2.0, 0.0]]), CAPACITY)
+    lost = Lost(jnp.zeros(()), jnp.zeros(()))
+    loads = [statistics_of(routing, lost, (), n)[0].device_load for n in (1, 2, 4)]
+    np.testing.assert_allclose(loads, [1.0, 1.0, 2.0])  # Experts 1 and 2 are chosen.
+    high = experts.route(x, jnp.array([[3.0, 2.0, 1.0, 0.0]]), CAPACITY)
+    assert float(statistics_of(high, lost, (), 2)[0].device_load) == 2.0
 
 
 def test_rows_beyond_the_groups_are_never_read():

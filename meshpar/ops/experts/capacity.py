@@ -1,9 +1,6 @@
 """Capacity routing: every expert has a number of slots for each group of tokens.
 
-A group is a sequence, or a part of it, so that the tokens that find no slot are the
-same on every layout.
-
-Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2 and algorithm 1.
+Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2.
 """
 
 from collections.abc import Callable
@@ -13,7 +10,9 @@ import jax.numpy as jnp
 from meshpar.arrays import Array
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.exchange import Exchange
+from meshpar.ops.experts.grouped_matmul import record_sums
 from meshpar.ops.experts.rows import inverse_index, take_rows
+from meshpar.ops.experts.slots import slots_of
 from meshpar.ops.experts.statistics import Lost
 
 Matmul = Callable[[Array, Array, tuple[str, str]], Array]
@@ -22,31 +21,6 @@ the matrices of their experts."""
 
 RunExperts = Callable[[Array, Array, Matmul], Array]
 """(rows, float32 weight of each, matmul) -> outputs of the experts times weights."""
-
-
-def slots_of(experts_BLX: Array, config: MixtureConfig) -> tuple[Array, int]:
-    """(slot of every choice [B*L*X], number of slots); the number itself for none.
-
-    Slots are numbered by expert, group and place. A group gives its first choices
-    before any second one, and earlier tokens before later ones.
-
-    Args:
-      experts_BLX: the experts of each token.
-      config: of the mixture.
-    """
-    batch, length, per_token = experts_BLX.shape
-    group, num_experts = config.tokens_per_group(length), config.num_experts
-    num_groups, capacity = batch * (length // group), config.capacity(length)
-    by_choice = experts_BLX.reshape(num_groups, group, per_token).swapaxes(1, 2)
-    chosen = by_choice.reshape(num_groups, -1)
-    is_chosen = (chosen[..., None] == jnp.arange(num_experts)[None, None]).astype(int)
-    before = jnp.cumsum(is_chosen, axis=1) - is_chosen
-    place = jnp.take_along_axis(before, chosen[..., None], axis=2)[..., 0]
-    first = (chosen * num_groups + jnp.arange(num_groups)[:, None]) * capacity
-    num_slots = num_experts * num_groups * capacity
-    slot = jnp.where(place < capacity, first + place, num_slots)
-    slot = slot.reshape(num_groups, per_token, group).swapaxes(1, 2)
-    return slot.reshape(-1), num_slots
 
 
 def run_with_capacity(
@@ -59,8 +33,8 @@ def run_with_capacity(
 ) -> tuple[Array, Lost]:
     """(outputs y[T, D], what was lost) of one device's tokens.
 
-    Communication: the slots of all experts go to the experts' devices and back, each
-    with (n-1)/n of E * C * groups * D numbers.
+    Communication: that of `slots_of`; the slots of all experts go to the experts'
+    devices and back, each with (n-1)/n of num_slots * D numbers.
 
     Args:
       x_TD: tokens, T = B * L.
@@ -89,7 +63,8 @@ def run_with_capacity(
         return x.reshape(num_slots, *x.shape[3:])
 
     def matmul(x_ESD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
-        del split  # The compiler splits a batch of matmuls well.
+        outputs = x_ESD.size // x_ESD.shape[-1] * w_EDF.shape[-1]
+        record_sums(x_ESD.size, outputs, split)  # The compiler splits it well.
         return jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF)
 
     rows_ESD = to_experts(rows_SD, "rows to their experts")

@@ -88,8 +88,7 @@ def in_blocks(
     axes, dims, features = _split_axes(split)
     if not axes:
         return run(x_SD, w_EDF, sizes_E)
-    _record(dims, 4 * len(x_SD) * w_EDF.shape[2], has_gradient=False)
-    _record(features, 4 * x_SD.size, has_gradient=True)
+    record_sums(x_SD.size, len(x_SD) * w_EDF.shape[2], split)
     return jax.shard_map(
         run,
         in_specs=(_spec((), dims), _spec((), dims, features), _spec(())),
@@ -154,6 +153,19 @@ def _split_axes(
         return set(), (), ()
     names = [name or None for name in split]
     return axes, *activation_axes(scope, names, "experts.grouped_matmul")
+
+
+def record_sums(inputs: int, outputs: int, split: tuple[str, str]) -> None:
+    """Notes what is summed over automatic axes in both passes of one matmul.
+
+    Args:
+      inputs: numbers that it takes.
+      outputs: numbers that it gives.
+      split: as in `grouped_matmul`.
+    """
+    _, dims, features = _split_axes(split)
+    _record(dims, 4 * outputs, has_gradient=False)
+    _record(features, 4 * inputs, has_gradient=True)
 
 
 def _record(axes: tuple[str, ...], size: int, has_gradient: bool) -> None:

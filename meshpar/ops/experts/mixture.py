@@ -6,6 +6,7 @@ gets the outputs back. `tensor` splits the mlp dim of every expert.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,16 +17,18 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array
 from meshpar.collectives.varying import sum_varying, vary
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import EXPERT, TOKEN_AXES, in_use, ways_of
-from meshpar.layouts.plan import partition_spec
+from meshpar.layouts import scope as scopes
+from meshpar.layouts.axes import CONTEXT, EXPERT, TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.plan import Spec, partition_spec
 from meshpar.layouts.scope import Scope, activation_axes, current_scope
+from meshpar.ops.experts.balance import load_term
 from meshpar.ops.experts.capacity import Matmul, run_with_capacity
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.dropless import run_dropless
 from meshpar.ops.experts.exchange import Exchange
 from meshpar.ops.experts.router import Routing, route
 from meshpar.ops.experts.statistics import Statistics, statistics_of
-from meshpar.rows.opaque import each_row_alone
+from meshpar.rows.opaque import is_analysed, split_as_arguments
 
 _CALL = "experts.mixture"
 
@@ -74,19 +77,22 @@ def mixture(
     that of `run_with_capacity` or `run_dropless`, and of `statistics_of`.
 
     Args:
-      x_BLD: tokens, whole along the length and D.
+      x_BLD: tokens, whole along D.
       router_DE: the router's weights; name its dims ("embed", None).
       experts: the experts' weights.
       config: of the mixture.
       activation: of the gate, or of the first matrix without one.
-      bias_E: as in `route`.
+      bias_E: as in `route`; name its dim "expert_load", and add `statistics.bias` to
+        the loss, for `balanced` to train it.
       key: as in `route`.
 
     Raises:
       LayoutError: experts or their mlp dim do not divide over their axes.
     """
+    if is_analysed():  # No part of a sequence divides its prime length.
+        config = dataclasses.replace(config, group=0)
     fn = functools.partial(_mixture, config=config, activation=activation)
-    return each_row_alone(fn, x_BLD, router_DE, experts, bias_E, key)
+    return split_as_arguments(fn, x_BLD, router_DE, experts, bias_E, key)
 
 
 def _mixture(
@@ -99,26 +105,52 @@ def _mixture(
     activation: Callable[[Array], Array],
 ) -> Mixed:
     routing = route(x_BLD, router_DE, config, bias_E=bias_E, key=key)
+    mixed = _dispatched(x_BLD, routing, experts, config, activation)
+    if bias_E is None:
+        return mixed
+    term = load_term(bias_E, mixed.load)
+    return mixed._replace(statistics=mixed.statistics._replace(bias=term))
+
+
+def _dispatched(
+    x_BLD: Array,
+    routing: Routing,
+    experts: Experts,
+    config: MixtureConfig,
+    activation: Callable[[Array], Array],
+) -> Mixed:
+    """The mixture of routed tokens, under the layout in use."""
     scope = current_scope()
     if scope is None:
         return _OnShards(config, activation)(x_BLD, routing, experts)
     scope.experts_used = True
+    (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
     if scope.manual_axes:
         token_axes = in_use(TOKEN_AXES, scope.mesh.shape)
         ways = config.num_experts // len(experts.up)
-    else:
-        (token_axes,) = activation_axes(scope, ["batch"], _CALL)
-        if len(x_BLD) % ways_of(token_axes, scope.mesh.shape):
-            # A few sequences, such as a sample: the compiler splits what it can.
-            return _OnShards(config, activation)(x_BLD, routing, experts)
-        ways = scope.mesh.shape[EXPERT]
-    (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
+        run = _OnShards(config, activation, token_axes, ways, mlp_axes)
+        _check_divides(experts, config, run, scope)
+        # The compiler splits the mlp dim.
+        run = dataclasses.replace(run, mlp_axes=(), varies=True)
+        return run(x_BLD, routing, experts)
+    split = _split_tokens(x_BLD, scope)
+    if split is None:
+        # A few sequences, such as a sample: the compiler splits what it can.
+        return _OnShards(config, activation)(x_BLD, routing, experts)
+    token_axes, ways = tuple(itertools.chain(*split)), scope.mesh.shape[EXPERT]
     run = _OnShards(config, activation, token_axes, ways, mlp_axes)
     _check_divides(experts, config, run, scope)
-    if scope.manual_axes:
-        run = dataclasses.replace(run, mlp_axes=())  # Left to the compiler.
-        return run(x_BLD, routing, experts)
-    return _on_shards(run, x_BLD, routing, experts, scope)
+    return _on_shards(run, x_BLD, routing, experts, scope, partition_spec(split))
+
+
+def _split_tokens(x_BLD: Array, scope: Scope) -> Spec | None:
+    """The axes that split rows and length under lowering=jit; None if not evenly."""
+    split = activation_axes(scope, ["batch", "length"], _CALL)
+    batch_ways, length_ways = (ways_of(axes, scope.mesh.shape) for axes in split)
+    if len(x_BLD) % batch_ways:
+        return None
+    by_context = split[1] == (CONTEXT,) and x_BLD.shape[1] % length_ways == 0
+    return split if by_context else (split[0], ())
 
 
 def _check_divides(
@@ -140,21 +172,32 @@ def _check_divides(
 
 
 def _on_shards(
-    run: "_OnShards", x_BLD: Array, routing: Routing, experts: Experts, scope: Scope
+    run: "_OnShards",
+    x_BLD: Array,
+    routing: Routing,
+    experts: Experts,
+    scope: Scope,
+    tokens: PartitionSpec,
 ) -> Mixed:
     """Runs a mixture under lowering=jit, with all axes manual inside."""
     sizes = scope.mesh.shape
     if not in_use(sizes, sizes):
         return run(x_BLD, routing, experts)
-    rows, by_expert = partition_spec((run.token_axes,)), in_use((EXPERT,), sizes)
+    by_expert = in_use((EXPERT,), sizes)
     up = partition_spec((by_expert, (), run.mlp_axes))
     down = partition_spec((by_expert, run.mlp_axes, ()))
     gate = None if experts.gate is None else up
+
+    def on_one_device(x_BLD: Array, routing: Routing, experts: Experts) -> Mixed:
+        manual = scope.mesh.axis_names if CONTEXT in run.token_axes else ()
+        with scopes.use(scope.layout, scope.mesh, manual):
+            return run(x_BLD, routing, experts)
+
     return jax.shard_map(
-        run,
+        on_one_device,
         mesh=scope.mesh,
-        in_specs=(rows, rows, Experts(up, down, gate)),
-        out_specs=Mixed(rows, PartitionSpec(), PartitionSpec()),
+        in_specs=(tokens, tokens, Experts(up, down, gate)),
+        out_specs=Mixed(tokens, PartitionSpec(), PartitionSpec()),
     )(x_BLD, routing, experts)
 
 
@@ -168,6 +211,8 @@ class _OnShards:
       token_axes: manual axes that split the tokens.
       ways: devices that share the experts.
       mlp_axes: manual axes that split the experts' mlp dim.
+      varies: as in `statistics_of`; a pipeline saves residuals in buffers, whose values
+        all vary.
     """
 
     config: MixtureConfig
@@ -175,6 +220,7 @@ class _OnShards:
     token_axes: tuple[str, ...] = ()
     ways: int = 1
     mlp_axes: tuple[str, ...] = ()
+    varies: bool = False
 
     def __call__(self, x_BLD: Array, routing: Routing, experts: Experts) -> Mixed:
         """The outputs of this device's tokens, and statistics of all tokens."""
@@ -196,7 +242,7 @@ class _OnShards:
         )
         for axis in self.mlp_axes:
             y_TD = sum_varying(y_TD, axis)
-        result = statistics_of(routing, lost, self.token_axes)
+        result = statistics_of(routing, lost, self.token_axes, self.ways, self.varies)
         return Mixed(y_TD.reshape(*batch, dim), *result)
 
     def _experts(

@@ -41,7 +41,7 @@ def route(
       router_DE: the router's weights.
       config: of the mixture.
       bias_E: added to the scores by which experts are chosen, but not to the weights of
-        their outputs; no gradient passes through it (`balanced_bias`).
+        their outputs; no gradient passes through it (`balance.balanced`).
       key: random key of the jitter, which is the same for a token on every layout;
         None for none.
 
@@ -83,17 +83,3 @@ def _on_best_nodes(scores_BLE: Array, config: MixtureConfig) -> Array:
     best = lax.top_k(jnp.sum(pair, axis=-1), config.nodes_per_token)[1]
     is_best = jnp.any(best[..., None] == jnp.arange(nodes)[None, None, None], axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(shape)
-
-
-def balanced_bias(bias_E: Array, load_E: Array, rate: float) -> Array:
-    """The bias after a step: lower for experts above the mean load, higher below it.
-
-    Args:
-      bias_E: before the step; a variable that is no parameter.
-      load_E: choices of each expert in the step, summed over the whole batch.
-      rate: size of the change.
-
-    Source: Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
-    """
-    load_E = load_E.astype(jnp.float32)
-    return bias_E + rate * jnp.sign(jnp.mean(load_E) - load_E).astype(bias_E.dtype)

@@ -16,6 +16,9 @@ from meshpar.layouts.moves import Move
 from meshpar.layouts.scope import current_scope
 from meshpar.ops.experts.router import Routing
 
+DEVICE_LOAD = "experts_device_load"
+"""Name of the metric of `Statistics.device_load`; it differs between layouts."""
+
 
 class Statistics(NamedTuple):
     """Statistics of all tokens of one microbatch; float32, the same on all devices.
@@ -28,7 +31,11 @@ class Statistics(NamedTuple):
       z: mean square of the log of the sum of exponentials of the router's logits.
       dropped: share of the choices that found no slot.
       overflow: share of the choices beyond the bound of an exchange.
+      bias: 0, whose gradient by the bias of the router is the load of each expert; part
+        of the loss where `balanced` trains one.
       load: of the most loaded expert, as a multiple of an even share.
+      device_load: of the most loaded device along `expert`, as a multiple of an even
+        share; it differs between layouts.
 
     Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2; Zoph et al., ST-MoE,
       arXiv:2202.08906, section 3 (z-loss).
@@ -38,7 +45,9 @@ class Statistics(NamedTuple):
     z: Array
     dropped: Array
     overflow: Array
+    bias: Array
     load: Array
+    device_load: Array
 
     @classmethod
     def unpacked(cls, packed: Array) -> "Statistics":
@@ -47,14 +56,18 @@ class Statistics(NamedTuple):
 
     @property
     def packed(self) -> Array:
-        """One array [5]; zeros are the statistics of no mixture."""
+        """One array [7]; zeros are the statistics of no mixture."""
         return jnp.stack(self)
 
     def after(self, earlier: Array) -> Array:
-        """This mixture and earlier ones, packed: sums, and the largest load."""
+        """This mixture and earlier ones, packed: sums, and the largest loads."""
         before = Statistics.unpacked(earlier)
         sums = Statistics(*map(jnp.add, self, before))
-        return sums._replace(load=jnp.maximum(self.load, before.load)).packed
+        largest = {
+            name: jnp.maximum(getattr(self, name), getattr(before, name))
+            for name in ("load", "device_load")
+        }
+        return sums._replace(**largest).packed
 
 
 class Lost(NamedTuple):
@@ -70,7 +83,11 @@ class Lost(NamedTuple):
 
 
 def statistics_of(
-    routing: Routing, lost: Lost, axes: tuple[str, ...]
+    routing: Routing,
+    lost: Lost,
+    axes: tuple[str, ...] = (),
+    ways: int = 1,
+    varies: bool = False,
 ) -> tuple[Statistics, Array]:
     """(statistics of all devices' tokens, choices of each expert, float32 [E]).
 
@@ -80,6 +97,8 @@ def statistics_of(
       routing: of this device's tokens.
       lost: the choices of this device's tokens that were lost.
       axes: manual axes that split the tokens.
+      ways: devices that share the experts.
+      varies: whether to mark the results as differing along `axes`.
     """
     num_experts, per_token = routing.shares.shape[-1], routing.experts.shape[-1]
     is_chosen = jax.nn.one_hot(routing.experts, num_experts, dtype=jnp.float32)
@@ -97,8 +116,7 @@ def statistics_of(
         tokens *= lax.axis_size(axes)
         _record(sums, axes)
         sums = lax.psum(sums, axes)
-        if current_scope().manual_axes:
-            # A pipeline saves residuals in buffers, whose values all vary.
+        if varies:
             sums = vary(sums, axes)
     counts_E, shares_E, rest = jnp.split(sums, [num_experts, 2 * num_experts])
     counts_E = lax.stop_gradient(counts_E)
@@ -106,7 +124,17 @@ def statistics_of(
     dropped, overflow = lax.stop_gradient(rest[1:]) / (tokens * per_token)
     balance = num_experts * jnp.sum(loads_E * (shares_E / tokens))
     load = num_experts * jnp.max(loads_E)
-    return Statistics(balance, rest[0] / tokens, dropped, overflow, load), counts_E
+    device_load = ways * jnp.max(jnp.sum(loads_E.reshape(ways, -1), axis=1))
+    statistics = Statistics(
+        balance,
+        rest[0] / tokens,
+        dropped,
+        overflow,
+        jnp.zeros_like(load),
+        load,
+        device_load,
+    )
+    return statistics, counts_E
 
 
 def _record(sums: Array, axes: tuple[str, ...]) -> None:
