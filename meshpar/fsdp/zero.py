@@ -33,15 +33,17 @@ from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
 
-def _rounded(x: Array, dtype: Any) -> Array:
+def rounded(x: Array, dtype: Any) -> Array:
     """The numbers of a narrower dtype, in the dtype of x.
 
     Around a loop that casts slices of a stack, the TPU compiler casts the whole stack
     once and holds the copy, barriers or not. It does not move this rounding.
     """
-    kind = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
-    if kind is None or x.dtype == dtype or jnp.finfo(x.dtype).nexp != kind.nexp:
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
         return x
+    kind = jnp.finfo(dtype)
+    if jnp.finfo(x.dtype).nexp != kind.nexp:
+        return x  # Float16: the rounding would flush its smallest numbers to zero.
     return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
@@ -209,7 +211,7 @@ class Zero:
         """Whole weights, in the dtype in which they move."""
         if self.casts_layers:
             dtypes = {path: x.dtype for path, x in self.cast(constants).items()}
-            constants = {p: _rounded(x, dtypes[p]) for p, x in constants.items()}
+            constants = {p: rounded(x, dtypes[p]) for p, x in constants.items()}
             constants = self.cast(constants)
         if self.gathers_layers:
             return gather_shards({**leaves, **constants}, shardings, transport)
