@@ -63,7 +63,8 @@ def _stacked_sizes(program: TrainProgram) -> dict[int, str]:
     sizes = {}
     for path, weight in layered.split(plan.weights)[1].items():
         for leaf in (plan.parameters[path], weight):
-            gathered = set(GATHERED_AXES) & {*itertools.chain(*leaf.spec)}
+            held = {*itertools.chain(*leaf.held)}
+            gathered = {*itertools.chain(*leaf.spec)} - held
             ways = ways_of(gathered, plan.layout.sizes)
             sizes[leaf.bytes_per_device * ways] = path
     return sizes

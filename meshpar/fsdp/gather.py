@@ -59,7 +59,8 @@ def _gather(
             x = group[paths[0]]
             gathers = transport.for_gathers(n * x.nbytes)
             for dim, dim_axes in shardings[paths[0]].splits:
-                x = gathers.all_gather(x, dim_axes, dim)
+                for axis in reversed(dim_axes):
+                    x = gathers.all_gather(x, (axis,), dim)
             whole[paths[0]] = x
     return whole
 
@@ -67,10 +68,12 @@ def _gather(
 def _gather_bucket(
     shards: Params, shardings: Mapping[str, ManualSharding], n: int
 ) -> Params:
-    """Gathers the tensors of one bucket by one collective over n devices."""
+    """Gathers the tensors of one bucket by one collective over each axis."""
     axes = shardings[next(iter(shards))].axes
-    flat = jnp.concatenate([x.reshape(-1) for x in shards.values()])
-    rows, start, whole = lax.all_gather(flat, axes), 0, {}
+    rows = jnp.concatenate([x.reshape(-1) for x in shards.values()])[None]
+    for axis in reversed(axes):
+        rows = lax.all_gather(rows, axis, tiled=True)
+    start, whole = 0, {}
     for path, x in shards.items():
         ((dim, _),) = shardings[path].splits
         parts = rows[:, start : start + x.size].reshape(n, *x.shape)
@@ -119,8 +122,9 @@ def _reduce_scatter(
                 )
                 continue
             x = group[paths[0]]
-            for dim, dim_axes in shardings[paths[0]].splits:
-                x = _scatter_dim(x, dim, dim_axes, transport)
+            for dim, dim_axes in reversed(shardings[paths[0]].splits):
+                for axis in dim_axes:
+                    x = _scatter_dim(x, dim, (axis,), transport)
             shards[paths[0]] = x
     return shards
 
@@ -165,7 +169,9 @@ def _scatter_bucket(
         flat = jnp.pad(flat, ((0, 0), (0, extra)))
     if flat.shape[1] % math.prod(TILE) == 0:
         flat = flat.reshape(n * TILE[0], -1)
-    flat = transport.reduce_scatter(flat, axes).reshape(-1)
+    for axis in axes:
+        flat = transport.reduce_scatter(flat, (axis,))
+    flat = flat.reshape(-1)
     for path, shape in shapes.items():
         size = math.prod(shape)
         shards[path] = flat[start : start + size].reshape(shape)

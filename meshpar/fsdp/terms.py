@@ -109,20 +109,16 @@ def declare_moves(
 def _bucket_moves(
     kind: str, paths: list[str], shapes: Shapes, shardings: Shardings, sizes: Sizes
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(axes, whole bytes) of each move of one bucket."""
-    if len(paths) > 1:
-        axes, dtype = shardings[paths[0]].axes, shapes[paths[0]].dtype
-        ways = ways_of(axes, sizes)
-        size = sum(math.prod(shapes[path].shape) for path in paths)
-        if kind == "reduce_scatter":
-            size += ways * padding(size // ways)
-        yield axes, size * jnp.dtype(dtype).itemsize
-        return
-    (path,) = paths
-    size = num_bytes(shapes[path])
-    for _, axes in reversed(shardings[path].splits):
-        yield axes, size
-        size //= ways_of(axes, sizes)
+    """((axis,), whole bytes) of each move of one bucket."""
+    first = shardings[paths[0]]
+    size = sum(math.prod(shapes[path].shape) for path in paths)
+    if len(paths) > 1 and kind == "reduce_scatter":
+        ways = ways_of(first.axes, sizes)
+        size += ways * padding(size // ways)
+    size *= jnp.dtype(shapes[paths[0]].dtype).itemsize
+    for axis in (axis for _, axes in reversed(first.splits) for axis in axes):
+        yield (axis,), size
+        size //= sizes[axis]
 
 
 def declare_all_reduces(

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
@@ -30,6 +31,20 @@ from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """The numbers of a narrower dtype, in the dtype of x.
+
+    Around a loop that casts slices of a stack, the TPU compiler casts the whole stack
+    once and holds the copy, barriers or not. It does not move this rounding.
+    """
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+        return x
+    kind = jnp.finfo(dtype)
+    if jnp.finfo(x.dtype).nexp != kind.nexp:
+        return x  # Float16: the rounding would flush its smallest numbers to zero.
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +113,16 @@ class Zero:
         return self.layout.zero_level == 3 and self.splits_any
 
     @property
+    def casts_layers(self) -> bool:
+        """Whether master weights are cast layer by layer, where they are gathered.
+
+        The stack's leaves then have the dtype of the gradients, and nothing reads their
+        values: no copy of the whole stack is held.
+        """
+        in_scan = self.gathers_layers and not self.in_ticks
+        return in_scan and not self.transports.widens
+
+    @property
     def reduces_early(self) -> bool:
         """Whether the layers' gradients are reduced inside the backward pass."""
         sums = self.in_ticks or self.layout.microbatches > 1
@@ -118,7 +143,11 @@ class Zero:
         moved = params if self.transports.widens else self.cast(params)
         shards = {path: self.vary(x) for path, x in moved.items()}
         if self.gathers_layers:
-            return self._split_trained(shards)
+            leaves, constants = self._split_trained(shards)
+            if self.casts_layers:
+                stack = self.layered.split(params)[1]
+                constants |= {path: self.vary(x) for path, x in stack.items()}
+            return leaves, constants
         whole = gather_shards(shards, self.shardings)
         if self.reduces_early:
             return self._split_trained(shards)[0], whole
@@ -180,6 +209,10 @@ class Zero:
         transport: Transport,
     ) -> Params:
         """Whole weights, in the dtype in which they move."""
+        if self.casts_layers:
+            dtypes = {path: x.dtype for path, x in self.cast(constants).items()}
+            constants = {p: rounded(x, dtypes[p]) for p, x in constants.items()}
+            constants = self.cast(constants)
         if self.gathers_layers:
             return gather_shards({**leaves, **constants}, shardings, transport)
         return constants if self.reduces_early else {**leaves, **constants}

@@ -8,6 +8,7 @@ field of `Layout`; no other file writes an axis name as a string.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 REPLICA, PIPE, DATA, FSDP = "replica", "pipe", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
@@ -146,10 +147,31 @@ GATHERED_AXES: tuple[str, ...] = names_of(gathers_weights=True)
 """The axes along which weights are gathered before use."""
 
 HELD_AXES: tuple[str, ...] = names_of(gathers_weights=False, needs_sharded_params=True)
-"""The axes along which each device computes with the part of a weight that it holds."""
+"""The axes along which each device computes with the part of a weight that it holds.
+
+An axis that splits the batch does so for the dims of its record alone (`is_held`).
+"""
 
 MANUAL_AXES: tuple[str, ...] = names_of(manual=True)
 """The axes whose collectives the shard_map lowering writes."""
 
 SLOW_AXES: tuple[str, ...] = names_of(crosses_slices=True)
 """The axes that may cross the links between slices (DCN)."""
+
+_BY_NAME = {axis.name: axis for axis in RECORDS}
+
+
+def is_held(axis: str, dim: Any) -> bool:
+    """Whether each device computes with its part of a dim that an axis splits.
+
+    Otherwise the dim is gathered before use: `expert` holds the dim of the experts, and
+    the embed dim of other weights may be sharded over it as over `fsdp`.
+
+    Args:
+      axis: name of a mesh axis.
+      dim: name of a parameter's dim, a tuple of names, or None.
+    """
+    if axis not in HELD_AXES or axis not in TOKEN_AXES:
+        return axis in HELD_AXES
+    names = dim if isinstance(dim, tuple) else (dim,)
+    return any(name in _BY_NAME[axis].param_dims for name in names)

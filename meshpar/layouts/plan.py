@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import dtype_name
+from meshpar.layouts.axes import is_held
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import follows_load
 
@@ -51,6 +52,15 @@ class LeafPlan:
     def partition_spec(self) -> PartitionSpec:
         """The spec as a PartitionSpec."""
         return partition_spec(self.spec)
+
+    @property
+    def held(self) -> Spec:
+        """The spec without the axes along which the tensor is gathered before use."""
+        names = self.names or (None,) * len(self.spec)
+        return tuple(
+            tuple(axis for axis in axes if is_held(axis, name))
+            for name, axes in zip(names, self.spec, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from meshpar.arrays import num_bytes, parameter_path
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import GATHERED_AXES, PIPE, in_use, names_of
+from meshpar.layouts.axes import AXES, PIPE, in_use, is_held, names_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import STACKED_DIM, Param, follows_load
 from meshpar.layouts.plan import LeafPlan, Plan, Spec
@@ -57,8 +57,11 @@ class _Resolver:
         for dim, (name, size) in enumerate(zip(names, param.shape, strict=True)):
             axes, why = self._axes(path, name), ""
             small = param.size < self.layout.min_shard_size
-            if small and set(axes) & set(GATHERED_AXES):
-                axes = _without_gathered(axes)
+            if elsewhere := [a for a in axes if _holds_another(a, name, names)]:
+                axes = tuple(axis for axis in axes if axis not in elsewhere)
+                why = f" ({elsewhere[0]} splits its own dim)"
+            if small and axes != _held(name, axes):
+                axes = _held(name, axes)
                 why = f" ({param.size} < min_shard_size={self.layout.min_shard_size})"
             if taken := [axis for axis in axes if any(axis in used for used in spec)]:
                 self._refuse_second_dim(path, names, name, taken[0])
@@ -174,9 +177,14 @@ def _whole(shape: tuple[int, ...]) -> Spec:
     return ((),) * len(shape)
 
 
-def _without_gathered(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of some axes along which weights are held, not gathered."""
-    return tuple(axis for axis in axes if axis not in GATHERED_AXES)
+def _held(name: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a dim's axes along which it is held, not gathered before use."""
+    return tuple(axis for axis in axes if is_held(axis, name))
+
+
+def _holds_another(axis: str, name: Any, names: tuple) -> bool:
+    """Whether an axis would gather one dim of a tensor and holds another one."""
+    return not is_held(axis, name) and any(is_held(axis, other) for other in names)
 
 
 def _related_spec(param: Param, spec: Spec, shape: tuple[int, ...]) -> tuple[Spec, str]:
@@ -212,16 +220,14 @@ class _LeafPlans:
     def follow(
         self, kind: str, sharded_from: int, float_dtype: Any = None
     ) -> dict[str, LeafPlan]:
-        """Plans that follow the parameters, whole over `fsdp` below a ZeRO level."""
+        """Plans that follow the parameters, gathered below a ZeRO level."""
         plans = {}
         for path, param in self.params.items():
             if kind == "gradient" and not param.trained:
                 continue
             resolved, dtype = self.resolved[path], param.dtype
-            spec = tuple(map(_without_gathered, resolved.spec))
-            if self.layout.zero_level < sharded_from and spec != resolved.spec:
-                reason = f"; whole over fsdp: zero={self.layout.zero_level}"
-                resolved = _Resolved(resolved.names, spec, resolved.reason + reason)
+            if self.layout.zero_level < sharded_from:
+                resolved = self._gathered(resolved)
             keeps_dtype = param.is_state or follows_load(param.names)
             floating = jnp.issubdtype(dtype, jnp.floating) and not keeps_dtype
             if float_dtype is not None and floating:
@@ -230,6 +236,18 @@ class _LeafPlans:
             own_kind = param.kind if kind == "parameter" else kind
             plans[path] = self.leaf(path, own_kind, x, resolved)
         return plans
+
+    def _gathered(self, resolved: _Resolved) -> _Resolved:
+        """The sharding of a tensor after it was gathered."""
+        if resolved.names is None:
+            return resolved
+        spec = tuple(map(_held, resolved.names, resolved.spec))
+        lost = {a for axes in resolved.spec for a in axes}.difference(*spec)
+        if not lost:
+            return resolved
+        axes = "*".join(axis for axis in AXES if axis in lost)
+        reason = f"; whole over {axes}: zero={self.layout.zero_level}"
+        return _Resolved(resolved.names, spec, resolved.reason + reason)
 
     def optimizer_leaf(self, keys: tuple, x: Any) -> LeafPlan:
         """The plan of one leaf of the optimizer state; it follows its parameter."""

@@ -28,7 +28,6 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import (
     BATCH_DIMS,
     EXPERT,
-    HELD_AXES,
     MANUAL_AXES,
     REPLICA,
     TOKEN_AXES,
@@ -36,7 +35,7 @@ from meshpar.layouts.axes import (
     ways_of,
 )
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.plan import Plan, partition_spec
+from meshpar.layouts.plan import Plan, Spec, partition_spec
 from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.state import cast_params
@@ -78,13 +77,17 @@ class Frame:
         """The axes of the shard_map; all others stay automatic."""
         return (*self.stage_axes, *self.batch_axes)
 
-    @property
-    def held_axes(self) -> frozenset[str]:
-        """The manual axes along which each device computes with the weights it holds.
+    @functools.cached_property
+    def held(self) -> dict[str, Spec]:
+        """{path: manual axes along which each device computes with its part}, by dim.
 
-        Nothing gathers a tensor along those that split it, nor reduces its gradient.
+        Nothing gathers the tensor along them, nor reduces its gradient.
         """
-        return frozenset(self.manual_axes).intersection(HELD_AXES)
+        manual = self.manual_axes
+        return {
+            path: tuple(tuple(a for a in axes if a in manual) for axes in leaf.held)
+            for path, leaf in self.plan.parameters.items()
+        }
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -116,12 +119,13 @@ class Frame:
     def shardings(self) -> dict[str, ManualSharding]:
         """{path: how manual axes split it} of parameters and gradients.
 
-        Without the held axes that split it.
+        Without the axes along which it is held.
         """
-        held, shardings = self.held_axes, {}
+        shardings = {}
         for path, leaf in self.plan.parameters.items():
-            own = held.intersection(itertools.chain(*leaf.spec))
-            spec = tuple(tuple(a for a in axes if a not in held) for axes in leaf.spec)
+            dims = zip(leaf.spec, self.held[path], strict=True)
+            spec = tuple(tuple(a for a in axes if a not in held) for axes, held in dims)
+            own = {*itertools.chain(*self.held[path])}
             axes = tuple(axis for axis in self.manual_axes if axis not in own)
             shardings[path] = ManualSharding.of(path, spec, axes)
         return shardings
@@ -231,8 +235,8 @@ class Frame:
         return {
             path: jax.ShapeDtypeStruct(
                 tuple(
-                    size // self.ways(self.held_axes.intersection(axes))
-                    for size, axes in zip(leaf.shape, leaf.spec, strict=True)
+                    size // self.ways(held)
+                    for size, held in zip(leaf.shape, self.held[path], strict=True)
                 ),
                 dtype or self.transports.wire_dtype(leaf.dtype),
             )

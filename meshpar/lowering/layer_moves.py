@@ -36,12 +36,7 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
         batch,
     )
     shared, stack = layered.split(abstract(frame.plan.weights))
-    specs = {
-        path: partition_spec(
-            tuple(tuple(a for a in axes if a in frame.held_axes) for axes in leaf.spec)
-        )
-        for path, leaf in frame.plan.weights.items()
-    }
+    specs = {path: partition_spec(held) for path, held in frame.held.items()}
     layer_specs = {path: PartitionSpec(*specs[path][1:]) for path in stack}
 
     def run(shared: Params, layer: Params, rows: Any) -> Array:

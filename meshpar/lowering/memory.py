@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
 from meshpar.collectives.varying import vary
-from meshpar.layouts.axes import EXPERT, TOKEN_AXES, in_use
+from meshpar.layouts.axes import TOKEN_AXES, in_use
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import wrap_remat
 from meshpar.lowering.batches import batch_specs
@@ -133,7 +133,7 @@ def _on_one_device(
         return run
     specs = {
         path: partition_spec(
-            tuple(tuple(a for a in dim if a == EXPERT) for dim in leaf.spec)
+            tuple(tuple(a for a in dim if a in axes) for dim in leaf.held)
         )
         for path, leaf in plan.weights.items()
     }

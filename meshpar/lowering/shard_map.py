@@ -25,7 +25,7 @@ from meshpar.fsdp.terms import (
     declared_scatters,
 )
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import EXPERT, PIPE, TOKEN_AXES
+from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
@@ -92,8 +92,6 @@ class ShardMapLowering(Lowering):
             rule = f"params.{name}={'+'.join(axes)}"
             if name == "layers" and axes not in ((), (PIPE,)):
                 return f"{rule} splits the stack of layers"
-            if name != EXPERT and EXPERT in axes:
-                return f"{rule} splits a dim that mixtures of experts do not hold"
         return ""
 
     # The functions of a step.
@@ -219,7 +217,12 @@ class ShardMapLowering(Lowering):
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""
-        return self.runner.held(traced, super().held(traced))
+        held = super().held(traced)
+        if self.zero.casts_layers:
+            shared = self.model.layered.split(self.plan.weights)[0]
+            copies = sum(leaf.bytes_per_device for leaf in shared.values())
+            held = held._replace(weights=copies)
+        return self.runner.held(traced, held)
 
     def report(self, batch: Any) -> dict[str, Any]:
         """Sections of a report by name."""

@@ -1,5 +1,6 @@
 """Declared collectives of a pipeline, and the bytes that its stages hold."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -90,12 +91,10 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
     experts, which are held.
     """
     weights = gradients = 0
-    whole = set(frame.batch_axes) - frame.held_axes
     shared = frame.layered.split(frame.plan.weights)[0]
     for path, leaf in frame.plan.weights.items():
         sharded = zero.gathers_layers and path not in shared
-        axes = {axis for dim in leaf.spec for axis in dim}
-        split = axes if sharded else axes - whole
+        split = itertools.chain(*(leaf.spec if sharded else leaf.held))
         size = math.prod(leaf.shape) // frame.ways(split)
         weights += size * jnp.dtype(leaf.dtype).itemsize
         gradients += size * 4 if path in frame.plan.gradients else 0

@@ -18,6 +18,7 @@ from experiments.recipes.config import with_settings
 from meshpar import collectives, layouts, mesh
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
+from meshpar.fsdp.zero import rounded
 from meshpar.local_sgd import contract
 from meshpar.mesh import torus
 
@@ -93,6 +94,33 @@ def test_rings_follow_the_chips_and_send_asynchronously():
     assert {c.kind for c in sent} == {"permute"}
     assert len(sent) == 2 * (7 + 3)
     assert all(c.asynchronous for c in sent)
+
+
+@tpu
+def test_a_cast_of_each_layer_stays_in_the_loop():
+    """Without `rounded` the compiler casts the whole stack before the loop."""
+    chips = mesh.make_mesh(layouts.parse("fsdp=4"), mesh.topology("v5p:2x2x1"))
+
+    def run(w_layers_DD, x_BD):
+        def layer(x_BD, i):
+            w_DD = rounded(
+                jax.lax.dynamic_index_in_dim(w_layers_DD, i, 0, False), jnp.bfloat16
+            )
+            w_DD = jax.lax.all_gather(w_DD.astype(jnp.bfloat16), "fsdp", tiled=True)
+            return jnp.tanh(x_BD @ w_DD), None
+
+        return jax.lax.scan(layer, x_BD, jnp.arange(8))[0]
+
+    shards = PartitionSpec(None, "fsdp")
+    specs = shards, PartitionSpec("fsdp")
+    shapes = ((8, 2048, 2048), jnp.float32), ((1024, 2048), jnp.bfloat16)
+    args = [
+        jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(chips, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    mapped = jax.shard_map(run, mesh=chips, in_specs=specs, out_specs=specs[1])
+    text = jax.jit(mapped).lower(*args).compile().as_text()
+    assert "f32[8,512,2048]" in text and "bf16[8,512,2048]" not in text
 
 
 @tpu

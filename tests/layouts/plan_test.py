@@ -46,6 +46,29 @@ def test_zero_level_decides_the_sharded_state(zero):
     }
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_outside_of_mixtures_may_be_sharded_over_expert_too(zero):
+    """An expert's own weights have `expert` on the dim of the experts alone."""
+    names = ("layers", "expert", "embed", "mlp")
+    experts = Param((3, 4, 8, 16), jnp.float32, names)
+    params = PARAMS | {"experts/up": experts}
+    plan = resolve(f"fsdp=2,expert=4,zero={zero},params.embed=fsdp+expert", params)
+    assert plan.specs["mlp/up"] == P(None, ("fsdp", "expert"), None)
+    assert plan.specs["experts/up"] == P(None, "expert", "fsdp", None)
+    reason = plan.parameters["experts/up"].reason
+    assert "embed->fsdp (expert splits its own dim)" in reason
+    held = plan.weights["experts/up"].held
+    assert held == ((), ("expert",), (), ())
+    assert not any(plan.weights["mlp/up"].held)
+    weights = {path: leaf.partition_spec for path, leaf in plan.weights.items()}
+    if zero == 3:
+        assert weights == plan.specs
+    else:
+        assert weights["mlp/up"] == P(None, None, None)
+        assert weights["experts/up"] == P(None, "expert", None, None)
+        assert "whole over fsdp*expert: zero=2" in plan.weights["mlp/up"].reason
+
+
 @pytest.mark.parametrize(
     "layout, gigabytes",
     [

@@ -19,11 +19,11 @@ from meshpar.lowering.jit import JitLowering
 STEPS = 2
 
 LAYOUTS = [
-    "fsdp=2,context=4",
+    "fsdp=2,context=4,params.embed=fsdp+context",
     "fsdp=2,context=2,tensor=2,context_mode=ulysses,remat=full",
     "pipe=2,fsdp=2,context=2,microbatches=4,context_mode=ring",
     slow("data=2,context=2 jit"),
-    slow("fsdp=4,context=2,zero=1"),
+    slow("fsdp=4,context=2,zero=1,params.embed=fsdp+context"),
     slow("fsdp=2,context=2,zero=2,microbatches=2,remat=dots"),
     slow("context=8,context_mode=ring,context_heads=2"),
     slow("fsdp=2,context=4,context_order=striped"),

@@ -1,6 +1,7 @@
 """Bytes that a mixture of experts moves, by formula; what the axis refuses."""
 
 import pytest
+from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
 from meshpar.errors import LayoutError
@@ -9,14 +10,14 @@ from meshpar.layouts.axes import EXPERT
 EMBED, EXPERTS, PER_TOKEN, WAYS, DEPTH = 32, 8, 2, 4, 2
 
 
-def moved(layout, **options):
-    """(declared, found) bytes of all_to_alls of one step."""
+def moved(layout, *kinds, **options):
+    """Bytes that collectives of some kinds send over `expert` in one step."""
     of = model(num_experts=EXPERTS, mlp=32, capacity_factor=1.0, **options)
     program = lower(layout, of)
     assert program.violations() == []
-    kinds = (EXPERT,), "all_to_all"
-    terms = [t for t in program.contract.terms if (t.axes, t.kind) == kinds]
-    found = [c for c in program.collectives if (c.axes, c.kind) == kinds]
+    kinds = [((EXPERT,), kind) for kind in kinds or ("all_to_all",)]
+    terms = [t for t in program.contract.terms if (t.axes, t.kind) in kinds]
+    found = [c for c in program.collectives if (c.axes, c.kind) in kinds]
     declared = sum(term.wire_bytes for term in terms)
     assert sum(c.wire_bytes for c in found) == declared
     return declared
@@ -32,13 +33,25 @@ def test_bytes_of_capacity_routing_follow_the_formula(remat, times):
 
 
 def test_bytes_of_dropless_routing_follow_its_bound():
-    choices = PER_TOKEN * BATCH * LENGTH // 4
-    for bound, share in ((0.0, WAYS), (2.0, 2)):  # Two experts per device: all of them.
-        slots = share * choices
-        numbers = 4 * slots * EMBED + 2 * slots + EXPERTS
-        wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
-        options = dict(routing="dropless", exchange_bound=bound)
-        assert moved(f"expert={WAYS}", **options) == wire
+    slots = 2 * PER_TOKEN * BATCH * LENGTH // WAYS
+    numbers = 4 * slots * EMBED + 2 * slots + EXPERTS
+    wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
+    options = dict(routing="dropless", exchange_bound=2.0)
+    assert moved(f"expert={WAYS}", **options) == wire
+
+
+@pytest.mark.parametrize(
+    ("remat", "times"), [slow("none", 0), ("full", 1), slow("experts", 0)]
+)
+def test_dropless_routing_without_a_bound_moves_tokens_and_not_their_copies(
+    remat, times
+):
+    tokens = BATCH * LENGTH
+    numbers = tokens * ((4 + times) * EMBED + (3 + 2 * times) * PER_TOKEN)
+    kinds = "all_gather", "reduce_scatter"
+    wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
+    layout = f"expert={WAYS},remat={remat}"
+    assert moved(layout, *kinds, routing="dropless") == wire
 
 
 def test_choices_beyond_the_bound_are_counted():

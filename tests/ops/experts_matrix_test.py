@@ -20,7 +20,7 @@ STEPS = 2
 
 LAYOUTS = [
     "capacity expert=8",
-    "capacity fsdp=2,expert=2,tensor=2",
+    "capacity fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert",
     "capacity pipe=2,fsdp=2,expert=2,microbatches=4",
     "dropless data=2,expert=4,remat=full",
     "dropless fsdp=2,expert=2,tensor=2,microbatches=2",
@@ -31,16 +31,18 @@ LAYOUTS = [
     "capacity pipe=2,expert=2,context=2,microbatches=4",
     slow("capacity expert=2"),
     slow("capacity expert=4,remat=dots"),
-    slow("capacity fsdp=4,expert=2,zero=1"),
-    slow("capacity fsdp=2,expert=4,zero=2,microbatches=2"),
+    slow("capacity fsdp=4,expert=2,zero=1,params.embed=fsdp+expert"),
+    slow("capacity fsdp=2,expert=4,zero=2,microbatches=2,params.embed=fsdp+expert"),
     slow("capacity data=2,fsdp=2,expert=2,remat=full"),
     slow("capacity data=2,tensor=2"),
     slow("capacity pipe=2,data=2,microbatches=2"),
     slow("capacity pipe=2,expert=2,tensor=2,microbatches=4,save=residuals"),
-    slow("capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,remat=full"),
+    slow(
+        "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert"
+    ),
     slow("dropless expert=8"),
     slow("dropless expert=2,fsdp=4,zero=2"),
-    slow("dropless fsdp=2,expert=2,tensor=2 jit"),
+    slow("dropless fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert jit"),
     slow("dropless pipe=2,expert=4,microbatches=4,virtual_stages=2"),
     slow("capacity expert=2,context=4,remat=experts"),
     slow("capacity expert=2,context=2,tensor=2,remat=full"),

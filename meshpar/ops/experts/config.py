@@ -26,7 +26,7 @@ class MixtureConfig:
         sequence. It is never the tokens of a device, so a layout drops no other tokens.
       bound: with dropless routing, the most choices that one device sends to another,
         as a multiple of an even share; those beyond it are dropped and counted as
-        overflow. 0 sends any number of them, with buffers for the worst case.
+        overflow. 0 for none: all tokens go to all devices that share the experts.
       score: "softmax" over the experts, or "sigmoid" of each.
       normalize: whether the weights of a token's experts are divided by their sum.
       scale: factor of the weights.
@@ -114,13 +114,10 @@ class MixtureConfig:
         return min(group, max(1, math.ceil(share / self.num_experts)))
 
     def most_sent(self, choices: int, devices: int) -> int:
-        """Most choices that one device sends to another.
+        """Most choices that one device sends to another, under a bound.
 
         Args:
           choices: choices of the tokens of one device.
           devices: devices that share the experts.
         """
-        if not self.bound:
-            per_token = min(self.experts_per_token, self.num_experts // devices)
-            return choices // self.experts_per_token * per_token
         return min(choices, max(1, math.ceil(self.bound * choices / devices)))

@@ -1,9 +1,11 @@
-"""Dropless routing: tokens sorted by expert, sent in buffers of a fixed size.
+"""Dropless routing: every expert takes all of its tokens, sorted by expert.
 
-Every device tells the others how many rows it sends to each expert. Rows travel in
-buffers of a fixed size, as compiled programs need; `MixtureConfig.bound` says how large
-they are, and choices beyond it are counted. The receiver puts the rows of each expert
-one after the other, padded to whole blocks, for `grouped_matmul`.
+The rows of each expert stand one after the other, padded to whole blocks, for
+`grouped_matmul`. Compiled programs need buffers of a fixed size. Without a bound every
+device gets the tokens of all devices that share the experts: never more bytes than
+buffers for the worst case, in which each device chooses the experts of one. With
+`MixtureConfig.bound` rows travel in buffers of that size, and choices beyond it are
+counted.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, sections 4 and 5.
 """
@@ -11,8 +13,10 @@ Source: Gale et al., MegaBlocks, arXiv:2211.15841, sections 4 and 5.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.layouts.axes import EXPERT
 from meshpar.ops.experts.capacity import RunExperts
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.exchange import Exchange
@@ -55,8 +59,8 @@ class _Received(NamedTuple):
     """Where the rows of a device's experts go.
 
     Attributes:
-      place: [slots] the row of each slot of the buffer among those of the experts;
-        `num_rows` for empty slots.
+      place: [slots] the row of each slot of the buffer, or of each choice, among those
+        of the experts; `num_rows` for empty slots and experts of other devices.
       num_rows: of all experts, with padding; a multiple of `BLOCK`.
       sizes: int32 rows of each expert, padded to whole blocks.
     """
@@ -93,8 +97,9 @@ def run_dropless(
 ) -> tuple[Array, Lost]:
     """(outputs y[T, D], what was lost) of one device's tokens.
 
-    Communication: the buffers go to the experts' devices and back, each with (n-1)/n of
-    n * most_sent * D numbers; the counts, E int32.
+    Communication: tokens to all devices and outputs back, each (n-1)/n of n * T * D
+    numbers; experts and weights of tokens, n * T * X numbers each. With a bound as in
+    `_run_bounded`.
 
     Args:
       x_TD: tokens, T = B * L.
@@ -103,6 +108,60 @@ def run_dropless(
       config: of the mixture.
       exchange: between the devices that share the experts.
       run: runs this device's experts on rows [S, D].
+    """
+    if config.bound:
+        return _run_bounded(x_TD, experts_BLX, weights_TX, config, exchange, run)
+    per_token, num_local = config.experts_per_token, config.num_experts // exchange.ways
+    experts = exchange.gather(experts_BLX.reshape(-1), "experts of tokens", False)
+    first = lax.axis_index(EXPERT) * num_local if exchange.ways > 1 else 0
+    rows = _rows(experts - first, num_local, per_token)
+    choice = inverse_index(rows.place, rows.num_rows)[:, None]
+    token, by_token = choice // per_token, rows.place.reshape(-1, per_token)
+
+    def matmul(x_SD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+        return grouped_matmul(x_SD, w_EDF, rows.sizes, split)
+
+    x_TD = exchange.gather(x_TD, "tokens to all experts")
+    weights = exchange.gather(weights_TX.reshape(-1), "weights of tokens")
+    rows_SD = take_rows(x_TD, token, by_token)
+    weight_S = take_rows(weights, choice, rows.place[:, None])
+    y_TD = take_rows(run(rows_SD, weight_S, matmul), by_token, token)
+    none = jnp.zeros((), int)
+    return exchange.scatter(y_TD, "outputs of all experts"), Lost(none, none)
+
+
+def _rows(expert: Array, num_experts: int, per_token: int) -> _Received:
+    """The places of choices among the rows of a device's experts.
+
+    Args:
+      expert: [choices] the expert of each; another device's if out of range.
+      num_experts: of this device.
+      per_token: choices of one token.
+    """
+    is_here = (expert >= 0) & (expert < num_experts)
+    expert = jnp.where(is_here, expert, num_experts)
+    most = len(expert) // per_token * min(per_token, num_experts)
+    num_rows = -(-most // BLOCK) * BLOCK + num_experts * BLOCK
+    rank = inverse_index(jnp.argsort(expert, stable=True), len(expert))
+    counts_E = jnp.sum(expert[:, None] == jnp.arange(num_experts)[None], axis=0)
+    sizes_E = -(-counts_E // BLOCK) * BLOCK
+    moved_E = jnp.cumsum(sizes_E - counts_E) - (sizes_E - counts_E)
+    place = rank + moved_E[jnp.minimum(expert, num_experts - 1)]
+    return _Received(jnp.where(is_here, place, num_rows), num_rows, sizes_E)
+
+
+def _run_bounded(
+    x_TD: Array,
+    experts_BLX: Array,
+    weights_TX: Array,
+    config: MixtureConfig,
+    exchange: Exchange,
+    run: RunExperts,
+) -> tuple[Array, Lost]:
+    """`run_dropless` with buffers of a size that the configuration bounds.
+
+    Communication: the buffers go to the experts' devices and back, each with (n-1)/n of
+    n * most_sent * D numbers; the counts, E int32.
     """
     ways, per_token = exchange.ways, config.experts_per_token
     sent = _sent(experts_BLX.reshape(-1), config, ways)
