@@ -8,7 +8,6 @@ Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2 and algorithm 1.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,9 +18,9 @@ from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import EXPERT_ROWS
 from meshpar.layouts.scope import Scope, current_scope
-from meshpar.ops.context.positions import positions, positions_on
+from meshpar.layouts.token_order import device_order, in_natural_order
+from meshpar.ops.context.positions import positions
 from meshpar.ops.experts.config import MixtureConfig
-from meshpar.ops.experts.rows import inverse_index
 
 
 class Slots(NamedTuple):
@@ -113,21 +112,17 @@ def _holds_whole_groups(scope: Scope, length: int, group: int) -> bool:
     """Whether each device's `length` tokens are whole groups, in order of positions."""
     if length % group:
         return False
-    ranks = range(scope.mesh.shape[CONTEXT])
-    with jax.ensure_compile_time_eval():
-        held = np.stack([positions_on(rank, length) for rank in ranks])
-    held = held.reshape(-1, group)
+    num = scope.mesh.shape[CONTEXT]
+    held = device_order(scope.layout.token_order, num * length, num).reshape(-1, group)
     return np.array_equal(held, held[:, :1] // group * group + np.arange(group)[None])
 
 
 def _of_whole_sequences(x_BLX: Array, scope: Scope) -> Array:
     """The rows of all tokens of the sequences, in order of their positions."""
-    num, length = scope.mesh.shape[CONTEXT], x_BLX.shape[1]
-    why = "experts of the tokens of whole sequences"
+    num, why = scope.mesh.shape[CONTEXT], "experts of the tokens of whole sequences"
     scope.moves.append(
         Move("all_gather", (CONTEXT,), num * x_BLX.nbytes, why, has_gradient=False)
     )
     gathered = lax.all_gather(x_BLX, CONTEXT, axis=1, tiled=True)
-    order = jnp.concatenate([positions_on(rank, length) for rank in range(num)])
-    gathered = gathered[:, inverse_index(order, len(order))]
+    gathered = in_natural_order(gathered, scope.layout.token_order, num, 1)
     return checkpoint_name(gathered, EXPERT_ROWS)
