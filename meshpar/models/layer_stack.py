@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
+from meshpar.collectives.varying import vary
 from meshpar.layouts.scope import remat
 from meshpar.models.metrics import LossResult, masked
 
@@ -66,6 +67,10 @@ def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> 
       context: what all layers read.
     """
     depth = len(next(iter(stack.values())))
+    # Replicas have batches of their own: layers make zeros beside activations differ.
+    kinds = map(jax.typeof, jax.tree.leaves((stack, x)))
+    axes = {axis for kind in kinds for axis in kind.manual_axis_type.varying}
+    x = jax.tree.map(lambda leaf: vary(leaf, tuple(axes)), x)
 
     @remat
     def body(x: Any, step: tuple[Params, Array]) -> tuple[Any, None]:

@@ -4,6 +4,7 @@ import pytest
 from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
+import meshpar
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import EXPERT
 
@@ -65,3 +66,11 @@ def test_choices_beyond_the_bound_are_counted():
 def test_a_dense_model_has_nothing_for_the_axis():
     with pytest.raises(LayoutError, match="expert=2 shards no parameter"):
         lower("expert=2")
+
+
+def test_replicas_that_train_apart_evaluate_as_one_device():
+    of, mode = model(num_experts=EXPERTS, mlp=32), meshpar.LocalSGD(period=2)
+    apart, alone = lower("replica=2,expert=2", of, mode=mode), lower("data=1", of)
+    got, want = (p.evaluate(p.init(0), batch()) for p in (apart, alone))
+    for name, value in want.items():
+        assert float(got[name]) == pytest.approx(float(value), rel=1e-5)

@@ -126,7 +126,8 @@ def _dispatched(
     scope.experts_used = True
     (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
     if scope.manual_axes:
-        token_axes = in_use(TOKEN_AXES, scope.mesh.shape)
+        sizes = scope.mesh.shape
+        token_axes = in_use(scope.manual_axes.intersection(TOKEN_AXES), sizes)
         ways = config.num_experts // len(experts.up)
         run = _OnShards(config, activation, token_axes, ways, mlp_axes)
         _check_divides(experts, config, run, scope)
