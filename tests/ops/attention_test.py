@@ -36,8 +36,10 @@ def test_splash_attention_equals_plain_jnp(head_dim):
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_splash_attention_of_a_part_of_the_queries(part):
+@pytest.mark.parametrize("part, most_fused", [(0, 8), (1, 8), (1, 1)])
+def test_splash_attention_of_a_part_of_the_queries(part, most_fused, monkeypatch):
+    """Beyond a number of blocks of keys another kernel computes dq."""
+    monkeypatch.setattr(attention_kernels, "MOST_FUSED", most_fused)
     q, k, v = arrays(heads=2, kv_heads=1)
     own = slice(128 * part, 128 * part + 128)
 
