@@ -44,7 +44,7 @@ class DecoderConfig:
       capacity_factor: slots of an expert as a multiple of an even share.
       routing_group: tokens of a sequence that share an expert's slots; 0 for all.
       exchange_bound: largest buffer of dropless routing as a multiple of an even share;
-        0 for the worst case.
+        0 for no bound.
       router_score: "softmax" or "sigmoid".
       normalize_weights: whether the weights of a token's experts sum to one.
       weight_scale: factor of these weights.

@@ -63,7 +63,7 @@ _MODEL: dict[str, Range] = {
     "shared_experts": Number(0, 2**10, "experts"),
     "capacity_factor": _real(0, 1e6, above=True),
     "routing_group": Number(0, 2**24, "tokens", "0 for the whole sequence"),
-    "exchange_bound": _real(0, 1e6, note="0 for the worst case"),
+    "exchange_bound": _real(0, 1e6, note="0 for no bound"),
     "normalize_weights": Switch(),
     "weight_scale": _real(0, 1e6, above=True),
     "router_nodes": Number(1, 2**10, "groups of experts"),

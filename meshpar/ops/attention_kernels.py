@@ -23,6 +23,12 @@ from meshpar.mesh.platform import GPU, TPU, platform_named, traced_platform
 from meshpar.ops.kernels import on_shards
 
 _TILE = 128
+MOST_FUSED = 8
+"""Most blocks of keys for which one kernel computes all gradients.
+
+It writes a gradient of the queries for each block of keys, which are summed later: 64
+times the queries with 32,768 tokens. Two kernels compute scores twice and write one.
+"""
 DIM_NAMES = ("batch", "length", "heads", "head_dim")
 """Names of the dims of queries, keys, values and outputs, for rules of layouts."""
 
@@ -167,6 +173,7 @@ def splash_kernel(masks: Sequence[Any], num_parts: int, interpret: bool = False)
     """
     length = masks[0].shape[0] // num_parts
     block = next(size for size in (512, 256, 128) if length % size == 0)
+    fused = masks[0].shape[1] // block <= MOST_FUSED
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -174,7 +181,9 @@ def splash_kernel(masks: Sequence[Any], num_parts: int, interpret: bool = False)
         block_q_dkv=block,
         block_kv_dkv=block,
         block_kv_dkv_compute=block,
-        use_fused_bwd_kernel=True,
+        block_q_dq=None if fused else block,
+        block_kv_dq=None if fused else block,
+        use_fused_bwd_kernel=fused,
     )
     return splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask(masks),

@@ -72,6 +72,27 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
         assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
 
 
+@pytest.mark.slow
+@tpu
+@pytest.mark.parametrize("routing", ["capacity", "dropless"])
+def test_tpu_mixtures_keep_the_contract(routing):
+    """Dense weights are sharded over both axes; the bytes of tokens are declared."""
+    settings = ["model.num_experts=4", f"model.routing={routing}", "model.mlp=512"]
+    layout = "fsdp=4,expert=2,params.embed=fsdp+expert,remat=full"
+    program = building.make_program(
+        with_settings(small(), settings),
+        meshpar.layouts.parse(layout),
+        mesh.topology("v5p:2x2x2"),
+    )
+    assert program.violations() == []
+    specs = program.plan.specs
+    (dense,) = (spec for path, spec in specs.items() if path.endswith("attention/q"))
+    assert dense[1] == ("fsdp", "expert")
+    over_expert = [c for c in program.collectives if c.axes == ("expert",)]
+    kinds = {"all_to_all"} if routing == "capacity" else {"permute"}
+    assert kinds <= {c.kind for c in over_expert}
+
+
 @tpu
 def test_rings_follow_the_chips_and_send_asynchronously():
     """On 32 chips of v5e a permute that jumps back along a line would run alone."""

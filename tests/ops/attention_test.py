@@ -38,11 +38,19 @@ def test_splash_attention_equals_plain_jnp(head_dim):
 
 
 @pytest.mark.parametrize(
-    "part, order, window",
-    [(0, CONTIGUOUS, 0), (1, ZIGZAG, 0), (1, STRIPED, 100), (1, ZIGZAG, 100)],
+    "part, order, window, most_fused",
+    [
+        (0, CONTIGUOUS, 0, 8),
+        (1, ZIGZAG, 0, 1),
+        (1, STRIPED, 100, 8),
+        (1, ZIGZAG, 100, 1),
+    ],
 )
-def test_splash_attention_of_a_part_of_the_queries(part, order, window):
-    """With the documents of the tokens, where there is a window."""
+def test_splash_attention_of_a_part_of_the_queries(
+    part, order, window, most_fused, monkeypatch
+):
+    """With documents where there is a window; dq may have a kernel of its own."""
+    monkeypatch.setattr(attention_kernels, "MOST_FUSED", most_fused)
     q, k, v = arrays(heads=2, kv_heads=1)
     places = device_order(order, 256, 2)
     own = places.reshape(2, 128)[part]

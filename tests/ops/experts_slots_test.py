@@ -8,26 +8,11 @@ from jax.sharding import PartitionSpec
 
 import meshpar
 from meshpar import layouts
+from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 from meshpar.ops.experts import MixtureConfig, slots
 
 B, L, E, X, N = 2, 32, 4, 2, 4
 PART = L // N
-
-
-def contiguous(rank):
-    return rank * PART + np.arange(PART)
-
-
-def striped(rank):
-    return rank + N * np.arange(PART)
-
-
-def zigzag(rank):
-    """The device's part from the front, and its part from the back."""
-    half = PART // 2
-    return np.concatenate(
-        [n * half + np.arange(half) for n in (rank, 2 * N - 1 - rank)]
-    )
 
 
 def chosen():
@@ -43,17 +28,14 @@ def kept(experts_BLX, config):
 
 
 @pytest.mark.parametrize(
-    ("positions", "group", "gathers"),
-    [(contiguous, 0, True), (striped, 0, True), (zigzag, 0, True), (zigzag, 8, True)]
-    + [(contiguous, 4, False), (contiguous, 8, False), (zigzag, 4, False)],
+    ("order", "group", "gathers"),
+    [(CONTIGUOUS, 0, True), (STRIPED, 0, True), (ZIGZAG, 0, True), (ZIGZAG, 8, True)]
+    + [(CONTIGUOUS, 4, False), (CONTIGUOUS, 8, False), (ZIGZAG, 4, False)],
 )
-def test_context_drops_no_other_choices(monkeypatch, positions, group, gathers):
-    order = np.stack([positions(rank) for rank in range(N)])
-    monkeypatch.setattr(slots, "positions_on", lambda rank, _: jnp.asarray(order)[rank])
-    own = lambda _: jnp.asarray(order)[jax.lax.axis_index("context")]  # noqa: E731
-    monkeypatch.setattr(slots, "positions", own)
+def test_context_drops_no_other_choices(order, group, gathers):
+    places = device_order(order, L, N)
     config = MixtureConfig(E, X, capacity_factor=0.5, group=group)
-    layout = layouts.parse(f"context={N}")
+    layout = layouts.parse(f"context={N},context_order={order}")
     mesh = meshpar.make_mesh(layout, jax.devices()[:N])
     sizes, moves = [], []
 
@@ -66,9 +48,9 @@ def test_context_drops_no_other_choices(monkeypatch, positions, group, gathers):
 
     spec = PartitionSpec(None, "context")
     run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec))
-    slot = np.asarray(run(chosen()[:, order.reshape(-1)]))
+    slot = np.asarray(run(chosen()[:, places]))
     want = kept(chosen(), config)
-    np.testing.assert_array_equal(slot < sizes[0], want[:, order.reshape(-1)])
+    np.testing.assert_array_equal(slot < sizes[0], want[:, places])
     assert 0 < want.sum() < want.size
     for part in np.split(slot, N, axis=1):
         used = part[part < sizes[0]]

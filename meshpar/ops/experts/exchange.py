@@ -1,12 +1,15 @@
 """Exchange of tokens between the devices that share the experts."""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.arrays import Array
+from meshpar.collectives.transport import ONE_SHOT, Transport, transports_for
 from meshpar.layouts.axes import EXPERT
 from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import EXPERT_ROWS
@@ -58,14 +61,15 @@ class Exchange:
         """
         if self.ways == 1:
             return x
-        wide = _widened(x)
+        wide, transport = _widened(x), _transport()
         size = self.ways * wide.nbytes
-        _record(Move("all_gather", (EXPERT,), size, why, has_gradient=False))
+        self._record(transport, "all_gather", size, why, is_saved=True)
         if has_gradient:
-            why = f"gradients of {why}"
-            _record(Move("reduce_scatter", (EXPERT,), size, why, in_backward=True))
-        y = lax.all_gather(wide, EXPERT, tiled=True).astype(x.dtype)
-        return checkpoint_name(y, EXPERT_ROWS)
+            back = f"gradients of {why}"
+            self._record(transport, "reduce_scatter", size, back, in_backward=True)
+        gather, scatter = _moves(transport)
+        y = _with_gradient(gather, scatter)(wide) if has_gradient else gather(wide)
+        return checkpoint_name(y.astype(x.dtype), EXPERT_ROWS)
 
     def scatter(self, x: Array, why: str) -> Array:
         """Sums x[n * T, ...] over the devices: the tokens [T, ...] of each.
@@ -78,13 +82,56 @@ class Exchange:
         """
         if self.ways == 1:
             return x
-        wide = _widened(x)
-        move = Move("reduce_scatter", (EXPERT,), wide.nbytes, why, has_gradient=False)
-        _record(move._replace(is_saved=False))
-        why = f"gradients of {why}"
-        _record(Move("all_gather", (EXPERT,), wide.nbytes, why, in_backward=True))
-        y = lax.psum_scatter(wide, EXPERT, scatter_dimension=0, tiled=True)
-        return y.astype(x.dtype)
+        wide, transport, back = _widened(x), _transport(), f"gradients of {why}"
+        self._record(transport, "reduce_scatter", wide.nbytes, why)
+        self._record(transport, "all_gather", wide.nbytes, back, in_backward=True)
+        gather, scatter = _moves(transport)
+        return _with_gradient(scatter, gather)(wide).astype(x.dtype)
+
+    def _record(
+        self,
+        transport: Transport,
+        kind: str,
+        size: int,
+        why: str,
+        is_saved: bool = False,
+        in_backward: bool = False,
+    ) -> None:
+        """Notes the collectives that move tokens of `size` bytes in all."""
+        if kind == "all_gather":
+            transport = transport.for_gathers(size)
+        movement = transport.declare(kind, (EXPERT,), self.ways, size)
+        each = movement.payload_bytes // movement.count
+        why = f"{why}, {movement.note}" if movement.note else why
+        move = Move(movement.kind, (EXPERT,), each, why, False, is_saved)
+        _record(move._replace(times=movement.count, in_backward=in_backward))
+
+
+_Collective = Callable[[Array], Array]
+
+
+def _transport() -> Transport:
+    """How tokens move: around rings on TPUs, which pad parts of a reduce_scatter."""
+    if (scope := current_scope()) is None:
+        return ONE_SHOT
+    return transports_for(scope.mesh, (EXPERT,)).gradients
+
+
+def _moves(transport: Transport) -> tuple[_Collective, _Collective]:
+    """(all_gather, reduce_scatter) of tokens along `expert`."""
+
+    def gather(x: Array) -> Array:
+        size = lax.axis_size(EXPERT) * x.nbytes
+        return transport.for_gathers(size).all_gather(x, (EXPERT,), 0)
+
+    return gather, lambda x: transport.reduce_scatter(x, (EXPERT,))
+
+
+def _with_gradient(fn: _Collective, transpose: _Collective) -> _Collective:
+    """A linear function with its transpose."""
+    run = jax.custom_vjp(fn)
+    run.defvjp(lambda x: (fn(x), None), lambda _, dy: (transpose(dy),))
+    return run
 
 
 def _widened(x: Array) -> Array:
