@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = jax.Array
 Params = dict[str, Array]
@@ -44,6 +45,12 @@ def abstract_layer(stack: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         path: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for path, x in stack.items()
     }
+
+
+def vary(x: Array, axes: tuple[str, ...]) -> Array:
+    """Marks an array as varying over manual axes, so that a vjp adds no psum for it."""
+    missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def parameter_path(keys: Iterable[Any], params: Any) -> str | None:

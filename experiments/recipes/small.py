@@ -27,7 +27,7 @@ def bytes_linen() -> Config:
 
 def bytes_moe() -> Config:
     """Byte-level mixture of 8 experts, 2 for each token: FLOPs as in bytes-llama."""
-    model = DecoderConfig(vocab=0, mlp=192, num_experts=8)
+    model = DecoderConfig(vocab=0, mlp=192, num_experts=8, routing="dropless")
     return Config("bytes-moe", model=model)
 
 

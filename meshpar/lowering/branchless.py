@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from meshpar import compat
-from meshpar.collectives.varying import vary
+from meshpar.arrays import vary
 
 
 def without_branches(fn: Callable, axes: tuple[str, ...], *args: Any) -> Any:

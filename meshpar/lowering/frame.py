@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar.arrays import Array, Params, abstract, num_bytes
+from meshpar.arrays import Array, Params, abstract, num_bytes, vary
 from meshpar.collectives.shard_keys import Inner, for_shard
 from meshpar.collectives.transport import Transports, transports_for
-from meshpar.collectives.varying import vary
 from meshpar.errors import LayoutError
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.split_backward import used_inputs

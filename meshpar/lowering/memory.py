@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar.arrays import Array, abstract, abstract_layer, num_bytes
-from meshpar.collectives.varying import vary
+from meshpar.arrays import Array, abstract, abstract_layer, num_bytes, vary
 from meshpar.layouts.axes import TOKEN_AXES, in_use
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import wrap_remat

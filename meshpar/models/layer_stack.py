@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.arrays import Array, Params
-from meshpar.collectives.varying import vary
+from meshpar.arrays import Array, Params, vary
 from meshpar.layouts.scope import remat
 from meshpar.models.metrics import LossResult, masked
 

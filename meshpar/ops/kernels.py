@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from meshpar.arrays import Array
-from meshpar.collectives.varying import vary
+from meshpar.arrays import Array, vary
 from meshpar.layouts.scope import activation_spec, constrain, current_scope
 
 Names = Sequence[str | None]

@@ -15,8 +15,7 @@ import optax
 from jax import lax
 from jax.tree_util import tree_map_with_path
 
-from meshpar.arrays import Array, Params, parameter_path
-from meshpar.collectives.varying import vary
+from meshpar.arrays import Array, Params, parameter_path, vary
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.optimizer import Optimizer

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array
-from meshpar.collectives.varying import vary
+from meshpar.arrays import Array, vary
 from meshpar.layouts.axes import CONTEXT
 from meshpar.ops.context.blocks import (
     Outer,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array
-from meshpar.collectives.varying import sum_varying, vary
+from meshpar.arrays import Array, vary
+from meshpar.collectives.varying import sum_varying
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array
-from meshpar.collectives.varying import sum_varying, vary
+from meshpar.arrays import Array, vary
+from meshpar.collectives.varying import sum_varying
 from meshpar.errors import LayoutError
 from meshpar.layouts import scope as scopes
 from meshpar.layouts.axes import CONTEXT, EXPERT, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.plan import Spec, partition_spec
 from meshpar.layouts.scope import Scope, activation_axes, current_scope
+from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.ops.experts.balance import load_term
 from meshpar.ops.experts.capacity import Matmul, run_with_capacity
 from meshpar.ops.experts.config import MixtureConfig
@@ -190,8 +191,11 @@ def _on_shards(
     gate = None if experts.gate is None else up
 
     def on_one_device(x_BLD: Array, routing: Routing, experts: Experts) -> Mixed:
-        manual = scope.mesh.axis_names if CONTEXT in run.token_axes else ()
-        with scopes.use(scope.layout, scope.mesh, manual):
+        if CONTEXT not in run.token_axes:
+            return run(x_BLD, routing, experts)
+        # Whole sequences are in their own order.
+        layout = dataclasses.replace(scope.layout, context_order=CONTIGUOUS)
+        with scopes.use(layout, scope.mesh, scope.mesh.axis_names):
             return run(x_BLD, routing, experts)
 
     return jax.shard_map(

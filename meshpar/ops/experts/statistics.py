@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array
-from meshpar.collectives.varying import vary
+from meshpar.arrays import Array, vary
 from meshpar.layouts.moves import Move
 from meshpar.layouts.scope import current_scope
 from meshpar.ops.experts.router import Routing
