@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
-from meshpar.collectives.varying import vary
 from meshpar.layouts.scope import remat
 from meshpar.models.metrics import LossResult, masked
 
@@ -64,9 +63,13 @@ def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> 
     """
     depth = len(next(iter(stack.values())))
     # Replicas have batches of their own: layers make zeros beside activations differ.
-    kinds = map(jax.typeof, jax.tree.leaves((stack, x)))
-    axes = {axis for kind in kinds for axis in kind.manual_axis_type.varying}
-    x = jax.tree.map(lambda leaf: vary(leaf, tuple(axes)), x)
+    axes = {axis for leaf in jax.tree.leaves((stack, x)) for axis in _varying(leaf)}
+
+    def vary(leaf: Array) -> Array:
+        missing = tuple(sorted(axes - _varying(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    x = jax.tree.map(vary, x)
 
     @remat
     def body(x: Any, step: tuple[Params, Array]) -> tuple[Any, None]:
@@ -74,6 +77,11 @@ def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> 
         return layer(params, x, fold_key(key, i), context), None
 
     return jax.lax.scan(body, x, (stack, jnp.arange(depth)))[0]
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """The manual axes along which an array may differ."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 EMBED_KEY, LAYERS_KEY, HEAD_KEY = 0, 1, 2
