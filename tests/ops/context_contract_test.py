@@ -9,6 +9,7 @@ from support.tiny_models import BATCH, LENGTH, batch, lower, model
 import meshpar
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT
+from meshpar.layouts.token_order import device_order
 
 HEADS, KV_HEADS, HEAD_DIM, WAYS, DEPTH = 8, 2, 4, 4, 2
 KV = 2 * BATCH * LENGTH * KV_HEADS * HEAD_DIM * 4
@@ -83,3 +84,30 @@ def test_a_model_with_positions_of_its_own_is_left_to_the_compiler():
     with pytest.raises(LayoutError, match="positions are counted.*or use lowering=jit"):
         lower("context=2", flax)
     assert lower("context=2", flax, lowering="jit").violations() == []
+
+
+def test_tokens_are_dealt_out_once():
+    """Arrays that lie on devices already are those of place_batch, or refused."""
+    program = lower("context=4")
+    state = program.init()
+    placed = program.place_batch(batch())
+    places = device_order("zigzag", LENGTH, 4)
+    np.testing.assert_array_equal(placed["tokens"], batch()["tokens"][:, places])
+    state, metrics = program.step(state, placed)
+    assert metrics["loss"] > 0
+    strange = jax.device_put(batch(), jax.tree.map(lambda x: x.sharding, placed))
+    with pytest.raises(LayoutError, match="zigzag needs tokens in another order"):
+        program.step(state, strange)
+    predict = program.predictor(lambda decoder, batch: decoder(batch["tokens"]))
+    with pytest.raises(LayoutError, match="predict needs tokens in their own order"):
+        predict(state.params, placed)
+    contiguous = lower("context=4,context_order=contiguous")
+    assert contiguous.evaluate(contiguous.init(), strange)["loss"] > 0
+
+
+def test_orders_that_do_not_fit_are_refused():
+    short = {name: x[:, :8] for name, x in batch().items()}
+    with pytest.raises(LayoutError, match=r"2\*context=16 parts of context_order"):
+        meshpar.lower(model(), optax.sgd(0.1), "context=8", short)
+    with pytest.raises(LayoutError, match="striped: models of lowering=jit see whole"):
+        lower("context=4,context_order=striped", lowering="jit")
