@@ -70,6 +70,26 @@ def test_a_mixture_equals_a_loop_over_tokens(config, tokens):
     assert float(mixed.statistics.load) == pytest.approx(E * max(loads) / choices)
 
 
+def test_more_experts_cost_no_more_compute():
+    """With as many experts per token: all of their matmuls count, and no others."""
+
+    def flops(num):
+        config = experts.MixtureConfig(num, 2, capacity_factor=1.0)
+        matrices = [normal(i, num, *shape) for i, shape in enumerate([(64, 128)] * 2)]
+        matrices = experts.Experts(matrices[0], matrices[1].swapaxes(1, 2))
+
+        def loss(x, router, matrices):
+            return jnp.sum(experts.mixture(x, router, matrices, config).y ** 2)
+
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        lowered = gradient.lower(normal(5, 4, 64, 64), normal(6, 64, num), matrices)
+        return lowered.compile().cost_analysis()["flops"]
+
+    matmuls = 3 * 2 * 2 * (4 * 64) * 2 * 64 * 128
+    few, many = flops(4), flops(16)
+    assert matmuls < few < many < 1.1 * matmuls
+
+
 @pytest.mark.parametrize("config", [CAPACITY, DROPLESS], ids=lambda c: c.routing)
 def test_all_tokens_may_go_to_one_expert(config):
     config = dataclasses.replace(config, experts_per_token=1)
