@@ -1,4 +1,4 @@
-"""Draws docs/layout.png, a layout on its mesh, and docs/token_orders.png.
+"""Draws layout.png, token_orders.png and experts.png, beside this file.
 
     python docs/make_pictures.py
 
@@ -122,9 +122,47 @@ def token_orders_figure(num: int = 4, length: int = 32) -> pyplot.Figure:
     return figure
 
 
+def experts_figure(num: int = 4, tokens: int = 12, capacity: int = 4) -> pyplot.Figure:
+    """Tokens before and after the exchange that brings them to their experts."""
+    figure, axes = pyplot.subplots(figsize=(11, 2.9))
+    axes.set(xlim=(-2.2, 34), ylim=(-0.2, num + 0.6))
+    axes.axis("off")
+    hues, width, left = (DATA, FSDP, TENSOR, "#7d4fa3"), 0.8, 17.5
+    title = dict(fontsize=11, color=INK, weight="bold")
+    axes.text(0, num + 0.1, "tokens, in the color of their expert", **title)
+    slots = f"experts, with {capacity} slots for each sequence"
+    axes.text(left, num + 0.1, slots, **title)
+    arrow = dict(arrowstyle="->", color="#888888", linewidth=1.5)
+    axes.annotate("", (left - 1, 1.9), (left - 4.6, 1.9), arrowprops=arrow)
+    axes.text(left - 4.7, 2.2, "all_to_all", fontsize=10, color=INK)
+    shares = 0.37, 0.3, 0.2, 0.13
+    chosen = np.random.default_rng(3).choice(num, (num, tokens), p=shares)
+    for device, experts in enumerate(chosen):
+        y, used = num - 1 - device, np.zeros(num, int)
+        axes.text(-2.2, y + 0.25, f"device {device}", fontsize=9, color=INK)
+        start = left + device * (capacity + 0.6) * width
+        for expert in range(num):
+            row = num - 1 - expert
+            _rectangle(axes, start, row, capacity * width, 0.7, FAINT)
+        for place, expert in enumerate(experts):
+            is_kept, hue = used[expert] < capacity, hues[expert]
+            color = hue if is_kept else "white"
+            x = (place + 0.1) * width * 1.25
+            _rectangle(axes, x, y, 0.9 * width * 1.25, 0.7, color, hue, 1.2)
+            if is_kept:
+                x = start + used[expert] * width
+                _rectangle(axes, x, num - 1 - expert, width, 0.7, hue)
+            used[expert] += 1
+    return figure
+
+
 def main() -> None:
     """Writes the pictures beside this file."""
-    pictures = {"layout": layout_figure, "token_orders": token_orders_figure}
+    pictures = {
+        "layout": layout_figure,
+        "token_orders": token_orders_figure,
+        "experts": experts_figure,
+    }
     for name, draw in pictures.items():
         path = pathlib.Path(__file__).with_name(f"{name}.png")
         draw().savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
