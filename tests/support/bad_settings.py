@@ -99,7 +99,7 @@ DATA = [
     ("{root}/hidden", "holds no file"),
     ("{root}/empty.txt", "all are empty"),
     ("{root}/zero.txt", "looks binary"),
-    ("{root}/short.txt", "windows of 32 tokens, fewer than one batch"),
+    ("{root}/short.txt", "samples of 32 tokens, fewer than one batch"),
     ("{root}/*.nothing", "no file matches"),
     ("{root}/part_*.bin", "names 2 files"),
     ("{root}/floats.npy", "give integer token ids"),
