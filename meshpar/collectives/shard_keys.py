@@ -48,9 +48,9 @@ def for_shard(key: Array, shard: Array, *inner: Inner) -> Array:
 
     A draw of shape [b, l, ...] has the numbers that the plain key's draw of the global
     shape has at this shard's places: rows from shard * b on, and l places of the next
-    dim by their order. A draw with fewer dims is not split by
-    the missing ones. Draws must have the dims of the batch in front: others (one number
-    for the whole batch) differ between shards, so make them from the plain key.
+    dim by their order. A draw with fewer dims is not split by the missing ones. Draws
+    must have the dims of the batch in front: others (one number for the whole batch)
+    differ between shards, so make them from the plain key.
 
     Args:
       key: a threefry key, scalar.

@@ -101,9 +101,9 @@ class Exchange:
         if kind == "all_gather":
             transport = transport.for_gathers(size)
         movement = transport.declare(kind, (EXPERT,), self.ways, size)
-        each = movement.payload_bytes // movement.count
         why = f"{why}, {movement.note}" if movement.note else why
-        move = Move(movement.kind, (EXPERT,), each, why, False, is_saved)
+        size = movement.payload_bytes
+        move = Move(movement.kind, (EXPERT,), size, why, False, is_saved)
         _record(move._replace(times=movement.count, in_backward=in_backward))
 
 
