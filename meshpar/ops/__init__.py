@@ -1,6 +1,5 @@
 """Functions that models call and that follow the layout in use."""
 
-from meshpar.ops import attention as attention
 from meshpar.ops import context as context
 from meshpar.ops import experts as experts
 from meshpar.ops import kernels as kernels

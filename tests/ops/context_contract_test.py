@@ -7,9 +7,12 @@ import pytest
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
 import meshpar
+from meshpar.collectives.transport import Rings, Transports
 from meshpar.errors import LayoutError
+from meshpar.explain.verify import verify
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.token_order import device_order
+from meshpar.ops.context import gathered
 
 HEADS, KV_HEADS, HEAD_DIM, WAYS, DEPTH = 8, 2, 4, 4, 2
 KV = 2 * BATCH * LENGTH * KV_HEADS * HEAD_DIM * 4
@@ -45,6 +48,20 @@ def test_bytes_follow_the_formula(options, wire, merged):
     assert {t.axes for t in terms} == {c.axes for c in found} == {(CONTEXT,)}
     assert sum(term.wire_bytes for term in terms) == DEPTH * wire
     assert sum(c.wire_bytes for c in found) == DEPTH * (wire - merged)
+
+
+def test_keys_around_rings_move_the_same_bytes(monkeypatch):
+    """As on TPUs: a few heads at a time, with every step declared."""
+    rings = Rings({CONTEXT: (2, 2)})
+    found = Transports(weights=rings, gradients=rings, widens=True)
+    monkeypatch.setattr(gathered, "transports_for", lambda mesh, axes: found)
+    program = lower(f"context={WAYS}", model(kv_heads=KV_HEADS))
+    assert program.violations() == []
+    moves = [c for c in program.collectives if c.kind == "permute"]
+    assert sum(c.wire_bytes for c in moves) == DEPTH * 2 * SENT
+    whole = lower("data=1", model(kv_heads=KV_HEADS))
+    report = verify(program, whole, [batch()])
+    assert report.ok, report.problem
 
 
 def test_neighbours_on_a_ring_swap_heads():

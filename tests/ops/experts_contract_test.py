@@ -5,8 +5,11 @@ from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
 import meshpar
+from meshpar.collectives import transport
+from meshpar.collectives.transport import Rings
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import EXPERT
+from meshpar.ops.experts import exchange
 
 EMBED, EXPERTS, PER_TOKEN, WAYS, DEPTH = 32, 8, 2, 4, 2
 
@@ -53,6 +56,16 @@ def test_dropless_routing_without_a_bound_moves_tokens_and_not_their_copies(
     wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
     layout = f"expert={WAYS},remat={remat}"
     assert moved(layout, *kinds, routing="dropless") == wire
+
+
+def test_tokens_around_rings_move_the_same_bytes(monkeypatch):
+    """As on TPUs, for which every step is declared."""
+    rings = Rings({EXPERT: (2, 2)})
+    monkeypatch.setattr(exchange, "_transport", lambda: rings)
+    monkeypatch.setattr(transport, "LARGE_BYTES", 0)
+    numbers = BATCH * LENGTH * (4 * EMBED + 3 * PER_TOKEN)
+    wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
+    assert moved(f"expert={WAYS}", "permute", routing="dropless") == wire
 
 
 def test_choices_beyond_the_bound_are_counted():
