@@ -12,7 +12,7 @@ from meshpar.ops import experts
 from meshpar.ops.experts.capacity import run_with_capacity
 from meshpar.ops.experts.dropless import run_dropless
 from meshpar.ops.experts.exchange import Exchange
-from meshpar.ops.experts.grouped_matmul import BLOCK, in_blocks
+from meshpar.ops.experts.grouped_matmul import BLOCK, by_ragged_dot, in_blocks
 from meshpar.ops.experts.rows import inverse_index, take_rows
 from meshpar.ops.experts.statistics import Lost, statistics_of
 
@@ -160,14 +160,15 @@ def test_the_most_loaded_device_is_that_of_its_experts():
     assert float(statistics_of(high, lost, (), 2)[0].device_load) == 2.0
 
 
-def test_rows_beyond_the_groups_are_never_read():
+@pytest.mark.parametrize("matmul", [in_blocks, by_ragged_dot])
+def test_rows_beyond_the_groups_are_never_read(matmul):
     sizes = jnp.array([BLOCK, 0, 2 * BLOCK], jnp.int32)
     x, w = normal(0, 5 * BLOCK, D), normal(1, 3, D, F)
     used = 3 * BLOCK
     poisoned = x.at[used:].set(jnp.nan)
 
     def loss(x, w):
-        y = in_blocks(x, w, sizes)
+        y = matmul(x, w, sizes)
         return jnp.sum(jnp.sin(y[:used])), y
 
     (_, y), (dx, dw) = jax.value_and_grad(loss, (0, 1), has_aux=True)(poisoned, w)

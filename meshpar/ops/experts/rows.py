@@ -32,7 +32,11 @@ def take_rows(x: Array, index: Array, inverse: Array) -> Array:
       index: int32 [M, P], the rows of x that make up each row of y.
       inverse: int32 [N, Q], the rows of y that each row of x is part of.
     """
-    taken = x.at[index].get(mode="fill", fill_value=0)
+    if len(index) > len(x):  # A row of zeros costs less than a mask of all rows.
+        x = jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))])
+        taken = x.at[index].get(mode="clip")
+    else:
+        taken = x.at[index].get(mode="fill", fill_value=0)
     if index.shape[1] == 1:
         return taken[:, 0]
     return jnp.sum(taken, axis=1, dtype=jnp.float32).astype(x.dtype)
