@@ -113,6 +113,7 @@ def test_period_1_with_adam_is_not_synchronous_training():
     "layout, lowering",
     [
         ("replica=2,fsdp=2,tensor=2", "shard_map"),
+        ("replica=2,fsdp=2,context=2", "shard_map"),
         ("replica=2,pipe=2,fsdp=2,microbatches=2", "shard_map"),
         ("replica=2,data=2,fsdp=2,zero=2,microbatches=2", "jit"),
     ],
