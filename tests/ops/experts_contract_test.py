@@ -9,7 +9,7 @@ from meshpar.collectives import transport
 from meshpar.collectives.transport import Rings
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import EXPERT
-from meshpar.ops.experts import exchange
+from meshpar.ops.experts import dropless, exchange
 
 EMBED, EXPERTS, PER_TOKEN, WAYS, DEPTH = 32, 8, 2, 4, 2
 
@@ -37,10 +37,10 @@ def test_bytes_of_capacity_routing_follow_the_formula(remat, times):
 
 
 def test_bytes_of_dropless_routing_follow_its_bound():
-    slots = 2 * PER_TOKEN * BATCH * LENGTH // WAYS
+    slots = PER_TOKEN * BATCH * LENGTH // WAYS
     numbers = 4 * slots * EMBED + 2 * slots + EXPERTS
     wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
-    options = dict(routing="dropless", exchange_bound=2.0)
+    options = dict(routing="dropless", exchange_bound=1.0)
     assert moved(f"expert={WAYS}", **options) == wire
 
 
@@ -74,6 +74,19 @@ def test_choices_beyond_the_bound_are_counted():
     metrics = program.evaluate(program.init(0), batch())
     assert 0.4 < float(metrics["experts_overflow"]) < 0.7
     assert float(metrics["experts_dropped"]) == float(metrics["experts_overflow"])
+
+
+def test_a_bound_drops_the_same_choices_however_tokens_move(monkeypatch):
+    of = model(num_experts=EXPERTS, mlp=32, routing="dropless", exchange_bound=0.5)
+
+    def evaluated():
+        program = lower("expert=4", of)
+        return program.evaluate(program.init(0), batch())
+
+    in_buffers = evaluated()
+    monkeypatch.setattr(dropless, "_buffers_are_smaller", lambda most, tokens: False)
+    for name, value in evaluated().items():
+        assert float(value) == pytest.approx(float(in_buffers[name]), rel=1e-6), name
 
 
 def test_a_dense_model_has_nothing_for_the_axis():

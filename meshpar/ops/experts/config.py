@@ -26,7 +26,7 @@ class MixtureConfig:
         sequence. It is never the tokens of a device, so a layout drops no other tokens.
       bound: with dropless routing, the most choices that one device sends to another,
         as a multiple of an even share; those beyond it are dropped and counted as
-        overflow. 0 for none: all tokens go to all devices that share the experts.
+        overflow. 0 for none.
       score: "softmax" over the experts, or "sigmoid" of each.
       normalize: whether the weights of a token's experts are divided by their sum.
       scale: factor of the weights.
@@ -114,10 +114,11 @@ class MixtureConfig:
         return min(group, max(1, math.ceil(share / self.num_experts)))
 
     def most_sent(self, choices: int, devices: int) -> int:
-        """Most choices that one device sends to another, under a bound.
+        """Most choices that one device sends to another with dropless routing.
 
         Args:
           choices: choices of the tokens of one device.
           devices: devices that share the experts.
         """
-        return min(choices, max(1, math.ceil(self.bound * choices / devices)))
+        share = self.bound * choices / devices
+        return min(choices, max(1, math.ceil(share))) if self.bound else choices

@@ -1,11 +1,11 @@
 """Dropless routing: every expert takes all of its tokens, sorted by expert.
 
 The rows of each expert stand one after the other, padded to whole blocks, for
-`grouped_matmul`. Compiled programs need buffers of a fixed size. Without a bound every
-device gets the tokens of all devices that share the experts: never more bytes than
-buffers for the worst case, in which each device chooses the experts of one. With
-`MixtureConfig.bound` rows travel in buffers of that size, and choices beyond it are
-counted.
+`grouped_matmul`. Compiled programs need buffers of a fixed size. `MixtureConfig.bound`
+limits the choices that one device sends to another, and those beyond it are counted;
+without it buffers hold the worst case, in which each device chooses the experts of one.
+A device sends its tokens to all devices that share the experts, or rows in buffers for
+each of them where those are smaller.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, sections 4 and 5.
 """
@@ -98,8 +98,8 @@ def run_dropless(
     """(outputs y[T, D], what was lost) of one device's tokens.
 
     Communication: tokens to all devices and outputs back, each (n-1)/n of n * T * D
-    numbers; experts and weights of tokens, n * T * X numbers each. With a bound as in
-    `_run_bounded`.
+    numbers; experts and weights of tokens, n * T * X numbers each. Where a bound allows
+    fewer than T choices from one device to another, as in `_run_in_buffers`.
 
     Args:
       x_TD: tokens, T = B * L.
@@ -109,12 +109,15 @@ def run_dropless(
       exchange: between the devices that share the experts.
       run: runs this device's experts on rows [S, D].
     """
-    if config.bound:
-        return _run_bounded(x_TD, experts_BLX, weights_TX, config, exchange, run)
+    most = config.most_sent(experts_BLX.size, exchange.ways)
+    if _buffers_are_smaller(most, len(x_TD)):
+        return _run_in_buffers(x_TD, experts_BLX, weights_TX, config, exchange, run)
     per_token, num_local = config.experts_per_token, config.num_experts // exchange.ways
     experts = exchange.gather(experts_BLX.reshape(-1), "experts of tokens", False)
     first = lax.axis_index(EXPERT) * num_local if exchange.ways > 1 else 0
-    rows = _rows(experts - first, num_local, per_token)
+    experts_NC = (experts - first).reshape(exchange.ways, -1)
+    experts_NC, overflow = _bounded(experts_NC, num_local, most)
+    rows = _rows(experts_NC.reshape(-1), num_local, per_token, exchange.ways * most)
     choice = inverse_index(rows.place, rows.num_rows)[:, None]
     token, by_token = choice // per_token, rows.place.reshape(-1, per_token)
 
@@ -126,21 +129,47 @@ def run_dropless(
     rows_SD = take_rows(x_TD, token, by_token)
     weight_S = take_rows(weights, choice, rows.place[:, None])
     y_TD = take_rows(run(rows_SD, weight_S, matmul), by_token, token)
-    none = jnp.zeros((), int)
-    return exchange.scatter(y_TD, "outputs of all experts"), Lost(none, none)
+    y_TD = exchange.scatter(y_TD, "outputs of all experts")
+    return y_TD, Lost(overflow, overflow)
 
 
-def _rows(expert: Array, num_experts: int, per_token: int) -> _Received:
+def _buffers_are_smaller(most: int, tokens: int) -> bool:
+    """Whether buffers for every device move fewer rows than the tokens themselves."""
+    return most < tokens
+
+
+def _bounded(experts_NC: Array, num_experts: int, most: int) -> tuple[Array, Array]:
+    """Leaves a device's experts the first `most` choices of each source.
+
+    Args:
+      experts_NC: the expert of each choice by source; another device's if out of range.
+      num_experts: of this device.
+      most: choices from one source that count, in the order of `_sent`.
+
+    Returns:
+      (experts, `num_experts` for choices that do not count; number of those beyond the
+      bound).
+    """
+    is_here_NC = (experts_NC >= 0) & (experts_NC < num_experts)
+    experts_NC = jnp.where(is_here_NC, experts_NC, num_experts)
+    if most >= experts_NC.shape[1]:
+        return experts_NC, jnp.zeros((), int)
+    rank_NC = jnp.argsort(jnp.argsort(experts_NC, axis=1, stable=True), axis=1)
+    overflow = jnp.sum(is_here_NC & (rank_NC >= most))
+    return jnp.where(rank_NC < most, experts_NC, num_experts), overflow
+
+
+def _rows(expert: Array, num_experts: int, per_token: int, most: int) -> _Received:
     """The places of choices among the rows of a device's experts.
 
     Args:
-      expert: [choices] the expert of each; another device's if out of range.
+      expert: [choices] the expert of each; `num_experts` for another device's.
       num_experts: of this device.
       per_token: choices of one token.
+      most: most choices of this device's experts.
     """
-    is_here = (expert >= 0) & (expert < num_experts)
-    expert = jnp.where(is_here, expert, num_experts)
-    most = len(expert) // per_token * min(per_token, num_experts)
+    is_here = expert < num_experts
+    most = min(most, len(expert) // per_token * min(per_token, num_experts))
     num_rows = -(-most // BLOCK) * BLOCK + num_experts * BLOCK
     rank = inverse_index(jnp.argsort(expert, stable=True), len(expert))
     counts_E = jnp.sum(expert[:, None] == jnp.arange(num_experts)[None], axis=0)
@@ -150,7 +179,7 @@ def _rows(expert: Array, num_experts: int, per_token: int) -> _Received:
     return _Received(jnp.where(is_here, place, num_rows), num_rows, sizes_E)
 
 
-def _run_bounded(
+def _run_in_buffers(
     x_TD: Array,
     experts_BLX: Array,
     weights_TX: Array,
@@ -158,7 +187,7 @@ def _run_bounded(
     exchange: Exchange,
     run: RunExperts,
 ) -> tuple[Array, Lost]:
-    """`run_dropless` with buffers of a size that the configuration bounds.
+    """`run_dropless` with buffers for the rows of every pair of devices.
 
     Communication: the buffers go to the experts' devices and back, each with (n-1)/n of
     n * most_sent * D numbers; the counts, E int32.
