@@ -84,7 +84,7 @@ def test_a_bound_drops_the_same_choices_however_tokens_move(monkeypatch):
         return program.evaluate(program.init(0), batch())
 
     in_buffers = evaluated()
-    monkeypatch.setattr(dropless, "_buffers_are_smaller", lambda most, tokens: False)
+    monkeypatch.setattr(dropless, "_fits_buffers", lambda most, tokens: False)
     for name, value in evaluated().items():
         assert float(value) == pytest.approx(float(in_buffers[name]), rel=1e-6), name
 

@@ -5,7 +5,7 @@ The rows of each expert stand one after the other, padded to whole blocks, for
 limits the choices that one device sends to another, and those beyond it are counted;
 without it buffers hold the worst case, in which each device chooses the experts of one.
 A device sends its tokens to all devices that share the experts, or rows in buffers for
-each of them where those are smaller.
+each of them where those are no larger.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, sections 4 and 5.
 """
@@ -99,7 +99,7 @@ def run_dropless(
 
     Communication: tokens to all devices and outputs back, each (n-1)/n of n * T * D
     numbers; experts and weights of tokens, n * T * X numbers each. Where a bound allows
-    fewer than T choices from one device to another, as in `_run_in_buffers`.
+    at most T choices from one device to another, as in `_run_in_buffers`.
 
     Args:
       x_TD: tokens, T = B * L.
@@ -110,7 +110,7 @@ def run_dropless(
       run: runs this device's experts on rows [S, D].
     """
     most = config.most_sent(experts_BLX.size, exchange.ways)
-    if _buffers_are_smaller(most, len(x_TD)):
+    if config.bound and _fits_buffers(most, len(x_TD)):
         return _run_in_buffers(x_TD, experts_BLX, weights_TX, config, exchange, run)
     per_token, num_local = config.experts_per_token, config.num_experts // exchange.ways
     experts = exchange.gather(experts_BLX.reshape(-1), "experts of tokens", False)
@@ -133,9 +133,9 @@ def run_dropless(
     return y_TD, Lost(overflow, overflow)
 
 
-def _buffers_are_smaller(most: int, tokens: int) -> bool:
-    """Whether buffers for every device move fewer rows than the tokens themselves."""
-    return most < tokens
+def _fits_buffers(most: int, tokens: int) -> bool:
+    """Whether buffers for every device move no more rows than the tokens themselves."""
+    return most <= tokens
 
 
 def _bounded(experts_NC: Array, num_experts: int, most: int) -> tuple[Array, Array]:
