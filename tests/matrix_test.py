@@ -79,7 +79,7 @@ BY_US = [
 BY_THE_COMPILER = [
     Row("data=2,fsdp=2,tensor=2", lowering="jit"),
     Row("fsdp=8,zero=2", lowering="jit"),
-    Row("fsdp=8,zero=3", "plain"),
+    Row("fsdp=8,zero=3", "plain", slow=True),
     Row("data=2,fsdp=2,tensor=2", "plain"),
     Row("data=8", "plain", slow=True),
     Row("fsdp=8,zero=1", "plain", slow=True),
@@ -88,19 +88,19 @@ BY_THE_COMPILER = [
     Row("fsdp=4,tensor=2,microbatches=2", "plain", slow=True),
 ]
 PIPELINES = [
-    Row("pipe=2,microbatches=4,schedule=gpipe"),
+    Row("pipe=2,microbatches=4,schedule=gpipe", slow=True),
     Row("pipe=8,microbatches=8", slow=True),
     Row("pipe=4,data=2,microbatches=8,save=residuals", slow=True),
-    Row("pipe=2,fsdp=4,zero=1,microbatches=4"),
-    Row("pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,save=residuals"),
+    Row("pipe=2,fsdp=4,zero=1,microbatches=4", slow=True),
+    Row("pipe=4,fsdp=2,zero=3,microbatches=4,schedule=gpipe,save=residuals", slow=True),
     Row("pipe=2,fsdp=2,tensor=2,microbatches=4,remat=full"),
-    Row("pipe=4,tensor=2,microbatches=4,virtual_stages=2"),
+    Row("pipe=4,tensor=2,microbatches=4,virtual_stages=2", slow=True),
     Row(
         "pipe=2,data=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,save=residuals",
         slow=True,
     ),
     Row("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots", slow=True),
-    Row("pipe=3,fsdp=2,microbatches=2"),
+    Row("pipe=3,fsdp=2,microbatches=2", slow=True),
     Row("pipe=2,data=2,microbatches=4,partition=3/5,save=residuals"),
     Row("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1", slow=True),
     Row("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", slow=True),
@@ -110,7 +110,7 @@ PIPELINES = [
         "tick_loop=uniform"
     ),
     Row("pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals"),
-    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2", "linen"),
+    Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2", "linen", slow=True),
     Row("pipe=2,data=2,microbatches=4,schedule=zb_h1", "linen", slow=True),
     Row(
         "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,tick_loop=uniform",

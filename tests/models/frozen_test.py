@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from support import adapted_model as adapted
 from support import resnets
+from support.marks import slow
 from support.tiny_models import host
 
 import meshpar
@@ -35,10 +36,10 @@ def assert_trains_its_own(program, steps=3):
     "layout, options",
     [
         ("data=4", {}),
-        ("fsdp=4,zero=2,microbatches=2", {}),
+        slow("fsdp=4,zero=2,microbatches=2", {}),
         ("fsdp=4,zero=3", {}),
         ("fsdp=4", {"lowering": "jit"}),
-        ("data=2,fsdp=2,tensor=2", {}),
+        slow("data=2,fsdp=2,tensor=2", {}),
         ("pipe=2,fsdp=2,zero=3,microbatches=4", {}),
     ],
 )

@@ -28,9 +28,7 @@ DEFAULT = {
     ("nnx", "prefetch"),
     ("nnx_pattern", "pipe"),
     ("linen_pattern", "tensor"),
-    ("linen_scan", "remat"),
     ("encoder_decoder", "saved"),
-    ("encoder_decoder", "data"),
     ("linen", "zero_bubble"),
 }
 """Rows that run by default; `-m slow` runs all others."""

@@ -79,15 +79,11 @@ LAYOUTS = {
 
 DEFAULT = {
     ("lm1b", "data=2,fsdp=2,tensor=2", "adam"),
-    ("lm1b", "pipe=2,fsdp=2,tensor=2,microbatches=2", "sgd"),
     ("lm1b_tied", "fsdp=8,zero=1", "sgd"),
-    ("wmt", "pipe=2,microbatches=4", "adam"),
     ("gpt2", f"tensor=2,{GPT2_PATHS}", "sgd"),
     ("mixer", "data=8", "sgd"),
     ("vit", "data=2,microbatches=4", "sgd"),
     ("gemma", "pipe=2,microbatches=4", "sgd"),
-    ("gemma", "data=2,fsdp=2,tensor=2,zero=2,microbatches=4,remat=dots", "adam"),
-    ("gemma_jit", "data=2,fsdp=2,tensor=2", "adam"),
     ("stacked", "fsdp=8,zero=3", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
     ("stacked_jit", "fsdp=8,zero=3", "adam"),
