@@ -1,0 +1,7 @@
+"""Generation: prompts are continued under the layouts of training, with a cache."""
+
+from meshpar.generation.generator import Generator as Generator
+from meshpar.generation.make import generator as generator
+from meshpar.generation.prompts import unpadded as unpadded
+from meshpar.generation.sampling import GREEDY as GREEDY
+from meshpar.generation.sampling import Sampling as Sampling
