@@ -137,33 +137,28 @@ class _Token:
         """Dropless mixtures of experts, whose weights are whole along the embed dim."""
         config, depth = self.config, self.config.depth
         by_expert, embed = in_use((EXPERT,), self.layout.sizes), self.axes("embed")
-        tokens = self.rows * ways_of(by_expert, self.layout.sizes)
-        rows = tokens * config.embed * self.item
-        own = config.num_experts // ways_of(by_expert, self.layout.sizes)
-        weights = own * config.embed * self.part(config.mlp, "mlp") * self.item
-        weights *= 3 if config.activation == "swiglu" else 2
-        gathered = {
-            "weights of experts": (embed, weights),
-            "tokens, whole along the embed dim": (
-                embed,
-                self.rows * config.embed * self.item,
-            ),
-            "tokens to all experts": (by_expert, rows),
-            "experts of tokens and their weights": (
-                by_expert,
-                2 * tokens * config.experts_per_token * _FLOAT,
-            ),
+        ways = ways_of(by_expert, self.layout.sizes)
+        tokens, rows = self.rows * ways, self.rows * config.embed * self.item
+        matrix = config.num_experts // ways * config.embed * self.item
+        matrix *= self.part(config.mlp, "mlp")
+        matrices = 3 if config.activation == "swiglu" else 2
+        choices = tokens * config.experts_per_token * _FLOAT
+        scores = tokens * config.num_experts * _FLOAT
+        gathers = [
+            (embed, matrix, matrices, "weights of experts"),
+            (embed, rows, 1, "tokens, whole along the embed dim"),
+            (by_expert, rows * ways, 1, "tokens to all experts"),
+            (by_expert, choices, 2, "experts of tokens, and their weights"),
             # Some platforms have no top_k of a split batch.
-            "scores of the router": (by_expert, tokens * config.num_experts * _FLOAT),
-        }
-        for why, (axes, size) in gathered.items():
-            # Their parts are collectives of their own.
-            yield from self.term("all_gather", axes, size, depth, why)
+            (by_expert, scores, 1, "scores of the router"),
+        ]
+        for axes, size, times, why in gathers:
+            yield from self.term("all_gather", axes, size, depth * times, why)
         size = self.rows * config.num_experts * _FLOAT
         yield from self.term("all_reduce", embed, size, depth, "scores of the router")
         why = "outputs of experts"
         yield from self.term("all_reduce", self.axes("mlp"), rows, depth, why)
-        yield from self.term("reduce_scatter", by_expert, rows, depth, why)
+        yield from self.term("reduce_scatter", by_expert, rows * ways, depth, why)
 
 
 def declared(
