@@ -13,6 +13,8 @@ from meshpar.errors import StalenessError as StalenessError
 from meshpar.generation import Generator as Generator
 from meshpar.generation import Sampling as Sampling
 from meshpar.generation import generator as generator
+from meshpar.generation import linen_cache as linen_cache
+from meshpar.generation import nnx_cache as nnx_cache
 from meshpar.layouts import Layout as Layout
 from meshpar.layouts import Param as Param
 from meshpar.layouts import Plan as Plan

@@ -49,7 +49,7 @@ def cached_decoder(config: DecoderConfig, model: meshpar.Model) -> CachedModel:
 
     return CachedModel(
         init,
-        lambda path: CACHE_DIMS,
+        lambda path, num_dims: CACHE_DIMS,
         run,
         max_length=config.length if config.position == "learned" else 0,
         declare=functools.partial(declared, config),

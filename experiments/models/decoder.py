@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.models.attention import Attention, Cached, Tokens, positions_of
+from experiments.models.attention import (
+    Attention,
+    Cached,
+    Packed,
+    Tokens,
+    positions_of,
+)
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.loss import (
     blockwise_cross_entropy,
@@ -116,14 +122,14 @@ class Decoder(nnx.Module):
         self.head = None if config.tied else weight(rngs, config, d, embed=d, vocab=v)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, tokens_BL: Array) -> Array:
+    def __call__(self, tokens_BL: Array, tokens: Packed | None = None) -> Array:
         """Returns logits_BLV for token ids of at most `config.length`."""
         graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
 
         def layer(x: Any, state) -> tuple[Any, None]:
-            return nnx.merge(graph, *state)(x), None
+            return nnx.merge(graph, *state)(x, tokens), None
 
-        x, _ = jax.lax.scan(layer, self.embed(tokens_BL), (params, rest))
+        x, _ = jax.lax.scan(layer, self.embed(tokens_BL, tokens), (params, rest))
         return self._head(x)
 
     def with_cache(

@@ -1,5 +1,7 @@
 """Generation: prompts are continued under the layouts of training, with a cache."""
 
+from meshpar.generation.flax_cache import linen_cache as linen_cache
+from meshpar.generation.flax_cache import nnx_cache as nnx_cache
 from meshpar.generation.generator import Generator as Generator
 from meshpar.generation.make import generator as generator
 from meshpar.generation.prompts import unpadded as unpadded

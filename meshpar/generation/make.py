@@ -124,7 +124,7 @@ def _kv_heads(cached: CachedModel, dtype: Any) -> int:
     heads = {
         x.shape[names.index("kv_heads")]
         for path, x in shapes.items()
-        if (names := cached.names(path)) and "kv_heads" in names
+        if (names := cached.names(path, x.ndim)) and "kv_heads" in names
     }
     return math.gcd(*heads)
 

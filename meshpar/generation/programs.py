@@ -69,10 +69,11 @@ class GenerationPrograms:
         """
         with self._scope(self.layouts.decode) as scope:
             shapes = jax.eval_shape(self._init_cache)
+            names = {
+                path: self.cached.names(path, x.ndim) for path, x in shapes.items()
+            }
             specs = {
-                path: activation_spec(scope, x.shape, self.cached.names(path))
-                if self.cached.names(path)
-                else PartitionSpec()
+                path: activation_spec(scope, x.shape, names[path] or (None,) * x.ndim)
                 for path, x in shapes.items()
             }
         return {path: self._sharded(x, specs[path]) for path, x in shapes.items()}

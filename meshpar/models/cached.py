@@ -25,8 +25,8 @@ class CachedModel:
     Attributes:
       init: (batch_size, length, dtype) -> {path: array}, the empty cache for sequences
         of up to `length` tokens; traced, so that no array is whole on a device.
-      names: path -> dim names of an array of the cache, for the rules of activations;
-        None to leave it whole.
+      names: (path, number of dims) -> dim names of an array of the cache, for the rules
+        of activations; None to leave it whole.
       run: (params, cache, tokens_BL, positions_BL) -> (logits_BLV, cache). Token l of a
         row stands at positions_BL[b, l] of its sequence, and sees itself and all
         positions before it. It runs in evaluation mode.
@@ -37,7 +37,7 @@ class CachedModel:
     """
 
     init: Callable[[int, int, Any], Params]
-    names: Callable[[str], tuple[str | None, ...] | None]
+    names: Callable[[str, int], tuple[str | None, ...] | None]
     run: RunCached
     max_length: int = 0
     rows_advance_together: bool = False
