@@ -13,6 +13,7 @@ from experiments.data.tokenizers import Tokenizer, tokenizer_of
 from experiments.interchange import hugging_face, runs
 from experiments.interchange.hugging_face_config import CONFIG
 from experiments.interchange.hugging_face_files import read_json
+from experiments.interchange.runs import TOKENIZER
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
 from experiments.recipes import building
@@ -23,8 +24,6 @@ from meshpar.arrays import Params
 from meshpar.checkpoint import StoredCheckpoint, find_checkpoints, read_params
 from meshpar.errors import CheckpointError
 from meshpar.layouts.axes import DATA, REPLICA
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +126,10 @@ def _of_transformers(
         raise ConfigError(
             f"{folder} has no {TOKENIZER}; add it, or give one as --tokenizer=FILE"
         )
-    end = read_json(folder / CONFIG).get("eos_token_id")
+    description = read_json(folder / CONFIG)
+    end = description.get("eos_token_id")
     ends = end if isinstance(end, list) else [end]
+    dtype = description.get("dtype") or description.get("torch_dtype")
     shapes = {path: param.shape for path, param in model.params.items()}
 
     def load(generator: meshpar.Generator) -> Params:
@@ -138,8 +139,8 @@ def _of_transformers(
         name=str(folder),
         decoder=decoder,
         model=model,
-        layout=meshpar.layouts.parse(layout or f"{DATA}=1"),
-        compute_dtype=None,
+        layout=meshpar.layouts.parse(layout or f"{DATA}=1,allow=idle_devices"),
+        compute_dtype=jnp.bfloat16 if dtype in ("bfloat16", "float16") else None,
         tokenizer=tokenizer_of("", file),
         stop=tuple(x for x in ends if isinstance(x, int) and 0 <= x < decoder.vocab),
         load=load,

@@ -207,7 +207,7 @@ class Generator:
         """
         if num_tokens < 0:
             raise MeshparError(f"num_tokens={num_tokens}: use 0 or more")
-        histories = [list(map(int, prompt)) for prompt in prompts]
+        histories = checked_prompts(prompts, self.programs.vocab, self.max_length)
         starts = [len(history) for history in histories]
         left, stop = [num_tokens] * len(histories), list(stop)
         arrays = self.sampling_arrays(sampling)

@@ -150,30 +150,30 @@ def test_the_cache_is_split_as_its_names_say():
     assert shard("llama", "context=4,tensor=2") == (2, ROWS, LENGTH // 4, 2, 4)
 
 
-@pytest.fixture
-def compiled():
-    """Names of the programs that jax compiles."""
-    names = []
-
-    def listen(event, duration, **more):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(more.get("fun_name", ""))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
+_compiled: list[str] = []
 
 
-def test_one_compilation_serves_all_lengths_and_ways_of_sampling(compiled):
-    generator = make("llama", "data=2", max_length=LENGTH)
+def _listen(event: str, duration: float, fun_name: str = "", **_) -> None:
+    if "backend_compile" in event:
+        _compiled.append(fun_name)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def num_compiled(name):
+    return sum(name in compiled for compiled in _compiled)
+
+
+def test_one_compilation_serves_all_lengths_and_ways_of_sampling():
+    before = num_compiled("prefill"), num_compiled("decode")
+    generator = make("llama", "data=2")
     params = generator.place(weights("llama"))
     generator.generate(params, prompts(), 3)
-    assert sum("prefill" in name for name in compiled) == 1
-    assert sum("decode" in name for name in compiled) == 1
-    compiled.clear()
     generator.generate(params, prompts()[2:5], 9, SAMPLED, stop=[3])
     generator.generate(params, [[1]], 1, Sampling(0.3))
-    assert compiled == []
+    after = num_compiled("prefill"), num_compiled("decode")
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1]
 
 
 def test_text_depends_on_the_number_of_a_sequence_and_not_on_its_batch():
