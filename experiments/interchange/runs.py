@@ -91,8 +91,9 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
         )
     state = replicas.converted(state, num_replicas, one_replica, 1)
     names = hugging_face.write(folder, config.model, jax.device_get(state.params))
-    if config.data.tokenizer:
-        shutil.copy(config.data.tokenizer, folder / TOKENIZER)
+    tokenizer = pathlib.Path(config.data.tokenizer)
+    if tokenizer.is_file():
+        shutil.copy(tokenizer, folder / TOKENIZER)
     print(f"wrote {len(names)} tensors of step {int(state.step)} to {folder}")
 
 

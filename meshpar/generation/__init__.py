@@ -2,7 +2,7 @@
 
 from meshpar.generation.flax_cache import linen_cache as linen_cache
 from meshpar.generation.flax_cache import nnx_cache as nnx_cache
-from meshpar.generation.generator import Generator as Generator
+from meshpar.generation.generate import Generator as Generator
 from meshpar.generation.make import generator as generator
 from meshpar.generation.prompts import unpadded as unpadded
 from meshpar.generation.sampling import GREEDY as GREEDY

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
 from meshpar.errors import LayoutError, MeshparError
-from meshpar.generation.generator import Generator
+from meshpar.generation.generate import Generator
 from meshpar.generation.layouts import generation_layouts, reason_unsupported
 from meshpar.generation.programs import GenerationPrograms
 from meshpar.layouts.axes import BATCH_AXES, in_use, ways_of
