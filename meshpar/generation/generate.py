@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.arrays import Params
 from meshpar.errors import MeshparError
 from meshpar.generation.programs import GenerationPrograms
-from meshpar.generation.prompts import checked_prompts
+from meshpar.generation.prompts import checked_prompts, stop_mask
 from meshpar.generation.sampling import GREEDY, Sampling, SamplingArrays
 from meshpar.generation.state import GenerationState
 from meshpar.layouts.layout import Layout
@@ -129,8 +129,6 @@ class Generator:
         if self.programs.cached.rows_advance_together:
             position = np.full_like(position, position[:num].min())
         cache = self._cached(params, tokens, int(position[:num].max()))
-        stops = np.zeros(self.programs.vocab, bool)
-        stops[list(stop)] = True
         ids = range(num) if sequence_ids is None else sequence_ids
         state = GenerationState(
             cache=cache,
@@ -141,7 +139,7 @@ class Generator:
             done=new == 0,
             sequence=rows_of(list(ids), 0, np.uint32),
             dropped=rows_of(dropped, 0),
-            stops=stops,
+            stops=stop_mask(stop, self.programs.vocab),
         )
         like = jax.tree.map(lambda x: x.sharding, self.programs.abstract_state)
         return jax.tree.map(_placed, state, like)
@@ -210,19 +208,17 @@ class Generator:
         histories = checked_prompts(prompts, self.programs.vocab, self.max_length)
         starts = [len(history) for history in histories]
         left, stop = [num_tokens] * len(histories), list(stop)
+        dropped = [0] * len(histories)
         arrays = self.sampling_arrays(sampling)
         while any(left):
-            windows = [self._window(history) for history in histories]
+            windows = [h[d:] for h, d in zip(histories, dropped, strict=True)]
             state = self.prefill(
                 params,
                 windows,
                 left,
                 stop=stop,
                 sequence_ids=sequence_ids,
-                dropped=[
-                    len(history) - len(window)
-                    for history, window in zip(histories, windows, strict=True)
-                ],
+                dropped=dropped,
             )
             state = self._decoded(params, state, windows, left, arrays, on_token)
             tokens, length, limit, done = self._fetched(
@@ -233,6 +229,8 @@ class Generator:
                 histories[row] += new
                 is_stopped = done[row] and length[row] < limit[row]
                 left[row] = 0 if is_stopped else left[row] - len(new)
+                if length[row] == self.max_length:
+                    dropped[row] += self.max_length - max(1, self.max_length // 2)
         pairs = zip(histories, starts, strict=True)
         return [history[start:] for history, start in pairs]
 
@@ -263,12 +261,6 @@ class Generator:
             if step % _LOOK_EVERY == 0 and self._all_done(state.done):
                 break
         return state
-
-    def _window(self, history: list[int]) -> list[int]:
-        """The tokens of a sequence that the model sees next."""
-        if len(history) < self.max_length:
-            return history
-        return history[-max(1, self.max_length // 2) :]
 
     def _whole(self, x: Any) -> jax.Array:
         """A number on all devices."""

@@ -116,12 +116,8 @@ class GenerationPrograms:
         jitted = jax.jit(
             self._init_cache, out_shardings=_shardings(self.abstract_cache)
         )
-
-        def make() -> Params:
-            with self._scope(self.layouts.decode):
-                return jitted()
-
-        return make
+        with self._scope(self.layouts.decode):
+            return jitted.lower().compile()
 
     @functools.cached_property
     def prefill(self) -> Inspection:

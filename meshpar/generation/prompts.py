@@ -1,6 +1,6 @@
 """Prompts: lists of token ids of any lengths, from lists or from padded arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,3 +67,19 @@ def checked_prompts(
             )
         checked.append(ids.tolist())
     return checked
+
+
+def stop_mask(stop: Iterable[int], vocab: int) -> np.ndarray:
+    """Whether each token id completes a sequence, bool [V].
+
+    Raises:
+      MeshparError: an id that the model does not have.
+    """
+    mask = np.zeros(vocab, bool)
+    for token in stop:
+        if not 0 <= token < vocab:
+            raise MeshparError(
+                f"stop={token}: the model has token ids 0 to {vocab - 1}; use one"
+            )
+        mask[token] = True
+    return mask

@@ -30,6 +30,10 @@ def command(monkeypatch, capsys):
 
     def run(name, folder, *words, code=0):
         words = [str(folder), *map(str, words)]
+        for word in words:
+            if word.startswith("--layout="):
+                layout = meshpar.layouts.parse(word.partition("=")[2])
+                words = [*words, f"--devices={layout.num_devices}"]
         outcome = commands.run(name, words, monkeypatch, capsys)
         assert outcome.code in (code, None if code == 0 else code), outcome.err
         return outcome.err if code else outcome.out

@@ -245,6 +245,8 @@ def test_a_model_has_a_cache_and_room_for_the_prompts():
     ]:
         with pytest.raises(meshpar.MeshparError, match=words):
             generator.generate({}, bad, 1)
+    with pytest.raises(meshpar.MeshparError, match="stop=64: .* 0 to 63; use"):
+        generator.generate({}, [[1]], 1, stop=[64])
     for bad in (dict(temperature=-1), dict(top_k=-1), dict(top_p=0), dict(seed=-1)):
         with pytest.raises(ValueError, match="use"):
             Sampling(**bad)
