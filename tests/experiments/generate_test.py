@@ -46,10 +46,13 @@ def held_out_loss(workdir):
     return [row[EVALUATION_LOSS] for row in rows if EVALUATION_LOSS in row][-1]
 
 
+SCORED = "pipe=2,data=2,microbatches=2,partition=1/1"
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        "pipe=2,data=2,microbatches=2,partition=1/1",
+        SCORED,
         slow("data=1"),
         slow("fsdp=8"),
         slow("tensor=4,params.kv_heads=none,activations.kv_heads=none"),
@@ -67,7 +70,7 @@ def test_scores_of_a_text_are_those_of_its_tokens(unbroken, tmp_path, command):
     """Windows of the model's length; the last one is padded."""
     text, out = tmp_path / "text.txt", tmp_path / "scores.jsonl"
     text.write_text("alpha beta delta gamma " * 7)
-    words = [f"--data={text}", f"--out={out}", "--layout=data=2", "--batch_size=4"]
+    words = [f"--data={text}", f"--out={out}", f"--layout={SCORED}"]
     said = command("score", unbroken[1], *words)
     ids = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int32)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -125,7 +128,7 @@ def test_a_file_of_prompts_goes_on_after_a_kill(unbroken, tmp_path, command):
 
 
 def test_prompt_and_stop_of_a_run(unbroken, command):
-    words = ["--prompt=alpha be", "--temperature=0", "--tokens=12", "--layout=data=1"]
+    words = ["--prompt=alpha be", "--temperature=0", *FLAGS, "--tokens=12"]
     plain = command("generate", unbroken[1], *words)
     assert "alpha be" in plain and "step 12 of" in plain
     stopped = command("generate", unbroken[1], *words, "--stop= ")
@@ -162,13 +165,16 @@ def test_a_folder_of_transformers(tmp_path, command):
     config = DecoderConfig(vocab=128, length=32, depth=2, embed=32, heads=4, mlp=64)
     params = jax.device_get(jax.jit(language_model(config).init)(jax.random.key(0)))
     hugging_face.write(tmp_path, config, params)
-    words = ["--prompt=ab c", "--tokens=5", "--layout=tensor=2"]
-    said = command("generate", tmp_path, *words, code=2)
+    said = command("generate", tmp_path, "--prompt=a", code=2)
     assert "has no tokenizer.json; add it, or give" in said
     vocab = {chr(i): i for i in range(32, 127)}
     model = tokenizers.models.BPE(vocab=vocab, merges=[])
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    assert "ab c" in command("generate", tmp_path, *words)
+    source = sources.find_source(str(tmp_path), "tensor=2", None)
+    assert source.tokenizer.encode("ab c") == [97, 98, 32, 99]
+    generator = sources.make_generator(source, jax.devices()[:2], 0, 0)
+    for path, x in source.load(generator).items():
+        np.testing.assert_array_equal(x, params[path])
 
 
 @pytest.mark.parametrize(
