@@ -44,11 +44,10 @@ def _batches(config: Config) -> tuple[Config, data.Corpus, list]:
             limit=config.evaluation_batches,
         )
         return config, corpus, batches
-    text = dataclasses.replace(
-        config.data, path=path, held_out=0.0, pack=False, separator=-1
-    )
-    corpus = data.load(text)
-    config = dataclasses.replace(config, data=text)
+    settings = dataclasses.replace(config.data, pack=False)
+    whole = dataclasses.replace(settings, path=path, held_out=0.0, separator=-1)
+    corpus = data.load(whole)
+    config = dataclasses.replace(config, data=settings)
     return config, corpus, scoring.whole_text(corpus.train, config)
 
 
