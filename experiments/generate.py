@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
         highlight=False, soft_wrap=True, quiet=jax.process_index() > 0
     )
     params = source.load(generator)
-    console.print(f"{source.name} under {generator.layout}", markup=False)
+    console.print(f"{source.name} under {source.layout}", markup=False)
     generator.compile()
     meter = speed.Meter()
     writer = _Writer(source, generator, params, sampling, stop, meter)

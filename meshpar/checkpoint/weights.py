@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from meshpar.arrays import Params
+from meshpar.checkpoint.background_errors import quiet
 from meshpar.checkpoint.checksums import CHECKSUMS, checksums
 from meshpar.checkpoint.persistent import (
     REPLICAS,
@@ -61,6 +62,7 @@ def read_params(checkpoint: StoredCheckpoint, like: Shapes) -> Params:
       CheckpointError: it cannot be read, belongs to another model, or has changed since
         it was written.
     """
+    quiet()
     path, metadata = checkpoint.path, checkpoint.metadata
     num_replicas = metadata.get(REPLICAS, 1)
     lead = (num_replicas,) if num_replicas > 1 else ()
