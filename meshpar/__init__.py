@@ -1,6 +1,7 @@
 """meshpar: train Flax models under parallel layouts with JAX SPMD."""
 
 from meshpar import collectives as collectives
+from meshpar import generation as generation
 from meshpar import layouts as layouts
 from meshpar import local_sgd as local_sgd
 from meshpar import mesh as mesh
@@ -9,6 +10,11 @@ from meshpar.compose import lower as lower
 from meshpar.errors import LayoutError as LayoutError
 from meshpar.errors import MeshparError as MeshparError
 from meshpar.errors import StalenessError as StalenessError
+from meshpar.generation import Generator as Generator
+from meshpar.generation import Sampling as Sampling
+from meshpar.generation import generator as generator
+from meshpar.generation import linen_cache as linen_cache
+from meshpar.generation import nnx_cache as nnx_cache
 from meshpar.layouts import Layout as Layout
 from meshpar.layouts import Param as Param
 from meshpar.layouts import Plan as Plan
@@ -25,6 +31,7 @@ from meshpar.lowering.state import TrainState as TrainState
 from meshpar.lowering.train_program import TrainProgram as TrainProgram
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
+from meshpar.models import CachedModel as CachedModel
 from meshpar.models import Last as Last
 from meshpar.models import LayerStack as LayerStack
 from meshpar.models import Max as Max

@@ -32,7 +32,13 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "docs/layouts.md", "docs/experts.md", "docs/long_sequences.md"],
+    [
+        "README.md",
+        "docs/layouts.md",
+        "docs/experts.md",
+        "docs/long_sequences.md",
+        "docs/generation.md",
+    ],
 )
 def test_programs_run_as_they_stand(name, monkeypatch, capsys):
     # The devices of this process are simulated already.

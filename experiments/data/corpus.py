@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from experiments.data.files import (
     read_tokens,
     standard_library,
 )
-
-Decode = Callable[[Sequence[int]], str]
+from experiments.data.tokenizers import Decode, decode_bytes, decode_ids, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +163,7 @@ def _token_ids(config: DataConfig, file: pathlib.Path) -> _Stream:
             f"data.pack=True: {file} does not say where documents end; give the token "
             "id that ends them as data.separator"
         )
-    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return tokens, starts, int(tokens.max()) + 1, decode
+    return tokens, starts, int(tokens.max()) + 1, decode_ids
 
 
 def _token_file(path: str) -> pathlib.Path:
@@ -187,7 +185,7 @@ def _text(config: DataConfig) -> _Stream:
         return _tokenize(documents, config.tokenizer)
     tokens = np.frombuffer(SEPARATOR.join(documents), np.uint8)
     starts = _starts(len(text) + len(SEPARATOR) for text in documents)
-    return tokens, starts, 256, lambda ids: bytes(ids).decode("utf-8", "replace")
+    return tokens, starts, 256, decode_bytes
 
 
 def _starts(sizes: Iterable[int]) -> np.ndarray:
@@ -198,16 +196,7 @@ def _starts(sizes: Iterable[int]) -> np.ndarray:
 
 def _tokenize(documents: list[bytes], path: str) -> _Stream:
     """The stream of documents under a tokenizer.json."""
-    import tokenizers
-
-    check_regular(pathlib.Path(path), "--tokenizer")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # The library raises bare Exception.
-        raise DataError(
-            f"--tokenizer={path} cannot be read: {error}; give a tokenizer.json of "
-            "Hugging Face's tokenizers"
-        ) from error
+    tokenizer = load_tokenizer(path)
     try:
         texts = [document.decode("utf-8") for document in documents]
     except UnicodeDecodeError as error:

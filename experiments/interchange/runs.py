@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 
 import jax
 
@@ -23,6 +24,8 @@ from meshpar.layouts.axes import DATA
 from meshpar.lowering import replicas
 
 ONE_DEVICE = f"{DATA}=1"
+TOKENIZER = "tokenizer.json"
+"""File of a folder of transformers."""
 
 
 def _on_one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
@@ -88,6 +91,9 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
         )
     state = replicas.converted(state, num_replicas, one_replica, 1)
     names = hugging_face.write(folder, config.model, jax.device_get(state.params))
+    tokenizer = pathlib.Path(config.data.tokenizer)
+    if tokenizer.is_file():
+        shutil.copy(tokenizer, folder / TOKENIZER)
     print(f"wrote {len(names)} tensors of step {int(state.step)} to {folder}")
 
 

@@ -4,26 +4,31 @@ Layers are stacked on a leading dim named "layers" and scanned. The shape letter
 explained in `meshpar/arrays.py`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import meshpar
+from experiments.models.attention import (
+    Attention,
+    Cached,
+    Packed,
+    Tokens,
+    positions_of,
+)
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.loss import (
     blockwise_cross_entropy,
     cross_entropy,
     logits,
-    with_experts,
-    with_weight,
 )
 from experiments.models.mlp import ExpertMlp, Mlp
-from experiments.models.weights import bias, plus, times, weight
+from experiments.models.norm import Norm
+from experiments.models.weights import weight
 from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
-from meshpar.ops import context
+from meshpar.ops.cached_attention import KeysAndValues
 from meshpar.ops.experts import Statistics
 
 
@@ -41,112 +46,6 @@ def _gathered(x_BLD: Array) -> Array:
     return layouts.constrain(x_BLD, "batch", "length", "embed")
 
 
-class Packed(NamedTuple):
-    """Documents that share a sequence.
-
-    Attributes:
-      segments: number of the document of each token, int32 [B, L].
-      positions: place of each token in its document, int32 [B, L].
-    """
-
-    segments: Array
-    positions: Array
-
-    @classmethod
-    def of(cls, batch: dict[str, Array]) -> "Packed | None":
-        """The documents of a batch; None for one document per sequence."""
-        if "segments" not in batch:
-            return None
-        return cls(batch["segments"], batch["positions"])
-
-
-def _positions(length: int, packed: Packed | None) -> Array:
-    """Positions of tokens in their documents, integer [1, L] or [B, L]."""
-    return context.positions(length)[None] if packed is None else packed.positions
-
-
-class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the last dim, computed in float32."""
-
-    def __init__(self, config: DecoderConfig, **dim: int):
-        self.centered, self.eps = config.norm == "layernorm", config.norm_eps
-        (name,), size = dim, tuple(dim.values())
-        self.scale = nnx.Param(jnp.ones(size), out_sharding=(name,))
-        zeros = nnx.Param(jnp.zeros(size), out_sharding=(name,))
-        self.bias = zeros if self.centered else None
-
-    def __call__(self, x: Array) -> Array:
-        """Normalizes x[..., D]."""
-        y = x.astype(jnp.float32)
-        if self.centered:
-            y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
-        return plus(times(y.astype(x.dtype), self.scale), self.bias)
-
-
-def rotate(x_BLNH: Array, positions: Array, theta: float) -> Array:
-    """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
-
-    Args:
-      x_BLNH: queries or keys.
-      positions: of the tokens, integer [1, L] or [B, L].
-      theta: base of the wavelengths.
-    """
-    dim = x_BLNH.shape[-1]
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = positions.astype(jnp.float32)[..., None] * frequency[None, None]
-    sin, cos = jnp.sin(angle)[:, :, None], jnp.cos(angle)[:, :, None]
-    first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x_BLNH.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal grouped-query attention, perhaps with normalized queries and keys.
-
-    Source: Ainslie et al., GQA, arXiv:2305.13245; Dehghani et al., arXiv:2302.05442,
-      section 2 (normalized queries and keys).
-    """
-
-    def __init__(self, config: DecoderConfig, window: int, rngs: nnx.Rngs):
-        self.config, self.window = config, window
-        d, n, k, h = config.embed, config.heads, config.kv_heads, config.head_dim
-        self.q = weight(rngs, config, d, embed=d, heads=n, head_dim=h)
-        self.k = weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
-        self.v = weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
-        out_scale = (2 * config.depth) ** -0.5
-        self.o = weight(rngs, config, d, out_scale, heads=n, head_dim=h, embed=d)
-        self.q_bias = bias(config, heads=n, head_dim=h)
-        self.k_bias = bias(config, kv_heads=k, head_dim=h)
-        self.v_bias = bias(config, kv_heads=k, head_dim=h)
-        self.o_bias = bias(config, embed=d)
-        self.q_norm = Norm(config, head_dim=h) if config.qk_norm else None
-        self.k_norm = Norm(config, head_dim=h) if config.qk_norm else None
-
-    def __call__(self, x_BLD: Array, packed: Packed | None) -> Array:
-        q_BLNH = jnp.einsum("BLD,DNH->BLNH", x_BLD, self.q[...])
-        k_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.k[...])
-        v_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.v[...])
-        q_BLNH = plus(q_BLNH, self.q_bias)
-        k_BLKH = plus(k_BLKH, self.k_bias)
-        v_BLKH = plus(v_BLKH, self.v_bias)
-        if self.q_norm is not None:
-            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        if self.config.position == "rope":
-            positions = _positions(x_BLD.shape[1], packed)
-            q_BLNH = rotate(q_BLNH, positions, self.config.rope_theta)
-            k_BLKH = rotate(k_BLKH, positions, self.config.rope_theta)
-        q_BLNH = layouts.constrain(q_BLNH, "batch", "length", "heads", "head_dim")
-        k_BLKH = layouts.constrain(k_BLKH, "batch", "length", "kv_heads", "head_dim")
-        v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")
-        segments_BL = None if packed is None else packed.segments
-        y_BLNH = context.attention(
-            q_BLNH, k_BLKH, v_BLKH, window=self.window, segments_BL=segments_BL
-        )
-        y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
-        return plus(jnp.einsum("BLNH,NHD->BLD", y_BLNH, self.o[...]), self.o_bias)
-
-
 class Block(nnx.Module):
     """One pre-norm transformer layer, whose attention may have a window."""
 
@@ -158,10 +57,10 @@ class Block(nnx.Module):
         self.mlp = (ExpertMlp if self.has_experts else Mlp)(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Any, packed: Packed | None = None) -> Any:
-        """Runs x_BLD; with experts (x_BLD, packed statistics of the layers before)."""
+    def __call__(self, x: Any, tokens: Tokens = None) -> Any:
+        """Runs x_BLD; with experts (x_BLD, statistics of the layers before)."""
         x_BLD, *earlier = x if self.has_experts else (x,)
-        y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)), packed)
+        y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)), tokens)
         x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
         y_BLD = self.mlp(_gathered(self.mlp_norm(x_BLD)))
         if not earlier:
@@ -181,10 +80,10 @@ class Pattern(nnx.Module):
         blocks = (Block(config, window, rngs) for window in config.windows)
         self.layers = nnx.List(blocks)
 
-    def __call__(self, x: Any, packed: Packed | None = None) -> Any:
+    def __call__(self, x: Any, tokens: Tokens = None) -> Any:
         """Runs the layers one after another, as `Block` does."""
         for block in self.layers:
-            x = block(x, packed)
+            x = block(x, tokens)
         return x
 
 
@@ -223,29 +122,60 @@ class Decoder(nnx.Module):
         self.head = None if config.tied else weight(rngs, config, d, embed=d, vocab=v)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, tokens_BL: Array) -> Array:
+    def __call__(self, tokens_BL: Array, tokens: Packed | None = None) -> Array:
         """Returns logits_BLV for token ids of at most `config.length`."""
         graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
 
         def layer(x: Any, state) -> tuple[Any, None]:
-            return nnx.merge(graph, *state)(x), None
+            return nnx.merge(graph, *state)(x, tokens), None
 
-        x, _ = jax.lax.scan(layer, self.embed(tokens_BL), (params, rest))
+        x, _ = jax.lax.scan(layer, self.embed(tokens_BL, tokens), (params, rest))
+        return self._head(x)
+
+    def with_cache(
+        self, tokens_BL: Array, positions_BL: Array, cache: KeysAndValues
+    ) -> tuple[Array, KeysAndValues]:
+        """Runs new tokens of sequences whose earlier tokens are cached.
+
+        Args:
+          tokens_BL: token ids.
+          positions_BL: their places in their sequences.
+          cache: of all layers.
+
+        Returns:
+          (logits_BLV, the cache with the new tokens).
+        """
+        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
+
+        def layer(carry: tuple, state: Any) -> tuple[tuple, None]:
+            x, cache, number = carry
+            tokens = Cached(cache, number, positions_BL)
+            x = nnx.merge(graph, *state)(x, tokens)
+            return (x, tokens.cache, tokens.layer), None
+
+        first = Cached(cache, jnp.int32(0), positions_BL)
+        start = self.embed(tokens_BL, first), cache, first.layer
+        (x, cache, _), _ = jax.lax.scan(layer, start, (params, rest))
+        return self._head(x), cache
+
+    def _head(self, x: Any) -> Array:
+        """The logits of the last layer's output."""
         x_BLD = x[0] if self.config.num_experts else x
         return logits(self.norm(x_BLD), self.head_weight())
 
-    def embed(self, tokens_BL: Array, packed: Packed | None = None) -> Any:
+    def embed(self, tokens_BL: Array, tokens: Tokens = None) -> Any:
         """Returns the input of the first `Block`."""
-        if tokens_BL.shape[1] > self.config.length:
+        is_whole = not isinstance(tokens, Cached)
+        if is_whole and tokens_BL.shape[1] > self.config.length:
             raise ValueError(
                 f"tokens {tokens_BL.shape} are longer than length={self.config.length}"
             )
-        # ZeRO-3 gathers the table: a lookup in a table split along D would move
-        # activations instead.
-        w_VD = layouts.constrain(self.embedding[...], "vocab", None)
+        # In training ZeRO-3 gathers the table: a lookup in a table split along D would
+        # move activations instead, which are fewer where one token is decoded.
+        w_VD = layouts.constrain(self.embedding[...], "vocab", "embed")
         x_BLD = vocabulary.lookup(w_VD, tokens_BL)
         if self.positions is not None:
-            x_BLD += self.positions[...][_positions(tokens_BL.shape[1], packed)]
+            x_BLD += self.positions[...][positions_of(tokens_BL.shape[1], tokens)]
         x_BLD = _residual(self.dropout(x_BLD))
         return (
             (x_BLD, jnp.zeros(len(Statistics._fields)))
@@ -263,33 +193,3 @@ class Decoder(nnx.Module):
         if not (block := self.config.loss_block):
             return cross_entropy(logits(x_BLD, w_DV), targets_BL, *weights_BL)
         return blockwise_cross_entropy(x_BLD, w_DV, targets_BL, block, *weights_BL)
-
-
-def language_model(config: DecoderConfig) -> meshpar.Model:
-    """The decoder with next-token cross-entropy, as a model with a stack of layers.
-
-    Its batches are {"tokens": ids_BL, "targets": ids_BL}, both int32, and perhaps
-    "weights", float32 [B, L]: the weight of every token in the mean loss. Packed
-    documents have "segments" and "positions" (`Packed`).
-    """
-
-    def head_loss(decoder: Decoder, x: Any, batch: dict[str, Array]) -> Any:
-        x_BLD, *statistics = x if config.num_experts else (x,)
-        weights = [batch["weights"]] if "weights" in batch else []
-        loss = decoder.head_loss(x_BLD, batch["targets"], *weights)
-        if not statistics:
-            return with_weight(loss, batch)
-        training = not decoder.dropout.deterministic
-        loss, metrics = with_experts(
-            loss, Statistics.unpacked(*statistics), config, training
-        )
-        return with_weight(loss, batch, metrics)
-
-    stack = meshpar.LayerStack(
-        stack="blocks",
-        embed=lambda decoder, batch: decoder.embed(batch["tokens"], Packed.of(batch)),
-        layer=lambda block, x, packed: block(x, packed),
-        head_loss=head_loss,
-        context=lambda decoder, batch: Packed.of(batch),
-    )
-    return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stack)

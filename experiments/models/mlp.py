@@ -57,10 +57,8 @@ class ExpertMlp(nnx.Module):
         self.up = weight(rngs, config, d, **into)
         out_scale = (2 * config.depth) ** -0.5
         self.down = weight(rngs, config, f, out_scale, expert=e, mlp=f, embed=d)
-        self.shared = None
-        if config.shared_experts:
-            width = config.shared_experts * f
-            self.shared = Mlp(dataclasses.replace(config, mlp=width), rngs)
+        beside = dataclasses.replace(config, mlp=max(1, config.shared_experts) * f)
+        self.shared = Mlp(beside, rngs) if config.shared_experts else None
         self.rngs = rngs.dropout.fork() if config.router_jitter else None
 
     def __call__(self, x_BLD: Array) -> tuple[Array, experts.Statistics]:

@@ -13,7 +13,7 @@ from flax import traverse_util
 import meshpar
 from experiments.data import Corpus
 from experiments.models import linen_decoder
-from experiments.models.decoder import language_model
+from experiments.models.language_model import language_model
 from experiments.recipes.config import Config, OptimizerConfig
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES

@@ -1,4 +1,8 @@
-"""Text generation from a trained model, with one full forward pass per token."""
+"""The sample at the end of a run: one full forward pass for each of a few tokens.
+
+It runs any model that `bind` gives, as it lies, and compiles one program. For more text
+`experiments.generate` keeps a cache.
+"""
 
 from collections.abc import Sequence
 

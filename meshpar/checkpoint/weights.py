@@ -1,8 +1,9 @@
-"""Weights from an orbax checkpoint of another trainer."""
+"""Weights alone from an orbax checkpoint, of a run or of another trainer."""
 
 import contextlib
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,9 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshpar.errors import CheckpointError
-from meshpar.lowering.given_params import paths_of
+from meshpar.arrays import Params
+from meshpar.checkpoint.background_errors import quiet
+from meshpar.checkpoint.checksums import CHECKSUMS, checksums
+from meshpar.checkpoint.persistent import (
+    REPLICAS,
+    STATE,
+    TENSORS,
+    StoredCheckpoint,
+)
+from meshpar.errors import CheckpointError, shown
+from meshpar.lowering.given_params import paths_of, place_params
 from meshpar.lowering.program import Program
+from meshpar.lowering.replicas import replica_average
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""{path: ShapeDtypeStruct with sharding}."""
 
 
 def read_weights(
@@ -33,6 +47,74 @@ def read_weights(
     Raises:
       CheckpointError: there is no checkpoint, or it has nothing at that path.
     """
+    return _read(folder, program.abstract_params, at)
+
+
+def read_params(checkpoint: StoredCheckpoint, like: Shapes) -> Params:
+    """Reads the parameters of a run's checkpoint, without its optimizer state.
+
+    Args:
+      checkpoint: a complete checkpoint, of any layout. Replicas are averaged.
+      like: {path: ShapeDtypeStruct with sharding} of all parameters, with layers in the
+        order of the model; another float dtype is converted.
+
+    Raises:
+      CheckpointError: it cannot be read, belongs to another model, or has changed since
+        it was written.
+    """
+    quiet()
+    path, metadata = checkpoint.path, checkpoint.metadata
+    num_replicas = metadata.get(REPLICAS, 1)
+    lead = (num_replicas,) if num_replicas > 1 else ()
+    for name, x in like.items():
+        saved = metadata[TENSORS].get(_key_path(name), ["missing"])[0]
+        if saved != [*lead, *x.shape]:
+            raise CheckpointError(
+                f"{path} holds {name} as {saved}, and the model as "
+                f"{[*lead, *x.shape]}; use the configuration of that run"
+            )
+    try:
+        params = _read(path / STATE, like, "params")
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {shown(str(error))}; restore the folder, or "
+            "delete this checkpoint to use the one before it"
+        ) from error
+    if changed := _changed(params, metadata):
+        raise CheckpointError(
+            f"{path} is corrupt: {changed} has changed since it was written; delete it "
+            "to use the one before it"
+        )
+    if lead:
+        params = {name: np.asarray(replica_average(x)) for name, x in params.items()}
+    return place_params(params, like)
+
+
+def _key_path(name: str) -> str:
+    """The path of a parameter among the tensors of a training state."""
+    return f".params[{name!r}]"
+
+
+def _changed(params: Params, metadata: Mapping[str, Any]) -> str:
+    """The first parameter whose checksum is not the saved one; "" if none.
+
+    Arrays that were converted, or read into the memory of the host, are not compared.
+    """
+    saved = dict(zip(metadata[TENSORS], metadata.get(CHECKSUMS, [[]])[0], strict=False))
+    same = {
+        name: x
+        for name, x in params.items()
+        if isinstance(x, jax.Array)
+        and metadata[TENSORS][_key_path(name)][1] == str(x.dtype)
+        and _key_path(name) in saved
+    }
+    now = dict(zip(same, checksums(list(same.values())), strict=True))
+    changed = (name for name, found in now.items() if found != saved[_key_path(name)])
+    return next(changed, "")
+
+
+def _read(folder: str | os.PathLike, like: Shapes, at: str) -> dict[str, Any]:
+    """The arrays of a checkpoint below a path, on the shards of those alike."""
     path = pathlib.Path(folder).resolve()
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     with contextlib.closing(reader):
@@ -48,7 +130,7 @@ def read_weights(
         leaves, structure = jax.tree_util.tree_flatten_with_path(weights)
         paths = paths_of([keys for keys, _ in leaves])
         placed = [
-            _restore_args(path, leaf, program)
+            _restore_args(path, leaf, like)
             for path, (_, leaf) in zip(paths, leaves, strict=True)
         ]
         wanted, arguments = weights, jax.tree.unflatten(structure, placed)
@@ -73,9 +155,9 @@ def _subtree(tree: Any, parts: list[str], folder: str | os.PathLike) -> Any:
     return tree
 
 
-def _restore_args(path: str, stored: Any, program: Program) -> ocp.RestoreArgs:
+def _restore_args(path: str, stored: Any, shapes: Shapes) -> ocp.RestoreArgs:
     """How to restore one array: onto the shards of its parameter, or onto the host."""
-    like = program.abstract_params.get(path)
+    like = shapes.get(path)
     if like is None or tuple(stored.shape) != like.shape:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     floating = (jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, like))

@@ -61,6 +61,7 @@ RECORDS: tuple[Axis, ...] = (
         DATA,
         "splits the batch and replicates parameters (data parallelism)",
         splits_batch=("batch",),
+        activation_dims=("cache_batch",),
         crosses_slices=True,
     ),
     Axis(
@@ -68,6 +69,7 @@ RECORDS: tuple[Axis, ...] = (
         "splits the batch and shards the training state (ZeRO)",
         splits_batch=("batch",),
         param_dims=("embed",),
+        activation_dims=("cache_batch",),
         gathers_weights=True,
         needs_sharded_params=True,
     ),
@@ -76,13 +78,14 @@ RECORDS: tuple[Axis, ...] = (
         "splits the batch, and the experts inside mixtures of experts",
         splits_batch=("batch",),
         param_dims=("expert",),
+        activation_dims=("cache_batch",),
         needs_sharded_params=True,
     ),
     Axis(
         CONTEXT,
         "splits the length of sequences (context parallelism)",
         splits_batch=("length",),
-        activation_dims=("residual_length",),
+        activation_dims=("residual_length", "cache_length"),
     ),
     Axis(
         TENSOR,

@@ -33,7 +33,7 @@ layers.
 """
 
 _ACTIVATION_DIMS: dict[str, tuple[str, ...]] = BATCH_DIMS | _default_rules(
-    "activation_dims", "embed", "head_dim", "kv"
+    "activation_dims", "embed", "head_dim", "kv", "layers"
 )
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     **_ACTIVATION_DIMS,
@@ -43,7 +43,8 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 """Default rules for activations, in `constrain` and in Flax's own functions.
 
 Public Flax models often write `activation_embed` for the embed dim of an activation.
-`residual_length` is the length of the stream between blocks (sequence parallelism).
+`residual_length` is the length of the stream between blocks (sequence parallelism),
+`cache_batch` and `cache_length` are dims of the keys and values that generation keeps.
 """
 
 

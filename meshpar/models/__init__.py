@@ -1,5 +1,6 @@
 """Flax models as pure functions over {path: array}, from NNX and from Linen."""
 
+from meshpar.models.cached import CachedModel as CachedModel
 from meshpar.models.layer_stack import LayeredModel as LayeredModel
 from meshpar.models.layer_stack import LayerStack as LayerStack
 from meshpar.models.linen import from_linen as from_linen

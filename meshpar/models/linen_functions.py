@@ -214,6 +214,11 @@ class Apply:
         self._collections = tuple(dict.fromkeys(p.split("/", 1)[0] for p in state))
         self.updates: Params = {}
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """{collection: nested tree}, as `module.apply` takes them."""
+        return self._functions.collections(self._params | self.updates, self._known)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; takes the arguments of `module.apply` after the variables.
 
@@ -222,10 +227,7 @@ class Apply:
         Raises:
           ValueError: it changes a parameter, or the form of its state.
         """
-        variables = self._functions.collections(
-            self._params | self.updates, self._known
-        )
-        asked = kwargs.pop("mutable", False)
+        variables, asked = self.variables, kwargs.pop("mutable", False)
         if random_keys := self._functions.random_keys(self._key):
             kwargs.setdefault("rngs", random_keys)
         kept = () if self._key is None else self._collections

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
+from meshpar.models.cached import CachedModel
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.metrics import LossResult
 
@@ -34,6 +35,7 @@ class Model:
       keys: {path: keys of the parameter in the model's nested dicts}, which optimizers
         see; paths are split at "/" where it has none.
       stack_variables: {path of the module: array} -> {path: array}, the layers stacked.
+      cached: the model with a cache, for generation; None if it gives none.
     """
 
     params: Mapping[str, Param]
@@ -44,6 +46,7 @@ class Model:
     layered: LayeredModel | None = None
     keys: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     stack_variables: Callable[[Params], Params] = lambda params: params
+    cached: CachedModel | None = None
 
     def keys_of(self, path: str) -> tuple[Any, ...]:
         """Keys of a parameter in the model's nested dicts."""

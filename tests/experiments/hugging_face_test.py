@@ -19,8 +19,8 @@ import safetensors.numpy
 
 from experiments.interchange import hugging_face
 from experiments.interchange.hugging_face_config import config_json, decoder_config
-from experiments.models.decoder import language_model
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.language_model import language_model
 from experiments.recipes.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]

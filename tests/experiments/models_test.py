@@ -8,7 +8,7 @@ import pytest
 from support.tiny_models import LENGTH, batch, host, lower, model, relative_error
 
 from experiments import data, recipes
-from experiments.models.decoder import rotate
+from experiments.models.attention import rotate
 from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
 from experiments.recipes import building

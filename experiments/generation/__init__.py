@@ -1,0 +1,1 @@
+"""Generation and scoring: weights of runs or of transformers, files of prompts."""

@@ -1,0 +1,172 @@
+"""Models to generate with: a run's newest checkpoint, or a folder of transformers."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import meshpar
+from experiments.data.tokenizers import Tokenizer, tokenizer_of
+from experiments.interchange import hugging_face, runs
+from experiments.interchange.hugging_face_config import CONFIG
+from experiments.interchange.hugging_face_files import read_json
+from experiments.interchange.runs import TOKENIZER
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.language_model import language_model
+from experiments.recipes import building
+from experiments.recipes.config import Config, with_mode
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.modes import SYNCHRONOUS
+from meshpar.arrays import Params
+from meshpar.checkpoint import StoredCheckpoint, find_checkpoints, read_params
+from meshpar.errors import CheckpointError
+from meshpar.layouts.axes import DATA, REPLICA
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model with weights somewhere.
+
+    Attributes:
+      name: of the weights; other weights have another name.
+      decoder: the configuration of the model.
+      model: the model.
+      layout: the layout by default.
+      compute_dtype: dtype of weights and cache.
+      tokenizer: of its data.
+      stop: token ids that end a text.
+      load: reads the weights onto the devices of a generator.
+    """
+
+    name: str
+    decoder: DecoderConfig
+    model: meshpar.Model
+    layout: meshpar.Layout
+    compute_dtype: Any
+    tokenizer: Tokenizer
+    stop: tuple[int, ...]
+    load: Callable[[meshpar.Generator], Params]
+
+
+def newest_checkpoint(path: str) -> StoredCheckpoint:
+    """The newest complete checkpoint of a run, given its folder or their folder.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    run = pathlib.Path(path)
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    complete = [c for c in find_checkpoints(folder) if not c.problem]
+    if not complete:
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint; give the folder of a run"
+        )
+    return complete[-1]
+
+
+def config_of(checkpoint: StoredCheckpoint, layout: str | None) -> Config:
+    """The configuration of a run as one model under a layout.
+
+    Args:
+      checkpoint: of the run.
+      layout: its layout string; None for that of the run, whose replicas are averaged.
+
+    Raises:
+      MeshparError: a configuration or a layout that cannot be read.
+    """
+    config = with_mode(runs.config_of(checkpoint), SYNCHRONOUS)
+    parsed = meshpar.layouts.parse(layout or config.layout or f"{DATA}=1")
+    if layout is None and parsed.replica > 1:
+        data = {DATA: parsed.data * parsed.replica, REPLICA: 1}
+        parsed = dataclasses.replace(parsed, **data)
+    return dataclasses.replace(config, layout=str(parsed), lowering="")
+
+
+def find_source(path: str, layout: str | None, tokenizer: str | None) -> Source:
+    """The model in a folder.
+
+    Args:
+      path: folder of a run, or one with config.json and safetensors.
+      layout: layout string; by default that of the run, or one device.
+      tokenizer: a tokenizer.json; by default that of the run, or of the folder.
+
+    Raises:
+      MeshparError: a folder without a model, or a model that this repository lacks.
+    """
+    if (pathlib.Path(path) / CONFIG).is_file():
+        return _of_transformers(pathlib.Path(path), layout, tokenizer)
+    checkpoint = newest_checkpoint(path)
+    config = config_of(checkpoint, layout)
+    model = building.make_model(config)
+    return Source(
+        name=f"step {checkpoint.step} of {path}",
+        decoder=config.model,
+        model=model,
+        layout=meshpar.layouts.parse(config.layout),
+        compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
+        tokenizer=tokenizer_of(config.data.path, tokenizer or config.data.tokenizer),
+        stop=(),
+        load=lambda generator: read_params(
+            checkpoint, generator.program.abstract_params
+        ),
+    )
+
+
+def _of_transformers(
+    folder: pathlib.Path, layout: str | None, tokenizer: str | None
+) -> Source:
+    """The model in a folder of transformers."""
+    decoder, tensors = hugging_face.read(folder)
+    model = language_model(decoder)
+    file = tokenizer or str(folder / TOKENIZER)
+    if not pathlib.Path(file).is_file():
+        raise ConfigError(
+            f"{folder} has no {TOKENIZER}; add it, or give one as --tokenizer=FILE"
+        )
+    description = read_json(folder / CONFIG)
+    end = description.get("eos_token_id")
+    ends = end if isinstance(end, list) else [end]
+    dtype = description.get("dtype") or description.get("torch_dtype")
+    shapes = {path: param.shape for path, param in model.params.items()}
+
+    def load(generator: meshpar.Generator) -> Params:
+        return generator.place(hugging_face.imported(decoder, shapes, tensors))
+
+    return Source(
+        name=str(folder),
+        decoder=decoder,
+        model=model,
+        layout=meshpar.layouts.parse(layout or f"{DATA}=1,allow=idle_devices"),
+        compute_dtype=jnp.bfloat16 if dtype in ("bfloat16", "float16") else None,
+        tokenizer=tokenizer_of("", file),
+        stop=tuple(x for x in ends if isinstance(x, int) and 0 <= x < decoder.vocab),
+        load=load,
+    )
+
+
+def make_generator(
+    source: Source, devices: list[jax.Device], max_length: int, batch_size: int
+) -> meshpar.Generator:
+    """The generator of a source under its layout.
+
+    Args:
+      source: the model.
+      devices: as many as the layout fills.
+      max_length: most tokens that the model sees; 0 for the length that it trained
+        with.
+      batch_size: sequences at once; 0 for as few as the layout can split.
+
+    Raises:
+      MeshparError: a layout, length or batch that do not fit.
+    """
+    return meshpar.generator(
+        source.model,
+        source.layout,
+        max_length=max_length or source.decoder.length,
+        batch_size=batch_size,
+        devices=devices,
+        compute_dtype=source.compute_dtype,
+    )

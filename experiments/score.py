@@ -1,0 +1,94 @@
+r"""Scores a text with the weights of a run: loss, perplexity, log-probabilities.
+
+    python -m experiments.score runs/book --data=held_out.txt --layout="fsdp=2,tensor=4"
+
+Without --data it scores the held-out batches of the run: the loss is the one that the
+run evaluates.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import command_line, data, outputs
+from experiments.devices import start_devices
+from experiments.generation import scoring
+from experiments.generation.sources import config_of, newest_checkpoint
+from experiments.recipes import building
+from experiments.recipes.config import Config
+from experiments.recipes.errors import ConfigError
+
+flags.adopt_module_key_flags(command_line)
+OUT = flags.DEFINE_string(
+    "out", None, "File for a line {token, text, log_probability} for each token."
+)
+
+
+def _batches(config: Config) -> tuple[Config, data.Corpus, list]:
+    """The configuration with its vocabulary, the text, and its batches."""
+    path, everything = command_line.DATA.value, np.arange(config.batch_size)
+    if path is None:
+        corpus = data.load(config.data)
+        config = building.fit_vocabulary(config, corpus)
+        batches = data.held_out_batches(
+            corpus,
+            length=config.model.length,
+            batch_size=config.batch_size,
+            rows=everything,
+            limit=config.evaluation_batches,
+        )
+        return config, corpus, batches
+    settings = dataclasses.replace(config.data, pack=False)
+    whole = dataclasses.replace(settings, path=path, held_out=0.0, separator=-1)
+    corpus = data.load(whole)
+    config = dataclasses.replace(config, data=settings)
+    return config, corpus, scoring.whole_text(corpus.train, config)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Scores, and returns the exit code."""
+    if len(arguments) != 2:
+        raise ConfigError("give one folder: python -m experiments.score DIR")
+    if OUT.value is not None:
+        outputs.check_file(OUT.value, "--out")
+    checkpoint = newest_checkpoint(arguments[1])
+    config = config_of(checkpoint, command_line.LAYOUT.value)
+    if command_line.BATCH_SIZE.value is not None:
+        size = command_line.BATCH_SIZE.value
+        config = dataclasses.replace(config, batch_size=size)
+    config, corpus, batches = _batches(config)
+    layout, devices = start_devices(config)
+    program = building.make_program(config, layout, devices)
+    params = scoring.read_weights(program, checkpoint)
+    found = list(scoring.score(program, params, batches))
+    scores = scoring.Scores(
+        *(np.concatenate(parts) for parts in zip(*found, strict=True))
+    )
+    if jax.process_index() == 0:
+        if OUT.value is not None:
+            _write(pathlib.Path(OUT.value), scores, corpus)
+        print(f"step {checkpoint.step} of {arguments[1]} under {layout}")
+        print(
+            f"{len(scores.tokens):,} tokens of {corpus.name}: loss {scores.loss:.6f} "
+            f"nats per token, perplexity {math.exp(scores.loss):.4f}"
+        )
+    return 0
+
+
+def _write(file: pathlib.Path, scores: scoring.Scores, corpus: data.Corpus) -> None:
+    pairs = zip(scores.tokens.tolist(), scores.log_probabilities.tolist(), strict=True)
+    lines = (
+        json.dumps(dict(token=token, text=corpus.decode([token]), log_probability=x))
+        for token, x in pairs
+    )
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    command_line.run(main, arguments=True)
