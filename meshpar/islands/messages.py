@@ -117,6 +117,12 @@ class Pull(NamedTuple):
     keys: np.ndarray | None = None
 
 
+class AskView(NamedTuple):
+    """Client to coordinator: which view is the newest? The answer is `Moved`."""
+
+    client: str
+
+
 class Done(NamedTuple):
     """The operation is on all replicas of its range, or `refused` says why not."""
 
@@ -143,7 +149,7 @@ class Values(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The request came with an older epoch: here is the view to use."""
+    """The view to use from now on."""
 
     view: "View"
 
