@@ -25,6 +25,7 @@ class _Read(NamedTuple):
     worker: str
     clock: int
     keys: np.ndarray | None
+    known: int
 
 
 class Client:
@@ -55,9 +56,10 @@ class Client:
         worker: str = "",
         clock: int = 0,
         keys: np.ndarray | None = None,
+        known: int = -1,
     ) -> list[Send]:
         """Sends a pull to the tail of a range, as `Store.pull`."""
-        return self._ask(_Read(name, worker, clock, keys))
+        return self._ask(_Read(name, worker, clock, keys, known))
 
     def handle(self, message: Any) -> tuple[Done | Values | None, list[Send]]:
         """Handles an answer; returns it if it is the first to an open request."""
