@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
+from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
-from meshpar.islands.program import make_program as make_islands_program
 from meshpar.layouts.axes import BATCH_AXES, REPLICA
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan

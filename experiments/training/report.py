@@ -24,7 +24,7 @@ def describe(setup: Setup, start: int) -> str:
         f"{len(corpus.held_out):,}",
         f"layout: {program.layout} on {mesh.size} {mesh.devices.flat[0].platform} "
         f"device(s), {jax.process_count()} process(es)",
-        *([str(program)] if program.layout.replica > 1 else []),
+        *([program.mode_text] if program.mode_text else []),
         f"floor: a unigram model of this data reaches {setup.unigram_loss:.4f}",
         f"workdir: {setup.folder}" + (f", going on from step {start}" if start else ""),
     ]

@@ -125,7 +125,8 @@ class GradientIsland(Island):
         self._state = self._state._replace(step=self._state.step + 1)
         gradient_N = self.vector.pack(gradients)
         found, clip = self._count(metrics), self._program.lowering.clip_norm
-        if clip and (norm := found["grad_norm"]) > clip:
+        found["grad_norm"] = norm = float(np.linalg.norm(gradient_N))
+        if clip and norm > clip:
             gradient_N *= np.float32(clip / norm)
         self.sum_N += gradient_N
         if max(self._mode.fetch, self._mode.push) > 1:

@@ -136,7 +136,11 @@ class Host(abc.ABC):
         try:
             self.connect(index)
             while True:
-                self.prepare(index)
+                try:
+                    self.prepare(index)
+                except WorkerDied:
+                    self._reconnect(index)
+                    continue
                 with self.changed:
                     self.waiting(index, True)
                     self.changed.wait_for(lambda: self._batches or self._stopped[index])
@@ -155,6 +159,11 @@ class Host(abc.ABC):
                 self._stopped[index] = True
                 self.waiting(index, True)
 
+    def _reconnect(self, index: int) -> None:
+        """A new worker takes the place of one that died."""
+        self.disconnect(index)
+        self.connect(index)
+
     def _finish(self, index: int, batch: Any) -> None:
         try:
             metrics = self.train(index, batch)
@@ -162,8 +171,7 @@ class Host(abc.ABC):
             with self.changed:  # Somebody else does it.
                 self._batches.insert(0, batch)
                 self.changed.notify_all()
-            self.disconnect(index)
-            self.connect(index)
+            self._reconnect(index)
             return
         with self.changed:
             self._results.append((index, metrics))

@@ -16,7 +16,7 @@ def packed(arrays: Mapping[str, np.ndarray], size: int) -> np.ndarray:
     """
     table, parts, start = [], [], 0
     for name, array in arrays.items():
-        array = np.ascontiguousarray(array)
+        array = np.array(array, order="C")
         table.append([name, array.dtype.str, list(array.shape), start])
         parts.append(array.reshape(-1).view(np.uint8))
         start += array.nbytes

@@ -7,7 +7,7 @@ weights are in the store, and the islands hold theirs, until `in_model_order` or
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import Params, num_bytes
-from meshpar.errors import LayoutError, MeshparError
+from meshpar.errors import MeshparError
 from meshpar.islands.host import Host
 from meshpar.islands.mode import WEIGHTS, Islands
 from meshpar.islands.packing import packed, unpacked
@@ -26,6 +26,9 @@ from meshpar.islands.worker import Span
 from meshpar.layouts.axes import AXES
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.lowering.train_program import TrainProgram
+
+BYTES = "islands"
+"""Name of the packed bytes in a checkpoint."""
 
 _SLACK = 1 << 20
 """Bytes of a checkpoint for names, clocks and counts."""
@@ -65,11 +68,13 @@ class IslandsProgram(TrainProgram):
 
     Attributes:
       mode: how many islands there are, and what they exchange.
-      programs: one program per island.
+      programs: one program per island; with host="ray" one that evaluates.
+      build: makes the program of an island in a process of its own, for host="ray".
     """
 
     mode: Islands
     programs: tuple[TrainProgram, ...]
+    build: Callable[[], TrainProgram] | None = None
     _running: _Running = dataclasses.field(default_factory=_Running, compare=False)
 
     @functools.cached_property
@@ -129,7 +134,7 @@ class IslandsProgram(TrainProgram):
         if isinstance(state, IslandsState) and state.blob is not None:
             snapshot = unpacked(np.asarray(jax.device_get(state.blob)).reshape(-1))
         center_N = self.vector.pack(state.params)
-        make = Threads if self.mode.host == "threads" else _ray_host()
+        make = Threads if self.build is None else _ray_host(self.build)
         host = make(self.mode, list(self.programs), seed, center_N, snapshot)
         self._running.host, self._running.step = host, int(state.step)
 
@@ -177,18 +182,19 @@ class IslandsProgram(TrainProgram):
     def extra_state(self, state: TrainState) -> Any:
         """The store, with every clock, and the islands."""
         if self._running.host is None:
-            return getattr(state, "blob", None) or self._blob({})
+            blob = getattr(state, "blob", None)
+            return self._packed({}) if blob is None else {BYTES: blob}
         self._running.host.drain()
-        return self._blob(self._running.host.snapshot())
+        return self._packed(self._running.host.snapshot())
 
-    def _blob(self, arrays: dict[str, np.ndarray]) -> jax.Array:
+    def _packed(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         (like,) = jax.tree.leaves(self.abstract_extra)
         blob = packed(arrays, like.size)
-        return jax.device_put(blob.reshape(like.shape), like.sharding)
+        return {BYTES: jax.device_put(blob.reshape(like.shape), like.sharding)}
 
     @functools.cached_property
-    def abstract_extra(self) -> jax.ShapeDtypeStruct:
-        """Bytes [devices, n] of what `extra_state` packs."""
+    def abstract_extra(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Bytes [devices, n] that `extra_state` packs."""
         workers, vector = self.mode.workers, 4 * self.vector.size
         store = 3 * vector + 4 * vector * workers * self.mode.in_rounds
         own = sum(map(num_bytes, jax.tree.leaves(self.abstract_state)))
@@ -198,7 +204,8 @@ class IslandsProgram(TrainProgram):
         devices = self.mesh.size
         size = -(-(store + workers * island + _SLACK) // devices)
         sharding = NamedSharding(self.mesh, PartitionSpec(AXES))
-        return jax.ShapeDtypeStruct((devices, size), jnp.uint8, sharding=sharding)
+        shape = (devices, size)
+        return {BYTES: jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=sharding)}
 
     @property
     def extra_identity(self) -> str:
@@ -207,8 +214,8 @@ class IslandsProgram(TrainProgram):
 
     def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
         """The whole state; without `extra` all islands start from the weights."""
-        blob = extra
-        if extra is not None and not unpacked(np.asarray(extra).reshape(-1)):
+        blob = extra[BYTES] if extra is not None else None
+        if blob is not None and not unpacked(np.asarray(blob).reshape(-1)):
             blob = None
         return IslandsState(*super().as_stored(state), blob)
 
@@ -233,8 +240,8 @@ class IslandsProgram(TrainProgram):
         return self.mode_text
 
 
-def _ray_host() -> type[Host]:
-    """The host of Ray.
+def _ray_host(build: Callable[[], TrainProgram]) -> Callable[..., Host]:
+    """The host of Ray, which builds programs in processes of their own.
 
     Raises:
       MeshparError: Ray is not installed.
@@ -247,52 +254,4 @@ def _ray_host() -> type[Host]:
         ) from error
     from meshpar.islands.ray_host import RayHost
 
-    return RayHost
-
-
-def make_program(
-    lower: Callable[..., TrainProgram],
-    mode: Islands,
-    batch: Any,
-    devices: Sequence[jax.Device] | None,
-    num_devices: int,
-) -> IslandsProgram:
-    """Makes the program of islands; nothing is compiled yet.
-
-    Args:
-      lower: (batch, devices) -> the program of one island.
-      mode: the mode.
-      batch: pytree of arrays or ShapeDtypeStructs [batch, ...], that of all islands.
-      devices: devices to fill; all by default.
-      num_devices: devices of one island.
-
-    Raises:
-      LayoutError: too few devices, or a batch that does not divide over the islands.
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    apart = mode.workers if mode.host == "threads" else 1
-    if len(devices) < apart * num_devices:
-        raise LayoutError(
-            f"{mode.workers} islands of {num_devices} device(s) need "
-            f"{apart * num_devices} devices, and there are {len(devices)}: use fewer "
-            "islands or a smaller layout"
-        )
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    if rows % mode.workers:
-        raise LayoutError(
-            f"a batch of {rows} rows does not divide over {mode.workers} islands; use "
-            f"a multiple of {mode.workers}"
-        )
-
-    def part(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows // mode.workers, *x.shape[1:]), x.dtype)
-
-    part_batch = jax.tree.map(part, batch)
-    programs = tuple(
-        lower(part_batch, devices[i * num_devices : (i + 1) * num_devices])
-        for i in range(apart)
-    )
-    first = {
-        f.name: getattr(programs[0], f.name) for f in dataclasses.fields(TrainProgram)
-    }
-    return IslandsProgram(**first, mode=mode, programs=programs)
+    return functools.partial(RayHost, build)

@@ -82,7 +82,7 @@ class Worker:
         """Runs the phases until the worker needs a batch."""
         while self.phase != TRAIN:
             if self.phase == PUSH:
-                self._push()
+                self.push()
             else:
                 self._fetch()
 
@@ -128,7 +128,8 @@ class Worker:
         self._age = max(0, self.clock - min(values.slowest for values in found))
         self._spent("wait", start)
 
-    def _push(self) -> None:
+    def push(self) -> None:
+        """Runs the phase of a push."""
         if self.island.pulls_before_push:
             self._pull()
             self.island.fetched(self._center_N)
