@@ -5,12 +5,14 @@ import os
 import jax
 import numpy as np
 
+from experiments.reports import islands
 from experiments.training import metrics
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.sampling import sample
 from experiments.training.setup import Setup
 from meshpar.arrays import Params
+from meshpar.islands.program import IslandsProgram
 
 
 def describe(setup: Setup, start: int) -> str:
@@ -74,6 +76,9 @@ def finish(
         "checkpoints": setup.folder / "checkpoints",
         "plot": setup.folder / "loss.png",
     }
+    if isinstance(setup.program, IslandsProgram):
+        paths["time lines"] = setup.folder / "time_lines.png"
+        islands.time_lines(setup.program.spans(), paths["time lines"])
     if setup.profile:
         paths["profile"] = setup.folder / "profile"
     for name, path in paths.items():

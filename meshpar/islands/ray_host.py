@@ -39,6 +39,8 @@ def start_ray() -> None:
         ray.init(log_to_driver=False)
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # By default actors run at a low priority, and starve beside any other work.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address=_LOOPBACK)
 
 
@@ -49,8 +51,7 @@ def start_servers(
 
     Replicas of a range are on different nodes where the cluster has several.
     """
-    environment = {"env_vars": {"JAX_PLATFORMS": CPU.name}}
-    options = dict(num_cpus=0, max_concurrency=1000, runtime_env=environment)
+    options = dict(num_cpus=0, max_concurrency=1000)
     spread = options | dict(scheduling_strategy="SPREAD")
     actor = ray.remote(Coordination).options(**options)
     coordinator = actor.remote(ranges, make_rules, servers, replicas, spread)
@@ -140,16 +141,13 @@ class RayHost(Host):
             clock = self._join_store(client, index)
         platform, count = platform_of(self._program.mesh), self._program.mesh.size
         options: dict[str, Any] = dict(num_cpus=0, max_concurrency=2)
-        if platform is CPU:
-            environment = {"env_vars": {"JAX_PLATFORMS": CPU.name}}
-            options |= dict(runtime_env=environment)
-        else:
+        if platform is not CPU:
             options |= dict(num_gpus=count)
         actor = ray.remote(IslandProcess).options(**options)
         name = self._names[index]
         self._actors[index] = actor.remote(
             *(self._build, self._mode, name, self._slices, self._coordinator),
-            *(self._seed, clock, count),
+            *(self._seed, clock, count, platform.name),
         )
         if (saved := self._saved.pop(str(index), None)) is not None:
             self._call(index, self._actors[index].restore.remote(saved))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshpar.islands.algorithms import make_island
@@ -14,6 +15,7 @@ from meshpar.islands.ray_client import RayClient
 from meshpar.islands.worker import PUSH, Span, Worker
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.mesh import simulate
+from meshpar.mesh.platform import CPU
 
 
 class _Endpoint:
@@ -45,6 +47,7 @@ class IslandProcess:
       seed: of the island's state.
       clock: at which it joined.
       num_devices: devices that it needs.
+      platform: their platform, as jax calls it.
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class IslandProcess:
         seed: int,
         clock: int,
         num_devices: int,
+        platform: str,
     ):
+        if platform == CPU.name:
+            jax.config.update("jax_platforms", platform)
         simulate(num_devices)
         program = build()
         island = make_island(program, mode, program.init(seed))

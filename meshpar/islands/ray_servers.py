@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import ray
 
 from meshpar.islands.coordinator import Coordinator
@@ -17,6 +18,7 @@ from meshpar.islands.key_range import KeyRange
 from meshpar.islands.messages import COORDINATOR, HOST, Close, Moved, Request, View
 from meshpar.islands.node import Node
 from meshpar.islands.rules import Rules
+from meshpar.mesh.platform import CPU
 
 _TICK_S = 0.5
 """Seconds after which the coordinator repeats what has no answer."""
@@ -37,6 +39,8 @@ class Server:
     def __init__(
         self, name: str, ranges: list[KeyRange], make_rules: Callable[[], Rules]
     ):
+        # A server must not take an accelerator that an island needs.
+        jax.config.update("jax_platforms", CPU.name)
         self._rules = make_rules()
         self._node = Node(name, ranges, self._rules)
         self._answers: dict[tuple[str, int], asyncio.Future] = {}
@@ -124,7 +128,7 @@ class Coordination:
         self._coordinator = Coordinator([r.name for r in ranges], replicas)
         self._handles: dict[str, Any] = {}
         self._count, self._wanted = 0, servers
-        self._ticking = None
+        self._ticking = self._replacing = None
 
     async def start(self, me: Any) -> None:
         """Starts the servers.
@@ -166,7 +170,14 @@ class Coordination:
         except (ray.exceptions.RayActorError, TimeoutError):
             if self._handles.pop(name, None) is not None:
                 ray.kill(handle)
-                await self._begin([self._new()], [name])
+                await self._begin([], [name])
+                self._replacing = asyncio.create_task(self._replace())
+
+    async def _replace(self) -> None:
+        """Starts a server, which joins as soon as its process is there."""
+        name = self._new()
+        await self._handles[name].ping.remote()
+        await self._begin([name])
 
     async def resize(self, servers: int) -> None:
         """Servers join or leave, until there are so many; waits for the ranges."""

@@ -40,6 +40,7 @@ class SimulatedWorker:
       duration: (worker, clock) -> simulated seconds of the computation.
       retry: seconds after which it repeats requests without an answer.
       joined: whether it is a member already, at clock 0.
+      keeps: number of reads to keep; 0 for all.
       stays: whether it remains a member when it is done.
 
     Attributes:
@@ -60,6 +61,7 @@ class SimulatedWorker:
         duration: Callable[[str, int], float],
         retry: float = 1.0,
         joined: bool = False,
+        keeps: int = 0,
         stays: bool = False,
     ):
         self.name, self.clock, self.done, self.dead = name, 0, False, False
@@ -68,6 +70,7 @@ class SimulatedWorker:
         self.spans: list[Span] = []
         self._simulator, self._steps, self._task = simulator, steps, task
         self._duration, self._retry_time, self._stays = duration, retry, stays
+        self._keeps = keeps
         self._client = Client(name, simulator.view)
         self._answers: list[Done | Values] = []
         self._next: Callable[[], list[Send]] = self._hello
@@ -130,6 +133,8 @@ class SimulatedWorker:
             return self._finish()
         self._span("wait")
         self.reads.append((self.clock, {a.range: a for a in self._answers}))
+        if self._keeps:
+            del self.reads[: -self._keeps]
         self._simulator.after(self._duration(self.name, self.clock), self._push)
         return []
 
