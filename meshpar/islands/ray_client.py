@@ -36,8 +36,8 @@ class RayClient:
 
     def __init__(self, name: str, coordinator: Any):
         self._name, self._coordinator = name, coordinator
-        self._view, self._handles = ray.get(coordinator.view.remote())
         self._requests = 0
+        self._refresh()
 
     def operate(self, operations: list[Operation]) -> None:
         """Sends operations; returns when all replicas have them.
@@ -103,11 +103,26 @@ class RayClient:
                 time.sleep(0.1)
             elif self._collect(refs, answers):
                 continue
-            self._view, self._handles = ray.get(self._coordinator.view.remote())
+            self._refresh()
         for answer in answers.values():
             if answer.refused:
                 raise MeshparError(answer.refused)
         return [answers[i] for i in range(count)]
+
+    def _refresh(self) -> None:
+        """Asks for the newest view.
+
+        Raises:
+          MeshparError: the store is lost.
+        """
+        self._view, self._handles = self._coordinate(self._coordinator.view.remote())
+
+    def _coordinate(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
+            reason = getattr(error, "cause", None) or "its coordinator is gone"
+            raise MeshparError(f"the store is lost: {reason}") from error
 
     def _collect(self, refs: dict, answers: dict[int, Done | Values]) -> bool:
         """Waits for answers; returns whether all came."""
@@ -121,7 +136,7 @@ class RayClient:
             try:
                 answer = ray.get(ready[0])
             except _GONE:
-                ray.get(self._coordinator.report.remote(server))
+                self._coordinate(self._coordinator.report.remote(server))
                 return False
             if answer is None or isinstance(answer, Moved):
                 complete = False

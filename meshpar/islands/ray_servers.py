@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import ray
 
-from meshpar.islands.coordinator import Coordinator
+from meshpar.islands.coordinator import Coordinator, RangeLostError
 from meshpar.islands.key_range import KeyRange
 from meshpar.islands.messages import COORDINATOR, HOST, Close, Moved, Request, View
 from meshpar.islands.node import Node
@@ -129,6 +129,7 @@ class Coordination:
         self._handles: dict[str, Any] = {}
         self._count, self._wanted = 0, servers
         self._ticking = self._replacing = None
+        self._lost: RangeLostError | None = None
 
     async def start(self, me: Any) -> None:
         """Starts the servers.
@@ -144,10 +145,19 @@ class Coordination:
 
     async def deliver(self, message: Any) -> None:
         """Handles a message of a server."""
-        self._route(self._coordinator.handle(message))
+        try:
+            self._route(self._coordinator.handle(message))
+        except RangeLostError as error:
+            self._lost = error  # Told to all who ask for the view.
 
     async def view(self) -> tuple[View, dict[str, Any]]:
-        """The newest view, and the handles of its servers."""
+        """The newest view, and the handles of its servers.
+
+        Raises:
+          RangeLostError: all replicas of a range are gone.
+        """
+        if self._lost is not None:
+            raise self._lost
         return self._coordinator.view, dict(self._handles)
 
     async def settled(self) -> bool:
