@@ -189,26 +189,28 @@ def cases(workers: int) -> list[tuple[str, Consistency, UpdateFunction]]:
     return plain
 
 
+def sweep(stragglers: str, workers: int, seconds: float) -> list[Result]:
+    """The results of all cases with one kind of stragglers."""
+    return [
+        simulate(
+            consistency, stragglers, update, workers=workers, seconds=seconds
+        )._replace(case=name)
+        for name, consistency, update in cases(workers)
+    ]
+
+
 def main(_: Sequence[str]) -> int:
     """Runs all cases, and returns the exit code."""
     folder = pathlib.Path(WORKDIR.value)
     outputs.check_folder(folder, "--workdir")
     console, results = terminal.plain_console(), []
     for stragglers in STRAGGLERS:
-        for name, consistency, update in cases(ISLANDS.value):
-            result = simulate(
-                consistency,
-                stragglers,
-                update,
-                workers=ISLANDS.value,
-                seconds=SECONDS.value,
-            )
-            results.append(result._replace(case=name))
+        results += sweep(stragglers, ISLANDS.value, SECONDS.value)
         console.print(islands.table(results, stragglers))
     folder.mkdir(parents=True, exist_ok=True)
     rows = [result._replace(spans=[])._asdict() for result in results]
     (folder / "results.json").write_text(json.dumps(rows, indent=1))
-    islands.plot(results, folder / "islands_sweep.png")
+    islands.curves(results).savefig(folder / "islands_sweep.png", dpi=110)
     console.print(f"plot: {folder / 'islands_sweep.png'}")
     return 0
 

@@ -1,6 +1,5 @@
 """Results of islands: tables, curves, and time lines of what every worker did."""
 
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -68,8 +67,8 @@ def table(results: Sequence[Result], stragglers: str) -> rich.table.Table:
     return found
 
 
-def plot(results: Sequence[Result], path: pathlib.Path) -> None:
-    """Draws loss over time and over bytes, and waiting, per kind of straggler."""
+def curves(results: Sequence[Result]) -> figure.Figure:
+    """Loss over time and over bytes, and waiting, per kind of straggler."""
     kinds = list(dict.fromkeys(result.stragglers for result in results))
     drawing = figure.Figure(figsize=(13, 3.6 * len(kinds)), layout="constrained")
     grid = drawing.subplots(len(kinds), 3, squeeze=False)
@@ -87,15 +86,14 @@ def plot(results: Sequence[Result], path: pathlib.Path) -> None:
         names = [result.case.replace(", ", ",\n") for result in mine]
         wait.set_xticks(range(len(mine)), names, fontsize=7)
         time.legend(fontsize=7)
-    drawing.savefig(path, dpi=110)
+    return drawing
 
 
-def time_lines(workers: Sequence[Sequence[Any]], path: pathlib.Path) -> None:
-    """Draws what every worker computed, waited for and pushed, over seconds.
+def time_lines(workers: Sequence[Sequence[Any]]) -> figure.Figure:
+    """What every worker computed, waited for and pushed, over seconds.
 
     Args:
       workers: spans with `kind`, `start` and `stop` in seconds, of every worker.
-      path: the picture.
     """
     drawing = figure.Figure(figsize=(10, 1.0 + 0.45 * len(workers)))
     axes = drawing.add_subplot()
@@ -111,4 +109,4 @@ def time_lines(workers: Sequence[Sequence[Any]], path: pathlib.Path) -> None:
     axes.set_xlabel("seconds")
     handles = [patches.Patch(color=color, label=kind) for kind, color in COLORS.items()]
     axes.legend(handles=handles, fontsize=8, ncols=3, loc="lower right")
-    drawing.savefig(path, dpi=120, bbox_inches="tight")
+    return drawing

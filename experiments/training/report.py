@@ -78,7 +78,8 @@ def finish(
     }
     if isinstance(setup.program, IslandsProgram):
         paths["time lines"] = setup.folder / "time_lines.png"
-        islands.time_lines(setup.program.spans(), paths["time lines"])
+        picture = islands.time_lines(setup.program.spans())
+        picture.savefig(paths["time lines"], dpi=110, bbox_inches="tight")
     if setup.profile:
         paths["profile"] = setup.folder / "profile"
     for name, path in paths.items():
