@@ -37,11 +37,10 @@ def start_ray() -> None:
     """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback.
 
     Ray's sockets listen on all interfaces all the same, and trust whoever has its
-    token (RAY_AUTH_MODE=token, ~/.ray/auth_token).
+    token, which Ray makes by default (~/.ray/auth_token).
     """
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
         return

@@ -1,7 +1,6 @@
 """Islands as a user types them: settings, a run that resumes, and the sweep."""
 
 import dataclasses
-import json
 
 import jax
 import pytest
@@ -11,6 +10,7 @@ from experiments import islands_sweep, recipes
 from experiments.recipes import building
 from experiments.recipes.config import ConfigError, with_settings
 from experiments.reports import islands
+from experiments.training import metrics
 from experiments.training.trainer import Trainer
 from meshpar.errors import MeshparError
 from meshpar.islands import ASP, BSP, SSP, BoundedDelay, updates
@@ -48,10 +48,14 @@ def test_settings_that_cannot_be_meant(settings, error, words):
         building.make_mode(configured(*settings))
 
 
+@pytest.mark.slow
 def test_a_run_of_islands_resumes_and_draws_time_lines(tmp_path, capsys):
     def train(steps):
         config = dataclasses.replace(
-            configured(), steps=steps, workdir=str(tmp_path), sample_tokens=0
+            configured("model.depth=1"),
+            steps=steps,
+            workdir=str(tmp_path),
+            sample_tokens=0,
         )
         layout = meshpar.layouts.parse("data=1")
         assert Trainer(config, layout, jax.devices()[:2]).run() == 0
@@ -60,9 +64,7 @@ def test_a_run_of_islands_resumes_and_draws_time_lines(tmp_path, capsys):
     train(8)
     said = capsys.readouterr().out
     assert "going on from step 4" in said and "islands: 2 of 1 device(s)" in said
-    rows = [
-        json.loads(line) for line in (tmp_path / "metrics.jsonl").open() if line[1:]
-    ]
+    rows = metrics.read(tmp_path / "metrics.jsonl")
     clocks = [row for row in rows if any(key.startswith("clock/") for key in row)]
     largest = max(row.get(f"clock/{i}", 0) for row in clocks for i in range(2))
     assert largest >= 6  # Clocks go on where the checkpoint had them.

@@ -1,5 +1,6 @@
 """Islands in threads: equal to one program under BSP, and every algorithm trains."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -10,8 +11,10 @@ import pytest
 from support import tiny_stack
 
 import meshpar
+from meshpar.checkpoint import Checkpoints
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.islands import ASP, BSP, SSP, Islands
+from meshpar.islands.packing import unpacked
 from meshpar.islands.program import IslandsProgram
 
 BASE = Islands(
@@ -120,6 +123,34 @@ def test_a_run_that_resumes_equals_one_that_does_not():
     whole.close()
     for path in want:
         np.testing.assert_array_equal(got[path], want[path])
+
+
+def test_a_checkpoint_on_disk_holds_the_store_and_every_clock(tmp_path):
+    made, again = program(consistency=SSP(1)), program(consistency=SSP(1))
+    state, _ = trained(made, 3)
+
+    def opened(of):
+        return Checkpoints(
+            tmp_path,
+            of.portable_state,
+            abstract_extra=of.abstract_extra,
+            extra_identity=of.extra_identity,
+        )
+
+    with contextlib.closing(opened(made)) as checkpoints:
+        checkpoints.save(3, made.in_model_order(state), {}, made.extra_state(state))
+        checkpoints.wait()
+    before = made.host.snapshot()
+    made.close()
+    with contextlib.closing(opened(again)) as checkpoints:
+        restored = checkpoints.restore()
+    state = again.as_stored(restored.state, restored.extra)
+    after = unpacked(np.asarray(state.blob).reshape(-1))
+    assert before.keys() == after.keys() and "store|weights/3|meta" in after
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name])
+    trained(again, 1, state, first=3)
+    again.close()
 
 
 def test_an_island_leaves_and_another_one_joins():
