@@ -36,10 +36,18 @@ class Node:
       name: unique among all servers there ever are.
       ranges: all ranges of the store.
       rules: the store's.
+      copies: whether answers hold copies of the values; without it a host copies them
+        before it hands in the next message.
     """
 
-    def __init__(self, name: str, ranges: Sequence[KeyRange], rules: Rules):
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        ranges: Sequence[KeyRange],
+        rules: Rules,
+        copies: bool = True,
+    ):
+        self.name, self._copies = name, copies
         self._chains = Chains(name, ranges, rules)
         self._pulls: dict[tuple[str, int], Pull] = {}
         self._waiting: dict[str, dict[tuple[str, int], int]] = {
@@ -123,7 +131,7 @@ class Node:
         if pull.known == state.version:
             return answer(None)
         if pull.keys is None:
-            return answer(state.values.copy())
+            return answer(state.values.copy() if self._copies else state.values)
         keys, size = pull.keys, len(state.values)
         if len(keys) and not 0 <= keys.min() <= keys.max() < size:
             return answer(None, f"{pull.range}: keys outside 0 to {size - 1}")

@@ -45,7 +45,7 @@ class RangeState:
       update_state: arrays of the server-side update.
       clocks: {worker: pushes that it has made}, of the members.
       round: rounds that are closed.
-      version: updates that are applied.
+      version: updates that are applied, `SetValues` included.
     """
 
     def __init__(self, key_range: KeyRange, rules: Rules):
@@ -113,6 +113,7 @@ class RangeState:
                 self._check(None, values)
                 self.values[:] = values
                 self._set.add(name)
+                self.version += 1
         if self._rules.in_rounds:
             self._close_complete()
 

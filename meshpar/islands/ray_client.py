@@ -22,7 +22,11 @@ from meshpar.islands.messages import (
 _RETRY_S = 2.0
 """Seconds after which a request is repeated: the server may have ignored it."""
 
-_GONE = (ray.exceptions.RayActorError, ray.exceptions.RayTaskError)
+_GONE = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.RayTaskError,
+    ray.exceptions.ObjectLostError,
+)
 """What Ray raises for a server that is dead, or cannot be reached for now."""
 
 
@@ -135,6 +139,8 @@ class RayClient:
             i, server = refs[ready[0]]
             try:
                 answer = ray.get(ready[0])
+                if isinstance(getattr(answer, "values", None), ray.ObjectRef):
+                    answer = answer._replace(values=ray.get(answer.values))
             except _GONE:
                 self._coordinate(self._coordinator.report.remote(server))
                 return False

@@ -15,13 +15,24 @@ import ray
 
 from meshpar.islands.coordinator import Coordinator, RangeLostError
 from meshpar.islands.key_range import KeyRange
-from meshpar.islands.messages import COORDINATOR, HOST, Close, Moved, Request, View
+from meshpar.islands.messages import (
+    COORDINATOR,
+    HOST,
+    Close,
+    Moved,
+    Request,
+    Values,
+    View,
+)
 from meshpar.islands.node import Node
 from meshpar.islands.rules import Rules
 from meshpar.mesh.platform import CPU
 
 _TICK_S = 0.5
 """Seconds after which the coordinator repeats what has no answer."""
+
+_SHARED_BYTES = 1 << 20
+"""Bytes from which on values go through Ray's shared memory."""
 
 _PING_S = 5.0
 """Seconds in which a server that somebody reported as dead has to answer."""
@@ -42,7 +53,9 @@ class Server:
         # A server must not take an accelerator that an island needs.
         jax.config.update("jax_platforms", CPU.name)
         self._rules = make_rules()
-        self._node = Node(name, ranges, self._rules)
+        self._node = Node(name, ranges, self._rules, copies=False)
+        self._shared: dict[str, tuple[int, Any]] = {}
+        self._sizes = {key_range.name: key_range.size for key_range in ranges}
         self._answers: dict[tuple[str, int], asyncio.Future] = {}
         self._peers: dict[str, Any] = {}
         self._closes = 0
@@ -79,6 +92,7 @@ class Server:
     async def restore(self, name: str, snapshot: dict) -> None:
         """Puts the state of a snapshot into the copy of a range."""
         self._node.restore(name, snapshot)
+        self._shared.pop(name, None)
 
     def _route(self, sends: list) -> None:
         for to, message in sends:
@@ -91,12 +105,26 @@ class Server:
                 for key in [key for key in self._answers if key[0] == to]:
                     self._answer(key, message)
             elif to != COORDINATOR:
+                if isinstance(message, Values) and message.values is not None:
+                    message = self._copied(message)
                 self._answer((to, message.request), message)
 
     def _answer(self, key: tuple[str, int], message: Any) -> None:
         future = self._answers.pop(key, None)
         if future is not None and not future.done():
             future.set_result(message)
+
+    def _copied(self, found: Values) -> Values:
+        """The answer with a copy of its values, which readers of a version share."""
+        if found.values.nbytes < _SHARED_BYTES:
+            return found._replace(values=found.values.copy())
+        whole = len(found.values) == self._sizes[found.range]
+        version, reference = self._shared.get(found.range, (-1, None))
+        if not whole or version != found.version:
+            reference = ray.put(found.values)
+            if whole:
+                self._shared[found.range] = found.version, reference
+        return found._replace(values=reference)
 
     def _close(self, quorum: Any) -> None:
         self._closes += 1
