@@ -2,6 +2,7 @@
 
 from meshpar import collectives as collectives
 from meshpar import generation as generation
+from meshpar import islands as islands
 from meshpar import layouts as layouts
 from meshpar import local_sgd as local_sgd
 from meshpar import mesh as mesh
