@@ -1,0 +1,285 @@
+"""Filters: what a worker and a server leave out of their packets, and the bytes saved.
+
+A packet passes the filters of its direction in order; the receiver undoes them in
+reverse order. Every filter counts the bytes that it saved.
+
+Source: Li et al., Communication Efficient Distributed Machine Learning with the
+  Parameter Server, NeurIPS 2014, section 3.3; Li et al., OSDI 2014, section 3.7.
+"""
+
+import abc
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from meshpar.errors import MeshparError, nearest
+
+KEY_BYTES, VALUE_BYTES = 4, 4
+"""Bytes of one key and of one number in a packet that no filter changed."""
+
+RECENT_KEY_LISTS = 2
+"""Key lists that a receiver remembers per channel."""
+
+
+class UnknownKeysError(Exception):
+    """The receiver does not remember this key list: send the keys themselves."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packet:
+    """Numbers by key, between one worker and one range.
+
+    Attributes:
+      channel: names worker and range; filters remember what they need per channel.
+      task: number of the task, the same for all workers.
+      keys: sorted, int32 [keys]; None if the digest stands for them.
+      values: float32 [columns, keys]; None if they are packed.
+      implied: whether the receiver knows the keys already, as in an answer.
+      digest: hash of the keys, if it is sent.
+      changed: one bit per key whose values are sent, packed; None if all are.
+      packed: compressed values.
+      columns: numbers per key.
+    """
+
+    channel: str
+    task: int
+    keys: np.ndarray | None
+    values: np.ndarray | None
+    implied: bool = False
+    digest: bytes = b""
+    changed: np.ndarray | None = None
+    packed: bytes = b""
+    columns: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values, digest and bits; names and numbers are not counted."""
+        keys = 0 if self.keys is None or self.implied else self.keys.nbytes
+        values = 0 if self.values is None else self.values.nbytes
+        bits = 0 if self.changed is None else self.changed.nbytes
+        return keys + values + bits + len(self.digest) + len(self.packed)
+
+
+class Filter(abc.ABC):
+    """One filter of one direction.
+
+    Attributes:
+      name: of the filter, in tables.
+      saved: bytes that it saved so far.
+    """
+
+    name = ""
+
+    def __init__(self):
+        self.saved = 0
+
+    @abc.abstractmethod
+    def encode(self, packet: Packet) -> Packet:
+        """The packet to send."""
+
+    @abc.abstractmethod
+    def decode(self, packet: Packet) -> Packet:
+        """The packet that was given to `encode`, up to what the filter drops."""
+
+
+class Link:
+    """One direction between workers and servers: its filters and its bytes.
+
+    Attributes:
+      filters: in the order in which a sender applies them.
+      sent: bytes that were sent.
+    """
+
+    def __init__(self, filters: Sequence[Filter]):
+        self.filters = tuple(filters)
+        self.sent = 0
+
+    def encode(self, packet: Packet) -> Packet:
+        """Applies the filters, and counts the bytes."""
+        for part in self.filters:
+            before = packet.num_bytes
+            packet = part.encode(packet)
+            part.saved += before - packet.num_bytes
+        self.sent += packet.num_bytes
+        return packet
+
+    def decode(self, packet: Packet) -> Packet:
+        """Undoes the filters."""
+        for part in reversed(self.filters):
+            packet = part.decode(packet)
+        return packet
+
+
+class RandomSkip(Filter):
+    """Leaves out keys at random: the same ones for all workers in a task.
+
+    They are not updated in this task. The choice is a hash of key and task, so it costs
+    no bytes and both sides make it.
+    """
+
+    name = "random skip"
+
+    def __init__(self, probability: float):
+        super().__init__()
+        if not 0 <= probability < 1:
+            raise MeshparError(
+                f"probability={probability} of a skip: use a number from 0 to below 1"
+            )
+        self._limit = int(probability * 2**32)
+
+    def _kept(self, packet: Packet) -> np.ndarray:
+        # Multiplications by odd constants spread the bits (Knuth, TAOCP 6.4).
+        mixed = packet.keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed += np.uint64((packet.task * 0xD1B54A32D192ED03) % 2**64)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        return (mixed >> np.uint64(32)) >= np.uint64(self._limit)
+
+    def encode(self, packet: Packet) -> Packet:
+        """Drops the values of keys that are skipped."""
+        kept = self._kept(packet)
+        return dataclasses.replace(packet, values=packet.values[:, kept])
+
+    def decode(self, packet: Packet) -> Packet:
+        """Drops the keys as well."""
+        return dataclasses.replace(packet, keys=packet.keys[self._kept(packet)])
+
+
+class SignificantlyModified(Filter):
+    """Sends numbers only if they changed by more than a threshold since last sent.
+
+    The receiver goes on with the last ones. NaN counts as a value of its own.
+    """
+
+    name = "significantly modified"
+
+    def __init__(self, size: int, threshold: float = 0.0):
+        """Takes the number of keys of the largest range, and the threshold."""
+        super().__init__()
+        if not threshold >= 0:
+            raise MeshparError(f"threshold={threshold}: use a number, at least 0")
+        self._size, self._threshold = size, threshold
+        self._sent: dict[str, np.ndarray] = {}
+        self._received: dict[str, np.ndarray] = {}
+
+    def _last(self, memory: dict[str, np.ndarray], packet: Packet) -> np.ndarray:
+        if packet.channel not in memory:
+            shape = packet.columns, self._size
+            memory[packet.channel] = np.zeros(shape, np.float32)
+        return memory[packet.channel]
+
+    def encode(self, packet: Packet) -> Packet:
+        """Drops the values that the receiver has; adds a bit for every key."""
+        memory = self._last(self._sent, packet)
+        last, values = memory[:, packet.keys], packet.values
+        same = np.abs(values - last) <= self._threshold
+        same |= np.isnan(values) & np.isnan(last)
+        changed = ~same.all(axis=0)
+        memory[:, packet.keys[changed]] = values[:, changed]
+        bits = np.packbits(changed)
+        return dataclasses.replace(packet, values=values[:, changed], changed=bits)
+
+    def decode(self, packet: Packet) -> Packet:
+        """Fills in the last values."""
+        memory = self._last(self._received, packet)
+        changed = np.unpackbits(packet.changed, count=len(packet.keys)).astype(bool)
+        memory[:, packet.keys[changed]] = packet.values
+        values = memory[:, packet.keys]
+        return dataclasses.replace(packet, values=values, changed=None)
+
+
+class KeyCaching(Filter):
+    """Sends a hash of the keys in place of a list that the receiver remembers."""
+
+    name = "key caching"
+
+    def __init__(self):
+        super().__init__()
+        self._known: dict[str, dict[bytes, np.ndarray]] = {}
+        self._remembered: dict[str, dict[bytes, np.ndarray]] = {}
+
+    @staticmethod
+    def _remember(lists: dict[bytes, np.ndarray], digest: bytes, keys: np.ndarray):
+        """Makes a list the newest one of its channel, and forgets the oldest."""
+        lists.pop(digest, None)
+        lists[digest] = keys
+        if len(lists) > RECENT_KEY_LISTS:
+            del lists[next(iter(lists))]
+
+    def encode(self, packet: Packet) -> Packet:
+        """Replaces the keys if this channel has sent them lately."""
+        digest = hashlib.blake2b(packet.keys.tobytes(), digest_size=8).digest()
+        known = self._known.setdefault(packet.channel, {})
+        seen = digest in known
+        self._remember(known, digest, packet.keys)
+        if not seen:
+            return packet
+        return dataclasses.replace(packet, keys=None, digest=digest)
+
+    def decode(self, packet: Packet) -> Packet:
+        """Puts the keys back.
+
+        Raises:
+          UnknownKeysError: the receiver has forgotten them, such as a server that took
+            over from a dead one.
+        """
+        remembered = self._remembered.setdefault(packet.channel, {})
+        if packet.keys is None:
+            keys, digest = remembered.get(packet.digest), packet.digest
+            if keys is None:
+                raise UnknownKeysError(packet.channel)
+        else:
+            keys = packet.keys
+            digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
+        self._remember(remembered, digest, keys)
+        return dataclasses.replace(packet, keys=keys, digest=b"")
+
+    def forget(self, channel: str) -> None:
+        """Sends the keys themselves the next time."""
+        self._known.pop(channel, None)
+
+
+def _zlib_pack(values: np.ndarray) -> bytes:
+    # Equal bytes of neighbours stand together, so exponents compress.
+    return zlib.compress(values.view(np.uint8).reshape(-1, 4).T.tobytes(), 1)
+
+
+def _zlib_unpack(packed: bytes) -> np.ndarray:
+    flat = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(flat.T).view(np.float32).reshape(-1)
+
+
+COMPRESSIONS = {
+    "zlib": (_zlib_pack, _zlib_unpack),
+    "bf16": (
+        lambda values: values.astype(ml_dtypes.bfloat16).tobytes(),
+        lambda packed: np.frombuffer(packed, ml_dtypes.bfloat16).astype(np.float32),
+    ),
+}
+"""{name: (pack, unpack)} of float32 values; zlib loses nothing."""
+
+
+class ValueCompression(Filter):
+    """Packs the values: "zlib" without loss, or "bf16" in two bytes each."""
+
+    name = "compression"
+
+    def __init__(self, kind: str):
+        super().__init__()
+        if kind not in COMPRESSIONS:
+            raise MeshparError(f"compression={kind!r}; {nearest(kind, COMPRESSIONS)}")
+        self._pack, self._unpack = COMPRESSIONS[kind]
+
+    def encode(self, packet: Packet) -> Packet:
+        """Replaces the values by fewer bytes."""
+        values = np.ascontiguousarray(packet.values)
+        return dataclasses.replace(packet, values=None, packed=self._pack(values))
+
+    def decode(self, packet: Packet) -> Packet:
+        """Unpacks them."""
+        values = self._unpack(packet.packed).reshape(packet.columns, -1)
+        return dataclasses.replace(packet, values=values, packed=b"")
