@@ -1,6 +1,7 @@
 """meshpar: train Flax models under parallel layouts with JAX SPMD."""
 
 from meshpar import collectives as collectives
+from meshpar import islands as islands
 from meshpar import layouts as layouts
 from meshpar import local_sgd as local_sgd
 from meshpar import mesh as mesh

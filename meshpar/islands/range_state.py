@@ -1,0 +1,262 @@
+"""The state of one key range: values, optimizer state, clocks and open rounds.
+
+A deterministic state machine: replicas that apply the same operations in the same order
+hold the same state, bit for bit.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from meshpar.islands.key_range import Contribution, KeyRange
+from meshpar.islands.messages import (
+    PLAIN,
+    Close,
+    Join,
+    Leave,
+    Operation,
+    Payload,
+    Push,
+    SetValues,
+)
+from meshpar.islands.rounds import average
+from meshpar.islands.rules import RefusedError, Rules
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A push that waits for its round; without payload it only counts as present."""
+
+    round: int
+    worker: str
+    clock: int
+    payload: Payload | None
+    keys: np.ndarray | None = None
+    values: np.ndarray | None = None
+
+
+class RangeState:
+    """A range that applies operations.
+
+    Attributes:
+      values: numbers of the range.
+      update_state: arrays of the server-side update.
+      clocks: {worker: pushes that it has made}, of the members.
+      round: rounds that are closed.
+      version: updates that are applied.
+    """
+
+    def __init__(self, key_range: KeyRange, rules: Rules):
+        self._range, self._rules = key_range, rules
+        self._update_function = rules.update_of(key_range.name)
+        self.values = np.zeros(key_range.size, key_range.dtype)
+        self.update_state: dict[str, np.ndarray] = {}
+        self.clocks: dict[str, int] = {}
+        self.round = 0
+        self.version = 0
+        self._gone: set[str] = set()
+        self._set: set[str] = set()
+        self._cache: dict[str, np.ndarray] = {}
+        self._pending: list[_Pending] = []
+
+    def allows(self, clock: int) -> bool:
+        """Whether the consistency model lets a reader at `clock` read now."""
+        clocks = self.clocks.values()
+        if self._rules.in_rounds:
+            clocks = [self.round] * len(self.clocks)
+        return self._rules.consistency.allows(clock, clocks)
+
+    def has_gone(self, worker: str) -> bool:
+        """Whether the worker was a member and left."""
+        return worker in self._gone
+
+    def duplicate(self, operation: Operation) -> bool:
+        """Whether the operation has been applied before."""
+        match operation:
+            case Push(_, worker, clock):
+                return clock < self.clocks.get(worker, 0)
+            case Join(_, worker):
+                return worker in self.clocks or worker in self._gone
+            case Leave(_, worker):
+                return worker not in self.clocks
+            case Close(_, number):
+                return number < self.round
+            case SetValues(_, name):
+                return name in self._set
+
+    def early(self, operation: Operation) -> bool:
+        """Whether a push of the same worker has to come before this one."""
+        if not isinstance(operation, Push):
+            return False
+        return operation.clock > self.clocks.get(operation.worker, operation.clock)
+
+    def apply(self, operation: Operation) -> None:
+        """Applies an operation that is neither a duplicate nor early.
+
+        Raises:
+          RefusedError: the range does not take it; the state is as before.
+        """
+        match operation:
+            case Push():
+                self._push(operation)
+            case Join(_, worker, clock):
+                self.clocks[worker] = clock
+            case Leave(_, worker):
+                del self.clocks[worker]
+                self._gone.add(worker)
+            case Close(_, number):
+                if number == self.round and self.has_quorum():
+                    self._close()
+            case SetValues(_, name, values):
+                self._check(None, values)
+                self.values[:] = values
+                self._set.add(name)
+        if self._rules.in_rounds:
+            self._close_complete()
+
+    def has_quorum(self) -> bool:
+        """Whether the open round has its quorum, and waits for the grace window."""
+        quorum = self._rules.quorum
+        return quorum is not None and len(self._present()) >= quorum
+
+    def _push(self, push: Push) -> None:
+        if push.worker not in self.clocks:
+            raise RefusedError(
+                f"worker {push.worker} is no member of range {push.range}"
+            )
+        keys = values = None
+        if push.payload is not None:
+            keys, values = self._decode(push.payload)
+        self.clocks[push.worker] += 1
+        if self._rules.in_rounds:
+            number = self.round
+            if self._rules.consistency.waits:
+                number = max(number, push.clock)
+            self._pending.append(
+                _Pending(number, push.worker, push.clock, push.payload, keys, values)
+            )
+        elif push.payload is not None:
+            self._update(
+                self._contribution(push.worker, push.clock, push.payload, keys, values)
+            )
+
+    def _decode(self, payload: Payload) -> tuple[np.ndarray | None, np.ndarray]:
+        if not payload.weight > 0:
+            raise RefusedError(f"weight={payload.weight}: use a number > 0")
+        if payload.encoding == PLAIN:
+            keys, values = payload.data
+        else:
+            decode = self._rules.decoders.get(payload.encoding)
+            if decode is None:
+                raise RefusedError(f"no decoder for the encoding {payload.encoding!r}")
+            keys, values = decode(payload.data, self._range.size, self._cache)
+        self._check(keys, values)
+        return keys, values
+
+    def _check(self, keys: np.ndarray | None, values: np.ndarray) -> None:
+        """Raises RefusedError unless keys and values fit the range."""
+        size, name = self._range.size, self._range.name
+        wanted = (size,) if keys is None else keys.shape
+        if values.shape != wanted or len(wanted) != 1:
+            raise RefusedError(f"{name}: values of shape {values.shape}, not {wanted}")
+        if keys is not None and len(keys):
+            if keys[0] < 0 or keys[-1] >= size or (np.diff(keys) <= 0).any():
+                raise RefusedError(
+                    f"{name}: keys are not sorted, unique and below {size}"
+                )
+
+    def _contribution(
+        self,
+        worker: str,
+        clock: int,
+        payload: Payload,
+        keys: np.ndarray | None,
+        values: np.ndarray,
+    ) -> Contribution:
+        staleness = 0
+        if payload.version >= 0:
+            staleness = max(0, self.version - payload.version)
+        weight, read = payload.weight, payload.read
+        return Contribution(worker, clock, values, keys, weight, staleness, read)
+
+    def _update(self, contribution: Contribution) -> None:
+        self._update_function(self.values, self.update_state, contribution)
+        self.version += 1
+
+    def _present(self) -> set[str]:
+        return {p.worker for p in self._pending if p.round <= self.round}
+
+    def _complete(self) -> bool:
+        """Whether the open round need not wait for anybody."""
+        if not self.clocks:
+            return bool(self._pending)
+        if self._rules.grace == 0 and self.has_quorum():
+            return True
+        present = self._present()
+        if self._rules.consistency.waits:
+            return all(w in present or c > self.round for w, c in self.clocks.items())
+        return present >= set(self.clocks)
+
+    def _close_complete(self) -> None:
+        while self._complete():
+            self._close()
+
+    def _close(self) -> None:
+        """Applies the average of the open round, and opens the next one."""
+        parts = [p for p in self._pending if p.round <= self.round]
+        self._pending = [p for p in self._pending if p.round > self.round]
+        parts.sort(key=lambda p: (p.worker, p.clock))
+        contributions = [
+            self._contribution(p.worker, p.clock, p.payload, p.keys, p.values)
+            for p in parts
+            if p.payload is not None
+        ]
+        if contributions:
+            self._update(average(contributions, self.round))
+        self.round += 1
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """A copy of the whole state as a flat dict of arrays."""
+        meta = dict(
+            clocks=self.clocks,
+            gone=sorted(self._gone),
+            set=sorted(self._set),
+            round=self.round,
+            version=self.version,
+            pending=[],
+        )
+        arrays = {"values": self.values.copy()}
+        arrays |= {f"update|{k}": np.array(v) for k, v in self.update_state.items()}
+        arrays |= {f"cache|{k}": np.array(v) for k, v in self._cache.items()}
+        for i, part in enumerate(self._pending):
+            payload = part.payload
+            meta["pending"].append(
+                [part.round, part.worker, part.clock]
+                + ([payload.weight, payload.version] if payload else [])
+            )
+            for name in ("keys", "values"):
+                if (array := getattr(part, name)) is not None:
+                    arrays[f"pending|{i}|{name}"] = array.copy()
+        text = json.dumps(meta).encode()
+        return arrays | {"meta": np.frombuffer(text, np.uint8).copy()}
+
+    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Takes the state of a snapshot of the same range."""
+        meta = json.loads(np.asarray(snapshot["meta"], np.uint8).tobytes())
+        self.clocks = dict(meta["clocks"])
+        self._gone, self._set = set(meta["gone"]), set(meta["set"])
+        self.round, self.version = meta["round"], meta["version"]
+        self.values = np.array(snapshot["values"], self._range.dtype)
+        self.update_state, self._cache, self._pending = {}, {}, []
+        for name, array in snapshot.items():
+            kind, _, rest = name.partition("|")
+            if kind == "update":
+                self.update_state[rest] = np.array(array)
+            elif kind == "cache":
+                self._cache[rest] = np.array(array)
+        for i, (number, worker, clock, *payload) in enumerate(meta["pending"]):
+            parts = [snapshot.get(f"pending|{i}|{name}") for name in ("keys", "values")]
+            restored = Payload(None, PLAIN, *payload) if payload else None
+            self._pending.append(_Pending(number, worker, clock, restored, *parts))
