@@ -80,8 +80,21 @@ def load(path: str, hash_bits: int, max_rows: int = 0, seed: int = 0) -> HashedT
     shape = (len(chosen), 2**hash_bits)
     rows = sp.csr_array((ones, indices, starts.astype(np.int32)), shape)
     labels = [1 if owners[row] == positive else -1 for row in chosen]
-    name = f"{path}: is a row from {positive}/?"
+    name = f"{path}: {len(chosen):,} rows, is a row from {positive}?"
     return HashedText(name, rows, np.array(labels, np.float32))
+
+
+def split(text: HashedText, held_out: float, seed: int) -> list[HashedText]:
+    """Draws the rows that are held out; returns those to train on, then these.
+
+    Args:
+      text: all rows.
+      held_out: share of the rows that is held out.
+      seed: of the draw.
+    """
+    chosen = np.random.default_rng(seed).random(len(text.labels)) < held_out
+    parts = np.flatnonzero(~chosen), np.flatnonzero(chosen)
+    return [HashedText(text.name, text.rows[p], text.labels[p]) for p in parts]
 
 
 def _files(path: str) -> tuple[list[pathlib.Path], pathlib.Path]:

@@ -1,10 +1,14 @@
-"""Reports of sparse and batch training: tables of runs."""
+"""Reports of sparse and batch training: tables of runs and of bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import rich.table
+import scipy.sparse as sp
 
 from experiments.convex import lock_free
+from experiments.reports import terminal
+from meshpar.islands.dbpg_training import Pass, Result
 
 
 def hogwild_table(rows: Sequence[lock_free.Row]) -> rich.table.Table:
@@ -21,3 +25,53 @@ def hogwild_table(rows: Sequence[lock_free.Row]) -> rich.table.Table:
             f"{row.rows_per_second:,.0f}",
         )
     return table
+
+
+def pass_line(done: Pass) -> str:
+    """One line per pass."""
+    return (
+        f"pass {done.number}: objective {done.objective:,.3f}, {done.nonzeros:,} "
+        f"weights, {100 * done.pushed:.1f}% of the keys pushed, "
+        f"{done.sent / 1e6:,.2f} MB sent"
+    )
+
+
+def bytes_table(result: Result) -> rich.table.Table:
+    """The bytes that every filter saved, and what was sent."""
+    table = rich.table.Table("filter", "of", "MB", "share")
+    whole = result.sent + sum(row.saved for row in result.filters)
+
+    def add(name: str, direction: str, num_bytes: int) -> None:
+        share = 100 * num_bytes / max(whole, 1)
+        table.add_row(name, direction, f"{num_bytes / 1e6:,.3f}", f"{share:.1f}%")
+
+    for row in result.filters:
+        add(f"saved by {row.name}", row.direction, row.saved)
+    add("sent", "both", result.sent)
+    add("without filters", "both", whole)
+    return table
+
+
+def print_dbpg(
+    name: str, rows: sp.csr_array, result: Result, found: Mapping[str, Any]
+) -> None:
+    """Prints the outcome of a training by DBPG.
+
+    Args:
+      name: of the data.
+      rows: that were trained on.
+      result: of the training.
+      found: objective, held-out accuracy and, if asked for, the reference.
+    """
+    console = terminal.plain_console()
+    console.print(bytes_table(result))
+    seen = len(set(rows.indices.tolist()))
+    console.print(f"{name} {rows.shape[0]:,} of them trained on, {seen:,} features")
+    if found["held_out_accuracy"] is not None:
+        console.print(f"held-out accuracy {100 * found['held_out_accuracy']:.2f}%")
+    console.print(f"objective {found['objective']:,.4f}")
+    if "reference" in found:
+        excess = found["objective"] / found["reference"] - 1
+        console.print(
+            f"{found['solver']} {found['reference']:,.4f}: {excess:+.2e} relative to it"
+        )

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from meshpar.errors import MeshparError, nearest
+from meshpar.islands.rules import RefusedError
 
 KEY_BYTES, VALUE_BYTES = 4, 4
 """Bytes of one key and of one number in a packet that no filter changed."""
@@ -25,7 +26,11 @@ RECENT_KEY_LISTS = 2
 """Key lists that a receiver remembers per channel."""
 
 
-class UnknownKeysError(Exception):
+Memory = dict[str, np.ndarray]
+"""What a receiver remembers; on a server the cache of a range, which is replicated."""
+
+
+class UnknownKeysError(RefusedError):
     """The receiver does not remember this key list: send the keys themselves."""
 
 
@@ -82,7 +87,7 @@ class Filter(abc.ABC):
         """The packet to send."""
 
     @abc.abstractmethod
-    def decode(self, packet: Packet) -> Packet:
+    def decode(self, packet: Packet, memory: Memory) -> Packet:
         """The packet that was given to `encode`, up to what the filter drops."""
 
 
@@ -107,11 +112,18 @@ class Link:
         self.sent += packet.num_bytes
         return packet
 
-    def decode(self, packet: Packet) -> Packet:
-        """Undoes the filters."""
+    def decode(self, packet: Packet, memory: Memory) -> Packet:
+        """Undoes the filters, with what the receiver remembers."""
         for part in reversed(self.filters):
-            packet = part.decode(packet)
+            packet = part.decode(packet, memory)
         return packet
+
+    def forget(self, channel: str) -> bool:
+        """Forgets what a receiver should know; whether there was a filter that did."""
+        caches = [part for part in self.filters if isinstance(part, KeyCaching)]
+        for cache in caches:
+            cache.forget(channel)
+        return bool(caches)
 
 
 class RandomSkip(Filter):
@@ -123,8 +135,9 @@ class RandomSkip(Filter):
 
     name = "random skip"
 
-    def __init__(self, probability: float):
+    def __init__(self, probability: float, seed: int = 0):
         super().__init__()
+        self._seed = seed
         if not 0 <= probability < 1:
             raise MeshparError(
                 f"probability={probability} of a skip: use a number from 0 to below 1"
@@ -134,7 +147,7 @@ class RandomSkip(Filter):
     def _kept(self, packet: Packet) -> np.ndarray:
         # Multiplications by odd constants spread the bits (Knuth, TAOCP 6.4).
         mixed = packet.keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed += np.uint64((packet.task * 0xD1B54A32D192ED03) % 2**64)
+        mixed += np.uint64((packet.task * 0xD1B54A32D192ED03 + self._seed) % 2**64)
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0xBF58476D1CE4E5B9)
         return (mixed >> np.uint64(32)) >= np.uint64(self._limit)
@@ -144,8 +157,9 @@ class RandomSkip(Filter):
         kept = self._kept(packet)
         return dataclasses.replace(packet, values=packet.values[:, kept])
 
-    def decode(self, packet: Packet) -> Packet:
+    def decode(self, packet: Packet, memory: Memory) -> Packet:
         """Drops the keys as well."""
+        del memory
         return dataclasses.replace(packet, keys=packet.keys[self._kept(packet)])
 
 
@@ -163,19 +177,19 @@ class SignificantlyModified(Filter):
         if not threshold >= 0:
             raise MeshparError(f"threshold={threshold}: use a number, at least 0")
         self._size, self._threshold = size, threshold
-        self._sent: dict[str, np.ndarray] = {}
-        self._received: dict[str, np.ndarray] = {}
+        self._sent: Memory = {}
 
-    def _last(self, memory: dict[str, np.ndarray], packet: Packet) -> np.ndarray:
-        if packet.channel not in memory:
-            shape = packet.columns, self._size
-            memory[packet.channel] = np.zeros(shape, np.float32)
-        return memory[packet.channel]
+    def _last(self, memory: Memory, packet: Packet) -> np.ndarray:
+        """Last values of a channel, [columns, size]; zeros at first."""
+        name = f"last|{packet.channel}"
+        if name not in memory:
+            memory[name] = np.zeros((packet.columns, self._size), np.float32)
+        return memory[name]
 
     def encode(self, packet: Packet) -> Packet:
         """Drops the values that the receiver has; adds a bit for every key."""
-        memory = self._last(self._sent, packet)
-        last, values = memory[:, packet.keys], packet.values
+        memory, values = self._last(self._sent, packet), packet.values
+        last = memory[:, packet.keys]
         same = np.abs(values - last) <= self._threshold
         same |= np.isnan(values) & np.isnan(last)
         changed = ~same.all(axis=0)
@@ -183,12 +197,12 @@ class SignificantlyModified(Filter):
         bits = np.packbits(changed)
         return dataclasses.replace(packet, values=values[:, changed], changed=bits)
 
-    def decode(self, packet: Packet) -> Packet:
+    def decode(self, packet: Packet, memory: Memory) -> Packet:
         """Fills in the last values."""
-        memory = self._last(self._received, packet)
+        last = self._last(memory, packet)
         changed = np.unpackbits(packet.changed, count=len(packet.keys)).astype(bool)
-        memory[:, packet.keys[changed]] = packet.values
-        values = memory[:, packet.keys]
+        last[:, packet.keys[changed]] = packet.values
+        values = last[:, packet.keys]
         return dataclasses.replace(packet, values=values, changed=None)
 
 
@@ -199,48 +213,51 @@ class KeyCaching(Filter):
 
     def __init__(self):
         super().__init__()
-        self._known: dict[str, dict[bytes, np.ndarray]] = {}
-        self._remembered: dict[str, dict[bytes, np.ndarray]] = {}
+        self._known: Memory = {}
 
     @staticmethod
-    def _remember(lists: dict[bytes, np.ndarray], digest: bytes, keys: np.ndarray):
+    def _name(channel: str, keys: np.ndarray) -> tuple[str, bytes]:
+        digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
+        return f"keys|{channel}|{digest.hex()}", digest
+
+    @staticmethod
+    def _remember(memory: Memory, channel: str, name: str, keys: np.ndarray) -> None:
         """Makes a list the newest one of its channel, and forgets the oldest."""
-        lists.pop(digest, None)
-        lists[digest] = keys
-        if len(lists) > RECENT_KEY_LISTS:
-            del lists[next(iter(lists))]
+        memory.pop(name, None)
+        memory[name] = keys
+        names = [known for known in memory if known.startswith(f"keys|{channel}|")]
+        for old in names[:-RECENT_KEY_LISTS]:
+            del memory[old]
 
     def encode(self, packet: Packet) -> Packet:
         """Replaces the keys if this channel has sent them lately."""
-        digest = hashlib.blake2b(packet.keys.tobytes(), digest_size=8).digest()
-        known = self._known.setdefault(packet.channel, {})
-        seen = digest in known
-        self._remember(known, digest, packet.keys)
+        name, digest = self._name(packet.channel, packet.keys)
+        seen = name in self._known
+        self._remember(self._known, packet.channel, name, packet.keys)
         if not seen:
             return packet
         return dataclasses.replace(packet, keys=None, digest=digest)
 
-    def decode(self, packet: Packet) -> Packet:
+    def decode(self, packet: Packet, memory: Memory) -> Packet:
         """Puts the keys back.
 
         Raises:
-          UnknownKeysError: the receiver has forgotten them, such as a server that took
-            over from a dead one.
+          UnknownKeysError: the receiver does not remember them.
         """
-        remembered = self._remembered.setdefault(packet.channel, {})
-        if packet.keys is None:
-            keys, digest = remembered.get(packet.digest), packet.digest
-            if keys is None:
-                raise UnknownKeysError(packet.channel)
+        if packet.keys is not None:
+            name, keys = self._name(packet.channel, packet.keys)[0], packet.keys
         else:
-            keys = packet.keys
-            digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
-        self._remember(remembered, digest, keys)
+            name = f"keys|{packet.channel}|{packet.digest.hex()}"
+            keys = memory.get(name)
+            if keys is None:
+                raise UnknownKeysError(f"{packet.channel}: unknown list of keys")
+        self._remember(memory, packet.channel, name, keys)
         return dataclasses.replace(packet, keys=keys, digest=b"")
 
     def forget(self, channel: str) -> None:
         """Sends the keys themselves the next time."""
-        self._known.pop(channel, None)
+        for name in [n for n in self._known if n.startswith(f"keys|{channel}|")]:
+            del self._known[name]
 
 
 def _zlib_pack(values: np.ndarray) -> bytes:
@@ -279,7 +296,8 @@ class ValueCompression(Filter):
         values = np.ascontiguousarray(packet.values)
         return dataclasses.replace(packet, values=None, packed=self._pack(values))
 
-    def decode(self, packet: Packet) -> Packet:
+    def decode(self, packet: Packet, memory: Memory) -> Packet:
         """Unpacks them."""
+        del memory
         values = self._unpack(packet.packed).reshape(packet.columns, -1)
         return dataclasses.replace(packet, values=values, packed=b"")
