@@ -12,7 +12,6 @@ import scipy.sparse as sp
 
 from meshpar.islands import proximal
 
-
 LIBLINEAR, SCIPY = "liblinear", "SciPy"
 
 

@@ -1,8 +1,9 @@
 """Hashed text: rows of a sparse matrix, one for every few lines of text files.
 
 A row holds the words of its lines and all pairs of neighbouring words, each hashed to a
-feature of value 1. Its label says whether its file is in the folder that most rows come
-from: a problem of many rows and features that needs no download.
+feature of value 1. Its label says whether it is from the folder that most rows are from
+(or the file, where files are in no folder). It is a problem of many rows and features
+that needs no download.
 """
 
 import collections
@@ -47,13 +48,13 @@ def load(path: str, hash_bits: int, max_rows: int = 0, seed: int = 0) -> HashedT
     """Reads text files into rows of hashed words.
 
     Args:
-      path: "stdlib", a folder or a glob; the files lie in two folders or more.
+      path: "stdlib", a folder or a glob, with two folders or files at the top.
       hash_bits: there are 2**hash_bits features.
       max_rows: as many rows are drawn; 0 for all.
       seed: of the rows that are drawn.
 
     Raises:
-      DataError: there are no such files, or they lie in one folder alone.
+      DataError: there are no such files, or all rows are from the same one.
     """
     files, root = _files(path)
     owners: list[str] = []
@@ -66,8 +67,9 @@ def load(path: str, hash_bits: int, max_rows: int = 0, seed: int = 0) -> HashedT
     counts = collections.Counter(owners)
     if len(counts) < 2:
         raise DataError(
-            f"--data={path}: all {len(owners):,} rows of text come from one folder, so "
-            "there is nothing to tell apart; give a folder of folders, or stdlib"
+            f"--data={path}: all {len(owners):,} rows of text come from one file or "
+            "folder, so there is nothing to tell apart; give a folder of folders, or "
+            "stdlib"
         )
     positive = min(counts, key=lambda owner: (-counts[owner], owner))
     chosen = np.arange(len(owners))

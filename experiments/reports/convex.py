@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import rich.table
 import scipy.sparse as sp
 
-from experiments.convex import lock_free
+from experiments.convex import batch, lock_free
 from experiments.reports import terminal
 from meshpar.islands.dbpg_training import Pass, Result
 
@@ -75,3 +76,33 @@ def print_dbpg(
         console.print(
             f"{found['solver']} {found['reference']:,.4f}: {excess:+.2e} relative to it"
         )
+
+
+def costs_table(costs: Mapping[str, float], slowdown: float) -> rich.table.Table:
+    """What one straggler costs under every schedule."""
+    table = rich.table.Table("schedule", f"time with one worker {slowdown:g}x slower")
+    for name, cost in costs.items():
+        table.add_row(name, f"{cost:.3f}x")
+    return table
+
+
+def descents_table(descents: Sequence[batch.Descent]) -> rich.table.Table:
+    """Time and objective of every way to treat stragglers."""
+    columns = ("stragglers are", "parts per worker", "simulated s", "objective")
+    table = rich.table.Table(*columns, "largest difference of a weight")
+    names = {
+        batch.NAIVE: "waited for",
+        batch.IGNORE: "ignored",
+        batch.CYCLIC: "coded, cyclic",
+        batch.REPETITION: "coded, repetition",
+    }
+    for row in descents:
+        difference = float(np.abs(row.weights - descents[0].weights).max())
+        table.add_row(
+            names[row.method],
+            str(row.work),
+            f"{row.seconds:,.0f}",
+            f"{row.objective:,.4f}",
+            f"{difference:.1e}",
+        )
+    return table

@@ -178,7 +178,7 @@ class Training:
     def _decode(
         self, packet: Packet, size: int, memory: Memory
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A pushed packet as keys and values of the range, gradient before curvature."""
+        """A pushed packet as keys and numbers: all gradients, then all curvatures."""
         packet = self.filters.pushes.decode(packet, memory)
         keys = packet.keys.astype(np.int64)
         return np.concatenate([keys, keys + size // 2]), packet.values.reshape(-1)
@@ -203,7 +203,9 @@ class Training:
             self._turn(self._clients[rng.integers(len(self._clients))])
             if self._passes_done() > len(passes):
                 pushed, own = self._counts[len(passes)]
-                passes.append(self._measure(len(passes) + 1, float(pushed / max(1, own))))
+                passes.append(
+                    self._measure(len(passes) + 1, float(pushed / max(1, own)))
+                )
                 say(passes[-1])
         return Result(self.weights(), passes, self._saved(), self._sent())
 

@@ -132,7 +132,7 @@ class Coordinator:
             self._remember(number)
 
     def _search(self, value: float, slope: float, step: float) -> float | None:
-        """Moves the weights along the direction; None if no step decreases the value."""
+        """The value after a step along the direction; None if none is lower."""
         search = LineSearch(value, slope, step)
         for _ in range(_MAX_EVALUATIONS):
             self._combine(WEIGHTS, {_START: 1.0, _DIRECTION: search.step})

@@ -1,4 +1,4 @@
-"""Filters of packets: what arrives, which bytes are saved, and what a receiver lacks."""
+"""Filters of packets: what arrives, and which bytes are saved."""
 
 import dataclasses
 
