@@ -157,6 +157,11 @@ def main(_: Sequence[str]) -> int:
                 f"--{flag.name} belongs to another algorithm than "
                 f"{ALGORITHM.value}; leave it out, or choose that --algorithm"
             )
+    if ALGORITHM.value == DBPG and BLOCKS.value > 2**HASH_BITS.value:
+        raise ConfigError(
+            f"--blocks={BLOCKS.value} for {2**HASH_BITS.value} features: use at most "
+            "one block per feature, or more --hash_bits"
+        )
     seed = command_line.SEED.value or 0
     allowed.check("seed", seed)
     if ALGORITHM.value == DBPG:

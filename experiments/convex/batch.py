@@ -37,8 +37,11 @@ class Problem:
         """The objective and its gradient, float64 [features]."""
         margins = self.labels * (self.rows @ weights)
         slopes = -self.labels / (1 + np.exp(np.clip(margins, -500, 500)))
-        value = np.logaddexp(0, -margins).sum() + self.l2 / 2 * (weights @ weights)
-        return float(value), self.rows.T @ slopes + self.l2 * weights
+        value, gradient = np.logaddexp(0, -margins).sum(), self.rows.T @ slopes
+        if self.l2:  # A part has none, and should not pay for long vectors.
+            value += self.l2 / 2 * (weights @ weights)
+            gradient += self.l2 * weights
+        return float(value), gradient
 
     def smoothness(self) -> float:
         """A bound of the largest curvature of the objective, by power iterations."""
