@@ -1,4 +1,4 @@
-"""Draws layout.png, token_orders.png and experts.png, beside this file.
+"""Draws the pictures of the docs, beside this file.
 
     python docs/make_pictures.py
 
@@ -14,6 +14,9 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import colors, patches, pyplot
 
+from experiments import islands_sweep
+from experiments.reports import islands
+from meshpar.islands import SSP, updates
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 
 DATA, FSDP, TENSOR = "#c2571a", "#1f6fb4", "#2e8b57"
@@ -156,12 +159,27 @@ def experts_figure(num: int = 4, tokens: int = 12, capacity: int = 4) -> pyplot.
     return figure
 
 
+def islands_sweep_figure() -> pyplot.Figure:
+    """Loss and waiting under consistency models, with stragglers (a minute)."""
+    results = (islands_sweep.sweep(kind, 8, 30.0) for kind in islands_sweep.STRAGGLERS)
+    return islands.curves(list(itertools.chain(*results)))
+
+
+def time_lines_figure() -> pyplot.Figure:
+    """What three islands do under SSP(1), one of which is slow."""
+    update = updates.sgd(0.05)
+    found = islands_sweep.simulate(SSP(1), "permanent", update, workers=3, seconds=6.0)
+    return islands.time_lines(found.spans)
+
+
 def main() -> None:
     """Writes the pictures beside this file."""
     pictures = {
         "layout": layout_figure,
         "token_orders": token_orders_figure,
         "experts": experts_figure,
+        "islands_sweep": islands_sweep_figure,
+        "time_lines": time_lines_figure,
     }
     for name, draw in pictures.items():
         path = pathlib.Path(__file__).with_name(f"{name}.png")

@@ -15,6 +15,7 @@ from experiments.command_line import (
     PROCESS_ID,
     START_TIMEOUT,
 )
+from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.training import fallbacks
@@ -71,7 +72,9 @@ def start(config: Config, fallback_layouts: str = "") -> Started:
     processes = info.num_processes if info else 1
     # The default is rounded up to divide over the processes.
     default = -(-_SIMULATED // processes) * processes
-    num_devices = DEVICES.value or (layout.num_devices if layout else default)
+    islands = building.num_islands(config)
+    wanted = layout.num_devices * islands if layout else default
+    num_devices = DEVICES.value or wanted
     if num_devices % processes:
         raise meshpar.LayoutError(
             f"{num_devices} devices over {processes} processes: use a multiple of "
@@ -93,7 +96,9 @@ def start(config: Config, fallback_layouts: str = "") -> Started:
     if membership.num_processes < processes:
         layout = fallback.layouts[membership.num_processes]
     devices = _devices(DEVICES.value // processes * membership.num_processes)
-    layout = layout or meshpar.layouts.parse(recipes.default_layout(len(devices)))
+    if layout is None:
+        layout = recipes.default_layout(max(1, len(devices) // islands))
+        layout = meshpar.layouts.parse(layout)
     return Started(layout, devices, fallback, membership)
 
 

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
+from meshpar.islands.lowering import make_program as make_islands_program
+from meshpar.islands.mode import Islands
 from meshpar.layouts.axes import BATCH_AXES, REPLICA
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
@@ -31,7 +33,7 @@ from meshpar.lowering.mode import Mode
 from meshpar.lowering.optimizer import Optimizer, make_optimizer
 from meshpar.lowering.scan import ScanRunner
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.lowering.state import TrainState
+from meshpar.lowering.state import abstract_state
 from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.foreign_shardings import check_divides
@@ -52,7 +54,10 @@ LOWERINGS: dict[str, type[Lowering]] = {
 """Lowerings by name: jit (XLA inserts the collectives), shard_map (we write them)."""
 
 MODES: dict[type, Callable[..., TrainProgram]] = {LocalSGD: make_local_program}
-"""Optimizer modes, and the functions that make their programs."""
+"""Optimizer modes of one program, and the functions that make it from its lowering."""
+
+MODES_OF_MANY: dict[type, Callable[..., TrainProgram]] = {Islands: make_islands_program}
+"""Optimizer modes of several programs, and the functions that make these."""
 
 
 def lower(
@@ -83,7 +88,8 @@ def lower(
         compiler's), or "auto" to compile both and take the better program; by default
         shard_map wherever it is possible.
       mode: how replicas that train apart are synchronized, for layouts with
-        replica=R; every replica trains on its part of the batch.
+        replica=R (`LocalSGD`); or islands, each under the layout (`Islands`). Each
+        trains on its part of the batch.
 
     Returns:
       The program; nothing is compiled yet, except with lowering="auto".
@@ -99,6 +105,16 @@ def lower(
     check_leaves(batch)
     if reason := reason_unsupported(model, layout, lowering, mode, clip_norm):
         raise LayoutError(reason)
+    if type(mode) in MODES_OF_MANY:
+        options = dict(
+            clip_norm=clip_norm, compute_dtype=compute_dtype, lowering=lowering
+        )
+        return MODES_OF_MANY[type(mode)](
+            lambda part, some: lower(
+                model, optimizer, layout, part, devices=some, **options
+            ),
+            *(mode, batch, devices, layout.num_devices),
+        )
     spec, order = None, None
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)
@@ -116,7 +132,7 @@ def lower(
     optimizer_state = optimizer.abstract_state
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     _check_trace(model, layout, mesh, step_batch)
-    state = _abstract_state(params, optimizer_state, plan, mesh)
+    state = abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
@@ -198,8 +214,8 @@ def reason_unsupported(
     no_shard_map = ShardMapLowering.reason_unsupported(model, layout)
     if lowering == ShardMapLowering.name and no_shard_map:
         return f"lowering=shard_map: {no_shard_map}; use lowering=jit"
-    if mode is not None and type(mode) not in MODES:
-        modes = ", ".join(kind.__name__ for kind in MODES)
+    if mode is not None and type(mode) not in (kinds := MODES | MODES_OF_MANY):
+        modes = ", ".join(kind.__name__ for kind in kinds)
         return f"mode={mode!r} is no optimizer mode; known: {modes}"
     if mode is None and layout.replica > 1:
         return (
@@ -278,20 +294,3 @@ def _check_parts(
         if (num := layout.microbatches) > 1:
             return averaged_state(state, Split.by({"microbatches": num}))
     return frozenset()
-
-
-def _abstract_state(
-    params: Any, optimizer_state: Any, plan: Plan, mesh: Mesh
-) -> TrainState:
-    """The training state as ShapeDtypeStructs with shardings."""
-
-    def sharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return TrainState(
-        sharded(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()),
-        sharded(jax.ShapeDtypeStruct((), jnp.uint32), PartitionSpec()),
-        {path: sharded(leaf, plan.specs[path]) for path, leaf in params.items()},
-        jax.tree.map(sharded, optimizer_state, plan.optimizer_specs),
-    )

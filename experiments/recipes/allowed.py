@@ -24,6 +24,7 @@ from experiments.recipes.ranges import (
 )
 from meshpar.compose import LOWERINGS
 from meshpar.errors import shown
+from meshpar.islands import mode as islands
 from meshpar.layouts.grammar import LONGEST
 
 MAX_STEPS = 2**24
@@ -103,6 +104,29 @@ _LOCAL_SGD: dict[str, Range] = {
     "damping": _real(0, 100),
 }
 
+_ISLANDS: dict[str, Range] = {
+    "workers": Number(1, 2**16, "islands"),
+    "algorithm": Choice(islands.GRADIENTS + islands.WEIGHTS),
+    "consistency": Text(40),
+    "fetch": Number(1, MAX_STEPS, "steps"),
+    "push": Number(1, MAX_STEPS, "steps"),
+    "server_optimizer": Choice(islands.SERVER_OPTIMIZERS),
+    "learning_rate": _real(0, _LARGEST),
+    "momentum": _real(0, 1, below=True),
+    "local_learning_rate": _real(0, _LARGEST),
+    "alpha": _real(0, 1),
+    "compensation": _real(0, 1e6),
+    "warm_start": Number(0, MAX_STEPS, "steps"),
+    "quorum": Number(0, 2**16, "islands", "0 for the rule of the consistency"),
+    "grace": _real(0, 1e6, "seconds"),
+    "wire": Wire(),
+    "error_feedback": Switch(),
+    "servers": Number(1, 2**12, "servers"),
+    "replicas": Number(1, 2**12, "servers"),
+    "ranges": Number(1, 2**16, "ranges"),
+    "host": Choice(islands.HOSTS),
+}
+
 _WATCHDOG: dict[str, Range] = {
     section: _real(0, 1e7, "seconds", "0 for never")
     for section in ("start", "first_step", "evaluation", "save", "end")
@@ -128,6 +152,7 @@ RANGES: dict[str, Range] = {
     **_under("optimizer", _OPTIMIZER),
     "optimizer_mode": Choice(tuple(MODES)),
     **_under("local_sgd", _LOCAL_SGD),
+    **_under("islands", _ISLANDS),
     **_under("data", _DATA),
     "layout": Text(LONGEST),
     "lowering": Choice(("", "auto", *LOWERINGS)),

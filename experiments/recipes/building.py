@@ -16,8 +16,9 @@ from experiments.models import linen_decoder
 from experiments.models.decoder import language_model
 from experiments.recipes.config import Config, OptimizerConfig
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import MODES
+from experiments.recipes.modes import ISLANDS, MODES
 from meshpar.layouts.param import follows_load
+from meshpar.lowering.mode import Mode
 from meshpar.ops import experts
 
 
@@ -99,8 +100,8 @@ def make_optimizer(
     return experts.balanced(optimizer, model, config.router_bias_rate)
 
 
-def make_mode(config: Config) -> meshpar.LocalSGD | None:
-    """How replicas are synchronized; None in synchronous training.
+def make_mode(config: Config) -> Mode | None:
+    """How replicas or islands train apart; None in synchronous training.
 
     Raises:
       ConfigError: settings that do not exist, or settings of a mode that is not used.
@@ -114,6 +115,13 @@ def make_mode(config: Config) -> meshpar.LocalSGD | None:
                 f"--optimizer_mode={name}"
             )
     return MODES[mode](getattr(config, mode, None))
+
+
+def num_islands(config: Config) -> int:
+    """Islands in this process, each of which needs the devices of the layout."""
+    settings = config.islands
+    here = config.optimizer_mode == ISLANDS and settings.host == "threads"
+    return settings.workers if here else 1
 
 
 def make_program(

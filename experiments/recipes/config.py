@@ -13,7 +13,7 @@ from experiments.data import DataConfig
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes import allowed
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import MODES, SYNCHRONOUS, LocalSGDConfig
+from experiments.recipes.modes import MODES, SYNCHRONOUS, IslandsConfig, LocalSGDConfig
 from meshpar.errors import MeshparError, nearest, shown
 
 
@@ -76,8 +76,10 @@ class Config:
       framework: "nnx" or "linen".
       model: the decoder; vocab=0 takes the vocabulary of the data.
       optimizer: the optimizer.
-      optimizer_mode: "synchronous", or "local_sgd" for layouts with replica=R.
+      optimizer_mode: "synchronous", "local_sgd" for layouts with replica=R, or
+        "islands".
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
+      islands: how islands train under optimizer_mode="islands".
       data: the data.
       layout: layout string; empty mixes data, fsdp and tensor over all devices.
       lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
@@ -107,6 +109,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     optimizer_mode: str = SYNCHRONOUS
     local_sgd: LocalSGDConfig = LocalSGDConfig()
+    islands: IslandsConfig = IslandsConfig()
     data: DataConfig = DataConfig()
     layout: str = ""
     lowering: str = ""

@@ -1,4 +1,4 @@
-"""Optimizer modes by name (`--optimizer_mode`): synchronous training, or local SGD.
+"""Optimizer modes by name (`--optimizer_mode`): synchronous, local SGD, islands.
 
 A new mode needs an entry in `MODES` and a dataclass of settings, which is a field of
 `Config` under the mode's name.
@@ -11,8 +11,10 @@ from typing import Any
 import optax
 
 import meshpar
+from meshpar.islands.consistency import parse_consistency
+from meshpar.lowering.mode import Mode
 
-SYNCHRONOUS, LOCAL_SGD = "synchronous", "local_sgd"
+SYNCHRONOUS, LOCAL_SGD, ISLANDS = "synchronous", "local_sgd", "islands"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,55 @@ class LocalSGDConfig:
     error_feedback: bool = True
     gossip: str = ""
     damping: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandsConfig:
+    """Islands that train at their own pace (`meshpar.islands.Islands`).
+
+    Attributes:
+      workers: number of islands; each trains under the layout, on devices of its own.
+      algorithm: "downpour", "damped", "compensated", "easgd" or "diloco".
+      consistency: "bsp", "ssp:S", "asp" or "bounded_delay:TAU".
+      fetch: steps between pulls.
+      push: steps between pushes.
+      server_optimizer: optimizer of the store: "adagrad", "adam" or "sgd".
+      learning_rate: learning rate of the store.
+      momentum: of the store's "sgd", and of "diloco".
+      local_learning_rate: learning rate between pulls, where gradients are pushed.
+      alpha: moving rate of "easgd".
+      compensation: strength of "compensated".
+      warm_start: steps that the first island trains alone.
+      quorum: islands whose pushes make an average; 0 for the consistency's own rule.
+      grace: seconds that an average waits for others once it has its quorum.
+      wire: format of pushes: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
+      error_feedback: whether the error of compression is added to the next push.
+      servers: servers of the store.
+      replicas: servers that hold each range.
+      ranges: parts into which the weights are cut.
+      host: "threads" of this process, or "ray".
+    """
+
+    workers: int = 2
+    algorithm: str = "downpour"
+    consistency: str = "ssp:1"
+    fetch: int = 1
+    push: int = 1
+    server_optimizer: str = "adagrad"
+    learning_rate: float = 0.02
+    momentum: float = 0.9
+    local_learning_rate: float = 0.01
+    alpha: float = 0.1
+    compensation: float = 0.04
+    warm_start: int = 0
+    quorum: int = 0
+    grace: float = 0.0
+    wire: str = "f32"
+    error_feedback: bool = True
+    servers: int = 1
+    replicas: int = 1
+    ranges: int = 4
+    host: str = "threads"
 
 
 OUTERS: dict[str, Callable[[LocalSGDConfig], optax.GradientTransformation | None]] = {
@@ -91,9 +142,17 @@ def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
     )
 
 
-MODES: dict[str, Callable[[Any], meshpar.LocalSGD | None]] = {
+def _islands(settings: IslandsConfig) -> meshpar.islands.Islands:
+    """Raises MeshparError for settings that contradict each other."""
+    values = dataclasses.asdict(settings)
+    consistency = parse_consistency(values.pop("consistency"))
+    return meshpar.islands.Islands(consistency=consistency, **values)
+
+
+MODES: dict[str, Callable[[Any], Mode | None]] = {
     SYNCHRONOUS: lambda _: None,
     LOCAL_SGD: _local_sgd,
+    ISLANDS: _islands,
 }
 """{name: (settings -> mode)}; None for `meshpar.lower` is synchronous training.
 

@@ -5,12 +5,14 @@ import os
 import jax
 import numpy as np
 
+from experiments.reports import islands
 from experiments.training import metrics
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
 from experiments.training.sampling import sample
 from experiments.training.setup import Setup
 from meshpar.arrays import Params
+from meshpar.islands.program import IslandsProgram
 
 
 def describe(setup: Setup, start: int) -> str:
@@ -24,7 +26,7 @@ def describe(setup: Setup, start: int) -> str:
         f"{len(corpus.held_out):,}",
         f"layout: {program.layout} on {mesh.size} {mesh.devices.flat[0].platform} "
         f"device(s), {jax.process_count()} process(es)",
-        *([str(program)] if program.layout.replica > 1 else []),
+        *([program.mode_text] if program.mode_text else []),
         f"floor: a unigram model of this data reaches {setup.unigram_loss:.4f}",
         f"workdir: {setup.folder}" + (f", going on from step {start}" if start else ""),
     ]
@@ -74,6 +76,10 @@ def finish(
         "checkpoints": setup.folder / "checkpoints",
         "plot": setup.folder / "loss.png",
     }
+    if isinstance(setup.program, IslandsProgram):
+        paths["time lines"] = setup.folder / "time_lines.png"
+        picture = islands.time_lines(setup.program.spans())
+        picture.savefig(paths["time lines"], dpi=110, bbox_inches="tight")
     if setup.profile:
         paths["profile"] = setup.folder / "profile"
     for name, path in paths.items():

@@ -113,6 +113,7 @@ class Trainer:
             stack.enter_context(own_folder(setup.folder))
             if jax.process_index() == 0:
                 compiled.remove_torn_programs(setup.folder)
+            stack.callback(self._program.close)
             stop, record = stack.enter_context(StopFlag()), RunRecord(setup.folder)
             checkpoints = stack.enter_context(
                 contextlib.closing(self._open_checkpoints())

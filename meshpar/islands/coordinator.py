@@ -15,6 +15,8 @@ from typing import Any
 from meshpar.errors import MeshparError
 from meshpar.islands.messages import (
     Adopt,
+    AskView,
+    Moved,
     Prepare,
     Prepared,
     Send,
@@ -97,11 +99,13 @@ class Coordinator:
         ]
 
     def handle(self, message: Any) -> list[Send]:
-        """Handles the answer of a server.
+        """Handles the answer of a server, or the question of a client.
 
         Raises:
           RangeLostError: no server holds a range that had been in the store.
         """
+        if isinstance(message, AskView):
+            return [Send(message.client, Moved(self.view))]
         if message.epoch != self._epoch or self.settled:
             return []
         if isinstance(message, Prepared) and self.view.epoch < self._epoch:

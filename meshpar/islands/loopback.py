@@ -76,12 +76,18 @@ class Loopback:
         return self._ask(self.view.chains[operation.range][0], message)
 
     def pull(
-        self, name: str, worker: str, clock: int, keys: np.ndarray | None
+        self,
+        name: str,
+        worker: str,
+        clock: int,
+        keys: np.ndarray | None,
+        known: int,
     ) -> Values:
         """Sends a pull that need not wait."""
         self._requests += 1
         epoch = self.view.epoch
-        message = Pull(_CLIENT, self._requests, epoch, name, worker, clock, keys)
+        read = name, worker, clock, keys, known
+        message = Pull(_CLIENT, self._requests, epoch, *read)
         return self._ask(self.view.chains[name][-1], message)
 
     def change(

@@ -106,6 +106,7 @@ class Pull(NamedTuple):
     Attributes:
       worker: the reader; "" reads at once, without a clock (evaluation).
       keys: sorted integer keys; None for the whole range.
+      known: version that the reader has; the answer to it holds no values.
     """
 
     client: str
@@ -115,6 +116,13 @@ class Pull(NamedTuple):
     worker: str
     clock: int
     keys: np.ndarray | None = None
+    known: int = -1
+
+
+class AskView(NamedTuple):
+    """Client to coordinator: which view is the newest? The answer is `Moved`."""
+
+    client: str
 
 
 class Done(NamedTuple):
@@ -130,7 +138,8 @@ class Values(NamedTuple):
     Attributes:
       version: updates that the range has applied; send it back with the push.
       slowest: the smallest clock of a member, -1 without members.
-      values: numbers of the range, or of the keys asked for.
+      values: numbers of the range, or of the keys asked for; None if the reader has
+        this version.
       refused: why there are none.
     """
 
@@ -143,7 +152,7 @@ class Values(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The request came with an older epoch: here is the view to use."""
+    """The view to use from now on."""
 
     view: "View"
 

@@ -120,6 +120,8 @@ class Node:
                 return None
             if not state.allows(pull.clock):
                 return None
+        if pull.known == state.version:
+            return answer(None)
         if pull.keys is None:
             return answer(state.values.copy())
         keys, size = pull.keys, len(state.values)

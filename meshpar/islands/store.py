@@ -156,6 +156,7 @@ class Store:
         worker: str = "",
         clock: int = 0,
         keys: np.ndarray | None = None,
+        known: int = -1,
     ) -> Values | None:
         """Reads a range; None if the consistency model wants the reader to wait.
 
@@ -164,6 +165,7 @@ class Store:
           worker: the reader; "" reads at once, without a clock.
           clock: pushes that the reader has made to the range.
           keys: integer keys; None for the whole range.
+          known: a version that the reader has; if it is the newest, `values` is None.
 
         Raises:
           MeshparError: an unknown range, a worker that has left, or bad keys.
@@ -175,7 +177,7 @@ class Store:
             and not self.ready(name, worker, clock)
         ):
             return None
-        answer = self._servers.pull(name, worker, clock, keys)
+        answer = self._servers.pull(name, worker, clock, keys, known)
         if answer.refused:
             raise MeshparError(answer.refused)
         return answer

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.errors import MeshparError
@@ -72,3 +73,20 @@ class TrainState(NamedTuple):
 def cast_params(params: Params, plan: Plan) -> Params:
     """Parameters in the dtype in which the loss computes with them."""
     return {path: x.astype(plan.weights[path].dtype) for path, x in params.items()}
+
+
+def abstract_state(
+    params: Any, optimizer_state: Any, plan: Plan, mesh: Mesh
+) -> TrainState:
+    """The training state as ShapeDtypeStructs with shardings."""
+
+    def sharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return TrainState(
+        sharded(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()),
+        sharded(jax.ShapeDtypeStruct((), jnp.uint32), PartitionSpec()),
+        {path: sharded(leaf, plan.specs[path]) for path, leaf in params.items()},
+        jax.tree.map(sharded, optimizer_state, plan.optimizer_specs),
+    )

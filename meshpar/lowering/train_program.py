@@ -120,6 +120,9 @@ class TrainProgram(Program):
                 )
         return evaluation | training
 
+    def close(self) -> None:
+        """Ends what a mode runs beside the steps; the program is not used any more."""
+
     # The step, compiled and read back.
 
     @property

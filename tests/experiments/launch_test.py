@@ -39,6 +39,10 @@ def run(*words, timeout=60):
             ["tpu_pod.sh", "--dry_run", "pod", "zone"],
             ["tpu-vm ssh pod --worker=all", "pod:meshpar/.token"],
         ),
+        (
+            ["ray.sh", "--address=10.0.0.1:6379", "--dry_run"],
+            ["RAY_ADDRESS=10.0.0.1:6379", "RAY_AUTH_MODE=token"],
+        ),
     ],
 )
 def test_dry_runs_say_what_they_would_do(words, says, tmp_path):

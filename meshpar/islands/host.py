@@ -1,0 +1,212 @@
+"""What a program needs of the host of its islands."""
+
+import abc
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshpar.errors import MeshparError
+from meshpar.islands.worker import Span
+
+
+class Host(abc.ABC):
+    """Islands at work: gives out batches and collects metrics.
+
+    One thread per island waits for its worker, and feeds it: the worker trains in this
+    thread, or in another process. An island takes a batch only when it need not wait
+    for others, so whoever is free takes the next one.
+
+    Args:
+      workers: number of islands.
+    """
+
+    def __init__(self, workers: int):
+        self.num_workers = workers
+        self.changed = threading.Condition()
+        self._batches: list[Any] = []
+        self._results: list[tuple[int, Mapping[str, float]]] = []
+        self._done = self._wanted = 0
+        self._error: BaseException | None = None
+        self._busy = [False] * workers
+        self._stopped = [True] * workers
+        self._threads: list[threading.Thread | None] = [None] * workers
+
+    # What a kind of host does.
+
+    @abc.abstractmethod
+    def connect(self, index: int) -> None:
+        """Makes the worker of an island, and lets it join the store."""
+
+    @abc.abstractmethod
+    def prepare(self, index: int) -> None:
+        """Waits until an island needs a batch; raises `Stopped` if it leaves."""
+
+    @abc.abstractmethod
+    def train(self, index: int, batch: Any) -> Mapping[str, float]:
+        """Trains an island on a batch; returns its metrics."""
+
+    @abc.abstractmethod
+    def disconnect(self, index: int) -> None:
+        """Takes an island out of the store."""
+
+    @abc.abstractmethod
+    def center(self) -> np.ndarray:
+        """The store's weights [N]."""
+
+    @abc.abstractmethod
+    def spans(self) -> list[list[Span]]:
+        """What every island did."""
+
+    @abc.abstractmethod
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The store and all islands as a flat dict; nobody may be at work."""
+
+    # Membership.
+
+    def join(self, index: int) -> None:
+        """An island begins, or begins again after it left.
+
+        Raises:
+          MeshparError: it is there.
+        """
+        if not self._stopped[index]:
+            raise MeshparError(f"island {index} is at work already")
+        self._stopped[index], self._busy[index] = False, True
+        name = f"island {index}"
+        thread = threading.Thread(
+            target=self._run, args=(index,), name=name, daemon=True
+        )
+        self._threads[index] = thread
+        thread.start()
+
+    def leave(self, index: int) -> None:
+        """An island leaves after its present batch; the others train on."""
+        with self.changed:
+            self._stopped[index] = True
+            self.changed.notify_all()
+        if (thread := self._threads[index]) is not None:
+            thread.join()
+
+    def is_stopped(self, index: int) -> bool:
+        """Whether an island was told to leave."""
+        return self._stopped[index]
+
+    def close(self) -> None:
+        """All islands leave."""
+        for index in range(self.num_workers):
+            self.leave(index)
+
+    # Batches.
+
+    def step(self, parts: Sequence[Any]) -> dict[str, float]:
+        """Gives out one batch per island; returns metrics of what got done.
+
+        The islands are at most one step behind: the call waits until all batches of
+        earlier calls are done, and one new one.
+
+        Raises:
+          MeshparError: an island failed.
+        """
+        with self.changed:
+            ahead, self._wanted = self._wanted, self._wanted + len(parts)
+            self._batches.extend(parts)
+            self.changed.notify_all()
+            self._wait(lambda: self._done >= ahead and self._results)
+            results, self._results = self._results, []
+        return _combined(results, self.num_workers)
+
+    def drain(self) -> None:
+        """Waits until all batches are done, and all islands wait."""
+        with self.changed:
+            self._wait(lambda: self._done >= self._wanted and not any(self._busy))
+
+    def waiting(self, index: int, waits: bool) -> None:
+        """Notes that an island waits for others; call it with `changed` held."""
+        self._busy[index] = not waits
+        self.changed.notify_all()
+
+    def _wait(self, condition: Any) -> None:
+        self.changed.wait_for(lambda: self._error or condition())
+        if self._error:
+            raise MeshparError(f"an island failed: {self._error}") from self._error
+
+    def _run(self, index: int) -> None:
+        try:
+            self.connect(index)
+            while True:
+                try:
+                    self.prepare(index)
+                except WorkerDied:
+                    self._reconnect(index)
+                    continue
+                with self.changed:
+                    self.waiting(index, True)
+                    self.changed.wait_for(lambda: self._batches or self._stopped[index])
+                    if self._stopped[index]:
+                        break
+                    batch = self._batches.pop(0)
+                    self._busy[index] = True
+                self._finish(index, batch)
+        except Stopped:
+            pass
+        except BaseException as error:  # Told to whoever waits for this island.
+            self._error = error
+        finally:
+            self.disconnect(index)
+            with self.changed:
+                self._stopped[index] = True
+                self.waiting(index, True)
+
+    def _reconnect(self, index: int) -> None:
+        """A new worker takes the place of one that died."""
+        self.disconnect(index)
+        self.connect(index)
+
+    def _finish(self, index: int, batch: Any) -> None:
+        try:
+            metrics = self.train(index, batch)
+        except WorkerDied:
+            with self.changed:  # Somebody else does it.
+                self._batches.insert(0, batch)
+                self.changed.notify_all()
+            self._reconnect(index)
+            return
+        with self.changed:
+            self._results.append((index, metrics))
+            self._done += 1
+            self.changed.notify_all()
+
+
+class Stopped(Exception):  # noqa: N818
+    """An island that waits is told to leave."""
+
+
+class WorkerDied(Exception):  # noqa: N818
+    """The process of an island is gone."""
+
+
+def _combined(
+    results: Sequence[tuple[int, Mapping[str, float]]], workers: int
+) -> dict[str, float]:
+    """Means over batches, and times and ages of every island."""
+    weights = [found.get("weight", 1.0) for _, found in results]
+    combined = {}
+    own = ("age", "clock", "wait_seconds", "compute_seconds")
+    for name in results[0][1]:
+        values = [found[name] for _, found in results]
+        if name in own:
+            continue
+        if name in ("weight", "pushed_bytes", "pulled_bytes"):
+            combined[name] = sum(values)
+        else:
+            pairs = zip(values, weights, strict=True)
+            combined[name] = sum(v * w for v, w in pairs) / sum(weights)
+    for index in range(workers):
+        mine = [found for i, found in results if i == index]
+        for name in own if mine else ():
+            values = [found[name] for found in mine]
+            adds = name.endswith("seconds")
+            combined[f"{name}/{index}"] = sum(values) if adds else values[-1]
+    return combined

@@ -1,0 +1,193 @@
+"""Islands: the optimizer mode of workers that train at their own pace.
+
+An island is a program under a layout of its own, on its share of the devices. It pulls
+weights from a store and pushes gradients, or differences of weights. No collective
+crosses islands, so they may differ in speed, die and come back.
+
+    algorithm         what is pushed            what the store does with it
+    downpour          gradients                 the server's optimizer (Adagrad)
+    damped            gradients                 the same, divided by 1 + staleness
+    compensated       gradients, weights read   the same, after delay compensation
+    easgd             alpha (own - center)      adds it to the center
+    diloco            start - end of H steps    Nesterov on averages of a quorum
+
+Source: Dean et al., DistBelief, NeurIPS 2012; Zhang et al., arXiv:1511.05950 (damped);
+  Zheng et al., arXiv:1609.08326 (compensated); Zhang et al., EASGD, arXiv:1412.6651;
+  Douillard et al., DiLoCo, arXiv:2311.08105; Liu et al., Asynchronous Local-SGD,
+  arXiv:2401.09135.
+"""
+
+import dataclasses
+
+from meshpar.collectives.compression import make_compression
+from meshpar.errors import MeshparError
+from meshpar.islands.consistency import SSP, Consistency
+from meshpar.layouts.layout import Layout
+
+GRADIENTS = ("downpour", "damped", "compensated")
+"""Algorithms that push gradients; the optimizer runs in the store."""
+
+WEIGHTS = ("easgd", "diloco")
+"""Algorithms whose islands run an optimizer of their own."""
+
+SERVER_OPTIMIZERS = ("adagrad", "adam", "sgd")
+"""Optimizers of the store by name."""
+
+HOSTS = ("threads", "ray")
+"""Hosts by name: threads of this process, or actors in processes of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Islands:
+    """Islands: how many, what they push, and how far apart they may be.
+
+    Attributes:
+      workers: number of islands; each trains on a layout of its own.
+      algorithm: a name in `GRADIENTS` or `WEIGHTS`.
+      consistency: which pushes a pull waits for.
+      fetch: steps between pulls (Downpour's n_fetch).
+      push: steps between pushes (Downpour's n_push; tau of EASGD; H of DiLoCo).
+      server_optimizer: optimizer of the store for gradients.
+      learning_rate: its learning rate; for DiLoCo that of the outer optimizer.
+      momentum: of "sgd" and of DiLoCo's outer optimizer.
+      local_learning_rate: learning rate with which an island moves its own copy of the
+        weights between pulls, where it pushes gradients.
+      alpha: EASGD's moving rate.
+      compensation: strength of delay compensation.
+      warm_start: steps that the first island trains alone.
+      quorum: islands whose pushes make an average; 0 for the consistency's own rule.
+      grace: seconds that an average waits for others once it has its quorum.
+      wire: format of pushes: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
+      error_feedback: whether the error of a lossy format is added to the next push.
+      servers: servers of the store.
+      replicas: servers that hold each range.
+      ranges: parts into which the weights are cut, over the servers.
+      host: "threads" or "ray".
+
+    Raises:
+      MeshparError: settings that contradict each other.
+    """
+
+    workers: int = 2
+    algorithm: str = "downpour"
+    consistency: Consistency = SSP(1)
+    fetch: int = 1
+    push: int = 1
+    server_optimizer: str = "adagrad"
+    learning_rate: float = 0.02
+    momentum: float = 0.9
+    local_learning_rate: float = 0.01
+    alpha: float = 0.1
+    compensation: float = 0.04
+    warm_start: int = 0
+    quorum: int = 0
+    grace: float = 0.0
+    wire: str = "f32"
+    error_feedback: bool = True
+    servers: int = 1
+    replicas: int = 1
+    ranges: int = 4
+    host: str = "threads"
+
+    def __post_init__(self):
+        for name, known in (
+            ("algorithm", GRADIENTS + WEIGHTS),
+            ("server_optimizer", SERVER_OPTIMIZERS),
+            ("host", HOSTS),
+        ):
+            if getattr(self, name) not in known:
+                raise MeshparError(
+                    f"islands: {name}={getattr(self, name)!r}: use one of "
+                    f"{', '.join(known)}"
+                )
+        for name in ("workers", "fetch", "push", "servers", "replicas", "ranges"):
+            if getattr(self, name) < 1:
+                raise MeshparError(
+                    f"islands: {name}={getattr(self, name)}: use at least 1"
+                )
+        if not isinstance(self.consistency, Consistency):
+            raise MeshparError(
+                f"islands: consistency={self.consistency!r}: use BSP(), SSP(s), ASP() "
+                "or BoundedDelay(tau)"
+            )
+        if self.quorum > self.workers or self.quorum < 0:
+            raise MeshparError(
+                f"islands: quorum={self.quorum} of {self.workers} workers: use 0 to "
+                f"{self.workers}"
+            )
+        if self.replicas > self.servers:
+            raise MeshparError(
+                f"islands: replicas={self.replicas} on {self.servers} server(s): use "
+                "at least as many servers"
+            )
+        if self.algorithm in WEIGHTS and self.fetch not in (1, self.push):
+            raise MeshparError(
+                f"islands: fetch={self.fetch} with {self.algorithm}: it pulls when it "
+                "pushes; leave it out"
+            )
+        if self.algorithm == "diloco" and not (self.in_rounds):
+            raise MeshparError(
+                f"islands: diloco with {self.consistency} averages pushes: set a quorum"
+            )
+        if self.algorithm == "easgd" and self.in_rounds:
+            raise MeshparError(
+                f"islands: easgd with {self.consistency} and quorum={self.quorum}: its "
+                "center takes every push by itself; use asp, or ssp:S with S > 0"
+            )
+        if self.algorithm == "compensated" and (self.in_rounds or self.push > 1):
+            raise MeshparError(
+                "islands: compensated corrects single gradients: use push=1 and a "
+                "consistency without averages (asp, or ssp:S with S > 0)"
+            )
+        make_compression(self.wire)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the store applies averages of pushes."""
+        return bool(self.quorum) or self.consistency.in_rounds
+
+    def reason_unsupported(
+        self,
+        layout: Layout,
+        lowering_name: str,
+        *,
+        asynchronous: bool = False,
+        reorders_layers: bool = False,
+    ) -> str:
+        """Says why islands cannot train under a layout; "" if they can.
+
+        Args:
+          layout: the layout of one island.
+          lowering_name: the option `lowering` of `lower`.
+          asynchronous: whether the pipeline's stages update their weights at different
+            times (PipeDream).
+          reorders_layers: whether the pipeline stores its layers in another order than
+            the model.
+        """
+        if layout.replica > 1:
+            return (
+                f"replica={layout.replica} with islands: both train apart; use more "
+                "islands, or mode=LocalSGD(...)"
+            )
+        if asynchronous:
+            return (
+                f"schedule={layout.schedule} with islands: its stages update weights "
+                "at different times, and islands exchange weights between steps; use "
+                "1f1b"
+            )
+        if reorders_layers:
+            return (
+                "islands with a pipeline that stores its layers in another order "
+                "(several chunks per stage, or an uneven depth) are not supported; use "
+                "virtual_stages=1 and a depth that pipe divides"
+            )
+        return ""
+
+    def identity(self) -> str:
+        """The mode as text; the host and the number of servers may change."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("host", "servers", "replicas", "grace")
+        }
+        return f"islands {values}"

@@ -1,0 +1,257 @@
+"""The program of islands: a `TrainProgram` whose steps are done by many.
+
+A step gives out one batch per island. The state that `step` returns is a handle: the
+weights are in the store, and the islands hold theirs, until `in_model_order` or
+`extra_state` reads them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.arrays import Params, num_bytes
+from meshpar.errors import MeshparError
+from meshpar.islands.host import Host
+from meshpar.islands.mode import WEIGHTS, Islands
+from meshpar.islands.packing import packed, unpacked
+from meshpar.islands.threads import Threads
+from meshpar.islands.weights_vector import WeightsVector, weights_vector
+from meshpar.islands.worker import Span
+from meshpar.layouts.axes import AXES
+from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.train_program import TrainProgram
+
+BYTES = "islands"
+"""Name of the packed bytes in a checkpoint."""
+
+_SLACK = 1 << 20
+"""Bytes of a checkpoint for names, clocks and counts."""
+
+
+class IslandsState(NamedTuple):
+    """A training state, and the bytes of the store and the islands.
+
+    Attributes:
+      step: steps done.
+      seed: seed of the run.
+      params: the store's weights at the start.
+      optimizer_state: of the first island's program.
+      blob: uint8 [devices, n] of `IslandsProgram.extra_state`; None to start new.
+    """
+
+    step: Any
+    seed: Any
+    params: Params
+    optimizer_state: Any
+    blob: Any = None
+
+
+@dataclasses.dataclass
+class _Running:
+    """The islands at work, and the step that they have reached."""
+
+    host: Host | None = None
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IslandsProgram(TrainProgram):
+    """A `TrainProgram` of islands; made by `lower(mode=Islands())`.
+
+    What it says of layout, contract and memory is true of each island.
+
+    Attributes:
+      mode: how many islands there are, and what they exchange.
+      programs: one program per island; with host="ray" one that evaluates.
+      build: makes the program of an island in a process of its own, for host="ray".
+    """
+
+    mode: Islands
+    programs: tuple[TrainProgram, ...]
+    build: Callable[[], TrainProgram] | None = None
+    _running: _Running = dataclasses.field(default_factory=_Running, compare=False)
+
+    @functools.cached_property
+    def vector(self) -> WeightsVector:
+        """The weights as one vector."""
+        return weights_vector(self)
+
+    @property
+    def batch_rows(self) -> np.ndarray:
+        """All rows of the batch of all islands."""
+        return np.arange(self.mode.workers * len(super().batch_rows))
+
+    def _parts(self, batch: Any) -> list[Any]:
+        """The batch cut into those of the islands."""
+        rows = len(super().batch_rows)
+        return [
+            jax.tree.map(lambda x, i=i: np.asarray(x)[i * rows : (i + 1) * rows], batch)
+            for i in range(self.mode.workers)
+        ]
+
+    # Training.
+
+    def init(self, seed: int = 0, params: Any = None) -> TrainState:
+        """As `TrainProgram.init`; all islands and the store start with it."""
+        return super().init(seed, params)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Gives every island a batch; the islands are at most one step behind.
+
+        Args:
+          state: the result of `init`, `as_stored` or the last call.
+          batch: host arrays [workers * batch of an island, ...]; an island that is
+            faster takes more of the parts.
+
+        Returns:
+          The next state, and metrics of what got done since: means over batches,
+          bytes pushed and pulled, and of every island `compute_seconds/I`,
+          `wait_seconds/I`, its `clock/I` and the `age/I` of what it read, in clocks.
+
+        Raises:
+          MeshparError: an older state, or an island that failed.
+        """
+        step = int(state.step)
+        if self._running.host is None:
+            self._start(state)
+        elif step != self._running.step:
+            raise MeshparError(
+                f"the islands are at step {self._running.step}, the state is of step "
+                f"{step}: go on from the newest state"
+            )
+        metrics = self._running.host.step(self._parts(batch))
+        self._running.step = step + 1
+        return state._replace(step=np.int32(step + 1)), metrics
+
+    def _start(self, state: TrainState) -> None:
+        seed, snapshot = int(state.seed), None
+        if isinstance(state, IslandsState) and state.blob is not None:
+            snapshot = unpacked(np.asarray(jax.device_get(state.blob)).reshape(-1))
+        center_N = self.vector.pack(state.params)
+        make = Threads if self.build is None else _ray_host(self.build)
+        host = make(self.mode, list(self.programs), seed, center_N, snapshot)
+        self._running.host, self._running.step = host, int(state.step)
+
+    @property
+    def host(self) -> Host | None:
+        """The islands at work; None before the first step."""
+        return self._running.host
+
+    def spans(self) -> list[list[Span]]:
+        """What every island did, for a picture."""
+        return self._running.host.spans() if self._running.host else []
+
+    def close(self) -> None:
+        """Ends the islands."""
+        if self._running.host:
+            self._running.host.close()
+
+    # Weights.
+
+    def weights(self, state: TrainState) -> Params:
+        """The store's weights, {path: array}."""
+        if self._running.host is None or int(state.step) != self._running.step:
+            return state.params
+        center = self.vector.unpack(self._running.host.center())
+        return {**state.params, **center}
+
+    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
+        """Loss and aux of the store's weights in evaluation mode."""
+        params, sums = self.weights(state), self.metric_sums()
+        for part in self._parts(batch):
+            sums.add(self.evaluate_params(params, part))
+        return sums.result()
+
+    # Checkpoints.
+
+    def in_model_order(self, state: TrainState) -> TrainState:
+        """The store's weights, once all islands wait."""
+        if self._running.host is not None:
+            self._running.host.drain()
+        params = self.weights(state)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        step = jax.device_put(np.int32(int(state.step)), whole)
+        return TrainState(step, state.seed, params, state.optimizer_state)
+
+    def extra_state(self, state: TrainState) -> Any:
+        """The store, with every clock, and the islands."""
+        if self._running.host is None:
+            blob = getattr(state, "blob", None)
+            return self._packed({}) if blob is None else {BYTES: blob}
+        self._running.host.drain()
+        return self._packed(self._running.host.snapshot())
+
+    def _packed(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        (like,) = jax.tree.leaves(self.abstract_extra)
+        blob = packed(arrays, like.size)
+        return {BYTES: jax.device_put(blob.reshape(like.shape), like.sharding)}
+
+    @functools.cached_property
+    def abstract_extra(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Bytes [devices, n] that `extra_state` packs."""
+        workers, vector = self.mode.workers, 4 * self.vector.size
+        store = 3 * vector + 4 * vector * workers * self.mode.in_rounds
+        own = sum(map(num_bytes, jax.tree.leaves(self.abstract_state)))
+        island = own + 4 * vector
+        if self.mode.algorithm in WEIGHTS:
+            island += vector
+        devices = self.mesh.size
+        size = -(-(store + workers * island + _SLACK) // devices)
+        sharding = NamedSharding(self.mesh, PartitionSpec(AXES))
+        shape = (devices, size)
+        return {BYTES: jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=sharding)}
+
+    @property
+    def extra_identity(self) -> str:
+        """The mode to which `extra_state` belongs."""
+        return self.mode.identity()
+
+    def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
+        """The whole state; without `extra` all islands start from the weights."""
+        blob = extra[BYTES] if extra is not None else None
+        if blob is not None and not unpacked(np.asarray(blob).reshape(-1)):
+            blob = None
+        return IslandsState(*super().as_stored(state), blob)
+
+    @property
+    def mode_text(self) -> str:
+        """How many islands train, and what they exchange."""
+        mode = self.mode
+        return (
+            f"islands: {mode.workers} of {self.mesh.size} device(s), {mode.algorithm}, "
+            f"{mode.consistency}, {mode.servers} server(s), {mode.replicas} replica(s)"
+        )
+
+    @property
+    def reason_not_equal(self) -> str:
+        """Islands train apart on purpose."""
+        return (
+            "islands train at their own pace, and do not equal one device: verify the "
+            "layout of one island without the mode"
+        )
+
+    def __str__(self) -> str:
+        return self.mode_text
+
+
+def _ray_host(build: Callable[[], TrainProgram]) -> Callable[..., Host]:
+    """The host of Ray, which builds programs in processes of their own.
+
+    Raises:
+      MeshparError: Ray is not installed.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise MeshparError(
+            'islands: host=ray needs Ray: pip install -e ".[islands]"'
+        ) from error
+    from meshpar.islands.ray_host import RayHost
+
+    return functools.partial(RayHost, build)

@@ -1,0 +1,145 @@
+"""A client of the store's servers in Ray: waits, and asks again when a server dies."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+
+from meshpar.errors import MeshparError
+from meshpar.islands.messages import (
+    Done,
+    Moved,
+    Operation,
+    Payload,
+    Pull,
+    Push,
+    Request,
+    Values,
+)
+
+_RETRY_S = 2.0
+"""Seconds after which a request is repeated: the server may have ignored it."""
+
+_GONE = (ray.exceptions.RayActorError, ray.exceptions.RayTaskError)
+"""What Ray raises for a server that is dead, or cannot be reached for now."""
+
+
+class RayClient:
+    """A client; each thread needs one of its own.
+
+    Args:
+      name: unique among the clients.
+      coordinator: the handle of the `Coordination` actor.
+    """
+
+    def __init__(self, name: str, coordinator: Any):
+        self._name, self._coordinator = name, coordinator
+        self._requests = 0
+        self._refresh()
+
+    def operate(self, operations: list[Operation]) -> None:
+        """Sends operations; returns when all replicas have them.
+
+        Raises:
+          MeshparError: the store refuses one.
+        """
+
+        def message(i: int) -> tuple[str, Callable[[int, int], Any]]:
+            operation = operations[i]
+            head = self._view.chains[operation.range][0]
+            return head, lambda request, epoch: Request(
+                self._name, request, epoch, operation
+            )
+
+        self._ask(len(operations), message)
+
+    def read(self, reads: list[tuple]) -> list[Values]:
+        """Reads ranges: fields of `Pull` from `range` on; waits as they want it."""
+
+        def message(i: int) -> tuple[str, Callable[[int, int], Any]]:
+            tail = self._view.chains[reads[i][0]][-1]
+            return tail, lambda request, epoch: Pull(
+                self._name, request, epoch, *reads[i]
+            )
+
+        return self._ask(len(reads), message)
+
+    def pull(
+        self, worker: str, names: list[str], clock: int, known: Mapping[str, int]
+    ) -> list[Values]:
+        """Reads whole ranges at a worker's clock."""
+        return self.read(
+            [(name, worker, clock, None, known.get(name, -1)) for name in names]
+        )
+
+    def push(self, worker: str, clock: int, payloads: Mapping[str, Payload]) -> None:
+        """Pushes to ranges at a worker's clock."""
+        self.operate(
+            [Push(name, worker, clock, payload) for name, payload in payloads.items()]
+        )
+
+    def slowest(self, names: list[str]) -> int:
+        """The largest of the ranges' slowest clocks."""
+        nothing = np.zeros(0, np.int64)
+        found = self.read([(name, "", 0, nothing) for name in names])
+        return max(values.slowest for values in found)
+
+    def _ask(self, count: int, message: Callable) -> list[Done | Values]:
+        """Sends requests at once; repeats those without an answer."""
+        first = self._requests
+        self._requests += count
+        answers: dict[int, Done | Values] = {}
+        while len(answers) < count:
+            refs = {}
+            for i in range(count):
+                if i not in answers:
+                    server, make = message(i)
+                    if (handle := self._handles.get(server)) is not None:
+                        request = make(first + i, self._view.epoch)
+                        refs[handle.ask.remote(request)] = i, server
+            if not refs:
+                time.sleep(0.1)
+            elif self._collect(refs, answers):
+                continue
+            self._refresh()
+        for answer in answers.values():
+            if answer.refused:
+                raise MeshparError(answer.refused)
+        return [answers[i] for i in range(count)]
+
+    def _refresh(self) -> None:
+        """Asks for the newest view.
+
+        Raises:
+          MeshparError: the store is lost.
+        """
+        self._view, self._handles = self._coordinate(self._coordinator.view.remote())
+
+    def _coordinate(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
+            reason = getattr(error, "cause", None) or "its coordinator is gone"
+            raise MeshparError(f"the store is lost: {reason}") from error
+
+    def _collect(self, refs: dict, answers: dict[int, Done | Values]) -> bool:
+        """Waits for answers; returns whether all came."""
+        pending, deadline, complete = list(refs), time.monotonic() + _RETRY_S, True
+        while pending:
+            left = max(0.0, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, timeout=left)
+            if not ready:
+                return False
+            i, server = refs[ready[0]]
+            try:
+                answer = ray.get(ready[0])
+            except _GONE:
+                self._coordinate(self._coordinator.report.remote(server))
+                return False
+            if answer is None or isinstance(answer, Moved):
+                complete = False
+            else:
+                answers[i] = answer
+        return complete

@@ -1,0 +1,262 @@
+"""Host of islands in Ray: every island and every server is a process of its own.
+
+A process may be killed at any time. The batch of an island that dies goes to another
+one, and a new process takes its place; a server's ranges are taken from their replicas.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+
+from meshpar.errors import MeshparError
+from meshpar.islands.algorithms import server_update
+from meshpar.islands.host import Host, Stopped, WorkerDied
+from meshpar.islands.messages import Join, Leave, SetValues
+from meshpar.islands.mode import Islands
+from meshpar.islands.ray_client import RayClient
+from meshpar.islands.ray_island import IslandProcess
+from meshpar.islands.ray_servers import Coordination
+from meshpar.islands.rules import Rules
+from meshpar.islands.weights_vector import weights_vector
+from meshpar.islands.wire import decoders
+from meshpar.islands.worker import Span
+from meshpar.lowering.train_program import TrainProgram
+from meshpar.mesh.platform import CPU, platform_of
+
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""The address of this machine's Ray; it replaces 127.0.0.1 by an outer one."""
+
+
+def start_ray() -> None:
+    """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback.
+
+    Ray's sockets listen on all interfaces all the same, and trust whoever has its
+    token, which Ray makes by default (~/.ray/auth_token).
+    """
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # By default actors run at a low priority, and starve beside any other work.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address=_LOOPBACK)
+
+
+def start_servers(
+    ranges: list, make_rules: Callable[[], Rules], servers: int, replicas: int
+) -> Any:
+    """Starts the servers of a store; returns the handle of their coordinator.
+
+    Replicas of a range are on different nodes where the cluster has several.
+    """
+    options = dict(num_cpus=0, max_concurrency=1000)
+    spread = options | dict(scheduling_strategy="SPREAD")
+    actor = ray.remote(Coordination).options(**options)
+    coordinator = actor.remote(ranges, make_rules, servers, replicas, spread)
+    ray.get(coordinator.start.remote(coordinator))
+    return coordinator
+
+
+class RayHost(Host):
+    """Islands in processes of their own, on one machine or a cluster.
+
+    Takes the arguments of `Threads`, and first `build`, which makes the program of an
+    island in its process.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], TrainProgram],
+        mode: Islands,
+        programs: list[TrainProgram],
+        seed: int,
+        center_N: np.ndarray,
+        snapshot: Mapping[str, np.ndarray] | None = None,
+    ):
+        super().__init__(mode.workers)
+        start_ray()
+        self._build, self._mode, self._seed = build, mode, seed
+        self._program = programs[0]
+        self._vector = weights_vector(programs[0])
+        self._slices = self._vector.slices(mode.ranges)
+        self._ranges = [part.range.name for part in self._slices]
+
+        def make_rules() -> Rules:
+            quorum, wire = mode.quorum or None, decoders(mode.wire)
+            update = server_update(mode)
+            return Rules(mode.consistency, update, quorum, mode.grace, wire)
+
+        ranges = [part.range for part in self._slices]
+        self._coordinator = start_servers(
+            ranges, make_rules, mode.servers, mode.replicas
+        )
+        self._actors: list[Any] = [None] * mode.workers
+        self._names: dict[int, str] = {}
+        self._births = 0
+        self._saved: dict[str, dict[str, np.ndarray]] = {}
+        self._past: list[list[Span]] = [[] for _ in range(mode.workers)]
+        client = self._client("driver")
+        if snapshot is None:
+            client.operate(
+                [
+                    SetValues(
+                        part.range.name, "start", center_N[part.start : part.stop]
+                    )
+                    for part in self._slices
+                ]
+            )
+            for index in range(1 if mode.warm_start else mode.workers):
+                self._join_store(client, index)
+        else:
+            self._restore(snapshot)
+        for index in range(mode.workers):
+            self.join(index)
+
+    def _client(self, name: str) -> RayClient:
+        return RayClient(f"{name}, {time.monotonic_ns()}", self._coordinator)
+
+    def _join_store(self, client: RayClient, index: int) -> int:
+        with self.changed:
+            self._births += 1
+            name = self._names[index] = f"island {index}, {self._births}"
+        clock = max(0, client.slowest(self._ranges))
+        client.operate([Join(r, name, clock) for r in self._ranges])
+        return clock
+
+    def connect(self, index: int) -> None:
+        """As `Host.connect`."""
+        clock, client = 0, self._client(f"join {index}")
+        if index not in self._names:
+            while self._mode.warm_start and index:
+                pushes = -(-self._mode.warm_start // self._mode.push)
+                if client.slowest(self._ranges) >= pushes:
+                    break
+                with self.changed:
+                    self.waiting(index, True)
+                if self.is_stopped(index):
+                    raise Stopped
+                time.sleep(0.1)
+            clock = self._join_store(client, index)
+        platform, count = platform_of(self._program.mesh), self._program.mesh.size
+        options: dict[str, Any] = dict(num_cpus=0, max_concurrency=2)
+        if platform is not CPU:
+            options |= dict(num_gpus=count)
+        actor = ray.remote(IslandProcess).options(**options)
+        name = self._names[index]
+        self._actors[index] = actor.remote(
+            *(self._build, self._mode, name, self._slices, self._coordinator),
+            *(self._seed, clock, count, platform.name),
+        )
+        if (saved := self._saved.pop(str(index), None)) is not None:
+            self._call(index, self._actors[index].restore.remote(saved))
+
+    def _call(self, index: int, ref: Any) -> Any:
+        """The result of an actor's method.
+
+        Raises:
+          WorkerDied: its process is gone.
+          Stopped: the island is told to leave.
+        """
+        while not ray.wait([ref], timeout=0.2)[0]:
+            if self.is_stopped(index):
+                raise Stopped
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            raise WorkerDied(str(error)) from error
+
+    def prepare(self, index: int) -> None:
+        """As `Host.prepare`."""
+        self._call(index, self._actors[index].prepare.remote())
+
+    def train(self, index: int, batch: Any) -> Mapping[str, float]:
+        """As `Host.train`."""
+        return self._call(index, self._actors[index].train.remote(batch))
+
+    def disconnect(self, index: int) -> None:
+        """As `Host.disconnect`."""
+        with self.changed:
+            name, actor = self._names.pop(index, None), self._actors[index]
+            self._actors[index] = None
+        if name is not None and ray.is_initialized():
+            client = self._client(f"leave {index}")
+            client.operate([Leave(r, name) for r in self._ranges])
+        if actor is not None:
+            try:
+                self._past[index] += ray.get(actor.spans.remote(), timeout=2.0)
+            except (ray.exceptions.RayError, TimeoutError):
+                pass  # It is dead, and its time line with it.
+            ray.kill(actor)
+
+    def close(self) -> None:
+        """As `Host.close`; the servers end as well."""
+        super().close()
+        if ray.is_initialized():
+            _, handles = ray.get(self._coordinator.view.remote())
+            for handle in handles.values():
+                ray.kill(handle)
+
+    def center(self) -> np.ndarray:
+        """As `Host.center`."""
+        found = self._client("reader").read(
+            [(name,) + ("", 0) for name in self._ranges]
+        )
+        return np.concatenate([values.values for values in found])
+
+    def pids(self) -> tuple[dict[int, int], dict[str, int]]:
+        """Ids of the processes: {island: id}, {server: id}."""
+        pids = {i: a.pid.remote() for i, a in enumerate(self._actors) if a is not None}
+        servers = ray.get(self._coordinator.pids.remote())
+        return {i: ray.get(ref) for i, ref in pids.items()}, servers
+
+    def resize(self, servers: int) -> None:
+        """Servers join or leave, until there are so many."""
+        ray.get(self._coordinator.resize.remote(servers))
+
+    def spans(self) -> list[list[Span]]:
+        """As `Host.spans`."""
+        return [
+            past + (ray.get(actor.spans.remote()) if actor is not None else [])
+            for past, actor in zip(self._past, self._actors, strict=True)
+        ]
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """As `Host.snapshot`."""
+        arrays: dict[str, np.ndarray] = {}
+        view, handles = ray.get(self._coordinator.view.remote())
+        for name in self._ranges:
+            tail = handles[view.chains[name][-1]]
+            if (state := ray.get(tail.snapshot.remote(name))) is None:
+                raise MeshparError(f"range {name} is being moved: save again")
+            arrays |= {f"store|{name}|{k}": v for k, v in state.items()}
+        for index, actor in enumerate(self._actors):
+            if actor is not None:
+                own = ray.get(actor.snapshot.remote())
+                arrays |= {f"{index}|{k}": v for k, v in own.items()}
+        meta = json.dumps([self._births, self._names]).encode()
+        return arrays | {"names": np.frombuffer(meta, np.uint8)}
+
+    def _restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        parts: dict[str, dict[str, Any]] = {}
+        for key, array in snapshot.items():
+            kind, _, rest = key.partition("|")
+            parts.setdefault(kind, {})[rest] = array
+        ranges: dict[str, dict[str, np.ndarray]] = {}
+        for key, array in parts.pop("store").items():
+            name, _, rest = key.partition("|")
+            ranges.setdefault(name, {})[rest] = array
+        view, handles = ray.get(self._coordinator.view.remote())
+        for name, state in ranges.items():
+            for server in view.chains[name]:
+                ray.get(handles[server].restore.remote(name, state))
+        self._births, names = json.loads(parts.pop("names")[""].tobytes())
+        self._names = {int(index): name for index, name in names.items()}
+        self._saved = parts

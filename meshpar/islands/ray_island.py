@@ -1,0 +1,98 @@
+"""An island as a Ray actor: a process that trains and talks to the store."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.islands.algorithms import make_island
+from meshpar.islands.key_range import Slice
+from meshpar.islands.messages import Payload, Values
+from meshpar.islands.mode import Islands
+from meshpar.islands.ray_client import RayClient
+from meshpar.islands.worker import PUSH, Span, Worker
+from meshpar.lowering.train_program import TrainProgram
+from meshpar.mesh.mesh import simulate
+from meshpar.mesh.platform import CPU
+
+
+class _Endpoint:
+    """A worker's way to the store."""
+
+    def __init__(self, name: str, coordinator: Any):
+        self._name, self._client = name, RayClient(name, coordinator)
+
+    def pull(
+        self, names: list[str], clock: int, known: Mapping[str, int]
+    ) -> list[Values]:
+        """As `Endpoint.pull`."""
+        return self._client.pull(self._name, names, clock, known)
+
+    def push(self, clock: int, payloads: Mapping[str, Payload]) -> None:
+        """As `Endpoint.push`."""
+        self._client.push(self._name, clock, payloads)
+
+
+class IslandProcess:
+    """An island; runs as an actor with two threads, one of which may wait.
+
+    Args:
+      build: makes the island's program in this process.
+      mode: the mode.
+      name: its name in the store.
+      slices: the ranges of the store.
+      coordinator: handle of the store's coordinator.
+      seed: of the island's state.
+      clock: at which it joined.
+      num_devices: devices that it needs.
+      platform: their platform, as jax calls it.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], TrainProgram],
+        mode: Islands,
+        name: str,
+        slices: list[Slice],
+        coordinator: Any,
+        seed: int,
+        clock: int,
+        num_devices: int,
+        platform: str,
+    ):
+        if platform == CPU.name:
+            jax.config.update("jax_platforms", platform)
+        simulate(num_devices)
+        program = build()
+        island = make_island(program, mode, program.init(seed))
+        endpoint = _Endpoint(name, coordinator)
+        self._worker = Worker(name, island, mode, slices, endpoint, clock)
+
+    def prepare(self) -> None:
+        """Waits until the island needs a batch."""
+        self._worker.prepare()
+
+    def train(self, batch: Any) -> dict[str, float]:
+        """Trains on a batch, and pushes what is to be pushed at once."""
+        metrics = self._worker.train(batch)
+        if self._worker.phase == PUSH and not self._worker.island.pulls_before_push:
+            self._worker.push()
+        return metrics
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The island's state."""
+        return self._worker.snapshot()
+
+    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Takes the state of a snapshot."""
+        self._worker.restore(snapshot)
+
+    def spans(self) -> list[Span]:
+        """What the island did."""
+        return self._worker.spans
+
+    def pid(self) -> int:
+        """The id of this process."""
+        return os.getpid()

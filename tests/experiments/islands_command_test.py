@@ -1,0 +1,104 @@
+"""Islands as a user types them: settings, a run that resumes, and the sweep."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import meshpar
+from experiments import islands_sweep, recipes
+from experiments.recipes import building
+from experiments.recipes.config import ConfigError, with_settings
+from experiments.reports import islands
+from experiments.training import metrics
+from experiments.training.trainer import Trainer
+from meshpar.errors import MeshparError
+from meshpar.islands import ASP, BSP, SSP, BoundedDelay, updates
+
+SETTINGS = ["optimizer_mode=islands", "islands.workers=2", "islands.consistency=ssp:2"]
+
+
+def configured(*settings):
+    return with_settings(recipes.get("tiny"), [*SETTINGS, *settings])
+
+
+def test_settings_become_the_mode():
+    mode = building.make_mode(configured("islands.push=4", "islands.wire=int8"))
+    assert (mode.workers, mode.consistency, mode.push) == (2, SSP(2), 4)
+    for text, model in {"bsp": BSP(), "asp": ASP()}.items():
+        assert building.make_mode(configured(f"islands.consistency={text}")) == (
+            dataclasses.replace(mode, push=1, wire="f32", consistency=model)
+        )
+    delayed = building.make_mode(configured("islands.consistency=bounded_delay:3"))
+    assert delayed.consistency == BoundedDelay(3)
+
+
+@pytest.mark.parametrize(
+    "settings, error, words",
+    [
+        (["islands.algorithm=downpoor"], ConfigError, "did you mean 'downpour'"),
+        (["islands.consistency=ssp"], MeshparError, "use bsp, asp, ssp:S"),
+        (["islands.workers=0"], ConfigError, "islands.workers=0: use"),
+        (["islands.algorithm=easgd", "islands.consistency=bsp"], MeshparError, "asp"),
+        (["optimizer_mode=synchronous"], ConfigError, "add --optimizer_mode=islands"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings, error, words):
+    with pytest.raises(error, match=words):
+        building.make_mode(configured(*settings))
+
+
+@pytest.mark.slow
+def test_a_run_of_islands_resumes_and_draws_time_lines(tmp_path, capsys):
+    def train(steps):
+        config = dataclasses.replace(
+            configured("model.depth=1"),
+            steps=steps,
+            workdir=str(tmp_path),
+            sample_tokens=0,
+        )
+        layout = meshpar.layouts.parse("data=1")
+        assert Trainer(config, layout, jax.devices()[:2]).run() == 0
+
+    train(4)
+    train(8)
+    said = capsys.readouterr().out
+    assert "going on from step 4" in said and "islands: 2 of 1 device(s)" in said
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    clocks = [row for row in rows if any(key.startswith("clock/") for key in row)]
+    largest = max(row.get(f"clock/{i}", 0) for row in clocks for i in range(2))
+    assert largest >= 6  # Clocks go on where the checkpoint had them.
+    assert (tmp_path / "time_lines.png").stat().st_size > 1000
+
+
+def swept(consistency, stragglers, update=None, seconds=12.0):
+    update = update or updates.sgd(0.05)
+    return islands_sweep.simulate(
+        consistency, stragglers, update, workers=8, seconds=seconds
+    )
+
+
+def test_waiting_falls_with_staleness_under_transient_stragglers():
+    results = [swept(SSP(s), "transient") for s in (1, 3, 10)] + [
+        swept(ASP(), "transient")
+    ]
+    waiting = [result.waiting for result in results]
+    assert waiting == sorted(waiting, reverse=True) and waiting[0] > 3 * waiting[-1]
+    fewest = min(result.curve[-1][2] for result in results)
+    *ssp, asp = (result.loss_after(fewest) for result in results)
+    assert max(ssp) <= asp + 0.05
+
+
+@pytest.mark.parametrize("stragglers", ["transient", "permanent"])
+def test_downpour_with_adagrad_beats_bsp_in_time_to_a_target(stragglers):
+    bsp = swept(BSP(), stragglers, updates.sgd(0.05 * 8))._replace(case="BSP")
+    downpour = swept(ASP(), stragglers, updates.adagrad(0.05))
+    goal = islands.target([bsp], stragglers)
+    print(bsp.seconds_to(goal), downpour.seconds_to(goal))
+    assert downpour.seconds_to(goal) < 0.75 * bsp.seconds_to(goal)
+
+
+def test_the_sweep_is_deterministic():
+    assert swept(SSP(1), "transient", seconds=3.0) == swept(
+        SSP(1), "transient", seconds=3.0
+    )

@@ -1,0 +1,88 @@
+"""Kills servers and islands in Ray; run as a script, so that Ray ends with it.
+
+python killed_in_ray.py server|islands
+"""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import ray
+
+from meshpar.islands import SSP, Islands, KeyRange, Payload, ray_host, updates
+from meshpar.islands.messages import Join
+from meshpar.islands.ray_client import RayClient
+from meshpar.islands.rules import Rules
+
+
+def rules():
+    return Rules(SSP(2), updates.add)
+
+
+def server():
+    """A server is killed; every answered push is counted once."""
+    ranges = [KeyRange(f"w/{i}", 1000) for i in range(4)]
+    coordinator = ray_host.start_servers(ranges, rules, 2, 2)
+    client, names = RayClient("client", coordinator), [r.name for r in ranges]
+    client.operate([Join(name, "a", 0) for name in names])
+    for clock in range(12):
+        for values in client.pull("a", names, clock, {}):
+            np.testing.assert_array_equal(values.values, np.full(1000, clock))
+        ones = np.ones(1000, np.float32)
+        client.push("a", clock, {name: Payload((None, ones)) for name in names})
+        if clock == 4:
+            pids = ray.get(coordinator.pids.remote())
+            os.kill(pids["server 0"], signal.SIGKILL)
+    assert "server 0" not in ray.get(coordinator.pids.remote())
+
+
+def trained(kills, steps=160):
+    """The loss and the seconds of a run in which processes are killed after steps."""
+    import jax
+    import optax
+    from support import tiny_stack
+
+    import meshpar
+
+    batch, optimizer = tiny_stack.batch(), optax.sgd(0.05)
+    mode = Islands(
+        2, consistency=SSP(2), learning_rate=0.05, host="ray", servers=2, replicas=2
+    )
+    one = jax.devices()[:1]
+    made = meshpar.lower(
+        tiny_stack.model(), optimizer, "data=1", batch, devices=one, mode=mode
+    )
+    state, start = made.init(3), time.monotonic()
+    for step in range(steps):
+        state, _ = made.step(state, batch)
+        if step in kills:
+            islands, servers = made.host.pids()
+            pids = islands if kills[step] == "island" else servers
+            os.kill(list(pids.values())[0], signal.SIGKILL)
+    made.host.drain()
+    portable, extra = made.in_model_order(state), made.extra_state(state)
+    assert int(portable.step) == steps and extra["islands"].size
+    loss = float(made.evaluate(state, batch)["loss"])
+    made.close()
+    return loss, time.monotonic() - start
+
+
+def islands():
+    """Two islands and a server are killed; the loss is that of an unbroken run."""
+    whole, seconds = trained({})
+    kills = {30: "island", 60: "server", 90: "island"}
+    broken, broken_seconds = trained(kills)
+    print(
+        f"loss {whole:.4f} in {seconds:.1f} s, with kills {broken:.4f} in "
+        f"{broken_seconds:.1f} s",
+        flush=True,
+    )
+    assert broken < 1.01 * whole + 0.01
+
+
+if __name__ == "__main__":
+    ray_host.start_ray()
+    {"server": server, "islands": islands}[sys.argv[1]]()
+    print("done", flush=True)
