@@ -20,17 +20,14 @@ import scipy.sparse as sp
 from meshpar.errors import MeshparError
 from meshpar.islands.filters import (
     COMPRESSIONS,
-    Filter,
     KeyCaching,
-    Link,
-    Memory,
-    Packet,
     RandomSkip,
     SignificantlyModified,
     ValueCompression,
 )
 from meshpar.islands.key_range import Slice
 from meshpar.islands.kkt import KKTFilter
+from meshpar.islands.packet import Filter, Link, Memory, Packet
 from meshpar.islands.proximal import gradient_and_curvature
 
 

@@ -1,9 +1,9 @@
-"""Line search of More and Thuente: a step that decreases enough and flattens the slope.
+"""Line search of Moré and Thuente: a step that decreases enough and flattens the slope.
 
 It is told the value and the slope at one step after the other, and answers with the
 next step to try. It needs no vectors, so a coordinator can run it.
 
-Source: More, Thuente, Line search algorithms with guaranteed sufficient decrease, ACM
+Source: Moré, Thuente, Line search algorithms with guaranteed sufficient decrease, ACM
   TOMS 1994; the constants are those of L-BFGS-B (Zhu, Byrd, Lu, Nocedal, 1997).
 """
 

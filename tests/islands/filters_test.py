@@ -7,7 +7,7 @@ import pytest
 
 from meshpar.errors import MeshparError
 from meshpar.islands import filters, kkt
-from meshpar.islands.filters import Link, Packet
+from meshpar.islands.packet import Link, Packet
 
 
 def packet(keys=(1, 4, 7, 9), task=0, columns=2, **changes):
