@@ -6,6 +6,7 @@ import scipy.optimize
 
 from meshpar.errors import MeshparError
 from meshpar.islands import lbfgs
+from meshpar.islands.line_search import LineSearch
 from meshpar.islands.portions import schedule
 
 
@@ -130,3 +131,47 @@ def test_a_copy_is_made_only_if_it_would_be_done_earlier():
 def test_workers_have_speeds(speeds):
     with pytest.raises(MeshparError, match="use numbers above 0"):
         schedule([1.0], speeds, backup=False)
+
+
+# The line search.
+
+
+def wave(step):
+    """A slope down with waves: searches bracket, extrapolate and bisect."""
+    value = -0.3 * step + 0.1 * step**2 / (1 + step) - 0.15 * np.sin(3 * step)
+    slope = -0.3 + 0.1 * (step**2 + 2 * step) / (1 + step) ** 2
+    return value, slope - 0.45 * np.cos(3 * step)
+
+
+def needle(step):
+    """Flat at first, then steep: the first stage has to move far."""
+    return -step / (step**2 + 2), (step**2 - 2) / (step**2 + 2) ** 2
+
+
+def wall(step):
+    """A deep and narrow minimum far from the start."""
+    return (step + 0.004) ** 5 - 2 * (step + 0.004) ** 4, 5 * (
+        step + 0.004
+    ) ** 4 - 8 * (step + 0.004) ** 3
+
+
+@pytest.mark.parametrize("function", [wave, needle, wall])
+def test_steps_equal_those_of_scipys_line_search(function):
+    theirs = pytest.importorskip("scipy.optimize._dcsrch", reason="private to SciPy")
+    for first in 10.0 ** np.arange(-3, 4, 0.25):
+        expected = []
+
+        def value(step, tried=expected):
+            tried.append(step)
+            return function(step)[0]
+
+        start, slope = function(0.0)
+        search = theirs.DCSRCH(
+            value, lambda step: function(step)[1], 1e-3, 0.9, 0.1, 0.0, 1e10
+        )
+        search(first, start, slope, maxiter=20)
+        mine, tried = LineSearch(start, slope, first), []
+        while not mine.done and len(tried) < len(expected):
+            tried.append(mine.step)
+            mine.tell(*function(mine.step))
+        np.testing.assert_allclose(tried, expected, rtol=1e-9)

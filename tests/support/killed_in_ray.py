@@ -38,7 +38,7 @@ def server():
     assert "server 0" not in ray.get(coordinator.pids.remote())
 
 
-def trained(kills, steps=160):
+def trained(kills, steps=80):
     """The loss and the seconds of a run in which processes are killed after steps."""
     import jax
     import optax
@@ -72,7 +72,7 @@ def trained(kills, steps=160):
 def islands():
     """Two islands and a server are killed; the loss is that of an unbroken run."""
     whole, seconds = trained({})
-    kills = {30: "island", 60: "server", 90: "island"}
+    kills = {15: "island", 30: "server", 45: "island"}
     broken, broken_seconds = trained(kills)
     print(
         f"loss {whole:.4f} in {seconds:.1f} s, with kills {broken:.4f} in "
