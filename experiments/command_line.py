@@ -133,6 +133,20 @@ def config_from_flags() -> Config:
     return config
 
 
+def refuse_unread(*read: flags.FlagHolder) -> None:
+    """Raises ConfigError for shared flags that a command does not read.
+
+    Args:
+      read: the shared flags that it does read.
+    """
+    names = {flag.name for flag in read}
+    for flag in flags.FLAGS.get_flags_for_module(__name__):
+        if flag.present and flag.name not in names:
+            raise ConfigError(
+                f"--{flag.name} is not read by this command; leave it out"
+            )
+
+
 def use_cpu() -> None:
     """Makes jax use the CPU alone; call it before jax starts."""
     jax.config.update("jax_platforms", CPU.name)

@@ -33,11 +33,8 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize(
     "name",
     [
-        "README.md",
-        "docs/layouts.md",
-        "docs/experts.md",
-        "docs/long_sequences.md",
-        "docs/generation.md",
+        *("README.md", "docs/layouts.md", "docs/experts.md"),
+        *("docs/long_sequences.md", "docs/generation.md", "docs/sparse.md"),
     ],
 )
 def test_programs_run_as_they_stand(name, monkeypatch, capsys):
@@ -99,9 +96,9 @@ def test_commands_name_modules_and_layouts_that_exist(page):
 def test_the_page_of_commands_has_every_flag():
     code = "".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
     defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', code))
-    defined |= set(re.findall(r'"--([a-z_]+)"[,)]', code))  # Of argparse.
+    defined |= set(re.findall(r'"--([a-z0-9_]+)"[,)]', code))  # Of argparse.
     page = (ROOT / "docs/commands.md").read_text()
-    assert defined == set(re.findall(r"--([a-z_]+)", page)) - {"help"}
+    assert defined == set(re.findall(r"--([a-z0-9_]+)", page)) - {"help"}
 
 
 def test_the_page_of_layouts_has_every_item():

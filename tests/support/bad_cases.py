@@ -14,14 +14,16 @@ BASE = {
     "support": [],
     "chaos": ["--workdir={cwd}/chaos"],
     "local_sgd_sweep": [*COMMON, "--workdir={cwd}/sweep"],
+    "sparse": ["--data={root}/text.txt"],
+    "batch": ["--data={root}/text.txt"],
     "benchmarks.step_overhead": COMMON,
     "benchmarks.ahead_of_time": COMMON,
     "benchmarks.pipeline_schedules": COMMON,
 }
 """Words of every command that are fine; those of a case follow them."""
 
-UNSHARED = ("support", "chaos")
-"""Commands that train nothing themselves, and do not read the shared flags."""
+UNSHARED = ("support", "chaos", "sparse", "batch")
+"""Commands that do not read most of the shared flags."""
 
 
 IMPORTS = {
@@ -130,6 +132,45 @@ OWN = [
     ("chaos", ["--set=model.depth=0"], "--set is set by the scenarios"),
     ("chaos", ["--json=3"], "--json=3"),
     ("chaos", ["--fault=3"], "Did you mean: faults"),
+    ("sparse", ["--algorithm=dbgp"], "--algorithm=dbgp.*did you mean 'dbpg'"),
+    ("sparse", ["--workers=0"], "--workers=0.*use"),
+    ("sparse", ["--servers=-1"], "--servers=-1.*use"),
+    ("sparse", ["--passes=0"], "--passes=0.*use"),
+    ("sparse", ["--rows=-1"], "--rows=-1.*use"),
+    ("sparse", ["--hash_bits=60"], "--hash_bits=60.*use"),
+    ("sparse", ["--l1=0"], "--l1=0.*use"),
+    ("sparse", ["--l1=nan"], "--l1=nan.*use"),
+    ("sparse", ["--blocks=0"], "--blocks=0.*use"),
+    ("sparse", ["--delay=64"], "delay=64 with blocks=64: use"),
+    ("sparse", ["--blocks=64", "--hash_bits=5"], "--blocks=64 for 32 features: use"),
+    ("sparse", ["--kkt_ratio=-1"], "--kkt_ratio=-1.*use"),
+    ("sparse", ["--random_skip=1"], "--random_skip=1.*use"),
+    ("sparse", ["--significant=-2"], "--significant=-2.*use"),
+    ("sparse", ["--compression=zip"], "--compression=zip.*use"),
+    ("sparse", ["--learning_rate=0.1"], "--learning_rate belongs to another"),
+    ("sparse", ["--algorithm=hogwild", "--kkt_filter"], "--kkt_filter belongs to"),
+    ("sparse", ["--algorithm=hogwild", "--l2=inf"], "--l2=inf.*use"),
+    ("sparse", ["--layout=data=2"], "--layout is not read by this command"),
+    ("sparse", ["--seed=-1"], "seed=-1: use"),
+    ("sparse", [], "come from one file or folder"),
+    ("sparse", ["--data=/nowhere/at/all"], "does not exist"),
+    ("sparse", ["--data={root}/hidden"], "holds no file"),
+    ("sparse", ["--workres=3"], "Did you mean: workers"),
+    ("batch", ["--algorithm=bfgs"], "did you mean 'lbfgs'"),
+    ("batch", ["--workers=1"], "--workers=1.*use"),
+    ("batch", ["--iterations=0"], "--iterations=0.*use"),
+    ("batch", ["--slowdown=0.5"], "--slowdown=0.5.*use"),
+    ("batch", ["--portions=0"], "--portions=0.*use"),
+    ("batch", ["--memory=0"], "--memory=0.*use"),
+    ("batch", ["--l2=-1"], "--l2=-1.*use"),
+    ("batch", ["--tolerate=1"], "--tolerate belongs to another algorithm"),
+    (
+        "batch",
+        ["--algorithm=gradient_descent", "--tolerate=4"],
+        "--tolerate=4 of --workers=4: use",
+    ),
+    ("batch", ["--algorithm=gradient_descent", "--backup"], "--backup belongs to"),
+    ("batch", ["--set=model.depth=2"], "--set is not read by this command"),
     ("verify", ["--verify_steps=0"], "--verify_steps=0.*use"),
     ("verify", ["--verify_steps=-3"], "--verify_steps=-3.*use"),
     ("verify", ["--tolerance=nan"], "--tolerance=nan.*use"),

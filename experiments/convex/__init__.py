@@ -1,0 +1,1 @@
+"""Logistic regression on sparse rows: what the commands sparse and batch train."""
