@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import BATCH_AXES, REPLICA
+from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
@@ -25,13 +26,14 @@ from meshpar.lowering.arguments import check_arguments, check_leaves
 from meshpar.lowering.auto import pick_lowering
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import abstract_batches
+from meshpar.lowering.chunked_update import check_layerwise
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.mode import Mode
 from meshpar.lowering.optimizer import Optimizer, make_optimizer
 from meshpar.lowering.scan import ScanRunner
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.lowering.state import TrainState
+from meshpar.lowering.state import abstract_state
 from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.foreign_shardings import check_divides
@@ -115,8 +117,13 @@ def lower(
         order.check_optimizer(optimizer, trained)
     optimizer_state = optimizer.abstract_state
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
+    if layout.offloaded:
+        stack = model.layered.split(model.params)[1]
+        own = {path: x for path, x in trained.items() if path in stack}
+        check_layerwise(optimizer, own, layout.offload)
+        plan = with_host_leaves(plan, optimizer_state, stack)
     _check_trace(model, layout, mesh, step_batch)
-    state = _abstract_state(params, optimizer_state, plan, mesh)
+    state = abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
@@ -278,20 +285,3 @@ def _check_parts(
         if (num := layout.microbatches) > 1:
             return averaged_state(state, Split.by({"microbatches": num}))
     return frozenset()
-
-
-def _abstract_state(
-    params: Any, optimizer_state: Any, plan: Plan, mesh: Mesh
-) -> TrainState:
-    """The training state as ShapeDtypeStructs with shardings."""
-
-    def sharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return TrainState(
-        sharded(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()),
-        sharded(jax.ShapeDtypeStruct((), jnp.uint32), PartitionSpec()),
-        {path: sharded(leaf, plan.specs[path]) for path, leaf in params.items()},
-        jax.tree.map(sharded, optimizer_state, plan.optimizer_specs),
-    )

@@ -29,6 +29,7 @@ from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
@@ -108,9 +109,14 @@ class Zero:
         return any(sharding.splits for sharding in self.shardings.values())
 
     @property
+    def streams(self) -> bool:
+        """Whether the layers' weights come from host memory, layer by layer."""
+        return PARAMETERS in self.layout.offloaded
+
+    @property
     def gathers_layers(self) -> bool:
         """Whether weights are gathered layer by layer."""
-        return self.layout.zero_level == 3 and self.splits_any
+        return self.layout.zero_level == 3 and (self.splits_any or self.streams)
 
     @property
     def casts_layers(self) -> bool:
@@ -140,12 +146,18 @@ class Zero:
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""
         # Casting before the gather moves fewer bytes, where transports allow it.
-        moved = params if self.transports.widens else self.cast(params)
+        cast = (lambda params: params) if self.transports.widens else self.cast
+        shared, stack = self.layered.split(params)
+        if self.streams:  # No values are read, and the host would cast them.
+            like = jax.eval_shape(cast, stack)
+            moved = {path: jnp.zeros(x.shape, x.dtype) for path, x in like.items()}
+            moved |= cast(shared)
+        else:
+            moved = cast(params)
         shards = {path: self.vary(x) for path, x in moved.items()}
         if self.gathers_layers:
             leaves, constants = self._split_trained(shards)
-            if self.casts_layers:
-                stack = self.layered.split(params)[1]
+            if self.casts_layers or self.streams:
                 constants |= {path: self.vary(x) for path, x in stack.items()}
             return leaves, constants
         whole = gather_shards(shards, self.shardings)
@@ -194,7 +206,17 @@ class Zero:
 
         wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
         whole, kept = self._whole_layer, self.layered.kept
-        return LayerScan(wrapped, whole, reduce, context, kept, self.prefetched)
+        on_host = ACTIVATIONS in self.layout.offloaded
+        return LayerScan(
+            wrapped,
+            whole,
+            reduce,
+            context,
+            kept,
+            self.prefetched,
+            streams=self.streams,
+            saves_on_host=on_host,
+        )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
         ahead = self.prefetched.issuperset({*leaves, *constants})

@@ -6,7 +6,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -98,33 +98,39 @@ class ShardMapLowering(Lowering):
 
     def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and its gradients, before clipping."""
+        return self._mapped(self._means, state, batch)
+
+    def gradient_sums(self, state: TrainState, batch: Any) -> Gradients:
+        """`gradients` before `mean_gradient`, in the dtype of the backward pass."""
+        return self._mapped(self._sums, state, batch)
+
+    def _mapped(self, fn: Callable, state: TrainState, batch: Any) -> Gradients:
+        """fn on the shards of the batch."""
         out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
-        mapped = self.frame.mapped(self._gradients, batch, out_specs)
+        mapped = self.frame.mapped(fn, batch, out_specs)
         totals, grads = mapped(state.params, state.key(), batch)
         return Gradients(totals, grads, {})  # Models with layers keep no state.
 
-    def _gradients(
-        self, params: Params, key: Array, batch: Any
-    ) -> tuple[Totals, Params]:
+    def _means(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
         """`gradients` on one shard of the batch."""
-        sums = self.runner.sums(params, batch, self.frame.shard_key(key))
-        return self._means(*sums, params)
+        totals, grads = self._sums(params, key, batch)
+        grads = {p: self.mean_gradient(p, x, totals) for p, x in grads.items()}
+        return totals, grads
 
-    def _means(
-        self, totals: Totals, grads: Params, params: Params
-    ) -> tuple[Totals, Params]:
-        """From sums on every device to means over the whole batch."""
+    def _sums(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
+        """`gradient_sums` on one shard of the batch."""
+        totals, grads = self.runner.sums(params, batch, self.frame.shard_key(key))
         totals = self.frame.over_devices(totals)
-        weight = totals.nonzero_divisor
         if self.zero.transports.widens:
             grads = {path: x.astype(jnp.float32) for path, x in grads.items()}
         grads = self.zero.scattered(grads)
-        grads = all_reduce_grads(grads, self.zero.shardings)
-        grads = {
-            path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
-            for path, x in grads.items()
-        }
-        return totals, grads
+        return totals, all_reduce_grads(grads, self.zero.shardings)
+
+    def mean_gradient(self, path: str, gradient: Array, totals: Totals) -> Array:
+        """A gradient of the whole batch's mean loss from the sum over its samples."""
+        # Compilers may divide by a scalar or multiply by its reciprocal, as they please.
+        mean = gradient.astype(jnp.float32) * (1 / totals.nonzero_divisor)
+        return mean.astype(self.plan.parameters[path].dtype)
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer; adds grad_norm."""

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.errors import MeshparError
@@ -72,3 +73,25 @@ class TrainState(NamedTuple):
 def cast_params(params: Params, plan: Plan) -> Params:
     """Parameters in the dtype in which the loss computes with them."""
     return {path: x.astype(plan.weights[path].dtype) for path, x in params.items()}
+
+
+def abstract_state(
+    params: Any, optimizer_state: Any, plan: Plan, mesh: Mesh
+) -> TrainState:
+    """The training state as ShapeDtypeStructs with shardings."""
+
+    def sharded(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    leaves, structure = jax.tree.flatten(optimizer_state)
+    shardings = [leaf.sharding(mesh) for leaf in plan.optimizer]
+    whole = NamedSharding(mesh, PartitionSpec())
+    return TrainState(
+        sharded(jax.ShapeDtypeStruct((), jnp.int32), whole),
+        sharded(jax.ShapeDtypeStruct((), jnp.uint32), whole),
+        {
+            path: sharded(leaf, plan.parameters[path].sharding(mesh))
+            for path, leaf in params.items()
+        },
+        structure.unflatten(map(sharded, leaves, shardings)),
+    )

@@ -27,6 +27,9 @@ class Platform:
         scattered by the native collectives.
       compiles_slowly: whether optimizing a program that runs once costs more time than
         it saves.
+      merges_products: whether the compiler rounds a product with two scalars in another
+        way from program to program (XLA:CPU of jaxlib 0.12 multiplies the scalars
+        first, or does not).
     """
 
     name: str
@@ -35,9 +38,16 @@ class Platform:
     reports_peak: bool = True
     tiles_vectors: bool = False
     compiles_slowly: bool = False
+    merges_products: bool = False
 
 
-CPU = Platform("cpu", widens_collectives=True, reports_peak=False, compiles_slowly=True)
+CPU = Platform(
+    "cpu",
+    widens_collectives=True,
+    reports_peak=False,
+    compiles_slowly=True,
+    merges_products=True,
+)
 GPU = Platform(chips.GPU)
 TPU = Platform(chips.TPU, hides_ring_steps=True, tiles_vectors=True)
 

@@ -1,0 +1,42 @@
+"""The tensors of a plan that live in host memory, as `offload=` of its layout says."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from meshpar.arrays import parameter_path
+from meshpar.layouts.offload import OPTIMIZER, PARAMETERS
+from meshpar.layouts.plan import Plan
+
+
+def with_host_leaves(plan: Plan, optimizer_state: Any, stack: Collection[str]) -> Plan:
+    """The plan with the tensors that `offload=` names in host memory.
+
+    They are the optimizer's tensors that belong to parameters, and the layers' own
+    parameters. Scalars stay on the devices, and so do embedding and head, which both
+    passes of a step use.
+
+    Args:
+      plan: as `make_plan` makes it.
+      optimizer_state: its abstract optimizer state.
+      stack: paths of the layers' parameters.
+    """
+    offloaded = plan.layout.offloaded
+    parameters, optimizer = plan.parameters, plan.optimizer
+    if PARAMETERS in offloaded:
+        parameters = {
+            path: dataclasses.replace(leaf, on_host=path in stack)
+            for path, leaf in parameters.items()
+        }
+    if OPTIMIZER in offloaded:
+        keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(optimizer_state)[0]]
+        optimizer = tuple(
+            dataclasses.replace(
+                leaf,
+                on_host=bool(leaf.shape) and parameter_path(k, parameters) is not None,
+            )
+            for k, leaf in zip(keys, optimizer, strict=True)
+        )
+    return dataclasses.replace(plan, parameters=parameters, optimizer=optimizer)
