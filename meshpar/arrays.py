@@ -54,7 +54,7 @@ def vary(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays moved to host memory, each shard to that of its device; under jit alone."""
+    """Arrays moved to host memory, each shard to its device's host; under jit alone."""
     return jax.device_put(tree, jax.memory.Space.Host)
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, to_device
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
@@ -65,6 +65,7 @@ class Zero:
       cast: casts parameters to the compute dtype.
       vary: marks an array as differing over the manual axes.
       trained: paths of the parameters that are trained.
+      on_host: paths of the parameters that live in host memory.
 
     Raises:
       LayoutError: a prefetch matches no sharded parameter of the stack.
@@ -78,6 +79,7 @@ class Zero:
     cast: Callable[[Params], Params]
     vary: Callable[[Array], Array]
     trained: frozenset[str]
+    on_host: frozenset[str] = frozenset()
 
     def __post_init__(self):
         _ = self.prefetched  # Raises for a prefetch without a match.
@@ -114,6 +116,11 @@ class Zero:
         return PARAMETERS in self.layout.offloaded
 
     @property
+    def copies_layers(self) -> bool:
+        """Whether the layers' weights are copied from host memory once a step."""
+        return bool(self.on_host) and not self.streams
+
+    @property
     def gathers_layers(self) -> bool:
         """Whether weights are gathered layer by layer."""
         return self.layout.zero_level == 3 and (self.splits_any or self.streams)
@@ -125,7 +132,7 @@ class Zero:
         The stack's leaves then have the dtype of the gradients, and nothing reads their
         values: no copy of the whole stack is held.
         """
-        in_scan = self.gathers_layers and not self.in_ticks
+        in_scan = self.gathers_layers and not self.in_ticks and not self.copies_layers
         return in_scan and not self.transports.widens
 
     @property
@@ -150,10 +157,12 @@ class Zero:
         shared, stack = self.layered.split(params)
         if self.streams:  # No values are read, and the host would cast them.
             like = jax.eval_shape(cast, stack)
-            moved = {path: jnp.zeros(x.shape, x.dtype) for path, x in like.items()}
-            moved |= cast(shared)
+            copies = {path: jnp.zeros(x.shape, x.dtype) for path, x in like.items()}
+        elif self.copies_layers:
+            copies = lax.map(lambda layer: cast(to_device(layer)), stack)
         else:
-            moved = cast(params)
+            copies = cast(stack)
+        moved = {**cast(shared), **copies}
         shards = {path: self.vary(x) for path, x in moved.items()}
         if self.gathers_layers:
             leaves, constants = self._split_trained(shards)

@@ -8,15 +8,16 @@ import jax
 
 from meshpar.arrays import parameter_path
 from meshpar.layouts.offload import OPTIMIZER, PARAMETERS
-from meshpar.layouts.plan import Plan
+from meshpar.layouts.plan import LeafPlan, Plan
 
 
 def with_host_leaves(plan: Plan, optimizer_state: Any, stack: Collection[str]) -> Plan:
     """The plan with the tensors that `offload=` names in host memory.
 
-    They are the optimizer's tensors that belong to parameters, and the layers' own
-    parameters. Scalars stay on the devices, and so do embedding and head, which both
-    passes of a step use.
+    Under "optimizer" they are the optimizer's tensors that belong to parameters, and
+    the layers' master weights if the loss computes with copies in another dtype. Under
+    "parameters" they are the layers' parameters. Scalars, embedding and head stay on
+    the devices.
 
     Args:
       plan: as `make_plan` makes it.
@@ -24,12 +25,17 @@ def with_host_leaves(plan: Plan, optimizer_state: Any, stack: Collection[str]) -
       stack: paths of the layers' parameters.
     """
     offloaded = plan.layout.offloaded
-    parameters, optimizer = plan.parameters, plan.optimizer
-    if PARAMETERS in offloaded:
-        parameters = {
-            path: dataclasses.replace(leaf, on_host=path in stack)
-            for path, leaf in parameters.items()
-        }
+
+    def moves(path: str, leaf: LeafPlan) -> bool:
+        has_copy = plan.weights[path].dtype != leaf.dtype
+        named = PARAMETERS in offloaded or (OPTIMIZER in offloaded and has_copy)
+        return path in stack and named
+
+    parameters = {
+        path: dataclasses.replace(leaf, on_host=moves(path, leaf))
+        for path, leaf in plan.parameters.items()
+    }
+    optimizer = plan.optimizer
     if OPTIMIZER in offloaded:
         keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(optimizer_state)[0]]
         optimizer = tuple(

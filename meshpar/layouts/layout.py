@@ -77,8 +77,8 @@ class Layout:
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "full" or "experts".
-      offload: what lives in host memory: "none", or any of "optimizer", "parameters" and
-        "activations", joined by "+".
+      offload: what lives in host memory: "none", or any of "optimizer", "parameters"
+        and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,
         "ulysses" splits heads instead, "ring" sends keys and values around.
       context_order: which tokens of a sequence each device has: "contiguous" a part of

@@ -1,7 +1,8 @@
 """Offload: parts of training that live in host memory and visit the device in chunks.
 
-    optimizer     optimizer state, between steps
-    parameters    master weights of the layers, between their uses
+    optimizer     optimizer state, and the layers' master weights if the loss computes
+                  with copies of them in another dtype; the copies stay on the device
+    parameters    weights of the layers, each layer's on the device only for its uses
     activations   what the layers save for their backward pass
 
 Source: Ren et al., ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Infinity,
@@ -69,7 +70,8 @@ def check_offload(text: str, zero_level: int, sizes: Mapping[str, int]) -> None:
     if PARAMETERS in offloaded_parts(text) and zero_level != 3:
         raise LayoutError(
             f"offload={text} brings weights to the device layer by layer, and "
-            f"zero={zero_level} holds all of them: use zero=3, or leave {PARAMETERS} out"
+            f"zero={zero_level} holds all of them: use zero=3, or leave {PARAMETERS} "
+            "out"
         )
 
 

@@ -106,6 +106,12 @@ class Plan:
     synchronization: tuple[LeafPlan, ...] = ()
 
     @property
+    def paths_on_host(self) -> frozenset[str]:
+        """Paths of the parameters that live in host memory."""
+        plans = self.parameters.items()
+        return frozenset(path for path, leaf in plans if leaf.on_host)
+
+    @property
     def specs(self) -> dict[str, PartitionSpec]:
         """{path: spec} of master weights, and of the gradients the optimizer gets."""
         return {path: leaf.partition_spec for path, leaf in self.parameters.items()}

@@ -9,7 +9,7 @@ the same way under all lowerings.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Array, Params, to_device
+from meshpar.arrays import Array, Params
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.batches import natural_batch
-from meshpar.lowering.chunked_update import ChunkedUpdate
+from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
 from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.memory import (
     Held,
@@ -37,11 +38,9 @@ from meshpar.lowering.memory import (
     trace_layer,
 )
 from meshpar.lowering.optimizer import Optimizer
-from meshpar.lowering.state import TrainState, cast_params
+from meshpar.lowering.state import TrainState, fetched_params
 from meshpar.lowering.totals import Totals
-from meshpar.mesh.platform import platform_of
 from meshpar.models.model import Model
-
 
 _CHUNKS = 2
 """Layers on the device at a time of what lives in host memory: used, and on the way."""
@@ -113,13 +112,13 @@ class Lowering:
         return Totals.of(self.model.evaluation_loss(self.weights(params), batch))
 
     def gradient_sums(self, state: TrainState, batch: Any) -> Gradients:
-        """`gradients` before `mean_gradient`, in the dtype of the backward pass."""
+        """`gradients` before `mean_gradients`, in the dtype of the backward pass."""
         return self.gradients(state, batch)
 
-    def mean_gradient(self, path: str, gradient: Array, totals: Totals) -> Array:
-        """A gradient of `gradients` from one of `gradient_sums`, by element."""
-        del path, totals
-        return gradient
+    def mean_gradients(self, sums: Params, totals: Totals) -> Params:
+        """The gradients of `gradients` from those of `gradient_sums`, by element."""
+        del totals
+        return sums
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer, which runs on shards; adds grad_norm."""
@@ -147,14 +146,10 @@ class Lowering:
         totals, sums, _ = self.gradient_sums(state, batch)
         sums = self.shard(sums, self.plan.specs)
 
-        def mean(sums: Params, totals: Totals) -> Params:
-            return {p: self.mean_gradient(p, x, totals) for p, x in sums.items()}
-
         def finish(sums: Params, scalars: tuple[Totals, Array]) -> Params:
-            totals, grad_norm = scalars
-            return self._clipped(mean(sums, totals), grad_norm)
+            return self._clipped(self.mean_gradients(sums, scalars[0]), scalars[1])
 
-        grad_norm = optax.tree.norm(self.plan.slopes(mean(sums, totals)))
+        grad_norm = optax.tree.norm(self.plan.slopes(self.mean_gradients(sums, totals)))
         trained, optimizer_state = update.run(
             sums,
             state.optimizer_state,
@@ -168,12 +163,10 @@ class Lowering:
 
     def _clipped(self, grads: Params, grad_norm: Array) -> Params:
         """Gradients scaled down to `clip_norm`, if their global norm is larger."""
-        if self.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        if platform_of(self.mesh).merges_products:
-            return jax.lax.optimization_barrier(grads)
-        return grads
+        if self.clip_norm is None:
+            return grads
+        scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
 
     @functools.cached_property
     def chunked_update(self) -> ChunkedUpdate | None:
@@ -189,10 +182,8 @@ class Lowering:
 
     def copies(self, params: Params) -> Params:
         """The copies of the parameters for the loss: whole over fsdp below zero=3."""
-        on_host = {path for path, p in self.plan.parameters.items() if p.on_host}
-        params = {p: to_device(x) if p in on_host else x for p, x in params.items()}
         specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
-        return self.shard(cast_params(params, self.plan), specs)
+        return self.shard(fetched_params(params, self.plan), specs)
 
     def gathered(self, copies: Params) -> Params:
         """Copies that are whole over fsdp, where XLA's own gathers would go wrong."""
@@ -245,6 +236,15 @@ class Lowering:
             wire = cost.wire_bytes("all_reduce", size + 2 * reach.reduced_bytes, ways)
             why = "global norm, and the optimizer's reductions over tensors"
             yield DeclaredCollective("any", axes, ways, 0, int(wire), why, bound=True)
+
+    def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
+        """What one device exchanges with host memory in one training step.
+
+        Args:
+          batch: abstract batch of one replica.
+        """
+        del batch
+        return state_transfers(self.plan)
 
     @property
     def axes_in_use(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ Source: Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4 (the state in host
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,9 @@ import optax
 from jax import lax
 
 from meshpar.arrays import Array, Params, parameter_path, to_device, to_host
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.errors import LayoutError
+from meshpar.layouts.offload import PARAMETERS
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.optimizer import Optimizer
 
@@ -62,6 +64,16 @@ def check_layerwise(optimizer: Optimizer, params: Params, offload: str) -> None:
                 f"{text} the optimizer keeps {leaf.shape} for {path} "
                 f"{params[path].shape}: {_REMEDY}"
             )
+
+
+def state_transfers(plan: Plan) -> Iterator[HostTransfer]:
+    """What one device exchanges with host memory for the update of one step."""
+    sizes = plan.host_bytes()
+    for kind, size in sizes.items():
+        if size:
+            yield HostTransfer(f"{kind}, updated layer by layer", size, size)
+    if (size := sizes["parameters"]) and PARAMETERS not in plan.layout.offloaded:
+        yield HostTransfer("copies of the weights, once a step", size, 0)
 
 
 class _Leaf(NamedTuple):

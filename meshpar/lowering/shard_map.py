@@ -17,6 +17,7 @@ from meshpar.arrays import Array, Params
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (
     LayerPass,
@@ -27,6 +28,7 @@ from meshpar.fsdp.terms import (
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_moves import declared_moves
@@ -101,11 +103,11 @@ class ShardMapLowering(Lowering):
         return self._mapped(self._means, state, batch)
 
     def gradient_sums(self, state: TrainState, batch: Any) -> Gradients:
-        """`gradients` before `mean_gradient`, in the dtype of the backward pass."""
+        """`gradients` before `mean_gradients`, in the dtype of the backward pass."""
         return self._mapped(self._sums, state, batch)
 
     def _mapped(self, fn: Callable, state: TrainState, batch: Any) -> Gradients:
-        """fn on the shards of the batch."""
+        """Totals and gradients of a function that runs on shards of the batch."""
         out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
         mapped = self.frame.mapped(fn, batch, out_specs)
         totals, grads = mapped(state.params, state.key(), batch)
@@ -113,9 +115,8 @@ class ShardMapLowering(Lowering):
 
     def _means(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
         """`gradients` on one shard of the batch."""
-        totals, grads = self._sums(params, key, batch)
-        grads = {p: self.mean_gradient(p, x, totals) for p, x in grads.items()}
-        return totals, grads
+        totals, sums = self._sums(params, key, batch)
+        return totals, self.mean_gradients(sums, totals)
 
     def _sums(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
         """`gradient_sums` on one shard of the batch."""
@@ -126,11 +127,16 @@ class ShardMapLowering(Lowering):
         grads = self.zero.scattered(grads)
         return totals, all_reduce_grads(grads, self.zero.shardings)
 
-    def mean_gradient(self, path: str, gradient: Array, totals: Totals) -> Array:
-        """A gradient of the whole batch's mean loss from the sum over its samples."""
-        # Compilers may divide by a scalar or multiply by its reciprocal, as they please.
-        mean = gradient.astype(jnp.float32) * (1 / totals.nonzero_divisor)
-        return mean.astype(self.plan.parameters[path].dtype)
+    def mean_gradients(self, sums: Params, totals: Totals) -> Params:
+        """Gradients of the batch's mean loss from sums over its samples."""
+        # A compiler may divide, or multiply by the reciprocal: this leaves no choice.
+        scale = 1 / totals.nonzero_divisor
+        return {
+            path: (x.astype(jnp.float32) * scale).astype(
+                self.plan.parameters[path].dtype
+            )
+            for path, x in sums.items()
+        }
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer; adds grad_norm."""
@@ -174,6 +180,25 @@ class ShardMapLowering(Lowering):
                 yield move
         yield from self._declared_tensor(batch, moves)
         yield from self.runner.declared_beside(batch)
+
+    def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
+        """What one device exchanges with host memory in one training step."""
+        yield from super().host_transfers(batch)
+        if ACTIVATIONS in self.layout.offloaded:
+            layered, runs = self.model.layered, self.layout.microbatches
+            traced = trace_layer(layered, self.plan, self.mesh, batch)
+            size = runs * layered.depth * traced.saved
+            why = "activations of the layers, as traced"
+            yield HostTransfer(why, size, size, bound=True)
+        if self.zero.streams:
+            depth, plans = self.model.layered.depth, self.plan.parameters
+            whole = sum(plans[path].bytes_per_device for path in self.zero.on_host)
+            # The last layer of a pass fetches the first one's weights again.
+            ahead = sum(plans[path].bytes_per_device for path in self.zero.prefetched)
+            again = ahead // depth
+            for run in self.runner.layer_passes:
+                size = run.runs * (whole + again)
+                yield HostTransfer(f"weights layer by layer, {run.name}", size, 0)
 
     def _passes(self, batch: Any) -> list[LayerPass]:
         """The passes over the layers, without those that compute nothing."""

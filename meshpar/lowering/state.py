@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, to_device
 from meshpar.errors import MeshparError
 from meshpar.layouts.plan import Plan
 from meshpar.models.model import STEP
@@ -73,6 +73,19 @@ class TrainState(NamedTuple):
 def cast_params(params: Params, plan: Plan) -> Params:
     """Parameters in the dtype in which the loss computes with them."""
     return {path: x.astype(plan.weights[path].dtype) for path, x in params.items()}
+
+
+def fetched_params(params: Params, plan: Plan) -> Params:
+    """`cast_params` of the whole model on the device, also from host memory.
+
+    Parameters come from host memory layer by layer, so that the device holds one layer
+    of them in their own dtype.
+    """
+    if not (moved := plan.paths_on_host):
+        return cast_params(params, plan)
+    rest = cast_params({p: x for p, x in params.items() if p not in moved}, plan)
+    stack = {path: params[path] for path in moved}
+    return rest | jax.lax.map(lambda row: cast_params(to_device(row), plan), stack)
 
 
 def abstract_state(
