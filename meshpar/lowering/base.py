@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,6 +28,7 @@ from meshpar.layouts.plan import Plan
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.batches import natural_batch
 from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
+from meshpar.lowering.clipping import clipped
 from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.memory import (
     Held,
@@ -127,7 +127,7 @@ class Lowering:
         totals, grads, new_state = self.gradients(state, batch)
         grads = self.shard(grads, self.plan.specs)
         grad_norm = optax.tree.norm(self.plan.slopes(grads))
-        grads = self._clipped(grads, grad_norm)
+        grads = clipped(grads, grad_norm, self.clip_norm)
         trained = self.plan.trained(state.params)
         loss = totals.reported()["loss"]
         axes = self.replica_axes if self.types_replicas else ()
@@ -147,7 +147,9 @@ class Lowering:
         sums = self.shard(sums, self.plan.specs)
 
         def finish(sums: Params, scalars: tuple[Totals, Array]) -> Params:
-            return self._clipped(self.mean_gradients(sums, scalars[0]), scalars[1])
+            totals, grad_norm = scalars
+            grads = self.mean_gradients(sums, totals)
+            return clipped(grads, grad_norm, self.clip_norm)
 
         grad_norm = optax.tree.norm(self.plan.slopes(self.mean_gradients(sums, totals)))
         trained, optimizer_state = update.run(
@@ -160,13 +162,6 @@ class Lowering:
         )
         new = state.after_step(state.params | trained, optimizer_state)
         return new, totals.with_mean("grad_norm", grad_norm)
-
-    def _clipped(self, grads: Params, grad_norm: Array) -> Params:
-        """Gradients scaled down to `clip_norm`, if their global norm is larger."""
-        if self.clip_norm is None:
-            return grads
-        scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
-        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
 
     @functools.cached_property
     def chunked_update(self) -> ChunkedUpdate | None:

@@ -93,7 +93,7 @@ def test_prediction_and_contract_count_host_memory():
     assert after.host == sum(moved.values()) + before.activations
     assert before.host == 0
     assert after.total < before.total
-    optimizer, parameters, copies, activations = offloaded.contract.host
+    parameters, optimizer, copies, activations = offloaded.contract.host
     assert optimizer.to_device == optimizer.to_host == moved["optimizer"]
     assert parameters.to_device == parameters.to_host == moved["parameters"]
     assert (copies.to_device, copies.to_host) == (moved["parameters"], 0)
@@ -131,7 +131,7 @@ def test_a_layout_that_cannot_be_offloaded_is_refused(layout, message):
             r"depends on other tensors: clip with lower\(clip_norm=",
         ),
         (lambda: optax.lamb(1e-2), "depends on all of its layers"),
-        (lambda: optax.noisy_sgd(1e-2), "draws random numbers"),
+        (lambda: optax.noisy_sgd(1e-2, key=0), "draws random numbers"),
         (lambda: optax.apply_if_finite(optax.sgd(1e-2), 3), "use an elementwise"),
     ],
     ids=["clipped", "lamb", "noisy", "if_finite"],

@@ -1,6 +1,6 @@
 """Prints what differs between runs with and without offload, as JSON: {offload: paths}.
 
-    python tests/support/offloaded_runs.py fsdp=4,remat=full
+python tests/support/offloaded_runs.py fsdp=4,remat=full
 """
 
 import json
