@@ -110,9 +110,9 @@ class Inspection:
         """Bytes in one device's memory at the peak of the program, as compiled."""
         analysis = self.compiled.memory_analysis()
         if platform_of(self._mesh).reports_peak:
-            host = (
-                analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
-            )
+            # Compilers count host memory in the peak, all of it in use.
+            host = analysis.host_argument_size_in_bytes
+            host += analysis.host_temp_size_in_bytes
             return analysis.peak_memory_in_bytes - host
         return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
