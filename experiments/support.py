@@ -17,6 +17,7 @@ from meshpar.compose import reason_unsupported
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from meshpar.layouts.layout import parse
+from meshpar.layouts.offload import OFFLOADS
 from meshpar.layouts.param import Param
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.models.layer_stack import LayeredModel
@@ -98,6 +99,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("microbatches=M", "microbatches=8"),
     Feature("remat", "remat=full"),
     Feature("prefetch", f"{FSDP}=2,zero=3,prefetch=mlp"),
+    *(Feature(f"offload={part}", f"offload={part}") for part in OFFLOADS),
     Feature("virtual_stages", "virtual_stages=2"),
     Feature("partition", "partition={partition}"),
     Feature(f"vocab={PIPE}", f"vocab={PIPE}"),

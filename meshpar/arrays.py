@@ -53,6 +53,16 @@ def vary(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def to_host(tree: Any) -> Any:
+    """Arrays moved to host memory, each shard to its device's host; under jit alone."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: Any) -> Any:
+    """Arrays moved to the devices' memory from host memory; under jit alone."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
 def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
     """Path of the parameter that a leaf of the optimizer state belongs to, or None.
 

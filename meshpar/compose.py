@@ -18,6 +18,7 @@ from meshpar.errors import LayoutError, nearest
 from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
 from meshpar.layouts.axes import BATCH_AXES, REPLICA
+from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
@@ -27,6 +28,7 @@ from meshpar.lowering.arguments import check_arguments, check_leaves
 from meshpar.lowering.auto import pick_lowering
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import abstract_batches
+from meshpar.lowering.chunked_update import check_layerwise
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.mode import Mode
@@ -131,6 +133,11 @@ def lower(
         order.check_optimizer(optimizer, trained)
     optimizer_state = optimizer.abstract_state
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
+    if layout.offloaded:
+        stack = model.layered.split(model.params)[1]
+        own = {path: x for path, x in trained.items() if path in stack}
+        check_layerwise(optimizer, own, layout.offload)
+        plan = with_host_leaves(plan, optimizer_state, stack)
     _check_trace(model, layout, mesh, step_batch)
     state = abstract_state(params, optimizer_state, plan, mesh)
     parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)

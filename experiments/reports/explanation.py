@@ -68,6 +68,20 @@ def _collectives(explanation: Explanation) -> rich.table.Table:
     return table
 
 
+def _host_transfers(explanation: Explanation) -> rich.table.Table:
+    columns = ("host memory", "to the device", "to the host")
+    table = rich.table.Table(*columns, title="moved per device and step")
+    rows = [("declared: " + t.why, t) for t in explanation.host]
+    if explanation.host_found is not None:
+        rows.append(("found", explanation.host_found))
+    for why, transfer in rows:
+        sizes = transfer.to_device, transfer.to_host
+        table.add_row(why, *map(readable_bytes, sizes))
+    if (seconds := explanation.host_seconds) is not None:
+        table.caption = f"at least {1e3 * seconds:.0f} ms over the link to the host"
+    return table
+
+
 def _formula(value: float, formula: str) -> str:
     return f" (formula {formula} = {value:.4f})"
 
@@ -107,6 +121,8 @@ def _print_layout(
     if parameters:
         console.print(_parameters(e))
     console.print(_collectives(e))
+    if e.host:
+        console.print(_host_transfers(e))
     for path, reason in e.replicated.items():
         console.print(f"replicated: {path} ({reason})", soft_wrap=True)
     for warning in e.warnings:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.arrays import leaves_by_path
+from meshpar.arrays import leaves_by_path, to_device
 
 CHECKSUMS = "checksums"
 """Key of the checksums in the metadata of a checkpoint."""
@@ -53,7 +53,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 @functools.cache
 def _program(replicated: NamedSharding) -> Callable[[list[jax.Array]], jax.Array]:
     def leaf_checksums(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([_checksum(x) for x in leaves])
+        return jnp.stack([_checksum(to_device(x)) for x in leaves])
 
     return jax.jit(leaf_checksums, out_shardings=replicated)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
+from meshpar.contracts.host_transfers import HostTransfer
 
 SMALL_BYTES = 2**20
 """A compiler may write a gather or reduce_scatter up to this size as an all_reduce."""
@@ -67,10 +68,12 @@ class Contract:
       terms: the declared collectives.
       state_bytes: exact bytes of the training state on one device, by kind such as
         "parameters".
+      host: transfers between one device and host memory.
     """
 
     terms: tuple[DeclaredCollective, ...]
     state_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host: tuple[HostTransfer, ...] = ()
 
     @property
     def wire_bytes(self) -> float:

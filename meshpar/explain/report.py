@@ -5,6 +5,7 @@ needed, only its compiler (`mesh.topology`).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import numpy as np
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.explain.warnings import collective_warnings, replicated_state
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.memory import Memory
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.mesh.chips import chip_of
 from meshpar.pipeline.report import PipelineReport
 
 
@@ -61,6 +64,10 @@ class Explanation:
         state that synchronizes replicas.
       compiled_bytes: as the compiler reports them: "arguments", "temporary", "peak".
       traffic: collectives, declared and found.
+      host: declared transfers between one device and host memory.
+      host_found: those of the compiled step; None where programs do not show them.
+      host_seconds: least time of the declared ones over the link, both ways at once;
+        None for an unknown chip.
       violations: lines that say where the program breaks its contract.
       warnings: lines about things that are legal and probably not meant.
       pipeline: its schedule, if there is one.
@@ -83,6 +90,9 @@ class Explanation:
     warnings: tuple[str, ...]
     pipeline: PipelineReport | None = None
     mode: str = ""
+    host: tuple[HostTransfer, ...] = ()
+    host_found: HostTransfer | None = None
+    host_seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation as plain values, for JSON."""
@@ -139,7 +149,21 @@ def explain(program: TrainProgram) -> Explanation:
         ),
         pipeline=lowering.report(program.step_batch).get("pipeline"),
         mode=program.mode_text,
+        host=contract.host,
+        host_found=inspection.host_transfers if contract.host else None,
+        host_seconds=_host_seconds(program, contract.host),
     )
+
+
+def _host_seconds(
+    program: TrainProgram, transfers: Sequence[HostTransfer]
+) -> float | None:
+    """Least time of transfers over the host link, whose directions run together."""
+    chip = chip_of(program.mesh.devices.flat[0].device_kind)
+    if chip is None or not transfers:
+        return None
+    ways = [[t.to_device for t in transfers], [t.to_host for t in transfers]]
+    return max(map(sum, ways)) / chip.host_bandwidth
 
 
 def _reason_whole(leaf: LeafPlan) -> str:

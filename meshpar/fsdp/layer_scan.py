@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, to_device
 from meshpar.fsdp.saved import Residuals, Saved, VjpReader
 from meshpar.fsdp.split_backward import SplitBackward
 
@@ -46,6 +46,10 @@ class LayerScan:
       kept: x -> activations in it that every layer passes on as they are.
       ahead: paths gathered while the previous layer computes. The last layer of a pass
         gathers the first one's weights again, unused: depth + 1 gathers in all.
+      streams: whether constants live in host memory, from where each layer's come to
+        the device before they are gathered.
+      saves_on_host: whether what a layer saves goes to host memory until the backward
+        pass.
       padded: whether some rows are padding: they pass x and its gradient on, and their
         weights' gradients are zeros.
     """
@@ -56,6 +60,8 @@ class LayerScan:
     context: Any = ()
     kept: Callable[[Any], tuple[Array, ...]] = lambda _: ()
     ahead: frozenset[str] = frozenset()
+    streams: bool = False
+    saves_on_host: bool = False
     padded: bool = False
 
     def _sweep(
@@ -82,8 +88,9 @@ class LayerScan:
             return {p: x for p, x in tree.items() if (p in self.ahead) == ahead}
 
         def gather(i: Any, ahead: bool) -> Params:
-            trees = is_ahead(leaves, ahead), is_ahead(constants, ahead)
-            return self.gather(*(layer_slice(tree, i) for tree in trees))
+            own = layer_slice(is_ahead(leaves, ahead), i)
+            fixed = layer_slice(is_ahead(constants, ahead), i)
+            return self.gather(own, to_device(fixed) if self.streams else fixed)
 
         def prefetch(i: Any) -> Params:
             return gather(i, ahead=True) if self.ahead else {}
@@ -150,6 +157,7 @@ class LayerScan:
 
             y, vjp = jax.vjp(layer, {path: weights[path] for path in leaves}, x)
             saved = VjpReader.save(vjp, weights | self._beside(self.kept(x)))
+            saved = saved.on_host() if self.saves_on_host else saved
             return self._unless_padding(number, y, x), saved
 
         y, saved = self._sweep(run_layer, x, leaves, constants, rows, None)
@@ -183,6 +191,7 @@ class LayerScan:
         ) -> tuple[tuple, Params]:
             dy, sums = carry
             known = weights | self._beside(residuals.kept)
+            saved = saved.on_device() if self.saves_on_host else saved
             dweights, dx = saved.reader.vjp(saved, known)(dy)
             dweights = self._mask_gradient(number, dweights)
             dx = self._unless_padding(number, dx, dy)
@@ -260,35 +269,3 @@ def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Para
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)
         result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
     return result
-
-
-def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
-    """The whole stack as a function that jax differentiates by `LayerScan.backward`.
-
-    Args:
-      layers: runs a stack in which row i is layer i.
-
-    Returns:
-      (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.
-    """
-
-    def rows(*trees: Params) -> Rows:
-        stacked = next(x for tree in trees for x in tree.values())
-        return Rows(0, jnp.arange(len(stacked)))
-
-    @jax.custom_vjp
-    def run(leaves: Params, constants: Params, x: Any) -> Any:
-        return layers.run(leaves, constants, x, rows(leaves, constants))
-
-    def forward(leaves: Params, constants: Params, x: Any) -> tuple[Any, Any]:
-        x, saved = layers.forward(leaves, constants, x, rows(leaves, constants))
-        return x, (leaves, constants, saved)
-
-    def backward(residuals: Any, dx: Any) -> tuple[Params, None, Any]:
-        leaves, constants, saved = residuals
-        both = rows(leaves, constants)
-        dx, dleaves = layers.backward(leaves, constants, saved, dx, both)
-        return dleaves, None, dx
-
-    run.defvjp(forward, backward)
-    return run

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, to_device, to_host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,6 +76,16 @@ class Saved:
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
             for x, impl in zip(self.arrays, self.structure.key_impls, strict=True)
         ]
+
+    def on_host(self) -> "Saved":
+        """The same with its activations in host memory; keys and numbers stay."""
+        arrays = [to_host(x) if x.ndim > 1 else x for x in self.arrays]
+        return dataclasses.replace(self, arrays=arrays)
+
+    def on_device(self) -> "Saved":
+        """The inverse of `on_host`."""
+        arrays = [to_device(x) if x.ndim > 1 else x for x in self.arrays]
+        return dataclasses.replace(self, arrays=arrays)
 
     def tree_flatten(self) -> tuple[tuple, _Structure]:
         """The arrays as children, the structure as static data."""

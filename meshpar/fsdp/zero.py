@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, to_device
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
@@ -64,6 +65,7 @@ class Zero:
       cast: casts parameters to the compute dtype.
       vary: marks an array as differing over the manual axes.
       trained: paths of the parameters that are trained.
+      on_host: paths of the parameters that live in host memory.
 
     Raises:
       LayoutError: a prefetch matches no sharded parameter of the stack.
@@ -77,6 +79,7 @@ class Zero:
     cast: Callable[[Params], Params]
     vary: Callable[[Array], Array]
     trained: frozenset[str]
+    on_host: frozenset[str] = frozenset()
 
     def __post_init__(self):
         _ = self.prefetched  # Raises for a prefetch without a match.
@@ -108,9 +111,19 @@ class Zero:
         return any(sharding.splits for sharding in self.shardings.values())
 
     @property
+    def streams(self) -> bool:
+        """Whether the layers' weights come from host memory, layer by layer."""
+        return PARAMETERS in self.layout.offloaded
+
+    @property
+    def copies_layers(self) -> bool:
+        """Whether the layers' weights are copied from host memory once a step."""
+        return bool(self.on_host) and not self.streams
+
+    @property
     def gathers_layers(self) -> bool:
         """Whether weights are gathered layer by layer."""
-        return self.layout.zero_level == 3 and self.splits_any
+        return self.layout.zero_level == 3 and (self.splits_any or self.streams)
 
     @property
     def casts_layers(self) -> bool:
@@ -119,7 +132,7 @@ class Zero:
         The stack's leaves then have the dtype of the gradients, and nothing reads their
         values: no copy of the whole stack is held.
         """
-        in_scan = self.gathers_layers and not self.in_ticks
+        in_scan = self.gathers_layers and not self.in_ticks and not self.copies_layers
         return in_scan and not self.transports.widens
 
     @property
@@ -140,12 +153,20 @@ class Zero:
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""
         # Casting before the gather moves fewer bytes, where transports allow it.
-        moved = params if self.transports.widens else self.cast(params)
+        cast = (lambda params: params) if self.transports.widens else self.cast
+        shared, stack = self.layered.split(params)
+        if self.streams:  # No values are read, and the host would cast them.
+            like = jax.eval_shape(cast, stack)
+            copies = {path: jnp.zeros(x.shape, x.dtype) for path, x in like.items()}
+        elif self.copies_layers:
+            copies = lax.map(lambda layer: cast(to_device(layer)), stack)
+        else:
+            copies = cast(stack)
+        moved = {**cast(shared), **copies}
         shards = {path: self.vary(x) for path, x in moved.items()}
         if self.gathers_layers:
             leaves, constants = self._split_trained(shards)
-            if self.casts_layers:
-                stack = self.layered.split(params)[1]
+            if self.casts_layers or self.streams:
                 constants |= {path: self.vary(x) for path, x in stack.items()}
             return leaves, constants
         whole = gather_shards(shards, self.shardings)
@@ -194,7 +215,17 @@ class Zero:
 
         wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
         whole, kept = self._whole_layer, self.layered.kept
-        return LayerScan(wrapped, whole, reduce, context, kept, self.prefetched)
+        on_host = ACTIVATIONS in self.layout.offloaded
+        return LayerScan(
+            wrapped,
+            whole,
+            reduce,
+            context,
+            kept,
+            self.prefetched,
+            streams=self.streams,
+            saves_on_host=on_host,
+        )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
         ahead = self.prefetched.issuperset({*leaves, *constants})

@@ -28,14 +28,18 @@ from meshpar.layouts.axes import (
     in_use,
 )
 from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
+from meshpar.layouts.field_kinds import check_kinds
 from meshpar.layouts.grammar import REGEXES, check_regex, read_items, write_items
+from meshpar.layouts.offload import (
+    NONE,
+    canonical_offload,
+    check_offload,
+    offloaded_parts,
+)
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
-
-MAX_SIZE = 2**20
-"""Largest size of an axis, and most microbatches and virtual stages."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +77,8 @@ class Layout:
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "full" or "experts".
+      offload: what lives in host memory: "none", or any of "optimizer", "parameters"
+        and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,
         "ulysses" splits heads instead, "ring" sends keys and values around.
       context_order: which tokens of a sequence each device has: "contiguous" a part of
@@ -109,6 +115,7 @@ class Layout:
     save: str = "inputs"
     tick_loop: str = "phases"
     remat: str = "none"
+    offload: str = NONE
     context_mode: str = ALLGATHER
     context_order: str = AUTO
     context_heads: int = 1
@@ -120,7 +127,7 @@ class Layout:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self):
-        self._check_kinds()
+        check_kinds(self, DEFAULTS)
         if self.zero not in (None, 1, 2, 3):
             raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
         if self.zero in (1, 2) and self.fsdp == 1:
@@ -135,33 +142,16 @@ class Layout:
         if self.remat != "none" and self.remat not in REMAT_POLICIES:
             known = nearest(shown(self.remat), ["none", *REMAT_POLICIES])
             raise LayoutError(f"remat={shown(self.remat)!r} ({known})")
-        for name, value in self._canonical_rules().items():
+        canonical = {"offload": canonical_offload(self.offload)}
+        for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)
+        check_offload(self.offload, self.zero_level, self.sizes)
         if self.prefetch and (self.zero_level != 3 or self.fsdp == 1):
             raise LayoutError(
                 f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
                 f"fsdp={self.fsdp},zero={self.zero_level} gathers none layer by layer; "
                 "use fsdp=N,zero=3, or leave it out"
             )
-
-    def _check_kinds(self) -> None:
-        """Raises LayoutError for a size out of range, or a text that is none."""
-        counts = "microbatches", "virtual_stages", "context_heads"
-        least = dict.fromkeys((*AXES, *counts), 1)
-        for name, low in {**least, "min_shard_size": 0}.items():
-            size = getattr(self, name)
-            whole = isinstance(size, int) and not isinstance(size, bool)
-            if not whole or size < low:
-                raise LayoutError(
-                    f"{name}={size!r}: use a whole number of at least {low}"
-                )
-            if low and size > MAX_SIZE:
-                raise LayoutError(f"{name}={size}: use at most {MAX_SIZE:,}")
-        for name, default in DEFAULTS.items():
-            if isinstance(default, str) and not isinstance(getattr(self, name), str):
-                raise LayoutError(
-                    f"{name}={getattr(self, name)!r}: use a text, such as {default!r}"
-                )
 
     def _canonical_rules(self) -> dict[str, tuple]:
         """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""
@@ -186,6 +176,11 @@ class Layout:
         if self.zero is not None:
             return self.zero
         return 3 if self.pipe == 1 or self.fsdp == 1 else 2
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The parts of training that live in host memory."""
+        return offloaded_parts(self.offload)
 
     @property
     def token_order(self) -> str:

@@ -5,14 +5,18 @@ that decided them, and its bytes per device. `resolve.make_plan` makes it.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import dtype_name
 from meshpar.layouts.axes import is_held
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import follows_load
+
+HOST_MEMORY = "pinned_host"
+"""The kind of memory, as jax names it, that devices copy from and to by themselves."""
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes per dim, in the order of the dims; () leaves a dim whole."""
@@ -37,6 +41,7 @@ class LeafPlan:
       spec: mesh axes per dim.
       reason: the rule that decided each dim, and why another one did not.
       bytes_per_device: bytes of one device's shard.
+      on_host: whether the shards live in host memory between their uses.
     """
 
     path: str
@@ -47,6 +52,12 @@ class LeafPlan:
     spec: Spec
     reason: str
     bytes_per_device: int
+    on_host: bool = False
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """The sharding on a mesh, in the memory where the tensor lives."""
+        memory = HOST_MEMORY if self.on_host else None
+        return NamedSharding(mesh, self.partition_spec, memory_kind=memory)
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -61,6 +72,10 @@ class LeafPlan:
             tuple(axis for axis in axes if is_held(axis, name))
             for name, axes in zip(names, self.spec, strict=True)
         )
+
+
+def _bytes(leaves: Iterable[LeafPlan]) -> int:
+    return sum(leaf.bytes_per_device for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +104,12 @@ class Plan:
     optimizer: tuple[LeafPlan, ...]
     optimizer_specs: Any
     synchronization: tuple[LeafPlan, ...] = ()
+
+    @property
+    def paths_on_host(self) -> frozenset[str]:
+        """Paths of the parameters that live in host memory."""
+        plans = self.parameters.items()
+        return frozenset(path for path, leaf in plans if leaf.on_host)
 
     @property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -121,8 +142,13 @@ class Plan:
             "gradients": self.gradients.values(),
             "synchronization": self.synchronization,
         }
+        return {kind: _bytes(plans) for kind, plans in leaves.items()}
+
+    def host_bytes(self) -> dict[str, int]:
+        """{kind: bytes} of one device's shards that live in host memory, exact."""
+        leaves = {"parameters": self.parameters.values(), "optimizer": self.optimizer}
         return {
-            kind: sum(leaf.bytes_per_device for leaf in plans)
+            kind: _bytes(leaf for leaf in plans if leaf.on_host)
             for kind, plans in leaves.items()
         }
 
@@ -138,6 +164,7 @@ class Plan:
             lines.append(
                 f"{leaf.kind:9} {leaf.path}  {shape} {dtype_name(leaf)}  "
                 f"[{where}]  {leaf.bytes_per_device} B/device  {leaf.reason}"
+                f"{'  in host memory' if leaf.on_host else ''}"
             )
         totals = ", ".join(f"{k} {v}" for k, v in self.bytes_per_device().items())
         return "\n".join([*lines, f"bytes per device: {totals}"])

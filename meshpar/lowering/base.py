@@ -7,24 +7,28 @@ the same way under all lowerings.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.batches import natural_batch
+from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
+from meshpar.lowering.clipping import clipped
 from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.memory import (
     Held,
@@ -34,9 +38,12 @@ from meshpar.lowering.memory import (
     trace_layer,
 )
 from meshpar.lowering.optimizer import Optimizer
-from meshpar.lowering.state import TrainState, cast_params
+from meshpar.lowering.state import TrainState, fetched_params
 from meshpar.lowering.totals import Totals
 from meshpar.models.model import Model
+
+_CHUNKS = 2
+"""Layers on the device at a time of what lives in host memory: used, and on the way."""
 
 
 class Gradients(NamedTuple):
@@ -104,14 +111,23 @@ class Lowering:
         batch = natural_batch(batch, self.token_order, self.layout.context)
         return Totals.of(self.model.evaluation_loss(self.weights(params), batch))
 
+    def gradient_sums(self, state: TrainState, batch: Any) -> Gradients:
+        """`gradients` before `mean_gradients`, in the dtype of the backward pass."""
+        return self.gradients(state, batch)
+
+    def mean_gradients(self, sums: Params, totals: Totals) -> Params:
+        """The gradients of `gradients` from those of `gradient_sums`, by element."""
+        del totals
+        return sums
+
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer, which runs on shards; adds grad_norm."""
+        if self.chunked_update is not None:
+            return self._chunked_step(state, batch, self.chunked_update)
         totals, grads, new_state = self.gradients(state, batch)
         grads = self.shard(grads, self.plan.specs)
         grad_norm = optax.tree.norm(self.plan.slopes(grads))
-        if self.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(grad_norm, 1e-30))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        grads = clipped(grads, grad_norm, self.clip_norm)
         trained = self.plan.trained(state.params)
         loss = totals.reported()["loss"]
         axes = self.replica_axes if self.types_replicas else ()
@@ -123,6 +139,38 @@ class Lowering:
         new = state.after_step(params, optimizer_state)
         return new, totals.with_mean("grad_norm", grad_norm)
 
+    def _chunked_step(
+        self, state: TrainState, batch: Any, update: ChunkedUpdate
+    ) -> tuple[TrainState, Totals]:
+        """`train_step` in chunks; gradients stay in the dtype of the backward pass."""
+        totals, sums, _ = self.gradient_sums(state, batch)
+        sums = self.shard(sums, self.plan.specs)
+
+        def finish(sums: Params, scalars: tuple[Totals, Array]) -> Params:
+            totals, grad_norm = scalars
+            grads = self.mean_gradients(sums, totals)
+            return clipped(grads, grad_norm, self.clip_norm)
+
+        grad_norm = optax.tree.norm(self.plan.slopes(self.mean_gradients(sums, totals)))
+        trained, optimizer_state = update.run(
+            sums,
+            state.optimizer_state,
+            self.plan.trained(state.params),
+            finish,
+            (totals, grad_norm),
+            totals.reported()["loss"],
+        )
+        new = state.after_step(state.params | trained, optimizer_state)
+        return new, totals.with_mean("grad_norm", grad_norm)
+
+    @functools.cached_property
+    def chunked_update(self) -> ChunkedUpdate | None:
+        """The update layer by layer, if state lives in host memory."""
+        if not any(self.plan.host_bytes().values()):
+            return None
+        stack = self.model.layered.split(self.model.params)[1]
+        return ChunkedUpdate(self.optimizer, self.plan, frozenset(stack))
+
     def weights(self, params: Params) -> Params:
         """The copies that a model uses outside shard_map."""
         return self.gathered(self.copies(params))
@@ -130,7 +178,7 @@ class Lowering:
     def copies(self, params: Params) -> Params:
         """The copies of the parameters for the loss: whole over fsdp below zero=3."""
         specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
-        return self.shard(cast_params(params, self.plan), specs)
+        return self.shard(fetched_params(params, self.plan), specs)
 
     def gathered(self, copies: Params) -> Params:
         """Copies that are whole over fsdp, where XLA's own gathers would go wrong."""
@@ -184,6 +232,15 @@ class Lowering:
             why = "global norm, and the optimizer's reductions over tensors"
             yield DeclaredCollective("any", axes, ways, 0, int(wire), why, bound=True)
 
+    def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
+        """What one device exchanges with host memory in one training step.
+
+        Args:
+          batch: abstract batch of one replica.
+        """
+        del batch
+        return state_transfers(self.plan)
+
     @property
     def axes_in_use(self) -> tuple[str, ...]:
         """Axes larger than 1, but for that of replicas: no step crosses it."""
@@ -205,16 +262,23 @@ class Lowering:
             return None
         traced = trace_layer(self.model.layered, self.plan, self.mesh, batch)
         state = self.plan.bytes_per_device() if state is None else state
-        return predicted_memory(state, traced, self.held(traced))
+        moved = self.plan.host_bytes()
+        state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
+        held, host = self.held(traced), sum(moved.values())
+        if ACTIVATIONS in self.layout.offloaded:
+            host += held.activations
+            held = held._replace(activations=_CHUNKS * traced.saved)
+        return predicted_memory(state, traced, held, host)
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""
-        state = self.plan.bytes_per_device()
+        state, depth = self.plan.bytes_per_device(), self.model.layered.depth
         copies = self.compute_dtype is not None or self.layout.zero_level < 3
         return Held(
             weights=state["weights"] if copies else 0,
             gradients=state["gradients"],
-            activations=self.model.layered.depth * traced.saved,
+            activations=depth * traced.saved,
+            chunk=_CHUNKS * sum(self.plan.host_bytes().values()) // depth,
         )
 
     def report(self, batch: Any) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class Frame:
             cast=self.cast,
             vary=self.vary,
             trained=frozenset(self.plan.gradients),
+            on_host=self.plan.paths_on_host,
         )
 
     def ways(self, axes: Iterable[str]) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.hlo import parse_hlo
+from meshpar.contracts.host_transfers import HostTransfer, host_transfers
 from meshpar.lowering.base import Lowering
 from meshpar.mesh.platform import platform_of
 from meshpar.mesh.torus import compiler_options
@@ -85,6 +86,16 @@ class Inspection:
         return self._compilation.collectives
 
     @functools.cached_property
+    def host_transfers(self) -> HostTransfer | None:
+        """What the compiled program moves between device and host memory.
+
+        None on platforms whose programs do not show it.
+        """
+        if platform_of(self._mesh).shows_host_transfers:
+            return host_transfers(self.compiled.as_text())
+        return None
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the lowered program: equal on processes that may run together."""
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()[:16]
@@ -96,10 +107,13 @@ class Inspection:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on one device at the peak of the program, as compiled."""
+        """Bytes in one device's memory at the peak of the program, as compiled."""
         analysis = self.compiled.memory_analysis()
         if platform_of(self._mesh).reports_peak:
-            return analysis.peak_memory_in_bytes
+            # Compilers count host memory in the peak, all of it in use.
+            host = analysis.host_argument_size_in_bytes
+            host += analysis.host_temp_size_in_bytes
+            return analysis.peak_memory_in_bytes - host
         return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
 

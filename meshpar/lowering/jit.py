@@ -17,6 +17,7 @@ from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Gradients, Lowering
@@ -42,7 +43,6 @@ class JitLowering(Lowering):
     @classmethod
     def reason_unsupported(cls, model: Model, layout: Layout) -> str:
         """Why a model cannot be lowered so under a layout; "" if it can."""
-        del model
         if layout.pipe > 1:
             return f"pipe={layout.pipe}: the compiler makes no pipeline"
         if layout.prefetch:
@@ -54,6 +54,16 @@ class JitLowering(Lowering):
             return (
                 f"context_order={layout.context_order}: models of lowering=jit see "
                 "whole sequences, in their own order"
+            )
+        if streamed := layout.offloaded - {OPTIMIZER}:
+            return (
+                f"offload={'+'.join(sorted(streamed))} moves weights or activations "
+                "layer by layer, and the compiler runs the layers of lowering=jit"
+            )
+        if layout.offloaded and model.layered is None:
+            return (
+                f"offload={OPTIMIZER} updates layer by layer, and the model has no "
+                "layered form (name its layers by layers=)"
             )
         return ""
 

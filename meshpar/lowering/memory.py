@@ -35,6 +35,7 @@ class Memory:
       working: held by one layer, or the head, while it runs backward: its whole
         weights, their gradient and its activations.
       synchronization: state that synchronizes replicas (local SGD).
+      host: in host memory, and no part of the total.
     """
 
     parameters: int
@@ -44,11 +45,12 @@ class Memory:
     activations: int
     working: int
     synchronization: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
-        return sum(dataclasses.astuple(self))
+        """Bytes on the device at the peak."""
+        return sum(dataclasses.astuple(self)) - self.host
 
 
 class TracedLayer(NamedTuple):
@@ -81,12 +83,15 @@ class Held(NamedTuple):
       gradients: sums of gradients.
       activations: saved between forward and backward passes.
       head_ways: devices that share embedding and head.
+      chunk: the largest part of what lives in host memory that is on the device at a
+        time.
     """
 
     weights: int
     gradients: int
     activations: int
     head_ways: int = 1
+    chunk: int = 0
 
 
 def trace_layer(
@@ -183,13 +188,16 @@ def _trace(
     )
 
 
-def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> Memory:
+def predicted_memory(
+    state: dict[str, int], traced: TracedLayer, held: Held, host: int = 0
+) -> Memory:
     """The peak of one step.
 
     Args:
-      state: bytes of the training state on one device, by kind.
+      state: bytes of the training state in one device's memory, by kind.
       traced: of one layer and the head.
       held: of the whole step.
+      host: bytes in host memory.
     """
     # Whole weights and their gradient are gathered, or about to be reduced.
     layer = traced.layer_weights + traced.layer_gradients + traced.running
@@ -200,8 +208,9 @@ def predicted_memory(state: dict[str, int], traced: TracedLayer, held: Held) -> 
         weights=held.weights,
         gradients=held.gradients,
         activations=held.activations,
-        working=max(layer, head),
+        working=max(layer, head, held.chunk),
         synchronization=state["synchronization"],
+        host=host,
     )
 
 

@@ -71,7 +71,7 @@ class Program:
             path: jax.ShapeDtypeStruct(
                 leaf.shape,
                 leaf.dtype,
-                sharding=NamedSharding(self.mesh, leaf.partition_spec),
+                sharding=leaf.sharding(self.mesh),
             )
             for path, leaf in self.lowering.plan.parameters.items()
         }

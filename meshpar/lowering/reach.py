@@ -54,6 +54,7 @@ class Reach:
       reduced_bytes: bytes of the results of its reductions.
       moves: whether it moves elements beyond reductions (matmuls, sorting, loops).
       branches: whether it has conditionals.
+      summarizes: whether its state has numbers that depend on several elements.
     """
 
     mixed: frozenset[str]
@@ -63,6 +64,7 @@ class Reach:
     reduced_bytes: int
     moves: bool
     branches: bool
+    summarizes: bool
 
     @property
     def elementwise(self) -> bool:
@@ -205,4 +207,5 @@ def read_reach(jaxpr: Any, paths: Sequence[str], num_state: int) -> Reach:
         reduced_bytes=reader.reduced_bytes,
         moves=reader.moves,
         branches=reader.branches,
+        summarizes=any(label.mixed for label in state),
     )

@@ -10,7 +10,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
-from meshpar.fsdp.layer_scan import differentiable
+from meshpar.fsdp.differentiable_scan import differentiable
 from meshpar.fsdp.terms import LayerPass
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals

@@ -6,7 +6,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from meshpar.arrays import Array, Params
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (
     LayerPass,
@@ -27,6 +28,7 @@ from meshpar.fsdp.terms import (
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.lowering.base import Gradients, Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_moves import declared_moves
@@ -98,33 +100,43 @@ class ShardMapLowering(Lowering):
 
     def gradients(self, state: TrainState, batch: Any) -> Gradients:
         """Totals of the batch and its gradients, before clipping."""
+        return self._mapped(self._means, state, batch)
+
+    def gradient_sums(self, state: TrainState, batch: Any) -> Gradients:
+        """`gradients` before `mean_gradients`, in the dtype of the backward pass."""
+        return self._mapped(self._sums, state, batch)
+
+    def _mapped(self, fn: Callable, state: TrainState, batch: Any) -> Gradients:
+        """Totals and gradients of a function that runs on shards of the batch."""
         out_specs = PartitionSpec(), self.plan.trained(self.frame.specs)
-        mapped = self.frame.mapped(self._gradients, batch, out_specs)
+        mapped = self.frame.mapped(fn, batch, out_specs)
         totals, grads = mapped(state.params, state.key(), batch)
         return Gradients(totals, grads, {})  # Models with layers keep no state.
 
-    def _gradients(
-        self, params: Params, key: Array, batch: Any
-    ) -> tuple[Totals, Params]:
+    def _means(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
         """`gradients` on one shard of the batch."""
-        sums = self.runner.sums(params, batch, self.frame.shard_key(key))
-        return self._means(*sums, params)
+        totals, sums = self._sums(params, key, batch)
+        return totals, self.mean_gradients(sums, totals)
 
-    def _means(
-        self, totals: Totals, grads: Params, params: Params
-    ) -> tuple[Totals, Params]:
-        """From sums on every device to means over the whole batch."""
+    def _sums(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
+        """`gradient_sums` on one shard of the batch."""
+        totals, grads = self.runner.sums(params, batch, self.frame.shard_key(key))
         totals = self.frame.over_devices(totals)
-        weight = totals.nonzero_divisor
         if self.zero.transports.widens:
             grads = {path: x.astype(jnp.float32) for path, x in grads.items()}
         grads = self.zero.scattered(grads)
-        grads = all_reduce_grads(grads, self.zero.shardings)
-        grads = {
-            path: (x.astype(jnp.float32) / weight).astype(params[path].dtype)
-            for path, x in grads.items()
+        return totals, all_reduce_grads(grads, self.zero.shardings)
+
+    def mean_gradients(self, sums: Params, totals: Totals) -> Params:
+        """Gradients of the batch's mean loss from sums over its samples."""
+        # A compiler may divide, or multiply by the reciprocal: this leaves no choice.
+        scale = 1 / totals.nonzero_divisor
+        return {
+            path: (x.astype(jnp.float32) * scale).astype(
+                self.plan.parameters[path].dtype
+            )
+            for path, x in sums.items()
         }
-        return totals, grads
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Totals]:
         """One step of the optimizer; adds grad_norm."""
@@ -168,6 +180,25 @@ class ShardMapLowering(Lowering):
                 yield move
         yield from self._declared_tensor(batch, moves)
         yield from self.runner.declared_beside(batch)
+
+    def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
+        """What one device exchanges with host memory in one training step."""
+        yield from super().host_transfers(batch)
+        if ACTIVATIONS in self.layout.offloaded:
+            layered, runs = self.model.layered, self.layout.microbatches
+            traced = trace_layer(layered, self.plan, self.mesh, batch)
+            size = runs * layered.depth * traced.saved
+            why = "activations of the layers, as traced"
+            yield HostTransfer(why, size, size, bound=True)
+        if self.zero.streams:
+            depth, plans = self.model.layered.depth, self.plan.parameters
+            whole = sum(plans[path].bytes_per_device for path in self.zero.on_host)
+            # The last layer of a pass fetches the first one's weights again.
+            ahead = sum(plans[path].bytes_per_device for path in self.zero.prefetched)
+            again = ahead // depth
+            for run in self.runner.layer_passes:
+                size = run.runs * (whole + again)
+                yield HostTransfer(f"weights layer by layer, {run.name}", size, 0)
 
     def _passes(self, batch: Any) -> list[LayerPass]:
         """The passes over the layers, without those that compute nothing."""
@@ -218,7 +249,7 @@ class ShardMapLowering(Lowering):
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""
         held = super().held(traced)
-        if self.zero.casts_layers:
+        if self.zero.casts_layers or self.zero.streams:
             shared = self.model.layered.split(self.plan.weights)[0]
             copies = sum(leaf.bytes_per_device for leaf in shared.values())
             held = held._replace(weights=copies)

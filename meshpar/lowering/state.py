@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, to_device
 from meshpar.errors import MeshparError
 from meshpar.layouts.plan import Plan
 from meshpar.models.model import STEP
@@ -75,18 +75,36 @@ def cast_params(params: Params, plan: Plan) -> Params:
     return {path: x.astype(plan.weights[path].dtype) for path, x in params.items()}
 
 
+def fetched_params(params: Params, plan: Plan) -> Params:
+    """`cast_params` of the whole model on the device, also from host memory.
+
+    Parameters come from host memory layer by layer, so that the device holds one layer
+    of them in their own dtype.
+    """
+    if not (moved := plan.paths_on_host):
+        return cast_params(params, plan)
+    rest = cast_params({p: x for p, x in params.items() if p not in moved}, plan)
+    stack = {path: params[path] for path in moved}
+    return rest | jax.lax.map(lambda row: cast_params(to_device(row), plan), stack)
+
+
 def abstract_state(
     params: Any, optimizer_state: Any, plan: Plan, mesh: Mesh
 ) -> TrainState:
     """The training state as ShapeDtypeStructs with shardings."""
 
-    def sharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, spec)
+    def sharded(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
+    leaves, structure = jax.tree.flatten(optimizer_state)
+    shardings = [leaf.sharding(mesh) for leaf in plan.optimizer]
+    whole = NamedSharding(mesh, PartitionSpec())
     return TrainState(
-        sharded(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()),
-        sharded(jax.ShapeDtypeStruct((), jnp.uint32), PartitionSpec()),
-        {path: sharded(leaf, plan.specs[path]) for path, leaf in params.items()},
-        jax.tree.map(sharded, optimizer_state, plan.optimizer_specs),
+        sharded(jax.ShapeDtypeStruct((), jnp.int32), whole),
+        sharded(jax.ShapeDtypeStruct((), jnp.uint32), whole),
+        {
+            path: sharded(leaf, plan.parameters[path].sharding(mesh))
+            for path, leaf in params.items()
+        },
+        structure.unflatten(map(sharded, leaves, shardings)),
     )

@@ -12,6 +12,7 @@ import numpy as np
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
+from meshpar.contracts.host_transfers import host_violations
 from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.ema import ema_weights
@@ -159,6 +160,7 @@ class TrainProgram(Program):
         return Contract(
             tuple(self.lowering.declared(self.step_batch, found[0])),
             {kind: state[kind] for kind in ("parameters", "optimizer")},
+            tuple(self.lowering.host_transfers(self.step_batch)),
         )
 
     def state_bytes(self, compiled: jax.stages.Compiled) -> dict[str, int]:
@@ -181,6 +183,7 @@ class TrainProgram(Program):
         return [
             *self.contract.violations(self.collectives),
             *self.contract.state_violations(self.state_bytes(self.compiled)),
+            *host_violations(self.contract.host, self.inspection.host_transfers),
         ]
 
     @property

@@ -3,8 +3,9 @@
 Figures are per jax device, which is one chip for every record.
 
 Source: the vendors' data sheets; for the links and bandwidths of TPUs "How To Scale
-Your Model" (Austin et al., 2025), section "TPUs"; memory of Hopper GPUs as XLA reports
-it (`gpu_targets.py`); read on 2026-11-22.
+Your Model" (Austin et al., 2025), section "TPUs", which gives 15 GB/s of PCIe per chip
+and 32 GB/s for v6e; PCIe of GPUs by its generation, 4 or 5, of 16 lanes; memory of
+Hopper GPUs as XLA reports it (`gpu_targets.py`); read on 2026-11-22.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ class Chip:
       memory_bandwidth: bytes per second between memory and compute.
       link_bandwidth: bytes per second over one link, one way (ICI or NVLink).
       num_links: number of links of one chip.
+      host_bandwidth: bytes per second between one chip and host memory, one way (PCIe).
       torus_dims: dims of the torus that the chips form; 0 if a switch connects them.
       tile: rows and columns of a float32 tile; (1, 1) if arrays are not padded.
       gathers_beside_compute: whether the compiler overlaps an all_gather with compute.
@@ -50,6 +52,7 @@ class Chip:
     torus_dims: int
     tile: tuple[int, int] = (8, 128)
     gathers_beside_compute: bool = True
+    host_bandwidth: float = 15e9
     xla_target: str = ""
     libtpu_config: str = ""
 
@@ -70,12 +73,14 @@ def _gpu(name: str, kind: str, memory: int, bandwidth: float, **fields: Any) -> 
 
 
 def _a100(name: str, kind: str, memory: int, bandwidth: float) -> Chip:
-    return _gpu(name, kind, memory, bandwidth, peak_flops=312e12, num_links=12)
+    figures = {"peak_flops": 312e12, "num_links": 12, "host_bandwidth": 32e9}
+    return _gpu(name, kind, memory, bandwidth, **figures)
 
 
 def _hopper(name: str, kind: str, memory: int, bandwidth: int) -> Chip:
     target = hopper_target(kind, memory, bandwidth)
-    fields = {"peak_flops": 989e12, "num_links": 18, "xla_target": target}
+    fields = {"peak_flops": 989e12, "num_links": 18, "host_bandwidth": 64e9}
+    fields |= {"xla_target": target}
     return _gpu(name, kind, memory, bandwidth, **fields)
 
 
@@ -121,6 +126,7 @@ _TPUS = (
         "v6e",
         TPU,
         ("TPU v6 lite", "TPU v6e"),
+        host_bandwidth=32e9,
         peak_flops=918e12,
         memory_bytes=32 * GIB,
         memory_bandwidth=1.6e12,

@@ -27,6 +27,8 @@ class Platform:
         scattered by the native collectives.
       compiles_slowly: whether optimizing a program that runs once costs more time than
         it saves.
+      shows_host_transfers: whether the text of compiled programs shows all copies
+        between device and host memory.
     """
 
     name: str
@@ -35,11 +37,14 @@ class Platform:
     reports_peak: bool = True
     tiles_vectors: bool = False
     compiles_slowly: bool = False
+    shows_host_transfers: bool = False
 
 
 CPU = Platform("cpu", widens_collectives=True, reports_peak=False, compiles_slowly=True)
 GPU = Platform(chips.GPU)
-TPU = Platform(chips.TPU, hides_ring_steps=True, tiles_vectors=True)
+TPU = Platform(
+    chips.TPU, hides_ring_steps=True, tiles_vectors=True, shows_host_transfers=True
+)
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}
 _PLATFORMS |= {"cuda": GPU, "rocm": GPU}  # jax's names for GPUs of one vendor.

@@ -280,3 +280,19 @@ def test_gpu_programs_keep_the_contract():
     )
     assert program.violations() == []
     assert all(c.axes for c in program.collectives)
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_offloaded_state_takes_no_device_memory_and_moves_as_declared(offload):
+    layout = layouts.parse(f"fsdp=8,remat=full,offload={offload}")
+    program = building.make_program(small(), layout, mesh.topology("v5e:2x4"))
+    assert program.violations() == []
+    moved = sum(program.plan.host_bytes().values())
+    assert moved > 0
+    analysis = program.compiled.memory_analysis()
+    assert analysis.host_argument_size_in_bytes == pytest.approx(moved, rel=0.01)
+    state = program.plan.bytes_per_device()
+    on_device = state["parameters"] + state["optimizer"] - moved
+    assert analysis.argument_size_in_bytes == pytest.approx(on_device, rel=0.05)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.fsdp.layer_scan import LayerScan, Rows, differentiable
+from meshpar.fsdp.differentiable_scan import differentiable
+from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.layouts.remat import wrap_remat
 
 DEPTH, ROWS, EMBED, SEEN = 3, 4, 8, 5
