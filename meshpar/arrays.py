@@ -70,3 +70,15 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     """{path: leaf} of a tree, with paths as `jax.tree_util.keystr` writes them."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(keys): leaf for keys, leaf in leaves}
+
+
+def zero_after(x: Array) -> Array:
+    """A float32 0 that cannot be computed before x.
+
+    What it is added to comes after x. Compilers drop barriers before they schedule;
+    this dependency stays.
+
+    Args:
+      x: not empty; not split over automatic axes.
+    """
+    return jnp.minimum(jnp.abs(x[(0,) * x.ndim].astype(jnp.float32)), 0)

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, num_bytes, zero_after
+from meshpar.collectives import transport
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
@@ -169,6 +170,49 @@ class Zero:
                 self._split_trained(grads)[0], shardings, self.transports.once
             ),
         )(leaves)
+
+    def before_head(self, x: Any, leaves: Params) -> tuple[Any, Params]:
+        """(x, whole weights), as `shared` makes them, of those the head alone reads.
+
+        The backward pass of the layers waits until the gradients are reduced. They
+        would be held whole until it is over.
+
+        Args:
+          x: activations after the layers.
+          leaves: the leaves of these weights.
+        """
+        shardings = self.layered.split(self.shardings)[0]
+
+        @jax.custom_vjp
+        def run(x: Any, leaves: Params) -> tuple[Any, Params]:
+            return x, self._whole(leaves, {}, shardings, ONE_SHOT)
+
+        def backward(_: None, gradients: tuple[Any, Params]) -> tuple[Any, Params]:
+            dx, grads = gradients
+            grads = self._reduced(grads, shardings, self.transports.once)
+            zero = sum(zero_after(grad) for grad in grads.values())
+
+            def later(dx: Array) -> Array:
+                floats = jnp.issubdtype(dx.dtype, jnp.floating)
+                return dx + zero.astype(dx.dtype) if floats else dx
+
+            return jax.tree.map(later, dx), grads
+
+        run.defvjp(lambda *args: (run(*args), None), backward)
+        return run(x, leaves)
+
+    def may_wait(self, shared: Params) -> frozenset[str]:
+        """Paths of the leaves that `before_head` may take: those that move alone."""
+        if not self.reduces_shared_early or not self.gathers_layers:
+            return frozenset()
+
+        def is_large(x: Array, sharding: ManualSharding) -> bool:
+            if not sharding.splits or sharding.automatic_axes:
+                return False
+            return num_bytes(x) * lax.axis_size(sharding.axes) >= transport.LARGE_BYTES
+
+        large = (p for p, x in shared.items() if is_large(x, self.shardings[p]))
+        return frozenset(large)
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""
