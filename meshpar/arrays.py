@@ -80,3 +80,29 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     """{path: leaf} of a tree, with paths as `jax.tree_util.keystr` writes them."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(keys): leaf for keys, leaf in leaves}
+
+
+def zero_after(x: Array) -> Array:
+    """A float32 0 that cannot be computed before x.
+
+    What it is added to comes after x. Compilers drop barriers before they schedule;
+    this dependency stays.
+
+    Args:
+      x: not empty; not split over automatic axes.
+    """
+    return jnp.minimum(jnp.abs(x[(0,) * x.ndim].astype(jnp.float32)), 0)
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """The numbers of a narrower dtype, in the dtype of x.
+
+    Around a loop that casts slices of a stack, the TPU compiler casts the whole stack
+    once and holds the copy, barriers or not. It does not move this rounding.
+    """
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+        return x
+    kind = jnp.finfo(dtype)
+    if jnp.finfo(x.dtype).nexp != kind.nexp:
+        return x  # Float16: the rounding would flush its smallest numbers to zero.
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)

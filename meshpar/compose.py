@@ -5,6 +5,7 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -107,16 +108,10 @@ def lower(
     check_leaves(batch)
     if reason := reason_unsupported(model, layout, lowering, mode, clip_norm):
         raise LayoutError(reason)
-    if type(mode) in MODES_OF_MANY:
-        options = dict(
-            clip_norm=clip_norm, compute_dtype=compute_dtype, lowering=lowering
-        )
-        return MODES_OF_MANY[type(mode)](
-            lambda part, some: lower(
-                model, optimizer, layout, part, devices=some, **options
-            ),
-            *(mode, batch, devices, layout.num_devices),
-        )
+    if make_programs := MODES_OF_MANY.get(type(mode)):
+        one = functools.partial(lower, model, optimizer, layout, clip_norm=clip_norm)
+        one = functools.partial(one, compute_dtype=compute_dtype, lowering=lowering)
+        return make_programs(one, mode, batch, devices, layout.num_devices)
     spec, order = None, None
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)

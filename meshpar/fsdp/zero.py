@@ -22,30 +22,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params, to_device
+from meshpar.arrays import Array, Params, num_bytes, rounded, to_device
+from meshpar.collectives import transport
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.errors import LayoutError
-from meshpar.fsdp.gather import gather_shards, gather_with, reduce_scatter_grads
+from meshpar.fsdp.gather import (
+    gather_beside,
+    gather_shards,
+    gather_with,
+    reduce_scatter_grads,
+)
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.remat import wrap_remat
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
-
-
-def rounded(x: Array, dtype: Any) -> Array:
-    """The numbers of a narrower dtype, in the dtype of x.
-
-    Around a loop that casts slices of a stack, the TPU compiler casts the whole stack
-    once and holds the copy, barriers or not. It does not move this rounding.
-    """
-    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
-        return x
-    kind = jnp.finfo(dtype)
-    if jnp.finfo(x.dtype).nexp != kind.nexp:
-        return x  # Float16: the rounding would flush its smallest numbers to zero.
-    return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +182,36 @@ class Zero:
                 self._split_trained(grads)[0], shardings, self.transports.once
             ),
         )(leaves)
+
+    def before_head(self, x: Any, leaves: Params) -> tuple[Any, Params]:
+        """(x, whole weights), as `shared` makes them, of those the head alone reads.
+
+        The backward pass of the layers waits until the gradients are reduced. They
+        would be held whole until it is over.
+
+        Args:
+          x: activations after the layers.
+          leaves: the leaves of these weights.
+        """
+        shardings = self.layered.split(self.shardings)[0]
+        return gather_beside(
+            lambda leaves: self._whole(leaves, {}, shardings, ONE_SHOT),
+            lambda grads: self._reduced(grads, shardings, self.transports.once),
+        )(x, leaves)
+
+    def may_wait(self, shared: Params) -> frozenset[str]:
+        """Paths of the leaves that `before_head` may take: those that move alone."""
+        if not self.reduces_shared_early or not self.gathers_layers:
+            return frozenset()
+
+        def is_large(path: str) -> bool:
+            sharding = self.shardings[path]
+            if not sharding.splits or sharding.automatic_axes:
+                return False
+            size = num_bytes(shared[path]) * lax.axis_size(sharding.axes)
+            return size >= transport.LARGE_BYTES
+
+        return frozenset(filter(is_large, shared))
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""

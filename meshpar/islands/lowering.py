@@ -23,7 +23,7 @@ def make_program(
     """Makes the program of islands; nothing is compiled yet.
 
     Args:
-      lower: (batch, devices) -> the program of one island.
+      lower: (batch, devices=...) -> the program of one island.
       mode: the mode.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], that of all islands.
       devices: devices to fill; all by default.
@@ -52,7 +52,7 @@ def make_program(
 
     part_batch = jax.tree.map(part, batch)
     programs = tuple(
-        lower(part_batch, devices[i * num_devices : (i + 1) * num_devices])
+        lower(part_batch, devices=devices[i * num_devices : (i + 1) * num_devices])
         for i in range(apart)
     )
     first = {
@@ -66,4 +66,4 @@ def make_program(
 
 def _build(lower: Callable, part_batch: Any, num_devices: int) -> TrainProgram:
     """The program of an island on the first devices of this process."""
-    return lower(part_batch, jax.devices()[:num_devices])
+    return lower(part_batch, devices=jax.devices()[:num_devices])

@@ -14,7 +14,7 @@ from meshpar.fsdp.differentiable_scan import differentiable
 from meshpar.fsdp.terms import LayerPass
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
-from meshpar.models.layer_stack import Key, fold_key
+from meshpar.models.layer_stack import Key, fold_key, read_by_head_alone
 from meshpar.models.metrics import LossResult
 
 
@@ -85,5 +85,21 @@ class ScanRunner(Runner):
             run = differentiable(self.zero.layers(key, context))
             return run(stack, stack_constants, jax.tree.map(self.frame.vary, x))
 
-        shared = self.zero.shared(shared, shared_constants)
-        return layered.loss({**self.frame.cast(shared), **stack}, batch, key, scan)
+        def whole(leaves: Params) -> Params:
+            return self.frame.cast(self.zero.shared(leaves, shared_constants))
+
+        late, unread = self.zero.may_wait(shared), {}
+        if late:
+            abstract = jax.eval_shape(whole, shared)
+            unread = {p: jnp.zeros(x.shape, x.dtype) for p, x in abstract.items()}
+            late &= read_by_head_alone(layered, unread, batch, key)
+        late_leaves = {path: shared.pop(path) for path in late}
+
+        def before_head(x: Any, shared: Params) -> tuple[Any, Params]:
+            if not late_leaves:
+                return x, shared
+            x, weights = self.zero.before_head(x, late_leaves)
+            return x, {**shared, **self.frame.cast(weights)}
+
+        params = {**unread, **whole(shared), **stack}
+        return layered.loss(params, batch, key, scan, before_head)

@@ -124,8 +124,6 @@ class TrainProgram(Program):
     def close(self) -> None:
         """Ends what a mode runs beside the steps; the program is not used any more."""
 
-    # The step, compiled and read back.
-
     @property
     def lowered(self) -> jax.stages.Lowered:
         """The training step as StableHLO, before it is compiled."""
@@ -200,8 +198,6 @@ class TrainProgram(Program):
     def reason_not_equal(self) -> str:
         """Why training does not equal one device on purpose; "" if it does."""
         return self.lowering.reason_not_equal
-
-    # States that do not depend on the layout.
 
     @functools.cached_property
     def _portable(self) -> PortableState:

@@ -103,6 +103,10 @@ def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
     return ()
 
 
+def _unchanged(x: Any, shared: Params) -> tuple[Any, Params]:
+    return x, shared
+
+
 def _none_kept(x: Any) -> tuple:
     del x
     return ()
@@ -158,6 +162,7 @@ class LayeredModel:
         batch: Any,
         key: Key,
         scan: Callable[[Layer, Params, Any, Key, Any], Any] = scan_layers,
+        before_head: Callable[[Any, Params], tuple[Any, Params]] = _unchanged,
     ) -> LossResult:
         """The loss of the whole model; its gradient is 0 where its weight is 0.
 
@@ -166,17 +171,44 @@ class LayeredModel:
           batch: the batch.
           key: random key, or None for evaluation.
           scan: runs the stack, with the arguments of `scan_layers`.
+          before_head: (x, shared parameters) -> those that the head gets.
         """
         shared, stack = self.split(params)
         x = self.embed(shared, batch, key)
         context = self.context(shared, batch, key)
         x = scan(self.layer, stack, x, fold_key(key, LAYERS_KEY), context)
+        x, shared = before_head(x, shared)
         x, shared, carrier = _join_gradients((x, shared, _carrier(x)))
         result = self.head_loss(shared, x, batch, key)
         loss, weight = result.loss, result.weight
         if weight is not None:
             loss = _carry_weight(loss, carrier, weight)
         return result._replace(loss=_before_backward(loss))
+
+
+def read_by_head_alone(
+    layered: LayeredModel, shared: Params, batch: Any, key: Key
+) -> frozenset[str]:
+    """Paths of shared parameters that neither `embed` nor `context` reads.
+
+    Args:
+      layered: the model.
+      shared: arrays, or shapes of them.
+      batch: as in `LayeredModel.loss`.
+      key: as in `LayeredModel.loss`.
+    """
+
+    def read(shared: Params) -> Any:
+        return layered.embed(shared, batch, key), layered.context(shared, batch, key)
+
+    leaves, tree = jax.tree.flatten(shared)
+    jaxpr = jax.make_jaxpr(lambda *leaves: read(tree.unflatten(leaves)))(*leaves).jaxpr
+    needed = set(map(id, jaxpr.outvars))
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(map(id, equation.outvars)):
+            needed |= set(map(id, equation.invars))
+    pairs = zip(sorted(shared), jaxpr.invars, strict=True)
+    return frozenset(path for path, variable in pairs if id(variable) not in needed)
 
 
 def _carrier(x: Any) -> Array:

@@ -16,9 +16,9 @@ from experiments import recipes
 from experiments.recipes import building
 from experiments.recipes.config import with_settings
 from meshpar import collectives, layouts, mesh
+from meshpar.arrays import rounded
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
-from meshpar.fsdp.zero import rounded
 from meshpar.local_sgd import contract
 from meshpar.mesh import torus
 

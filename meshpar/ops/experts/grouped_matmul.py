@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, vary
+from meshpar.arrays import Array, vary, zero_after
 from meshpar.collectives.varying import sum_varying
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.moves import Move
@@ -65,9 +65,8 @@ def _ragged_backward(
     x_SD, w_EDF, sizes_E = saved
     _, of_weights = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
     (dw_EDF,) = of_weights(dy_SF)
-    # Compilers drop barriers before they schedule; this zero stays.
-    zero = jnp.minimum(jnp.abs(dw_EDF[0, 0, 0]), 0).astype(sizes_E.dtype)
-    _, of_rows = jax.vjp(lambda x: lax.ragged_dot(x, w_EDF, sizes_E + zero), x_SD)
+    sizes_E += zero_after(dw_EDF).astype(sizes_E.dtype)
+    _, of_rows = jax.vjp(lambda x: lax.ragged_dot(x, w_EDF, sizes_E), x_SD)
     return *of_rows(dy_SF), dw_EDF, None
 
 
