@@ -14,7 +14,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import colors, patches, pyplot
 
-from experiments import islands_sweep
+from experiments import stragglers
 from experiments.reports import islands
 from meshpar.islands import SSP, updates
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
@@ -161,14 +161,14 @@ def experts_figure(num: int = 4, tokens: int = 12, capacity: int = 4) -> pyplot.
 
 def islands_sweep_figure() -> pyplot.Figure:
     """Loss and waiting under consistency models, with stragglers (a minute)."""
-    results = (islands_sweep.sweep(kind, 8, 30.0) for kind in islands_sweep.STRAGGLERS)
+    results = (stragglers.sweep(kind, 8, 30.0) for kind in stragglers.STRAGGLERS)
     return islands.curves(list(itertools.chain(*results)))
 
 
 def time_lines_figure() -> pyplot.Figure:
     """What three islands do under SSP(1), one of which is slow."""
     update = updates.sgd(0.05)
-    found = islands_sweep.simulate(SSP(1), "permanent", update, workers=3, seconds=6.0)
+    found = stragglers.simulate(SSP(1), "permanent", update, workers=3, seconds=6.0)
     return islands.time_lines(found.spans)
 
 

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 import meshpar
-from experiments import islands_sweep, recipes
+from experiments import recipes
+from experiments import stragglers as simulated
 from experiments.recipes import building
 from experiments.recipes.config import ConfigError, with_settings
 from experiments.reports import islands
@@ -73,7 +74,7 @@ def test_a_run_of_islands_resumes_and_draws_time_lines(tmp_path, capsys):
 
 def swept(consistency, stragglers, update=None, seconds=12.0):
     update = update or updates.sgd(0.05)
-    return islands_sweep.simulate(
+    return simulated.simulate(
         consistency, stragglers, update, workers=8, seconds=seconds
     )
 
