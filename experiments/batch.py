@@ -121,12 +121,7 @@ def _run_descent(name: str, problem: batch.Problem, seed: int) -> None:
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
     command_line.refuse_unread(command_line.DATA, command_line.SEED)
-    for flag in _OF_OTHERS[ALGORITHM.value]:
-        if flag.present:
-            raise ConfigError(
-                f"--{flag.name} belongs to another algorithm than "
-                f"{ALGORITHM.value}; leave it out, or choose that --algorithm"
-            )
+    command_line.refuse_flags_of_others(ALGORITHM, _OF_OTHERS)
     if ALGORITHM.value == GRADIENT_DESCENT and TOLERATE.value >= WORKERS.value:
         raise ConfigError(
             f"--tolerate={TOLERATE.value} of --workers={WORKERS.value}: use fewer "

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -144,6 +144,23 @@ def refuse_unread(*read: flags.FlagHolder) -> None:
         if flag.present and flag.name not in names:
             raise ConfigError(
                 f"--{flag.name} is not read by this command; leave it out"
+            )
+
+
+def refuse_flags_of_others(
+    choice: flags.FlagHolder, of_others: Mapping[str, Iterable[flags.FlagHolder]]
+) -> None:
+    """Raises ConfigError for flags that the value of another flag leaves unread.
+
+    Args:
+      choice: the other flag, such as --algorithm.
+      of_others: {its value: flags that are not read then}.
+    """
+    for flag in of_others[choice.value]:
+        if flag.present:
+            raise ConfigError(
+                f"--{flag.name} belongs to another {choice.name} than {choice.value}; "
+                f"leave it out, or choose that --{choice.name}"
             )
 
 

@@ -151,12 +151,7 @@ def _train_hogwild(text: hashed_text.HashedText, settings: hogwild.Settings) -> 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
     command_line.refuse_unread(command_line.DATA, command_line.SEED)
-    for flag in _OF_OTHERS[ALGORITHM.value]:
-        if flag.present:
-            raise ConfigError(
-                f"--{flag.name} belongs to another algorithm than "
-                f"{ALGORITHM.value}; leave it out, or choose that --algorithm"
-            )
+    command_line.refuse_flags_of_others(ALGORITHM, _OF_OTHERS)
     if ALGORITHM.value == DBPG and BLOCKS.value > 2**HASH_BITS.value:
         raise ConfigError(
             f"--blocks={BLOCKS.value} for {2**HASH_BITS.value} features: use at most "
