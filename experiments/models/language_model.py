@@ -39,6 +39,7 @@ def language_model(config: DecoderConfig) -> meshpar.Model:
         layer=lambda block, x, packed: block(x, packed),
         head_loss=head_loss,
         context=lambda decoder, batch: Packed.of(batch),
+        pattern=len(config.windows),
     )
     model = meshpar.from_nnx(lambda rngs: Decoder(config, rngs), stack)
     return dataclasses.replace(model, cached=cached_decoder(config, model))

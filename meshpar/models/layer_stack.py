@@ -49,6 +49,7 @@ class LayerStack:
     layer: Callable[..., Any]
     head_loss: Callable[[Any, Any, Any], Any]
     context: Callable[[Any, Any], Any] | None = None
+    pattern: int = 1
 
 
 Layer = Callable[[Params, Any, Key, Any], Any]

@@ -251,4 +251,6 @@ def _described(
         return loss_result(run(layers.head_loss, params, key, HEAD_KEY, x, batch))
 
     depth = next(iter(depths.values()))[0]
-    return LayeredModel(stack.prefix, depth, embed, layer, head_loss, context)
+    return LayeredModel(
+        stack.prefix, depth, embed, layer, head_loss, context, pattern=layers.pattern
+    )
