@@ -239,9 +239,10 @@ def gather_with(
 def gather_beside(
     gather: Callable[[Params], Params], reduce: Callable[[Params], Params]
 ) -> Callable[[Any, Params], tuple[Any, Params]]:
-    """Makes a function (x, leaves) -> (x, whole weights), as `gather_with` does.
+    """Makes a function (x, leaves) -> (x, whole weights) that orders its gradients.
 
-    The gradient of x waits until those of the leaves are reduced.
+    The gradient of x waits until those of the leaves are reduced; otherwise as
+    `gather_with`.
 
     Args:
       gather: leaves -> whole weights.

@@ -201,7 +201,7 @@ class Zero:
 
     def may_wait(self, shared: Params) -> frozenset[str]:
         """Paths of the leaves that `before_head` may take: those that move alone."""
-        if not self.reduces_shared_early or not self.gathers_layers:
+        if not self.gathers_layers:
             return frozenset()
 
         def is_large(path: str) -> bool:

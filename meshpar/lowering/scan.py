@@ -14,7 +14,7 @@ from meshpar.fsdp.differentiable_scan import differentiable
 from meshpar.fsdp.terms import LayerPass
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
-from meshpar.models.layer_stack import Key, fold_key, read_by_head_alone
+from meshpar.models.layer_stack import Key, fold_key
 from meshpar.models.metrics import LossResult
 
 
@@ -92,7 +92,7 @@ class ScanRunner(Runner):
         if late:
             abstract = jax.eval_shape(whole, shared)
             unread = {p: jnp.zeros(x.shape, x.dtype) for p, x in abstract.items()}
-            late &= read_by_head_alone(layered, unread, batch, key)
+            late &= layered.read_by_head_alone(unread, batch, key)
         late_leaves = {path: shared.pop(path) for path in late}
 
         def before_head(x: Any, shared: Params) -> tuple[Any, Params]:

@@ -157,6 +157,30 @@ class LayeredModel:
         shared = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
         return shared, {p: x for p, x in params.items() if p not in shared}
 
+    def read_by_head_alone(
+        self, shared: Params, batch: Any, key: Key
+    ) -> frozenset[str]:
+        """Paths of the shared parameters that neither `embed` nor `context` reads.
+
+        Args:
+          shared: {path: array}.
+          batch: as in `loss`.
+          key: as in `loss`.
+        """
+        leaves, tree = jax.tree.flatten(shared)
+
+        def read(*leaves: Array) -> Any:
+            args = tree.unflatten(leaves), batch, key
+            return self.embed(*args), self.context(*args)
+
+        jaxpr = jax.make_jaxpr(read)(*leaves).jaxpr
+        needed = set(map(id, jaxpr.outvars))
+        for equation in reversed(jaxpr.eqns):
+            if equation.effects or not needed.isdisjoint(map(id, equation.outvars)):
+                needed |= set(map(id, equation.invars))
+        pairs = zip(sorted(shared), jaxpr.invars, strict=True)
+        return frozenset(path for path, x in pairs if id(x) not in needed)
+
     def loss(
         self,
         params: Params,
@@ -172,7 +196,7 @@ class LayeredModel:
           batch: the batch.
           key: random key, or None for evaluation.
           scan: runs the stack, with the arguments of `scan_layers`.
-          before_head: (x, shared parameters) -> those that the head gets.
+          before_head: (x, shared parameters) -> what the head gets in their place.
         """
         shared, stack = self.split(params)
         x = self.embed(shared, batch, key)
@@ -185,31 +209,6 @@ class LayeredModel:
         if weight is not None:
             loss = _carry_weight(loss, carrier, weight)
         return result._replace(loss=_before_backward(loss))
-
-
-def read_by_head_alone(
-    layered: LayeredModel, shared: Params, batch: Any, key: Key
-) -> frozenset[str]:
-    """Paths of shared parameters that neither `embed` nor `context` reads.
-
-    Args:
-      layered: the model.
-      shared: arrays, or shapes of them.
-      batch: as in `LayeredModel.loss`.
-      key: as in `LayeredModel.loss`.
-    """
-
-    def read(shared: Params) -> Any:
-        return layered.embed(shared, batch, key), layered.context(shared, batch, key)
-
-    leaves, tree = jax.tree.flatten(shared)
-    jaxpr = jax.make_jaxpr(lambda *leaves: read(tree.unflatten(leaves)))(*leaves).jaxpr
-    needed = set(map(id, jaxpr.outvars))
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(map(id, equation.outvars)):
-            needed |= set(map(id, equation.invars))
-    pairs = zip(sorted(shared), jaxpr.invars, strict=True)
-    return frozenset(path for path, variable in pairs if id(variable) not in needed)
 
 
 def _carrier(x: Any) -> Array:
@@ -246,7 +245,7 @@ def _join_gradients(values: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
     """Identity whose backward pass finishes all gradients before any of them is used.
 
     The head's gradient is summed in float32. Without this barrier compilers delay its
-    cast, and the reduction after it, until the layers' backward pass is over.
+    cast until the layers' backward pass is over.
 
     A loss that is divided by a weight of 0 has gradients that are not a number. If the
     gradient of the last value carries a weight of 0, all others become zeros.

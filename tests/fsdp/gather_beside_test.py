@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.tiny_models import batch, model
 
 from meshpar.fsdp.gather import gather_beside
-from meshpar.models.layer_stack import read_by_head_alone
 
 X, LEAVES = {"x": jnp.arange(3.0), "count": jnp.arange(2)}, {"w": jnp.ones((2, 2))}
 
@@ -31,11 +29,3 @@ def test_the_gradient_of_activations_depends_on_the_reduced_ones():
     """It is no number if they are none, though no number of theirs counts."""
     dx, _ = gradients(lambda grads: {"w": jnp.nan * grads["w"]})
     assert np.isnan(dx).all()
-
-
-def test_weights_that_only_the_head_reads_are_found():
-    layered, key = model().layered, jax.random.key(0)
-    params = {path: jnp.zeros(p.shape, p.dtype) for path, p in model().params.items()}
-    shared, _ = layered.split(params)
-    found = read_by_head_alone(layered, shared, batch(), key)
-    assert found == {"head", "norm/scale"}, sorted(shared)

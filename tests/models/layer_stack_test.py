@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.tiny_models import batch, model
 
 import meshpar
 
@@ -118,3 +119,11 @@ def test_an_evaluation_loss_of_its_own_is_not_run_layer_by_layer():
 def test_a_stack_that_does_not_fit_is_an_error(stack, words):
     with pytest.raises(ValueError, match=words):
         meshpar.from_nnx(Outer, dataclasses.replace(LAYERS, stack=stack))
+
+
+def test_weights_that_only_the_head_reads_are_found():
+    layered, key = model().layered, jax.random.key(0)
+    params = {path: jnp.zeros(p.shape, p.dtype) for path, p in model().params.items()}
+    shared, _ = layered.split(params)
+    found = layered.read_by_head_alone(shared, batch(), key)
+    assert found == {"head", "norm/scale"}, sorted(shared)
