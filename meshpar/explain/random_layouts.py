@@ -16,6 +16,7 @@ from meshpar.layouts.axes import CONTEXT, DATA, FSDP, PIPE, TENSOR
 from meshpar.layouts.context_modes import CONTEXT_MODES, RING, ULYSSES
 from meshpar.layouts.grammar import write_items
 from meshpar.layouts.layout import DEFAULTS, Layout, parse
+from meshpar.layouts.offload import NONE, OFFLOADS, OPTIMIZER, PARAMETERS
 from meshpar.layouts.pipeline_options import CHOICES
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.token_order import AUTO, TOKEN_ORDERS
@@ -42,6 +43,9 @@ SHARDED: dict[str, tuple] = {"zero": (1, 2, 3)}
 
 SPLIT = ("context_mode", "context_order", "context_heads")
 """Options of layouts with context, which depend on one another."""
+
+UNPIPED = ("offload",)
+"""Options of layouts without pipe; their values depend on zero."""
 
 PIPELINE: dict[str, tuple] = {
     "schedule": ("auto", *PUBLISHED),
@@ -108,6 +112,8 @@ def _draw(rng: random.Random, num_devices: int, axes: Sequence[str]) -> Draw:
     options |= _split_options(rng, values[CONTEXT]) if values[CONTEXT] > 1 else {}
     options |= PIPELINE if values[PIPE] > 1 else {}
     values |= {name: rng.choice(choices) for name, choices in options.items()}
+    if values[PIPE] == 1:
+        values["offload"] = _draw_offload(rng, values.get("zero", 3))
     given = {k: x for k, x in values.items() if x != DEFAULTS[k]} or {DATA: 1}
     lowerings = ("",) if values[PIPE] > 1 else ("", *DRAWN_LOWERINGS)
     return Draw(write_items(given), rng.choice(lowerings))
@@ -120,6 +126,12 @@ def _split_options(rng: random.Random, context: int) -> dict[str, tuple]:
     has_neighbours = mode == RING and context > 2 and context % 2 == 0
     values = (mode,), orders, (1, 2) if has_neighbours else (1,)
     return dict(zip(SPLIT, values, strict=True))
+
+
+def _draw_offload(rng: random.Random, zero: int) -> str:
+    """A value of `offload=`, most often none."""
+    parts = [p for p in OFFLOADS if p != PARAMETERS or zero == 3]
+    return rng.choice([*[NONE] * 6, *parts, f"{OPTIMIZER}+{parts[-1]}"])
 
 
 def _prime_factors(number: int) -> Iterator[int]:
