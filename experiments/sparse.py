@@ -23,9 +23,9 @@ from experiments.recipes import allowed
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.ranges import Choice, Number
 from experiments.reports import convex, terminal
-from meshpar.islands import dbpg, hogwild
-from meshpar.islands.dbpg_training import Training
-from meshpar.islands.filters import COMPRESSIONS
+from meshpar.islands.sparse import dbpg, hogwild
+from meshpar.islands.sparse.dbpg_training import Training
+from meshpar.islands.sparse.filters import COMPRESSIONS
 
 DBPG, HOGWILD = "dbpg", "hogwild"
 HELD_OUT = 0.2

@@ -7,8 +7,8 @@ import numpy as np
 import scipy.optimize
 import scipy.sparse as sp
 
-from meshpar.islands import coding, lbfgs
-from meshpar.islands.portions import Schedule, schedule
+from meshpar.islands.batch import coding, lbfgs
+from meshpar.islands.batch.portions import Schedule, schedule
 
 
 class Problem:

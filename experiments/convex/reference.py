@@ -10,7 +10,7 @@ import numpy as np
 import scipy.optimize
 import scipy.sparse as sp
 
-from meshpar.islands import proximal
+from meshpar.islands.sparse import proximal
 
 LIBLINEAR, SCIPY = "liblinear", "SciPy"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshpar.errors import MeshparError
-from meshpar.islands import coding
+from meshpar.islands.batch import coding
 
 CODES = [
     *((coding.cyclic, n, s) for n, s in [(4, 0), (5, 1), (5, 4), (8, 2), (9, 3)]),

@@ -8,9 +8,9 @@ import scipy.sparse as sp
 
 from experiments.convex import reference
 from meshpar.errors import MeshparError
-from meshpar.islands import proximal
-from meshpar.islands.dbpg import Settings
-from meshpar.islands.dbpg_training import Training
+from meshpar.islands.sparse import proximal
+from meshpar.islands.sparse.dbpg import Settings
+from meshpar.islands.sparse.dbpg_training import Training
 
 L1 = 2.0
 

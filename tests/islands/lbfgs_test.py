@@ -5,9 +5,9 @@ import pytest
 import scipy.optimize
 
 from meshpar.errors import MeshparError
-from meshpar.islands import lbfgs
-from meshpar.islands.line_search import LineSearch
-from meshpar.islands.portions import schedule
+from meshpar.islands.batch import lbfgs
+from meshpar.islands.batch.line_search import LineSearch
+from meshpar.islands.batch.portions import schedule
 
 
 def logistic():

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from meshpar.errors import MeshparError, nearest
-from meshpar.islands.packet import Filter, Memory, Packet
 from meshpar.islands.rules import RefusedError
+from meshpar.islands.sparse.packet import Filter, Memory, Packet
 
 RECENT_KEY_LISTS = 2
 """Key lists that a receiver remembers per channel."""

@@ -18,17 +18,17 @@ import numpy as np
 import scipy.sparse as sp
 
 from meshpar.errors import MeshparError
-from meshpar.islands.filters import (
+from meshpar.islands.key_range import Slice
+from meshpar.islands.sparse.filters import (
     COMPRESSIONS,
     KeyCaching,
     RandomSkip,
     SignificantlyModified,
     ValueCompression,
 )
-from meshpar.islands.key_range import Slice
-from meshpar.islands.kkt import KKTFilter
-from meshpar.islands.packet import Filter, Link, Memory, Packet
-from meshpar.islands.proximal import gradient_and_curvature
+from meshpar.islands.sparse.kkt import KKTFilter
+from meshpar.islands.sparse.packet import Filter, Link, Memory, Packet
+from meshpar.islands.sparse.proximal import gradient_and_curvature
 
 
 @dataclasses.dataclass(frozen=True)

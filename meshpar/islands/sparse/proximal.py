@@ -17,8 +17,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from meshpar.islands.key_range import Contribution
-from meshpar.islands.kkt import is_far, violations
 from meshpar.islands.rules import UpdateFunction
+from meshpar.islands.sparse.kkt import is_far, violations
 
 _LEAST_CURVATURE = 1e-6
 

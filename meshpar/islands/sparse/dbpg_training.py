@@ -13,11 +13,11 @@ import scipy.sparse as sp
 
 from meshpar.errors import MeshparError
 from meshpar.islands.consistency import BSP
-from meshpar.islands.dbpg import Filters, Settings, Worker, make_filters
 from meshpar.islands.key_range import KeyRange, Slice, split
 from meshpar.islands.messages import Payload
-from meshpar.islands.packet import Memory, Packet
-from meshpar.islands.proximal import objective, proximal_update
+from meshpar.islands.sparse.dbpg import Filters, Settings, Worker, make_filters
+from meshpar.islands.sparse.packet import Memory, Packet
+from meshpar.islands.sparse.proximal import objective, proximal_update
 from meshpar.islands.store import Store
 
 _ENCODING = "packet"

@@ -1,0 +1,1 @@
+"""Training on whole batches: Sandblaster L-BFGS, and gradient codes."""

@@ -1,0 +1,1 @@
+"""Logistic regression on sparse rows: DBPG on the store, and Hogwild without locks."""
