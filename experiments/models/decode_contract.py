@@ -143,14 +143,11 @@ class _Token:
         matrix *= self.part(config.mlp, "mlp")
         matrices = 3 if config.activation == "swiglu" else 2
         choices = tokens * config.experts_per_token * _FLOAT
-        scores = tokens * config.num_experts * _FLOAT
         gathers = [
             (embed, matrix, matrices, "weights of experts"),
             (embed, rows, 1, "tokens, whole along the embed dim"),
             (by_expert, rows * ways, 1, "tokens to all experts"),
             (by_expert, choices, 2, "experts of tokens, and their weights"),
-            # Some platforms have no top_k of a split batch.
-            (by_expert, scores, 1, "scores of the router"),
         ]
         for axes, size, times, why in gathers:
             yield from self.term("all_gather", axes, size, depth * times, why)
@@ -159,6 +156,11 @@ class _Token:
         why = "outputs of experts"
         yield from self.term("all_reduce", self.axes("mlp"), rows, depth, why)
         yield from self.term("reduce_scatter", by_expert, rows * ways, depth, why)
+        # Some platforms have no top_k of a split batch.
+        why, scores = "scores of the router", self.batch_size * config.num_experts
+        batch = self.axes("batch")
+        for term in self.term("all_gather", batch, scores * _FLOAT, depth, why):
+            yield dataclasses.replace(term, bound=True)
 
 
 def declared(

@@ -77,7 +77,8 @@ def with_ema(
 def ema_weights(state: TrainState) -> Params:
     """The average of the weights in a training state, {path: array}.
 
-    Weights that the optimizer does not train are returned as they are.
+    Weights that the optimizer does not train are returned as they are. Every average is
+    placed as its weight, which offload may have put into another memory.
 
     Raises:
       MeshparError: the optimizer keeps none.
@@ -97,7 +98,11 @@ def ema_weights(state: TrainState) -> Params:
         for path, x in states[0].ema.items()
         if not isinstance(x, optax.MaskedNode)
     }
+
+    def as_weight(average: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.device_put(average.astype(weight.dtype), weight.sharding)
+
     return {
-        path: averages[path].astype(x.dtype) if path in averages else x
+        path: as_weight(averages[path], x) if path in averages else x
         for path, x in state.params.items()
     }
