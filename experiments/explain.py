@@ -3,8 +3,9 @@ r"""Explains what a layout does to a model: specs, memory, collectives, warnings
     python -m experiments.explain --recipe=llama2-7b --layout="fsdp=16,remat=full" \
         --batch_size=16 --topology=v5e:4x4 --html=report.html
 
-It compiles the step and does not run it; --topology compiles for machines that are not
-present. Exits 0, or 1 if the compiled program breaks its contract.
+It compiles the step, or with --generate prefill and decoding, and runs nothing;
+--topology compiles for machines that are not present. Exits 0, or 1 if the compiled
+program breaks its contract.
 """
 
 import json
@@ -22,6 +23,7 @@ from experiments.recipes.errors import ConfigError
 from experiments.reports import explanation, page, pictures
 from meshpar import mesh
 from meshpar.explain.report import explain
+from meshpar.explain.generation import explain_generation
 from meshpar.layouts.axes import FSDP
 
 flags.adopt_module_key_flags(command_line)
@@ -32,6 +34,9 @@ DIFF = flags.DEFINE_string("diff", "", "A second layout to compare with.")
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of tables.")
 HTML = flags.DEFINE_string("html", "", "Write one page with pictures to this file.")
 PNG = flags.DEFINE_string("png", "", "Draw the pipeline's schedule into this file.")
+GENERATE = flags.DEFINE_bool(
+    "generate", False, "Explain prefill and decoding in place of a training step."
+)
 PARAMETERS = flags.DEFINE_bool("parameters", True, "List every parameter.")
 
 
@@ -50,6 +55,8 @@ def _check_pictures(layout: meshpar.Layout) -> None:
     """Raises ConfigError for files that cannot be drawn or written."""
     if PNG.value:
         pictures.check_format(PNG.value)
+        if GENERATE.value:
+            raise ConfigError("--png draws a schedule, and --generate has none")
         if layout.pipe == 1:
             raise ConfigError(
                 f"--png draws a schedule, and {layout} has no pipe=N; add it, or leave "
@@ -58,6 +65,20 @@ def _check_pictures(layout: meshpar.Layout) -> None:
     for name, path in (("--png", PNG.value), ("--html", HTML.value)):
         if path:
             outputs.check_file(path, name)
+
+
+def _generator(
+    config: Config, layout: meshpar.Layout, devices: list[jax.Device]
+) -> meshpar.Generator:
+    """The recipe's model as it generates, for sequences of its own length."""
+    return meshpar.generator(
+        building.make_model(config),
+        layout,
+        max_length=config.model.length,
+        batch_size=command_line.BATCH_SIZE.value or 0,
+        devices=devices,
+        compute_dtype=building.compute_dtype(config),
+    )
 
 
 def main(_: Sequence[str]) -> int:
@@ -71,15 +92,21 @@ def main(_: Sequence[str]) -> int:
     if config.model.vocab == 0:
         config = building.fit_vocabulary(config, data.load(config.data))
     # All layouts are checked before the first is compiled.
-    programs = [building.make_program(config, layout, devices) for layout in layouts]
-    explanations = [explain(program) for program in programs]
+    if GENERATE.value:
+        generators = [_generator(config, layout, devices) for layout in layouts]
+        explanations = [e for g in generators for e in explain_generation(g)]
+    else:
+        programs = [
+            building.make_program(config, layout, devices) for layout in layouts
+        ]
+        explanations = [explain(program) for program in programs]
     if PNG.value:
         pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
         page.write(HTML.value, config.recipe, explanations)
     if JSON.value:
         reports = [e.as_dict() for e in explanations]
-        print(json.dumps(reports if DIFF.value else reports[0]))
+        print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:
         explanation.print_explanations(explanations, PARAMETERS.value)
     return 1 if any(e.violations for e in explanations) else 0

@@ -21,7 +21,7 @@ import meshpar
 from experiments import command_line, outputs
 from experiments.devices import start_devices
 from experiments.generation import prompt_files, speed
-from experiments.generation.sources import Source, find_source, make_generator
+from experiments.generation.sources import Source, find_source, make_generator, streamed
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.ranges import Number
 from meshpar.arrays import Params
@@ -46,6 +46,12 @@ MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
     0,
     "Most tokens that the model sees; the length that it trained with by default.",
+)
+STREAM_WEIGHTS = flags.DEFINE_bool(
+    "stream_weights",
+    False,
+    "Keep the layers' weights in host memory and bring them layer by layer, as "
+    "offload=parameters in the layout does.",
 )
 command_line.limit(TOKENS, Number(1, 2**24, "tokens"))
 command_line.limit(MAX_LENGTH, Number(0, 2**24, "tokens", "0 for the model's"))
@@ -91,6 +97,7 @@ class _Writer:
       sampling: how tokens are drawn.
       stop: token ids that end a text.
       meter: of the speed.
+      console: for notes.
     """
 
     source: Source
@@ -99,6 +106,7 @@ class _Writer:
     sampling: meshpar.Sampling
     stop: list[int]
     meter: speed.Meter
+    console: rich.console.Console
 
     def texts(self, prompts: Sequence[str], first: int) -> list[dict]:
         """{"prompt", "text", "tokens"} of some prompts.
@@ -108,8 +116,13 @@ class _Writer:
           first: number of the first of them.
         """
         ids = [self.source.tokenizer.encode(prompt) for prompt in prompts]
-        # Of a longer text the model sees the end.
         most = self.generator.max_length - 1
+        for number, tokens in enumerate(ids, first):
+            if len(tokens) > most:
+                self.console.print(
+                    f"prompt {number} has {len(tokens):,} tokens, and the model sees "
+                    f"the last {most:,} of them"
+                )
         began = time.monotonic()
         found = self.generator.generate(
             self.params,
@@ -133,13 +146,13 @@ class _Writer:
         own = [TOKENS.value, self.stop, self.generator.max_length]
         return prompt_files.settings_hash([self.source.name, sampling, *own])
 
-    def write_file(self, prompts: Sequence[str], console: rich.console.Console) -> None:
+    def write_file(self, prompts: Sequence[str]) -> None:
         """Continues all prompts of a file that have no text yet."""
         file = prompt_files.ResultFile(OUT.value, prompts, self.settings())
         done = agree.allgather_objects("texts", file.num_done)[0]
         if done:
-            console.print(f"{OUT.value} holds {done} of {len(prompts)} texts")
-        with speed.progress_bar(console) as bar:
+            self.console.print(f"{OUT.value} holds {done} of {len(prompts)} texts")
+        with speed.progress_bar(self.console) as bar:
             task = bar.add_task("", total=len(prompts), completed=done, speed=0.0)
             for first in range(done, len(prompts), self.generator.batch_size):
                 batch = prompts[first : first + self.generator.batch_size]
@@ -167,6 +180,8 @@ def main(arguments: Sequence[str]) -> int:
     source = find_source(
         arguments[1], command_line.LAYOUT.value, command_line.TOKENIZER.value
     )
+    if STREAM_WEIGHTS.value:
+        source = streamed(source)
     stop = _stop_ids(source)
     config = command_line.config_from_flags()
     _, devices = start_devices(dataclasses.replace(config, layout=str(source.layout)))
@@ -180,12 +195,12 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"{source.name} under {source.layout}", markup=False)
     generator.compile()
     meter = speed.Meter()
-    writer = _Writer(source, generator, params, sampling, stop, meter)
+    writer = _Writer(source, generator, params, sampling, stop, meter, console)
     if PROMPTS.value is None:
         console.print(prompts[0] + writer.texts(prompts, 0)[0]["text"], markup=False)
     else:
-        writer.write_file(prompts, console)
-    console.print(speed.summary(meter, speed.fastest(generator)), markup=False)
+        writer.write_file(prompts)
+    console.print(speed.summary(meter, generator), markup=False)
     return 0
 
 

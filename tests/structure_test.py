@@ -13,7 +13,7 @@ EXPERIMENTS = structure.read_package(ROOT / "experiments")
 ROOMS = (
     *("arrays", "errors", "compat", "schedules", "layouts", "contracts", "mesh"),
     *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
-    *("local_sgd", "islands", "compose", "explain", "checkpoint", "generation"),
+    *("local_sgd", "islands", "generation", "compose", "explain", "checkpoint"),
 )
 """Bottom to top: a room imports rooms to its left."""
 

@@ -24,6 +24,7 @@ from meshpar.arrays import Params
 from meshpar.checkpoint import StoredCheckpoint, find_checkpoints, read_params
 from meshpar.errors import CheckpointError
 from meshpar.layouts.axes import DATA, REPLICA
+from meshpar.layouts.offload import PARAMETERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +107,23 @@ def find_source(path: str, layout: str | None, tokenizer: str | None) -> Source:
         decoder=config.model,
         model=model,
         layout=meshpar.layouts.parse(config.layout),
-        compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
+        compute_dtype=building.compute_dtype(config),
         tokenizer=tokenizer_of(config.data.path, tokenizer or config.data.tokenizer),
         stop=(),
         load=lambda generator: read_params(
             checkpoint, generator.program.abstract_params
         ),
     )
+
+
+def streamed(source: Source) -> Source:
+    """The source with the layers' weights in host memory between their uses.
+
+    Raises:
+      LayoutError: its layout cannot bring them layer by layer.
+    """
+    layout = dataclasses.replace(source.layout, offload=PARAMETERS)
+    return dataclasses.replace(source, layout=layout)
 
 
 def _of_transformers(

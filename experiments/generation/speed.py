@@ -7,22 +7,7 @@ import rich.console
 import rich.progress
 
 import meshpar
-from meshpar.mesh.chips import chip_of
-
-
-def fastest(generator: meshpar.Generator) -> float | None:
-    """Tokens per second if decoding only read weights and cache from memory, once.
-
-    None for a device whose bandwidth is not known.
-
-    Args:
-      generator: the generator.
-    """
-    device = generator.programs.mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
-    if chip is None:
-        return None
-    return generator.batch_size * chip.memory_bandwidth / generator.step_bytes
+from meshpar.generation.floor import floor
 
 
 @dataclasses.dataclass
@@ -48,16 +33,18 @@ class Meter:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-def summary(meter: Meter, limit: float | None) -> str:
+def summary(meter: Meter, generator: meshpar.Generator) -> str:
     """One line: the speed, and the share of what is possible."""
     text = (
         f"{meter.tokens:,} tokens in {meter.seconds:.1f} s: "
         f"{meter.tokens_per_second:,.1f} tokens/s"
     )
-    if limit is None:
+    least = floor(generator.programs)
+    if least is None:
         return f"{text} (the bandwidth of this device is not known)"
+    limit = generator.batch_size / least.seconds
     share = meter.tokens_per_second / limit
-    return f"{text}; reading weights and cache allows {limit:,.0f} ({share:.0%})"
+    return f"{text}; the time to {least.why} allows {limit:,.1f} ({share:.0%})"
 
 
 def progress_bar(console: rich.console.Console) -> rich.progress.Progress:

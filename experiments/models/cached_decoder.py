@@ -53,6 +53,7 @@ def cached_decoder(config: DecoderConfig, model: meshpar.Model) -> CachedModel:
         run,
         max_length=config.length if config.position == "learned" else 0,
         declare=functools.partial(declared, config),
+        streams=True,
     )
 
 

@@ -30,6 +30,7 @@ from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.ops.cached_attention import KeysAndValues
 from meshpar.ops.experts import Statistics
+from meshpar.ops.layer_loop import over_layers
 
 
 def _residual(x_BLD: Array) -> Array:
@@ -147,15 +148,15 @@ class Decoder(nnx.Module):
         """
         graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
 
-        def layer(carry: tuple, state: Any) -> tuple[tuple, None]:
+        def layer(carry: tuple, state: Any) -> tuple:
             x, cache, number = carry
             tokens = Cached(cache, number, positions_BL)
             x = nnx.merge(graph, *state)(x, tokens)
-            return (x, tokens.cache, tokens.layer), None
+            return x, tokens.cache, tokens.layer
 
         first = Cached(cache, jnp.int32(0), positions_BL)
         start = self.embed(tokens_BL, first), cache, first.layer
-        (x, cache, _), _ = jax.lax.scan(layer, start, (params, rest))
+        x, cache, _ = over_layers(layer, start, (params, rest))
         return self._head(x), cache
 
     def _head(self, x: Any) -> Array:

@@ -46,6 +46,11 @@ def identity(config: Config, corpus: Corpus) -> dict[str, str | int]:
     return dict(data=corpus.fingerprint, length=config.model.length, seed=config.seed)
 
 
+def compute_dtype(config: Config) -> Any:
+    """The dtype of the computation; None for that of the weights."""
+    return jnp.bfloat16 if config.compute_dtype == "bfloat16" else None
+
+
 def make_model(config: Config) -> meshpar.Model:
     """The recipe's model with next-token cross-entropy.
 
@@ -158,7 +163,7 @@ def make_program(
         batch,
         devices=devices,
         clip_norm=config.optimizer.clip_norm or None,
-        compute_dtype=jnp.bfloat16 if config.compute_dtype == "bfloat16" else None,
+        compute_dtype=compute_dtype(config),
         lowering=config.lowering,
         mode=make_mode(config),
     )

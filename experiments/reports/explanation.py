@@ -34,8 +34,17 @@ def _parameters(explanation: Explanation) -> rich.table.Table:
     return table
 
 
+def _title(explanation: Explanation) -> str:
+    name, layout = explanation.name, explanation.layout
+    return f"{name} under {layout}" if name else layout
+
+
+def _run(explanation: Explanation) -> str:
+    return "run" if explanation.name else "step"
+
+
 def _memory(explanations: Sequence[Explanation]) -> rich.table.Table:
-    table = rich.table.Table("bytes per device", *(e.layout for e in explanations))
+    table = rich.table.Table("bytes per device", *map(_title, explanations))
 
     def add(title: str, sizes: Sequence[float]) -> None:
         table.add_row(title, *map(readable_bytes, sizes))
@@ -54,7 +63,7 @@ def _memory(explanations: Sequence[Explanation]) -> rich.table.Table:
 def _collectives(explanation: Explanation) -> rich.table.Table:
     why = rich.table.Column("why", overflow="fold")
     columns = ("collective", "axes", "declared", "found", "exposed", "runs", why)
-    table = rich.table.Table(*columns, title="sent per device and step")
+    table = rich.table.Table(*columns, title=f"sent per device and {_run(explanation)}")
     for row in explanation.traffic:
         table.add_row(
             row.kind,
@@ -70,7 +79,9 @@ def _collectives(explanation: Explanation) -> rich.table.Table:
 
 def _host_transfers(explanation: Explanation) -> rich.table.Table:
     columns = ("host memory", "to the device", "to the host")
-    table = rich.table.Table(*columns, title="moved per device and step")
+    table = rich.table.Table(
+        *columns, title=f"moved per device and {_run(explanation)}"
+    )
     rows = [("declared: " + t.why, t) for t in explanation.host]
     if explanation.host_found is not None:
         rows.append(("found", explanation.host_found))
@@ -112,7 +123,7 @@ def _print_layout(
     e = explanation
     sizes = "*".join(f"{axis}={size}" for axis, size in e.mesh.items())
     details = f": lowering {e.lowering}, {sizes} x {e.device_kind}"
-    console.print(Text.assemble((e.layout, "bold"), details), soft_wrap=True)
+    console.print(Text.assemble((_title(e), "bold"), details), soft_wrap=True)
     for note in (e.why_auto, e.mode):
         if note:
             console.print(note, soft_wrap=True)

@@ -38,6 +38,18 @@ class HostTransfer:
     bound: bool = False
 
 
+def link_seconds(transfers: Collection[HostTransfer], bandwidth: float) -> float:
+    """Least time of transfers over the link to the host, whose directions run together.
+
+    Args:
+      transfers: of one device.
+      bandwidth: bytes per second, one way.
+    """
+    to_device = sum(transfer.to_device for transfer in transfers)
+    to_host = sum(transfer.to_host for transfer in transfers)
+    return max(to_device, to_host) / bandwidth
+
+
 def host_violations(
     declared: Collection[HostTransfer], found: HostTransfer | None
 ) -> list[str]:

@@ -5,17 +5,17 @@ needed, only its compiler (`mesh.topology`).
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
-from meshpar.contracts.contract import DeclaredCollective
-from meshpar.contracts.host_transfers import HostTransfer
+from meshpar.contracts.contract import Contract, DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.explain.warnings import collective_warnings, replicated_state
-from meshpar.layouts.plan import LeafPlan
+from meshpar.layouts.plan import LeafPlan, Plan
+from meshpar.lowering.inspection import Inspection
 from meshpar.lowering.memory import Memory
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.chips import chip_of
@@ -49,7 +49,7 @@ class CollectiveRow:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """One training step under one layout.
+    """One program under one layout: a training step, prefill or decoding.
 
     Attributes:
       layout: the layout string.
@@ -72,7 +72,8 @@ class Explanation:
       warnings: lines about things that are legal and probably not meant.
       pipeline: its schedule, if there is one.
       mode: how replicas are synchronized, if they train apart; `traffic` then describes
-        the step that moves most.
+        the step that moves most. What a program that does not train runs.
+      name: of a program that does not train; "" for a training step.
     """
 
     layout: str
@@ -90,6 +91,7 @@ class Explanation:
     warnings: tuple[str, ...]
     pipeline: PipelineReport | None = None
     mode: str = ""
+    name: str = ""
     host: tuple[HostTransfer, ...] = ()
     host_found: HostTransfer | None = None
     host_seconds: float | None = None
@@ -114,33 +116,19 @@ def explain(program: TrainProgram) -> Explanation:
       program: from `meshpar.lower`; its devices may be a topology.
     """
     lowering, inspection, plan = program.lowering, program.inspection, program.plan
-    log, analysis = inspection.compiler_log, program.compiled.memory_analysis()
-    sizes = plan.bytes_per_device()
-    distributed = any(size > 1 for size in program.mesh.shape.values())
-    contract, collectives = program.busiest
-    replicated = {
-        path: _reason_whole(leaf)
-        for path, leaf in plan.parameters.items()
-        if distributed and not any(leaf.spec)
-    }
-    return Explanation(
+    # The log is captured while the program is compiled, which all else would do.
+    log, sizes = inspection.compiler_log, plan.bytes_per_device()
+    return describe(
+        inspection,
+        plan,
+        *program.busiest,
         layout=str(program.layout),
         lowering=lowering.name,
         why_auto=program.why_auto,
-        device_kind=program.mesh.devices.flat[0].device_kind,
-        mesh=dict(program.mesh.shape),
-        parameters=tuple(plan.parameters.values()),
-        replicated=replicated,
         predicted=lowering.memory(program.step_batch, sizes),
         state_bytes=sum(
             sizes[kind] for kind in ("parameters", "optimizer", "synchronization")
         ),
-        compiled_bytes={
-            "arguments": analysis.argument_size_in_bytes,
-            "temporary": analysis.temp_size_in_bytes,
-            "peak": inspection.peak_bytes,
-        },
-        traffic=_collective_rows(contract.terms, collectives),
         violations=tuple(program.violations()),
         warnings=(
             *replicated_state(program),
@@ -149,21 +137,50 @@ def explain(program: TrainProgram) -> Explanation:
         ),
         pipeline=lowering.report(program.step_batch).get("pipeline"),
         mode=program.mode_text,
-        host=contract.host,
-        host_found=inspection.host_transfers if contract.host else None,
-        host_seconds=_host_seconds(program, contract.host),
     )
 
 
-def _host_seconds(
-    program: TrainProgram, transfers: Sequence[HostTransfer]
-) -> float | None:
-    """Least time of transfers over the host link, whose directions run together."""
-    chip = chip_of(program.mesh.devices.flat[0].device_kind)
-    if chip is None or not transfers:
-        return None
-    ways = [[t.to_device for t in transfers], [t.to_host for t in transfers]]
-    return max(map(sum, ways)) / chip.host_bandwidth
+def describe(
+    inspection: Inspection,
+    plan: Plan,
+    contract: Contract,
+    collectives: list[Collective],
+    **own: Any,
+) -> Explanation:
+    """Explains a compiled program.
+
+    Args:
+      inspection: the program.
+      plan: of its state.
+      contract: what it declares.
+      collectives: those found, which may be of another program that moves more.
+      **own: the fields of `Explanation` that do not follow from these.
+    """
+    mesh, analysis = inspection.mesh, inspection.compiled.memory_analysis()
+    device_kind, host = mesh.devices.flat[0].device_kind, contract.host
+    distributed = any(size > 1 for size in mesh.shape.values())
+    chip = chip_of(device_kind)
+    seconds = link_seconds(host, chip.host_bandwidth) if host and chip else None
+    return Explanation(
+        device_kind=device_kind,
+        mesh=dict(mesh.shape),
+        parameters=tuple(plan.parameters.values()),
+        replicated={
+            path: _reason_whole(leaf)
+            for path, leaf in plan.parameters.items()
+            if distributed and not any(leaf.spec)
+        },
+        compiled_bytes={
+            "arguments": analysis.argument_size_in_bytes,
+            "temporary": analysis.temp_size_in_bytes,
+            "peak": inspection.peak_bytes,
+        },
+        traffic=_collective_rows(contract.terms, collectives),
+        host=host,
+        host_found=inspection.host_transfers if host else None,
+        host_seconds=seconds,
+        **own,
+    )
 
 
 def _reason_whole(leaf: LeafPlan) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import Params
+from meshpar.contracts.host_transfers import host_violations
 from meshpar.errors import MeshparError
 from meshpar.generation.programs import GenerationPrograms
 from meshpar.generation.prompts import checked_prompts, stop_mask
@@ -17,7 +18,6 @@ from meshpar.generation.sampling import GREEDY, Sampling, SamplingArrays
 from meshpar.generation.state import GenerationState
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.given_params import place_params, stacked_params
-from meshpar.lowering.inspection import bytes_per_device
 from meshpar.lowering.program import Program
 
 _LOOK_EVERY = 8
@@ -56,19 +56,16 @@ class Generator:
         contract = self.programs.contract
         if contract is None:
             return []
-        return contract.violations(self.programs.decode.collectives)
+        decode = self.programs.decode
+        return [
+            *contract.violations(decode.collectives),
+            *host_violations(contract.host, decode.host_transfers),
+        ]
 
     def compile(self) -> None:
         """Compiles prefill and decoding, which their first use would do otherwise."""
         for program in (self.programs.prefill, self.programs.decode):
             _ = program.compiled
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of weights and cache on one device, which a decoded token reads."""
-        arrays = self.program.abstract_params, self.programs.abstract_cache
-        shardings = jax.tree.map(lambda x: x.sharding, arrays)
-        return bytes_per_device(arrays, shardings)
 
     def place(self, params: Any) -> Params:
         """Puts weights onto the devices, cast to the dtype of the computation.

@@ -8,6 +8,7 @@ Weights are split as in training, so that a model is sampled where it lies:
   device computes with its part of the embed dim, and partial sums are reduced.
 - `context` splits the length of the cache.
 - `pipe` has no pipeline to fill with one token: its devices do what those of `fsdp` do.
+- `offload=parameters` streams the layers' weights from host memory for every token.
 
 Source: Pope et al., Efficiently Scaling Transformer Inference, arXiv:2211.05102,
   section 3.2 (weights that stay, and weights that are gathered).
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from meshpar.layouts.axes import BATCH_AXES, GATHERED_AXES, PIPE, in_use, ways_of
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import NONE, PARAMETERS
 from meshpar.layouts.rules import ACTIVATION_RULES
 from meshpar.models.cached import CachedModel
 
@@ -55,6 +57,12 @@ def reason_unsupported(cached: CachedModel | None, layout: Layout) -> str:
             f"one model: use data={layout.replica}, after reading the average of the "
             "replicas"
         )
+    if PARAMETERS in layout.offloaded and not cached.streams:
+        return (
+            f"offload={PARAMETERS} brings weights to the device layer by layer, and "
+            "the model's own loop does not: run its layers by meshpar.ops.over_layers "
+            "and give a meshpar.CachedModel with streams=True"
+        )
     return ""
 
 
@@ -87,6 +95,7 @@ def generation_layouts(layout: Layout, kv_heads: int) -> GenerationLayouts:
         **sizes,
         params=params,
         activations=layout.activations,
+        offload=PARAMETERS if PARAMETERS in layout.offloaded else NONE,
         **{name: getattr(layout, name) for name in _KEPT},
     )
     kept = tuple(axis for axis in BATCH_AXES if axis not in GATHERED_AXES)

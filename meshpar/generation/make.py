@@ -15,8 +15,10 @@ from meshpar.generation.generate import Generator
 from meshpar.generation.layouts import generation_layouts, reason_unsupported
 from meshpar.generation.programs import GenerationPrograms
 from meshpar.layouts.axes import BATCH_AXES, in_use, ways_of
+from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.layout import Layout, parse
-from meshpar.layouts.param import Param, follows_load
+from meshpar.layouts.offload import PARAMETERS
+from meshpar.layouts.param import STACKED_DIM, Param, follows_load
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.program import Program
@@ -74,6 +76,8 @@ def generator(
     batch_size = _checked_batch(batch_size, layouts.prefill)
     mesh = make_mesh(layouts.prefill, devices)
     plan = make_plan(layouts.prefill, model.params, {})
+    if layouts.prefill.offloaded:
+        plan = with_host_leaves(plan, {}, _layers(model))
     lowering = JitLowering(model, None, plan, mesh, None, None, frozenset())
     program = Program(lowering, None)
     block = min(_BLOCK, max_length)
@@ -110,6 +114,28 @@ def _in_dtype(model: Model, dtype: Any) -> Model:
         return {path: x.astype(params[path].dtype) for path, x in fresh.items()}
 
     return dataclasses.replace(model, params=params, init=init)
+
+
+def _layers(model: Model) -> frozenset[str]:
+    """Paths of the layers' matrices, which `offload=parameters` streams.
+
+    Vectors such as the scales of norms are small, and the TPU compiler cannot slice a
+    row of bfloat16 in host memory.
+
+    Raises:
+      LayoutError: there are none.
+    """
+    stacks = {
+        path
+        for path, x in model.params.items()
+        if (x.names or ())[:1] == (STACKED_DIM,) and len(x.shape) > 2
+    }
+    if not stacks:
+        raise LayoutError(
+            f"offload={PARAMETERS} streams weights whose first dim is named "
+            f"{STACKED_DIM!r}, and the model has none: leave it out"
+        )
+    return frozenset(stacks)
 
 
 def _float_dtype(model: Model) -> Any:

@@ -16,18 +16,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.contracts.contract import Contract
+from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.generation.layouts import GenerationLayouts
 from meshpar.generation.sampling import GREEDY, SamplingArrays
 from meshpar.generation.state import GenerationState, advanced, current_tokens
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.plan import HOST_MEMORY, partition_spec
 from meshpar.layouts.scope import (
     Scope,
     activation_axes,
     activation_spec,
     constrain,
 )
-from meshpar.lowering.inspection import Inspection
+from meshpar.lowering.inspection import Inspection, bytes_per_device
 from meshpar.mesh.torus import compiler_options
 from meshpar.models.cached import CachedModel
 from meshpar.models.model_scope import model_scope
@@ -193,11 +194,26 @@ class GenerationPrograms:
 
     @functools.cached_property
     def contract(self) -> Contract | None:
-        """The collectives of one decoded token; None if they are the compiler's."""
+        """What one decoded token moves; None if that is left to the compiler."""
         if self.cached.declare is None:
             return None
         terms = self.cached.declare(self.layouts.decode, self.batch_size, self.dtype)
-        return Contract(tuple(terms))
+        return Contract(tuple(terms), host=self.host)
+
+    @property
+    def host(self) -> tuple[HostTransfer, ...]:
+        """What one device exchanges with host memory in one run of all layers."""
+        stacks = {
+            path: x
+            for path, x in self.abstract_params.items()
+            if x.sharding.memory_kind == HOST_MEMORY
+        }
+        if not stacks:
+            return ()
+        size = bytes_per_device(stacks, _shardings(stacks))
+        depth = next(iter(stacks.values())).shape[0]
+        why = "weights of the layers, and of the first one again"
+        return (HostTransfer(why, size + size // depth, 0),)
 
     def _inspection(self, fn: Callable, out_shardings: Any, *args: Any) -> Inspection:
         """A program that donates its second argument, which is updated in place."""

@@ -46,7 +46,7 @@ class Inspection:
           mesh: the device mesh.
           check: raises MeshparError if the compiled program must not run.
         """
-        self._lower, self._mesh, self._check = lower, mesh, check
+        self._lower, self.mesh, self._check = lower, mesh, check
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -65,7 +65,7 @@ class Inspection:
     @functools.cached_property
     def _compilation(self) -> _Compilation:
         program = self.lowered.compile()
-        collectives = read_collectives(program, self._mesh)
+        collectives = read_collectives(program, self.mesh)
         self._check(collectives)
         return _Compilation(program, collectives)
 
@@ -91,7 +91,7 @@ class Inspection:
 
         None on platforms whose programs do not show it.
         """
-        if platform_of(self._mesh).shows_host_transfers:
+        if platform_of(self.mesh).shows_host_transfers:
             return host_transfers(self.compiled.as_text())
         return None
 
@@ -109,7 +109,7 @@ class Inspection:
     def peak_bytes(self) -> int:
         """Bytes in one device's memory at the peak of the program, as compiled."""
         analysis = self.compiled.memory_analysis()
-        if platform_of(self._mesh).reports_peak:
+        if platform_of(self.mesh).reports_peak:
             # Compilers count host memory in the peak, all of it in use.
             host = analysis.host_argument_size_in_bytes
             host += analysis.host_temp_size_in_bytes

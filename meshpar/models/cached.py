@@ -34,6 +34,8 @@ class CachedModel:
       rows_advance_together: whether all rows must be at the same position, one token at
         a time, as with a cache that holds one index for all of them.
       declare: the collectives of one step; None leaves them to the compiler.
+      streams: whether `run` loops over the layers by `ops.over_layers`, so that their
+        weights may live in host memory.
     """
 
     init: Callable[[int, int, Any], Params]
@@ -42,3 +44,4 @@ class CachedModel:
     max_length: int = 0
     rows_advance_together: bool = False
     declare: Declare | None = None
+    streams: bool = False

@@ -57,7 +57,7 @@ SCORED = "pipe=2,data=2,microbatches=2,partition=1/1"
         slow("fsdp=8"),
         slow("tensor=4,params.kv_heads=none,activations.kv_heads=none"),
         slow("context=2,fsdp=2,tensor=2"),
-        slow("pipe=2,fsdp=2,schedule=interleaved,microbatches=2,tensor=2"),
+        slow("pipe=2,fsdp=2,schedule=interleaved,virtual_stages=2,microbatches=2"),
     ],
 )
 def test_the_score_is_the_held_out_loss_of_the_run(unbroken, layout, command):
@@ -107,12 +107,13 @@ FLAGS = ["--layout=data=2,tensor=2", "--tokens=6", "--batch_size=2", "--seed=3"]
 
 def test_a_file_of_prompts_goes_on_after_a_kill(unbroken, tmp_path, command):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    texts = ["alpha ", "b", "gamma delta ", "be", "a"]
+    texts = ["alpha ", "b", "gamma delta " * 9, "be", "a"]
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
     prompts.write_text(rows)
     words = [f"--prompts={prompts}", f"--out={out}", *FLAGS]
     said = command("generate", unbroken[1], *words)
     assert re.search(r"\d+ tokens in .* tokens/s", said)
+    assert "prompt 2 has 108 tokens, and the model sees the last 31 of them" in said
     whole = out.read_text()
     found = [json.loads(line) for line in whole.splitlines()]
     assert [row["prompt"] for row in found] == texts
@@ -131,6 +132,8 @@ def test_prompt_and_stop_of_a_run(unbroken, command):
     words = ["--prompt=alpha be", "--temperature=0", *FLAGS, "--tokens=12"]
     plain = command("generate", unbroken[1], *words)
     assert "alpha be" in plain and "step 12 of" in plain
+    streamed = command("generate", unbroken[1], *words, "--stream_weights")
+    assert streamed.splitlines()[1] == plain.splitlines()[1]
     stopped = command("generate", unbroken[1], *words, "--stop= ")
     assert stopped.splitlines()[1].count(" ") == 1
     said = command("generate", unbroken[1], *words, "--stop=ab", code=2)

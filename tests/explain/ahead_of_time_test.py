@@ -19,6 +19,7 @@ from meshpar import collectives, layouts, mesh
 from meshpar.arrays import rounded
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
+from meshpar.explain.generation import explain_generation
 from meshpar.local_sgd import contract
 from meshpar.mesh import torus
 
@@ -280,6 +281,27 @@ def test_gpu_programs_keep_the_contract():
     )
     assert program.violations() == []
     assert all(c.axes for c in program.collectives)
+
+
+@tpu
+@pytest.mark.slow
+def test_streamed_weights_take_no_device_memory_and_move_as_declared():
+    """At its peak decoding holds its state, and less than three layers."""
+    config = with_settings(small(), ["model.depth=8"])
+    prefill, decoding = explain_generation(
+        meshpar.generator(
+            building.make_model(config),
+            "fsdp=4,tensor=2,offload=parameters",
+            max_length=256,
+            devices=mesh.topology("v5e:2x4"),
+            compute_dtype=jnp.bfloat16,
+        )
+    )
+    for found in (prefill, decoding):
+        assert found.violations == ()
+        assert found.host_found.to_device == found.host[0].to_device > 0
+    layer = decoding.host[0].to_device / 9
+    assert decoding.compiled_bytes["peak"] < decoding.state_bytes + 3 * layer
 
 
 @tpu
