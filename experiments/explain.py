@@ -22,8 +22,8 @@ from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.reports import explanation, page, pictures
 from meshpar import mesh
-from meshpar.explain.report import explain
 from meshpar.explain.generation import explain_generation
+from meshpar.explain.report import explain
 from meshpar.layouts.axes import FSDP
 
 flags.adopt_module_key_flags(command_line)

@@ -12,8 +12,8 @@ from support.marks import slow
 from support.tiny_models import model
 
 import meshpar
-from meshpar.generation import GREEDY
 from meshpar.explain.generation import explain_generation
+from meshpar.generation import GREEDY
 from meshpar.layouts.plan import HOST_MEMORY
 from meshpar.ops import over_layers
 
