@@ -112,7 +112,10 @@ def source_lines(text: str) -> dict[str, str]:
 def trip_count(
     loop: Instruction, computations: Mapping[str, Mapping[str, Instruction]]
 ) -> int:
-    """Trip count of a while loop: annotated, or the largest constant of its condition.
+    """Trip count of a while loop: annotated, or read from its condition.
+
+    There it is the largest constant, less the number at which the loop starts: a
+    compiler may run the first round before the loop.
 
     Raises:
       ValueError: the text has neither.
@@ -129,7 +132,33 @@ def trip_count(
             reachable += [c for c in callees(instruction) if c not in reachable]
     if not bounds:
         raise ValueError(f"cannot read the trip count of the loop: {loop.line[:200]}")
-    return max(map(int, bounds))
+    return max(map(int, bounds)) - _first_number(loop, computations, condition)
+
+
+def _first_number(
+    loop: Instruction,
+    computations: Mapping[str, Mapping[str, Instruction]],
+    condition: str,
+) -> int:
+    """The constant at which a loop's counter starts; 0 if the text does not tell."""
+    inside = computations.get(condition, {})
+    outside = next((c for c in computations.values() if loop.name in c), {})
+    root = next((x for x in inside.values() if x.line.startswith("ROOT")), None)
+    counters = [inside.get(name) for name in root.operands] if root else []
+    indices = [
+        re.search(r"\bindex=(\d+)", x.line)
+        for x in counters
+        if x and x.opcode == "get-tuple-element"
+    ]
+    start = outside.get(loop.operands[0]) if loop.operands else None
+    if len(indices) != 1 or start is None or start.opcode != "tuple":
+        return 0
+    first = outside.get(start.operands[int(indices[0].group(1))])
+    while first is not None and first.opcode == "copy":
+        first = outside.get(first.operands[0])
+    if first is None or first.opcode != "constant":
+        return 0
+    return int(re.search(r"constant\((-?\d+)\)", first.line).group(1))
 
 
 def callees(instruction: Instruction) -> list[str]:

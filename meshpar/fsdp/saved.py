@@ -6,6 +6,7 @@ their receiver can run the backward pass.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params, to_device, to_host
+from meshpar.fsdp.buckets import TILE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,13 +80,17 @@ class Saved:
         ]
 
     def on_host(self) -> "Saved":
-        """The same with its activations in host memory; keys and numbers stay."""
-        arrays = [to_host(x) if x.ndim > 1 else x for x in self.arrays]
+        """The same with its activations in host memory.
+
+        Keys, numbers and what is smaller than a tile stay: the TPU compiler cannot copy
+        the small masks that attention kernels save.
+        """
+        arrays = [to_host(x) if _moves(x) else x for x in self.arrays]
         return dataclasses.replace(self, arrays=arrays)
 
     def on_device(self) -> "Saved":
         """The inverse of `on_host`."""
-        arrays = [to_device(x) if x.ndim > 1 else x for x in self.arrays]
+        arrays = [to_device(x) if _moves(x) else x for x in self.arrays]
         return dataclasses.replace(self, arrays=arrays)
 
     def tree_flatten(self) -> tuple[tuple, _Structure]:
@@ -95,6 +101,11 @@ class Saved:
     def tree_unflatten(cls, structure: _Structure, arrays: tuple) -> "Saved":
         """The inverse of `tree_flatten`."""
         return cls(list(arrays), structure)
+
+
+def _moves(x: Array) -> bool:
+    """Whether an array that one layer saves is large enough to leave the device."""
+    return x.size >= math.prod(TILE)
 
 
 class Residuals(NamedTuple):

@@ -318,3 +318,14 @@ def test_offloaded_state_takes_no_device_memory_and_moves_as_declared(offload):
     state = program.plan.bytes_per_device()
     on_device = state["parameters"] + state["optimizer"] - moved
     assert analysis.argument_size_in_bytes == pytest.approx(on_device, rel=0.05)
+
+
+@tpu
+@pytest.mark.slow
+def test_offloaded_activations_move_as_declared():
+    layout = layouts.parse("fsdp=8,remat=full,offload=activations")
+    program = building.make_program(small(), layout, mesh.topology("v5e:2x4"))
+    assert program.violations() == []
+    (declared,), found = program.contract.host, program.inspection.host_transfers
+    assert found.to_device == found.to_host
+    assert found.to_host == pytest.approx(declared.to_host, rel=1e-3)
