@@ -34,7 +34,12 @@ def test_the_readme_is_short():
     "name",
     [
         *("README.md", "docs/layouts.md", "docs/experts.md"),
-        *("docs/long_sequences.md", "docs/generation.md", "docs/sparse.md"),
+        *(
+            "docs/long_sequences.md",
+            "docs/generation.md",
+            "docs/memory.md",
+            "docs/sparse.md",
+        ),
     ],
 )
 def test_programs_run_as_they_stand(name, monkeypatch, capsys):

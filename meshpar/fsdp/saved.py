@@ -82,8 +82,8 @@ class Saved:
     def on_host(self) -> "Saved":
         """The same with its activations in host memory.
 
-        Keys, numbers and what is smaller than a tile stay: the TPU compiler cannot copy
-        the small masks that attention kernels save.
+        Keys, integers and what is smaller than a tile stay: the TPU compiler cannot
+        copy the small masks that attention kernels save.
         """
         arrays = [to_host(x) if _moves(x) else x for x in self.arrays]
         return dataclasses.replace(self, arrays=arrays)
@@ -104,8 +104,8 @@ class Saved:
 
 
 def _moves(x: Array) -> bool:
-    """Whether an array that one layer saves is large enough to leave the device."""
-    return x.size >= math.prod(TILE)
+    """Whether an array that one layer saves leaves the device."""
+    return x.size >= math.prod(TILE) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 class Residuals(NamedTuple):

@@ -107,12 +107,15 @@ class Inspection:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in one device's memory at the peak of the program, as compiled."""
+        """Bytes in one device's memory at the peak of the program, as compiled.
+
+        At most, if the program puts temporary arrays into host memory: the compiler
+        counts them too, and does not tell how many there are at the peak.
+        """
         analysis = self.compiled.memory_analysis()
         if platform_of(self.mesh).reports_peak:
-            # Compilers count host memory in the peak, all of it in use.
+            # Compilers count host memory in the peak, and arguments are always there.
             host = analysis.host_argument_size_in_bytes
-            host += analysis.host_temp_size_in_bytes
             return analysis.peak_memory_in_bytes - host
         return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
