@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import dtype_name
+from meshpar.errors import LayoutError
 from meshpar.layouts.axes import is_held
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import follows_load
@@ -55,9 +56,20 @@ class LeafPlan:
     on_host: bool = False
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """The sharding on a mesh, in the memory where the tensor lives."""
+        """The sharding on a mesh, in the memory where the tensor lives.
+
+        Raises:
+          LayoutError: it lives in host memory, and the mesh's devices name none.
+        """
         memory = HOST_MEMORY if self.on_host else None
-        return NamedSharding(mesh, self.partition_spec, memory_kind=memory)
+        sharding = NamedSharding(mesh, self.partition_spec, memory_kind=memory)
+        if self.on_host and sharding.memory_kind != HOST_MEMORY:
+            raise LayoutError(
+                f"{self.path} is to live in host memory, and these devices "
+                f"({mesh.devices.flat[0].device_kind}) name none, as in topologies of "
+                "GPUs: leave offload out to compile ahead of time"
+            )
+        return sharding
 
     @property
     def partition_spec(self) -> PartitionSpec:
