@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,14 @@ def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
         if isinstance(value, core.Jaxpr):
             return value, ()
     raise AssertionError(f"{eqn.primitive} holds no jaxpr")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

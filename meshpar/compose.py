@@ -22,6 +22,7 @@ from meshpar.layouts.axes import BATCH_AXES, REPLICA
 from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
+from meshpar.layouts.remat import check_marks
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
@@ -251,7 +252,8 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     params = abstract(model.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
-        check_divides(jax.make_jaxpr(model.loss)(params, batch, key), scope)
+        jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
+        check_divides(jaxpr, scope)
         if layout.pipe > 1:
             x = jax.eval_shape(model.layered.embed, params, batch, key)
             kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}
@@ -273,11 +275,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
             "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
             "vocabulary.token_losses for its loss (meshpar.vocabulary)"
         )
-    if layout.remat != "none" and not scope.remat_used:
-        raise LayoutError(
-            f"remat={layout.remat}: the model has no rematerialization point; wrap "
-            "its layer in layouts.remat(layer)"
-        )
+    check_marks(layout.remat, jaxpr, scope.remat_used)
 
 
 def _check_parts(

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.weights import bias, plus, weight
@@ -33,6 +34,7 @@ class Mlp(nnx.Module):
         else:
             h_BLF *= jax.nn.silu(jnp.einsum("BLD,DF->BLF", x_BLD, self.gate[...]))
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
+        h_BLF = checkpoint_name(h_BLF, "mlp_hidden")
         y_BLD = jnp.einsum("BLF,FD->BLD", h_BLF, self.down[...])
         return plus(y_BLD, self.down_bias)
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.errors import LayoutError, nearest, shown
+from meshpar.errors import LayoutError
 from meshpar.layouts.axes import (
     AXES,
     BATCH_AXES,
@@ -37,7 +37,7 @@ from meshpar.layouts.offload import (
     offloaded_parts,
 )
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
-from meshpar.layouts.remat import REMAT_POLICIES
+from meshpar.layouts.remat import check_remat
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
 
@@ -76,7 +76,8 @@ class Layout:
         input and runs the stage again, "residuals" keeps those that `remat` allows.
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
-      remat: rematerialization of each layer: "none", "dots", "full" or "experts".
+      remat: rematerialization of each layer: "none", "dots", "full", "experts" or
+        "names:A+B" (`layouts.remat`).
       offload: what lives in host memory: "none", or any of "optimizer", "parameters"
         and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,
@@ -139,9 +140,7 @@ class Layout:
         check_pipeline_options(self.pipe, options, DEFAULTS)
         check_context_mode(self.context, self.context_mode, self.context_heads)
         check_token_order(self.context, self.context_mode, self.context_order)
-        if self.remat != "none" and self.remat not in REMAT_POLICIES:
-            known = nearest(shown(self.remat), ["none", *REMAT_POLICIES])
-            raise LayoutError(f"remat={shown(self.remat)!r} ({known})")
+        check_remat(self.remat)
         canonical = {"offload": canonical_offload(self.offload)}
         for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)

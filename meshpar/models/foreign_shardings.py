@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
+from meshpar.compat import equations
 from meshpar.errors import LayoutError, MeshparError, nearest
 from meshpar.layouts.axes import AXES, ways_of
 from meshpar.layouts.scope import Scope
@@ -74,7 +74,7 @@ def check_divides(jaxpr: Any, scope: Scope) -> None:
     Raises:
       LayoutError: a dim that does not divide.
     """
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name != "sharding_constraint":
             continue
         if not isinstance(sharding := eqn.params["sharding"], NamedSharding):
@@ -98,16 +98,3 @@ def _names(scope: Scope, axes: tuple[str, ...]) -> list[str]:
     """Dim names of the model that the layout maps to these axes."""
     rules = scope.layout.activation_rules
     return sorted(n for n in scope.names_used if n and rules[n] == axes)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for leaf in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(leaf):
-                yield from _equations(leaf)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")
