@@ -72,7 +72,7 @@ class Server:
 
     async def deliver(self, message: Any) -> None:
         """Handles a message of another server, or of the coordinator."""
-        self._route(self._node.handle(message))
+        self._handle(message)
 
     async def ask(self, message: Any) -> Any:
         """Handles a request of a client; returns its answer."""
@@ -81,7 +81,7 @@ class Server:
         if (older := self._answers.get(key)) is not None and not older.done():
             older.set_result(None)
         self._answers[key] = future
-        self._route(self._node.handle(message))
+        self._handle(message)
         return await future
 
     async def snapshot(self, name: str) -> dict | None:
@@ -93,6 +93,15 @@ class Server:
         """Puts the state of a snapshot into the copy of a range."""
         self._node.restore(name, snapshot)
         self._shared.pop(name, None)
+
+    def _handle(self, message: Any) -> None:
+        sends = self._node.handle(message)
+        # Memory that is freed before the next copy is used again, and need not be
+        # mapped into this process once more: that costs twice as much as the copy.
+        for name, (version, _) in list(self._shared.items()):
+            if (state := self._node.state(name)) is None or state.version != version:
+                del self._shared[name]
+        self._route(sends)
 
     def _route(self, sends: list) -> None:
         for to, message in sends:
@@ -130,7 +139,7 @@ class Server:
         self._closes += 1
         close = Close(quorum.range, quorum.round)
         epoch = 1 << 62  # A head that is one no more ignores it.
-        self._route(self._node.handle(Request("grace", self._closes, epoch, close)))
+        self._handle(Request("grace", self._closes, epoch, close))
 
 
 class Coordination:
