@@ -34,6 +34,9 @@ _TICK_S = 0.5
 _SHARED_BYTES = 1 << 20
 """Bytes from which on values go through Ray's shared memory."""
 
+_AGAIN_S = 0.05
+"""Seconds after which a server looks again at a request that it ignored."""
+
 _PING_S = 5.0
 """Seconds in which a server that somebody reported as dead has to answer."""
 
@@ -82,6 +85,11 @@ class Server:
             older.set_result(None)
         self._answers[key] = future
         self._handle(message)
+        while not future.done() and not self._node.waits(message):
+            # It was ignored: the range is being moved, or an earlier push is missing.
+            await asyncio.sleep(_AGAIN_S)
+            if not future.done():
+                self._handle(message)
         return await future
 
     async def snapshot(self, name: str) -> dict | None:
