@@ -61,7 +61,10 @@ def train(
         rows=program.batch_rows,
     )
     batches = data.training_batches(corpus, seed=config.seed, position=0, **shape)
-    state, _ = program.step(program.init(config.seed), next(batches))
+    state, busy = program.init(config.seed), set()
+    while len(busy) < config.islands.workers:  # All have compiled the step.
+        state, metrics = program.step(state, next(batches))
+        busy |= {name for name in metrics if name.startswith("clock/")}
     start, steps, kills = time.monotonic(), 0, 0
     while (passed := time.monotonic() - start) < SECONDS.value:
         if passed >= (kills + 1) * every:

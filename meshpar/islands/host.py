@@ -134,7 +134,7 @@ class Host(abc.ABC):
 
     def _run(self, index: int) -> None:
         try:
-            self.connect(index)
+            self._connect(index)
             while True:
                 try:
                     self.prepare(index)
@@ -162,7 +162,14 @@ class Host(abc.ABC):
     def _reconnect(self, index: int) -> None:
         """A new worker takes the place of one that died."""
         self.disconnect(index)
-        self.connect(index)
+        self._connect(index)
+
+    def _connect(self, index: int) -> None:
+        while True:
+            try:
+                return self.connect(index)
+            except WorkerDied:
+                self.disconnect(index)
 
     def _finish(self, index: int, batch: Any) -> None:
         try:

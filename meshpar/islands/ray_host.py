@@ -6,7 +6,9 @@ one, and a new process takes its place; a server's ranges are taken from their r
 
 import json
 import os
+import pickle
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,6 +67,17 @@ def start_servers(
     return coordinator
 
 
+def _check_pickles(build: Callable[[], TrainProgram]) -> None:
+    """Raises MeshparError unless a program can be made in another process."""
+    try:
+        ray.cloudpickle.dumps(build)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise MeshparError(
+            f"islands: host=ray sends model and optimizer to processes, and {error}: "
+            "move what cannot be pickled to the top of a module, or use host=threads"
+        ) from error
+
+
 class RayHost(Host):
     """Islands in processes of their own, on one machine or a cluster.
 
@@ -82,7 +95,9 @@ class RayHost(Host):
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
         super().__init__(mode.workers)
+        _check_pickles(build)
         start_ray()
+        self._compiled = tempfile.TemporaryDirectory(prefix="meshpar-islands-")
         self._build, self._mode, self._seed = build, mode, seed
         self._program = programs[0]
         self._vector = weights_vector(programs[0])
@@ -132,31 +147,34 @@ class RayHost(Host):
         return clock
 
     def connect(self, index: int) -> None:
-        """As `Host.connect`."""
-        clock, client = 0, self._client(f"join {index}")
-        if index not in self._names:
-            while self._mode.warm_start and index:
-                pushes = -(-self._mode.warm_start // self._mode.push)
-                if client.slowest(self._ranges) >= pushes:
-                    break
-                with self.changed:
-                    self.waiting(index, True)
-                if self.is_stopped(index):
-                    raise Stopped
-                time.sleep(0.1)
-            clock = self._join_store(client, index)
+        """As `Host.connect`; joins once the process is ready to train."""
         platform, count = platform_of(self._program.mesh), self._program.mesh.size
         options: dict[str, Any] = dict(num_cpus=0, max_concurrency=2)
         if platform is not CPU:
             options |= dict(num_gpus=count)
-        actor = ray.remote(IslandProcess).options(**options)
-        name = self._names[index]
-        self._actors[index] = actor.remote(
-            *(self._build, self._mode, name, self._slices, self._coordinator),
-            *(self._seed, clock, count, platform.name),
-        )
+        actor = ray.remote(IslandProcess).options(**options).remote()
+        settings = self._build, self._mode, self._seed, count, platform.name
+        self._call(index, actor.make.remote(*settings, self._compiled.name))
+        clock = 0
+        if index not in self._names:
+            client = self._client(f"join {index}")
+            self._wait_for_warm_start(client, index)
+            clock = self._join_store(client, index)
+        member = self._names[index], self._slices, self._coordinator, clock
+        self._call(index, actor.begin.remote(*member))
         if (saved := self._saved.pop(str(index), None)) is not None:
-            self._call(index, self._actors[index].restore.remote(saved))
+            self._call(index, actor.restore.remote(saved))
+        self._actors[index] = actor
+
+    def _wait_for_warm_start(self, client: RayClient, index: int) -> None:
+        """Waits until the first island has made enough steps alone."""
+        pushes = -(-self._mode.warm_start // self._mode.push)
+        while index and pushes and client.slowest(self._ranges) < pushes:
+            with self.changed:
+                self.waiting(index, True)
+            if self.is_stopped(index):
+                raise Stopped
+            time.sleep(0.1)
 
     def _call(self, index: int, ref: Any) -> Any:
         """The result of an actor's method.
@@ -186,15 +204,15 @@ class RayHost(Host):
         with self.changed:
             name, actor = self._names.pop(index, None), self._actors[index]
             self._actors[index] = None
-        if name is not None and ray.is_initialized():
-            client = self._client(f"leave {index}")
-            client.operate([Leave(r, name) for r in self._ranges])
         if actor is not None:
             try:
                 self._past[index] += ray.get(actor.spans.remote(), timeout=2.0)
             except (ray.exceptions.RayError, TimeoutError):
                 pass  # It is dead, and its time line with it.
             ray.kill(actor)
+        if name is not None and ray.is_initialized():
+            client = self._client(f"leave {index}")
+            client.operate([Leave(r, name) for r in self._ranges])
 
     def close(self) -> None:
         """As `Host.close`; the servers end as well."""
@@ -203,6 +221,7 @@ class RayHost(Host):
             _, handles = ray.get(self._coordinator.view.remote())
             for handle in handles.values():
                 ray.kill(handle)
+        self._compiled.cleanup()
 
     def center(self) -> np.ndarray:
         """As `Host.center`."""
