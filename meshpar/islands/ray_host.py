@@ -7,7 +7,6 @@ one, and a new process takes its place; a server's ranges are taken from their r
 import json
 import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray._private import ray_constants
 
 from meshpar.errors import MeshparError
 from meshpar.islands.algorithms import server_update
@@ -31,16 +31,14 @@ from meshpar.islands.worker import Span
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.platform import CPU, platform_of
 
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-"""The address of this machine's Ray; it replaces 127.0.0.1 by an outer one."""
+_LOOPBACK = "127.0.0.1"
+
+_OUTER_ADDRESSES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The variable without which Ray keeps to the loopback, on any system."""
 
 
 def start_ray() -> None:
-    """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback.
-
-    Ray's sockets listen on all interfaces all the same, and trust whoever has its
-    token, which Ray makes by default (~/.ray/auth_token).
-    """
+    """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback."""
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
@@ -49,6 +47,10 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default actors run at a low priority, and starve beside any other work.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Otherwise Ray replaces 127.0.0.1 by an outer address, and listens on all of them.
+    # The variable is for its processes; this one read it when it imported Ray.
+    os.environ[_OUTER_ADDRESSES] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address=_LOOPBACK)
 
 
@@ -181,7 +183,7 @@ class RayHost(Host):
 
         Raises:
           WorkerDied: its process is gone.
-          Stopped: the island is told to leave.
+          Stopped: the island has to leave.
         """
         while not ray.wait([ref], timeout=0.2)[0]:
             if self.is_stopped(index):

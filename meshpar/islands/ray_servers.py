@@ -1,8 +1,8 @@
 """Servers and coordinator of the store as Ray actors.
 
 A server is an async actor around a `Node`. It sends messages to the other servers and
-to the coordinator without waiting for them: whoever needs an answer repeats its
-question, so a lost message costs time alone. A server that dies is replaced by a new
+to the coordinator without waiting for them. Senders repeat a question until it is
+answered, so a lost message only costs time. A server that dies is replaced by a new
 one, which copies its ranges from their replicas.
 """
 
@@ -193,7 +193,7 @@ class Coordination:
         try:
             self._route(self._coordinator.handle(message))
         except RangeLostError as error:
-            self._lost = error  # Told to all who ask for the view.
+            self._lost = error  # `view` raises it in the clients.
 
     async def view(self) -> tuple[View, dict[str, Any]]:
         """The newest view, and the handles of its servers.
