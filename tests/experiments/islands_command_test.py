@@ -82,7 +82,7 @@ def test_a_run_of_islands_resumes_and_draws_time_lines(tmp_path, capsys):
 def test_a_run_in_ray_that_is_killed_resumes_with_every_clock(tmp_path):
     pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
     words = ["host=ray", "workers=2", "servers=2", "replicas=2", "consistency=ssp:2"]
-    settings = ["model.depth=1", "sample_tokens=0", "checkpoint_every=4", "log_every=1"]
+    settings = ["model.depth=1", "sample_tokens=0", "checkpoint_every=4"]
     settings += [f"workdir={tmp_path}", *(f"islands.{word}" for word in words)]
     command = [sys.executable, "-m", "experiments.run", "--recipe=tiny"]
     command += ["--optimizer_mode=islands", "--layout=data=1"]
