@@ -3,8 +3,7 @@ r"""Trains logistic regression on sparse rows of hashed text, by several workers
     python -m experiments.sparse --algorithm=dbpg --kkt_filter --servers=2 --workers=4
     python -m experiments.sparse --algorithm=hogwild --workers=4
 
-DBPG has an L1 penalty, and prints the bytes that its filters saved. Hogwild trains by
-1, 2, 4, ... processes without locks, and compares them with one process.
+DBPG has an L1 penalty, and filters what it sends; Hogwild's processes take no locks.
 """
 
 import dataclasses
@@ -59,7 +58,7 @@ REFERENCE = flags.DEFINE_bool(
 LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", 0.05, "hogwild: step of the first pass; later ones decay."
 )
-L2 = flags.DEFINE_float("l2", None, "hogwild: weight of half the squared norm.")
+L2 = flags.DEFINE_float("l2", 1.0, "hogwild: weight of half the squared norm.")
 flags.declare_key_flag("data")
 flags.declare_key_flag("seed")
 command_line.limit(ALGORITHM, Choice((DBPG, HOGWILD)))
