@@ -40,6 +40,14 @@ def compilation_cache_folder() -> str:
     return (enabled and jax.config.jax_compilation_cache_dir) or ""
 
 
+def use_compilation_cache(folder: str) -> None:
+    """Keeps everything that is compiled in a folder, unless the user named one."""
+    if not compilation_cache_folder():
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def disable_compilation_cache() -> None:
     """Compiles all programs anew; call it before the first is compiled."""
     jax.config.update("jax_enable_compilation_cache", False)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from absl import flags
 
+import meshpar
 from experiments import command_line, data
 from experiments.devices import start_devices
 from experiments.recipes import building
@@ -47,17 +48,23 @@ def kill(host: RayHost, number: int) -> None:
     os.kill(processes[number // 2 % len(processes)], signal.SIGKILL)
 
 
-def train(config: Config, corpus: data.Corpus, every: float) -> Trained:
+def train(
+    config: Config,
+    corpus: data.Corpus,
+    program: meshpar.TrainProgram,
+    every: float = float("inf"),
+) -> Trained:
     """Trains for `--seconds`, with a kill every so many seconds."""
-    layout, devices = start_devices(config)
-    program = building.make_program(config, layout, devices)
     shape = dict(
         length=config.model.length,
         batch_size=config.batch_size,
         rows=program.batch_rows,
     )
     batches = data.training_batches(corpus, seed=config.seed, position=0, **shape)
-    state, _ = program.step(program.init(config.seed), next(batches))
+    state, busy = program.init(config.seed), set()
+    while len(busy) < config.islands.workers:  # All have compiled the step.
+        state, metrics = program.step(state, next(batches))
+        busy |= {name for name in metrics if name.startswith("clock/")}
     start, steps, kills = time.monotonic(), 0, 0
     while (passed := time.monotonic() - start) < SECONDS.value:
         if passed >= (kills + 1) * every:
@@ -80,10 +87,16 @@ def main(_: Sequence[str]) -> int:
     config = dataclasses.replace(config, optimizer_mode=ISLANDS, islands=settings)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
-    whole = train(config, corpus, float("inf"))
-    killed = train(config, corpus, EVERY.value)
-    for name, run in (("without kills", whole), ("with kills", killed)):
-        print(f"{name}: {run.steps} steps, {run.kills} kills, loss {run.loss:.4f}")
+    layout, devices = start_devices(config)
+    runs = []
+    for name, every in (("without", float("inf")), ("with", EVERY.value)):
+        program = building.make_program(config, layout, devices)
+        runs.append(run := train(config, corpus, program, every))
+        print(
+            f"{name} kills: {run.steps} steps, {run.kills} kills, loss {run.loss:.4f}",
+            flush=True,
+        )
+    whole, killed = runs
     print(f"ratio of steps: {killed.steps / max(1, whole.steps):.3f}")
     print(f"ratio of losses: {killed.loss / whole.loss:.3f}")
     return 0

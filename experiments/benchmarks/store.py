@@ -2,8 +2,8 @@ r"""Compares the store in Ray with a plain Ray actor around one numpy array.
 
     python -m experiments.benchmarks.store --mb=100
 
-Both push and pull in turn, in one run, on the same machine; ratios are of medians. Then
-small messages are counted, and servers are added. Needs `pip install -e ".[islands]"`.
+Both move the same bytes in one run, and take turns in being first; ratios are of
+medians. Small messages are compared as well. Needs `pip install -e ".[islands]"`.
 """
 
 import statistics
@@ -21,8 +21,11 @@ from meshpar.islands.messages import Join
 from meshpar.islands.rules import Rules
 
 MB = flags.DEFINE_integer("mb", 100, "Megabytes of a push and of a pull.")
-ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed pushes and pulls.")
+ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed pushes and pulls.")
 SERVERS = flags.DEFINE_list("servers", ["1", "2", "4"], "Numbers of servers.")
+_PAUSE_S = 0.03
+"""Seconds in which Ray frees the memory of the last call."""
+
 command_line.limit(MB, Number(1, 4096, "MB"))
 command_line.limit(ROUNDS, Number(1, 10_000, "rounds"))
 
@@ -75,9 +78,9 @@ def _store(size: int, servers: int) -> tuple[Callable, Callable, Callable]:
     return push, pull, stop
 
 
-def _seconds(action: Callable, *arguments: Any) -> float:
+def _seconds(action: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    action(*arguments)
+    action()
     return time.perf_counter() - start
 
 
@@ -88,29 +91,39 @@ def compare(size: int, rounds: int, servers: int) -> dict[str, float]:
     plain = ray.remote(PlainActor).options(num_cpus=0).remote(size)
     push, pull, stop = _store(size, servers)
     values, times = np.ones(size, np.float32), {}
-    actions: dict[str, tuple] = {
-        "plain push": (lambda: ray.get(plain.push.remote(values)),),
-        "push": (push, values),
-        "plain pull": (lambda: ray.get(plain.pull.remote()),),
-        "pull": (pull,),
+    pushes = {
+        "plain push": lambda: ray.get(plain.push.remote(values)),
+        "push": lambda: push(values),
     }
+    pulls = {"plain pull": lambda: ray.get(plain.pull.remote()), "pull": pull}
     for number in range(rounds + 2):
-        for name, (action, *arguments) in actions.items():
-            seconds = _seconds(action, *arguments)
-            if number >= 2:
-                times.setdefault(name, []).append(seconds)
+        for actions in (pushes, pulls):
+            for name in sorted(actions, reverse=number % 2 == 1):
+                seconds = _seconds(actions[name])
+                time.sleep(_PAUSE_S)
+                if number >= 2:
+                    times.setdefault(name, []).append(seconds)
     stop()
     ray.kill(plain)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def messages_per_second(count: int = 500) -> float:
-    """Answered pushes of 4 bytes per second, one after the other."""
+def messages_per_second(rounds: int = 5, count: int = 100) -> tuple[float, float]:
+    """Answered pushes of 4 bytes per second, one by one: the store's, the actor's."""
+    import ray
+
+    plain = ray.remote(PlainActor).options(num_cpus=0).remote(1)
     push, _, stop = _store(1, 1)
     values = np.ones(1, np.float32)
-    seconds = _seconds(lambda: [push(values) for _ in range(count)])
+    actions = (lambda: push(values), lambda: ray.get(plain.push.remote(values)))
+    seconds: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for action, found in zip(actions, seconds, strict=True):
+            found.append(_seconds(lambda a=action: [a() for _ in range(count)]))
     stop()
-    return count / seconds
+    ray.kill(plain)
+    own, other = (count / statistics.median(found) for found in seconds)
+    return own, other
 
 
 def main(_: Sequence[str]) -> int:
@@ -128,7 +141,8 @@ def main(_: Sequence[str]) -> int:
                 f"{MB.value / own:.0f} MB/s, plain actor {MB.value / plain:.0f} MB/s, "
                 f"ratio {plain / own:.2f}"
             )
-    print(f"messages: {messages_per_second():.0f} per second")
+    own, plain = messages_per_second()
+    print(f"messages: {own:.0f} per second, plain actor {plain:.0f}")
     return 0
 
 

@@ -34,18 +34,12 @@ def cached_decoder(config: DecoderConfig, model: meshpar.Model) -> CachedModel:
     def run(
         params: Params, cache: Params, tokens_BL: Array, positions_BL: Array
     ) -> tuple[Array, Params]:
-        decoder = generating().bind(params)
+        generating = _dropless(config) if config.num_experts else model
+        decoder = generating.bind(params)
         logits_BLV, new = decoder.with_cache(
             tokens_BL, positions_BL, KeysAndValues(**cache)
         )
         return logits_BLV, new._asdict()
-
-    @functools.cache
-    def generating() -> meshpar.Model:
-        if not config.num_experts:
-            return model
-        dropless = dataclasses.replace(config, routing="dropless", exchange_bound=0.0)
-        return meshpar.from_nnx(lambda rngs: Decoder(dropless, rngs), _no_loss)
 
     return CachedModel(
         init,
@@ -55,6 +49,13 @@ def cached_decoder(config: DecoderConfig, model: meshpar.Model) -> CachedModel:
         declare=functools.partial(declared, config),
         streams=True,
     )
+
+
+@functools.cache
+def _dropless(config: DecoderConfig) -> meshpar.Model:
+    """The decoder for generation, made once; outside, so that models can be pickled."""
+    config = dataclasses.replace(config, routing="dropless", exchange_bound=0.0)
+    return meshpar.from_nnx(lambda rngs: Decoder(config, rngs), _no_loss)
 
 
 def _no_loss(decoder: nnx.Module, batch: Any) -> Array:

@@ -70,7 +70,7 @@ class IslandsConfig:
       compensation: strength of "compensated".
       warm_start: steps that the first island trains alone.
       quorum: islands whose pushes make an average; 0 for the consistency's own rule.
-      grace: seconds that an average waits for others once it has its quorum.
+      grace: seconds that an average waits for more islands after its quorum is there.
       wire: format of pushes: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
       error_feedback: whether the error of compression is added to the next push.
       servers: servers of the store.

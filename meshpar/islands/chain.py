@@ -41,6 +41,7 @@ class Replica:
       synced: the epoch in which the copy was installed.
       acked: operations that everything downstream has; None before it is installed.
       log: {sequence: operation} of those that are not acked.
+      early: {sequence: operation} of those that overtook an earlier one.
     """
 
     state: RangeState
@@ -48,6 +49,7 @@ class Replica:
     synced: int = 0
     acked: int | None = None
     log: dict[int, Operation] = dataclasses.field(default_factory=dict)
+    early: dict[int, Operation] = dataclasses.field(default_factory=dict)
 
 
 class Chains:
@@ -164,7 +166,7 @@ class Chains:
             self.view, self._prepared = view, view.epoch
             self._announced = {}
             for replica in self._replicas.values():
-                replica.log, replica.acked = {}, None
+                replica.log, replica.early, replica.acked = {}, {}, None
         sends = []
         for name, chain in view.chains.items():
             is_source = view.sources.get(name) == self._server
@@ -198,12 +200,12 @@ class Chains:
 
     def _forwarded(self, replica: Replica, message: Forward) -> list[Send]:
         name, sequence = message.range, message.sequence
-        if sequence > replica.sequence + 1:
-            return []
-        if sequence == replica.sequence + 1:
-            sends = self.apply(name, message.operation)
-        else:
+        if sequence <= replica.sequence:
             sends = self.forward(name)
+        else:
+            replica.early[sequence], sends = message.operation, []
+            while (next_one := replica.sequence + 1) in replica.early:
+                sends += self.apply(name, replica.early.pop(next_one))
         if replica.acked is not None and replica.acked >= sequence:
             sends += self._report(name, False)
         return sends

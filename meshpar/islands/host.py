@@ -15,8 +15,8 @@ class Host(abc.ABC):
     """Islands at work: gives out batches and collects metrics.
 
     One thread per island waits for its worker, and feeds it: the worker trains in this
-    thread, or in another process. An island takes a batch only when it need not wait
-    for others, so whoever is free takes the next one.
+    thread, or in another process. The next batch goes to an island that is free and
+    does not wait for others.
 
     Args:
       workers: number of islands.
@@ -90,7 +90,7 @@ class Host(abc.ABC):
             thread.join()
 
     def is_stopped(self, index: int) -> bool:
-        """Whether an island was told to leave."""
+        """Whether an island has left, or has to leave."""
         return self._stopped[index]
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Host(abc.ABC):
 
     def _run(self, index: int) -> None:
         try:
-            self.connect(index)
+            self._connect(index)
             while True:
                 try:
                     self.prepare(index)
@@ -151,7 +151,7 @@ class Host(abc.ABC):
                 self._finish(index, batch)
         except Stopped:
             pass
-        except BaseException as error:  # Told to whoever waits for this island.
+        except BaseException as error:  # `_wait` raises it in the caller.
             self._error = error
         finally:
             self.disconnect(index)
@@ -162,13 +162,20 @@ class Host(abc.ABC):
     def _reconnect(self, index: int) -> None:
         """A new worker takes the place of one that died."""
         self.disconnect(index)
-        self.connect(index)
+        self._connect(index)
+
+    def _connect(self, index: int) -> None:
+        while True:
+            try:
+                return self.connect(index)
+            except WorkerDied:
+                self.disconnect(index)
 
     def _finish(self, index: int, batch: Any) -> None:
         try:
             metrics = self.train(index, batch)
         except WorkerDied:
-            with self.changed:  # Somebody else does it.
+            with self.changed:  # Another island trains on it.
                 self._batches.insert(0, batch)
                 self.changed.notify_all()
             self._reconnect(index)
@@ -180,7 +187,7 @@ class Host(abc.ABC):
 
 
 class Stopped(Exception):  # noqa: N818
-    """An island that waits is told to leave."""
+    """An island has to leave while it waits."""
 
 
 class WorkerDied(Exception):  # noqa: N818

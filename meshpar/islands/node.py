@@ -75,6 +75,14 @@ class Node:
         replica = self._chains.replica(name)
         return replica.state if replica else None
 
+    def waits(self, message: Request | Pull) -> bool:
+        """Whether a request waits here; if not, it has been answered or ignored."""
+        if isinstance(message, Pull):
+            waiting = self._pulls
+        else:
+            waiting = self._waiting[message.operation.range]
+        return (message.client, message.request) in waiting
+
     def restore(self, name: str, snapshot: Mapping[str, Any]) -> None:
         """Puts the state of a snapshot into this server's copy of a range."""
         if (state := self.state(name)) is not None:

@@ -6,13 +6,15 @@ one, and a new process takes its place; a server's ranges are taken from their r
 
 import json
 import os
-import sys
+import pickle
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import ray
+from ray._private import ray_constants
 
 from meshpar.errors import MeshparError
 from meshpar.islands.algorithms import server_update
@@ -29,16 +31,14 @@ from meshpar.islands.worker import Span
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.platform import CPU, platform_of
 
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-"""The address of this machine's Ray; it replaces 127.0.0.1 by an outer one."""
+_LOOPBACK = "127.0.0.1"
+
+_OUTER_ADDRESSES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The variable without which Ray keeps to the loopback, on any system."""
 
 
 def start_ray() -> None:
-    """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback.
-
-    Ray's sockets listen on all interfaces all the same, and trust whoever has its
-    token, which Ray makes by default (~/.ray/auth_token).
-    """
+    """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback."""
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
@@ -47,6 +47,10 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default actors run at a low priority, and starve beside any other work.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Otherwise Ray replaces 127.0.0.1 by an outer address, and listens on all of them.
+    # The variable is for its processes; this one read it when it imported Ray.
+    os.environ[_OUTER_ADDRESSES] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address=_LOOPBACK)
 
 
@@ -63,6 +67,17 @@ def start_servers(
     coordinator = actor.remote(ranges, make_rules, servers, replicas, spread)
     ray.get(coordinator.start.remote(coordinator))
     return coordinator
+
+
+def _check_pickles(build: Callable[[], TrainProgram]) -> None:
+    """Raises MeshparError unless a program can be made in another process."""
+    try:
+        ray.cloudpickle.dumps(build)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise MeshparError(
+            f"islands: host=ray sends model and optimizer to processes, and {error}: "
+            "move what cannot be pickled to the top of a module, or use host=threads"
+        ) from error
 
 
 class RayHost(Host):
@@ -82,7 +97,9 @@ class RayHost(Host):
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
         super().__init__(mode.workers)
+        _check_pickles(build)
         start_ray()
+        self._compiled = tempfile.TemporaryDirectory(prefix="meshpar-islands-")
         self._build, self._mode, self._seed = build, mode, seed
         self._program = programs[0]
         self._vector = weights_vector(programs[0])
@@ -132,38 +149,41 @@ class RayHost(Host):
         return clock
 
     def connect(self, index: int) -> None:
-        """As `Host.connect`."""
-        clock, client = 0, self._client(f"join {index}")
-        if index not in self._names:
-            while self._mode.warm_start and index:
-                pushes = -(-self._mode.warm_start // self._mode.push)
-                if client.slowest(self._ranges) >= pushes:
-                    break
-                with self.changed:
-                    self.waiting(index, True)
-                if self.is_stopped(index):
-                    raise Stopped
-                time.sleep(0.1)
-            clock = self._join_store(client, index)
+        """As `Host.connect`; joins once the process is ready to train."""
         platform, count = platform_of(self._program.mesh), self._program.mesh.size
         options: dict[str, Any] = dict(num_cpus=0, max_concurrency=2)
         if platform is not CPU:
             options |= dict(num_gpus=count)
-        actor = ray.remote(IslandProcess).options(**options)
-        name = self._names[index]
-        self._actors[index] = actor.remote(
-            *(self._build, self._mode, name, self._slices, self._coordinator),
-            *(self._seed, clock, count, platform.name),
-        )
+        actor = ray.remote(IslandProcess).options(**options).remote()
+        settings = self._build, self._mode, self._seed, count, platform.name
+        self._call(index, actor.make.remote(*settings, self._compiled.name))
+        clock = 0
+        if index not in self._names:
+            client = self._client(f"join {index}")
+            self._wait_for_warm_start(client, index)
+            clock = self._join_store(client, index)
+        member = self._names[index], self._slices, self._coordinator, clock
+        self._call(index, actor.begin.remote(*member))
         if (saved := self._saved.pop(str(index), None)) is not None:
-            self._call(index, self._actors[index].restore.remote(saved))
+            self._call(index, actor.restore.remote(saved))
+        self._actors[index] = actor
+
+    def _wait_for_warm_start(self, client: RayClient, index: int) -> None:
+        """Waits until the first island has made enough steps alone."""
+        pushes = -(-self._mode.warm_start // self._mode.push)
+        while index and pushes and client.slowest(self._ranges) < pushes:
+            with self.changed:
+                self.waiting(index, True)
+            if self.is_stopped(index):
+                raise Stopped
+            time.sleep(0.1)
 
     def _call(self, index: int, ref: Any) -> Any:
         """The result of an actor's method.
 
         Raises:
           WorkerDied: its process is gone.
-          Stopped: the island is told to leave.
+          Stopped: the island has to leave.
         """
         while not ray.wait([ref], timeout=0.2)[0]:
             if self.is_stopped(index):
@@ -186,15 +206,15 @@ class RayHost(Host):
         with self.changed:
             name, actor = self._names.pop(index, None), self._actors[index]
             self._actors[index] = None
-        if name is not None and ray.is_initialized():
-            client = self._client(f"leave {index}")
-            client.operate([Leave(r, name) for r in self._ranges])
         if actor is not None:
             try:
                 self._past[index] += ray.get(actor.spans.remote(), timeout=2.0)
             except (ray.exceptions.RayError, TimeoutError):
                 pass  # It is dead, and its time line with it.
             ray.kill(actor)
+        if name is not None and ray.is_initialized():
+            client = self._client(f"leave {index}")
+            client.operate([Leave(r, name) for r in self._ranges])
 
     def close(self) -> None:
         """As `Host.close`; the servers end as well."""
@@ -203,6 +223,7 @@ class RayHost(Host):
             _, handles = ray.get(self._coordinator.view.remote())
             for handle in handles.values():
                 ray.kill(handle)
+        self._compiled.cleanup()
 
     def center(self) -> np.ndarray:
         """As `Host.center`."""

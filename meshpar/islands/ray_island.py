@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar import compat
 from meshpar.islands.algorithms import make_island
 from meshpar.islands.key_range import Slice
 from meshpar.islands.messages import Payload, Values
@@ -38,37 +39,51 @@ class _Endpoint:
 class IslandProcess:
     """An island; runs as an actor with two threads, one of which may wait.
 
-    Args:
-      build: makes the island's program in this process.
-      mode: the mode.
-      name: its name in the store.
-      slices: the ranges of the store.
-      coordinator: handle of the store's coordinator.
-      seed: of the island's state.
-      clock: at which it joined.
-      num_devices: devices that it needs.
-      platform: their platform, as jax calls it.
+    Call `make`, then `begin`.
     """
 
-    def __init__(
+    def make(
         self,
         build: Callable[[], TrainProgram],
         mode: Islands,
-        name: str,
-        slices: list[Slice],
-        coordinator: Any,
         seed: int,
-        clock: int,
         num_devices: int,
         platform: str,
-    ):
+        compiled: str,
+    ) -> None:
+        """Makes the island, and compiles its step before anybody waits for it.
+
+        Args:
+          build: makes the island's program in this process.
+          mode: the mode.
+          seed: of the island's state.
+          num_devices: devices that it needs.
+          platform: their platform, as jax calls it.
+          compiled: folder of compiled programs, from which a process that takes the
+            place of a dead one reads what the first ones compiled.
+        """
         if platform == CPU.name:
             jax.config.update("jax_platforms", platform)
+        compat.use_compilation_cache(compiled)
         simulate(num_devices)
         program = build()
-        island = make_island(program, mode, program.init(seed))
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.step_batch)
+        make_island(program, mode, program.init(seed)).train(zeros)
+        self._mode, self._island = mode, make_island(program, mode, program.init(seed))
+
+    def begin(
+        self, name: str, slices: list[Slice], coordinator: Any, clock: int
+    ) -> None:
+        """Begins as a member of the store.
+
+        Args:
+          name: its name in the store.
+          slices: the ranges of the store.
+          coordinator: handle of the store's coordinator.
+          clock: at which it joined.
+        """
         endpoint = _Endpoint(name, coordinator)
-        self._worker = Worker(name, island, mode, slices, endpoint, clock)
+        self._worker = Worker(name, self._island, self._mode, slices, endpoint, clock)
 
     def prepare(self) -> None:
         """Waits until the island needs a batch."""

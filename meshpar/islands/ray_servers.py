@@ -1,8 +1,8 @@
 """Servers and coordinator of the store as Ray actors.
 
 A server is an async actor around a `Node`. It sends messages to the other servers and
-to the coordinator without waiting for them: whoever needs an answer repeats its
-question, so a lost message costs time alone. A server that dies is replaced by a new
+to the coordinator without waiting for them. Senders repeat a question until it is
+answered, so a lost message only costs time. A server that dies is replaced by a new
 one, which copies its ranges from their replicas.
 """
 
@@ -33,6 +33,9 @@ _TICK_S = 0.5
 
 _SHARED_BYTES = 1 << 20
 """Bytes from which on values go through Ray's shared memory."""
+
+_AGAIN_S = 0.05
+"""Seconds after which a server looks again at a request that it ignored."""
 
 _PING_S = 5.0
 """Seconds in which a server that somebody reported as dead has to answer."""
@@ -72,7 +75,7 @@ class Server:
 
     async def deliver(self, message: Any) -> None:
         """Handles a message of another server, or of the coordinator."""
-        self._route(self._node.handle(message))
+        self._handle(message)
 
     async def ask(self, message: Any) -> Any:
         """Handles a request of a client; returns its answer."""
@@ -81,7 +84,12 @@ class Server:
         if (older := self._answers.get(key)) is not None and not older.done():
             older.set_result(None)
         self._answers[key] = future
-        self._route(self._node.handle(message))
+        self._handle(message)
+        while not future.done() and not self._node.waits(message):
+            # It was ignored: the range is being moved, or an earlier push is missing.
+            await asyncio.sleep(_AGAIN_S)
+            if not future.done():
+                self._handle(message)
         return await future
 
     async def snapshot(self, name: str) -> dict | None:
@@ -93,6 +101,15 @@ class Server:
         """Puts the state of a snapshot into the copy of a range."""
         self._node.restore(name, snapshot)
         self._shared.pop(name, None)
+
+    def _handle(self, message: Any) -> None:
+        sends = self._node.handle(message)
+        # Memory that is freed before the next copy is used again, and need not be
+        # mapped into this process once more: that costs twice as much as the copy.
+        for name, (version, _) in list(self._shared.items()):
+            if (state := self._node.state(name)) is None or state.version != version:
+                del self._shared[name]
+        self._route(sends)
 
     def _route(self, sends: list) -> None:
         for to, message in sends:
@@ -130,7 +147,7 @@ class Server:
         self._closes += 1
         close = Close(quorum.range, quorum.round)
         epoch = 1 << 62  # A head that is one no more ignores it.
-        self._route(self._node.handle(Request("grace", self._closes, epoch, close)))
+        self._handle(Request("grace", self._closes, epoch, close))
 
 
 class Coordination:
@@ -176,7 +193,7 @@ class Coordination:
         try:
             self._route(self._coordinator.handle(message))
         except RangeLostError as error:
-            self._lost = error  # Told to all who ask for the view.
+            self._lost = error  # `view` raises it in the clients.
 
     async def view(self) -> tuple[View, dict[str, Any]]:
         """The newest view, and the handles of its servers.

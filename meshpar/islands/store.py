@@ -71,8 +71,8 @@ class Store:
       servers: number of servers, or their names.
       replicas: servers that hold each range.
       quorum: average the pushes in rounds, and close a round with this many workers.
-      grace: seconds that a round waits for others once it has its quorum; whoever
-        hosts the store measures them (`take_quorums`, `close`).
+      grace: seconds that a round stays open for other workers once it has its quorum.
+        The store has no clock: its host measures them (`take_quorums`, `close`).
       decoders: {encoding: decoder} of payloads that are not plain arrays.
 
     Raises:

@@ -155,7 +155,24 @@ def wall(step):
     ) ** 4 - 8 * (step + 0.004) ** 3
 
 
-@pytest.mark.parametrize("function", [wave, needle, wall])
+def kink(step):
+    """Straight down to 1, then steeply up: interpolation alone narrows it slowly."""
+    return (-step, -1.0) if step < 1 else (9 * step - 10, 9.0)
+
+
+def test_a_pair_without_curvature_is_not_remembered():
+    """Left of the kink the gradient does not change, so the pair would divide by 0."""
+    values = [found.value for found in run(_kink_of, 1, 1, 5)]
+    assert len(values) > 1 and values == sorted(values, reverse=True)
+    assert values[-1] == pytest.approx(-1, abs=0.05)
+
+
+def _kink_of(w):
+    value, slope = kink(float(w[0]) / 2.3)
+    return value, np.array([slope / 2.3])
+
+
+@pytest.mark.parametrize("function", [wave, needle, wall, kink])
 def test_steps_equal_those_of_scipys_line_search(function):
     theirs = pytest.importorskip("scipy.optimize._dcsrch", reason="private to SciPy")
     for first in 10.0 ** np.arange(-3, 4, 0.25):

@@ -29,6 +29,11 @@ def test_a_server_is_killed_and_no_answered_push_is_lost():
     run("server", 240)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address")
+def test_ray_listens_on_the_loopback_alone():
+    run("ports", 120)
+
+
 @pytest.mark.slow
 def test_islands_and_servers_are_killed_and_training_goes_on():
     print(run("islands", 900))

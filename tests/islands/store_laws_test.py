@@ -70,7 +70,8 @@ def early_answers(monkeypatch):
 
     def answer_at_once(self, message):
         sends = request(self, message)
-        if any(isinstance(send.message, Forward) for send in sends):
+        forwards = any(isinstance(send.message, Forward) for send in sends)
+        if forwards and isinstance(message.operation, Push):
             sends.append(Send(message.client, Done(message.request)))
         return sends
 

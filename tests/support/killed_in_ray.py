@@ -1,10 +1,11 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py server|islands
+python killed_in_ray.py server|islands|ports
 """
 
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -82,7 +83,22 @@ def islands():
     assert broken < 1.01 * whole + 0.01
 
 
+def ports():
+    """Ray's sockets take connections to 127.0.0.1, and to no other address."""
+    (node,) = ray.nodes()
+    found = [node["NodeManagerPort"], node["ObjectManagerPort"]]
+    found.append(int(ray.get_runtime_context().gcs_address.rpartition(":")[2]))
+    for port in found:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        try:
+            # A socket of all interfaces listens on this address, too.
+            socket.create_connection(("127.0.0.2", port), timeout=5).close()
+        except ConnectionRefusedError:
+            continue
+        raise AssertionError(f"port {port} of {found} listens on other addresses")
+
+
 if __name__ == "__main__":
     ray_host.start_ray()
-    {"server": server, "islands": islands}[sys.argv[1]]()
+    {"server": server, "islands": islands, "ports": ports}[sys.argv[1]]()
     print("done", flush=True)
