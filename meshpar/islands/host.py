@@ -10,6 +10,9 @@ import numpy as np
 from meshpar.errors import MeshparError
 from meshpar.islands.worker import Span
 
+_MOST_STARTS = 5
+"""Times that the process of an island may die before it trains."""
+
 
 class Host(abc.ABC):
     """Islands at work: gives out batches and collects metrics.
@@ -165,11 +168,15 @@ class Host(abc.ABC):
         self._connect(index)
 
     def _connect(self, index: int) -> None:
-        while True:
+        for _ in range(_MOST_STARTS):
             try:
                 return self.connect(index)
             except WorkerDied:
                 self.disconnect(index)
+        raise MeshparError(
+            f"the process of island {index} died {_MOST_STARTS} times before it could "
+            "train; the logs of its host say why"
+        )
 
     def _finish(self, index: int, batch: Any) -> None:
         try:
