@@ -31,29 +31,29 @@ HELD_OUT = 0.2
 ALGORITHM = flags.DEFINE_string("algorithm", DBPG, "dbpg or hogwild.")
 WORKERS = flags.DEFINE_integer("workers", 4, "Number of workers.")
 PASSES = flags.DEFINE_integer("passes", None, "Over all rows; 20 for dbpg, else 5.")
-ROWS = flags.DEFINE_integer("rows", None, "Rows that are drawn; all by default.")
+ROWS = flags.DEFINE_integer("rows", 0, "Rows that are drawn; 0 for all.")
 HASH_BITS = flags.DEFINE_integer("hash_bits", 18, "Of 2**hash_bits features.")
-JSON = flags.DEFINE_bool("json", None, "Print JSON instead of tables.")
+JSON = flags.DEFINE_bool("json", False, "Print JSON instead of tables.")
 SERVERS = flags.DEFINE_integer("servers", 2, "dbpg: servers of the store.")
 L1 = flags.DEFINE_float("l1", 1.0, "dbpg: weight of the sum of absolute weights.")
 BLOCKS = flags.DEFINE_integer("blocks", 64, "dbpg: blocks of features.")
 DELAY = flags.DEFINE_integer("delay", 2, "dbpg: late tasks while another one runs.")
-KKT_FILTER = flags.DEFINE_bool("kkt_filter", None, "dbpg: leave out far zeros.")
+KKT_FILTER = flags.DEFINE_bool("kkt_filter", False, "dbpg: leave out far zeros.")
 KKT_RATIO = flags.DEFINE_float(
     "kkt_ratio", 0.05, "dbpg: threshold of the KKT filter over the largest violation."
 )
 SIGNIFICANT = flags.DEFINE_float(
-    "significant", None, "dbpg: smallest change that is sent back; -1 to send all."
+    "significant", 0.0, "dbpg: smallest change that is sent back; -1 to send all."
 )
 RANDOM_SKIP = flags.DEFINE_float(
-    "random_skip", None, "dbpg: probability that a key is skipped in a task."
+    "random_skip", 0.0, "dbpg: probability that a key is skipped in a task."
 )
 KEY_CACHING = flags.DEFINE_bool("key_caching", True, "dbpg: send hashes of keys.")
 COMPRESSION = flags.DEFINE_string(
     "compression", "zlib", "dbpg: of numbers, zlib, bf16 or none."
 )
 REFERENCE = flags.DEFINE_bool(
-    "reference", None, "dbpg: also solve with liblinear, or SciPy without it."
+    "reference", False, "dbpg: also solve with liblinear, or SciPy without it."
 )
 LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", 0.05, "hogwild: step of the first pass; later ones decay."
@@ -92,10 +92,10 @@ def _settings(seed: int) -> dbpg.Settings:
         passes=PASSES.value or 20,
         blocks=BLOCKS.value,
         delay=DELAY.value,
-        kkt_filter=bool(KKT_FILTER.value),
+        kkt_filter=KKT_FILTER.value,
         kkt_ratio=KKT_RATIO.value,
-        skip=RANDOM_SKIP.value or 0.0,
-        significant=None if (SIGNIFICANT.value or 0) < 0 else SIGNIFICANT.value or 0.0,
+        skip=RANDOM_SKIP.value,
+        significant=SIGNIFICANT.value if SIGNIFICANT.value >= 0 else None,
         key_caching=KEY_CACHING.value,
         compression="" if compression == "none" else compression,
         seed=seed,
@@ -168,7 +168,7 @@ def main(_: Sequence[str]) -> int:
             seed=seed,
         )
     data = command_line.DATA.value or hashed_text.STANDARD_LIBRARY
-    train(hashed_text.load(data, HASH_BITS.value, ROWS.value or 0, seed), settings)
+    train(hashed_text.load(data, HASH_BITS.value, ROWS.value, seed), settings)
     return 0
 
 

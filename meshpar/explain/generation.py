@@ -1,13 +1,10 @@
 """Explains prefill and decoding: memory, collectives, host transfers, as compiled."""
 
-import math
-
-from meshpar.contracts.contract import Contract, DeclaredCollective
+from meshpar.contracts.contract import Contract
 from meshpar.contracts.host_transfers import host_violations
 from meshpar.explain.report import Explanation, describe
 from meshpar.generation.floor import floor, resident_bytes
 from meshpar.generation.generate import Generator
-from meshpar.layouts.axes import in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.inspection import Inspection
 
@@ -19,7 +16,8 @@ def explain_generation(generator: Generator) -> tuple[Explanation, Explanation]:
       generator: from `meshpar.generator`; its devices may be a topology.
     """
     programs, rows = generator.programs, generator.batch_size
-    free = Contract(tuple(_of_the_compiler(generator)), host=programs.host)
+    lowering = generator.program.lowering
+    free = Contract(tuple(lowering.declared_freely()), host=programs.host)
 
     def explained(
         name: str,
@@ -34,7 +32,7 @@ def explain_generation(generator: Generator) -> tuple[Explanation, Explanation]:
             contract,
             inspection.collectives,
             layout=str(layout),
-            lowering=generator.program.lowering.name,
+            lowering=lowering.name,
             why_auto="",
             predicted=None,
             state_bytes=resident_bytes(programs),
@@ -62,13 +60,3 @@ def explain_generation(generator: Generator) -> tuple[Explanation, Explanation]:
             decoding,
         ),
     )
-
-
-def _of_the_compiler(generator: Generator) -> list[DeclaredCollective]:
-    """A bound on nothing: the compiler chooses the collectives."""
-    sizes = generator.programs.mesh.shape
-    if not (axes := in_use(sizes, sizes)):
-        return []
-    why = "the compiler chooses"
-    ways = ways_of(axes, sizes)
-    return [DeclaredCollective("any", axes, ways, 0, math.inf, why, bound=True)]

@@ -70,6 +70,10 @@ class JitLowering(Lowering):
     def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
         """The collectives of one training step, without a bound."""
         yield from super().declared(batch, totals)
+        yield from self.declared_freely()
+
+    def declared_freely(self) -> Iterator[DeclaredCollective]:
+        """Any collectives over the axes in use, without a bound."""
         if axes := self.axes_in_use:
             why = "lowering=jit: the compiler chooses"
             yield DeclaredCollective(

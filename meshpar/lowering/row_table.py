@@ -210,7 +210,8 @@ def _num_slots(program: TrainProgram, path: str) -> int:
     if leaf is None or not trained or not leaf.shape:
         known = ", ".join(sorted(program.plan.gradients))
         raise MeshparError(f"{path} is no trained parameter with rows; use {known}")
-    if program.abstract_state.params[path].shape != leaf.shape or leaf.on_host:
+    on_host = any(program.plan.host_bytes().values())
+    if program.abstract_state.params[path].shape != leaf.shape or on_host:
         raise MeshparError(
             f"{path} is not one array on the devices under {program.layout}: leave "
             "replica and offload out"

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import tiny_models
 
 import meshpar
 from meshpar import RowTable
@@ -123,6 +124,9 @@ def test_what_cannot_be_is_an_error():
     lamb = lower(SLOTS, "data=1", optax.lamb(0.1))
     with pytest.raises(meshpar.MeshparError, match="depends on other rows"):
         RowTable(lamb, lamb.init(0), "table", initial())
+    offloaded = tiny_models.lower("fsdp=2,offload=optimizer")
+    with pytest.raises(meshpar.MeshparError, match="leave replica and offload out"):
+        RowTable(offloaded, offloaded.init(0), "embedding", initial())
     slots = np.arange(2 * BATCH, dtype=np.int32).reshape(BATCH, 2) % SLOTS
     after, _ = program.step(program.init(0), batches(0)[0] | {"ids": slots})
     with pytest.raises(meshpar.MeshparError, match="does not start with one number"):
