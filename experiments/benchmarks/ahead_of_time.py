@@ -4,8 +4,8 @@ r"""Compiles a training step ahead of time, and compares it with one written by 
         --topology=v5e:4x4 --layout=fsdp=16,remat=full --batch_size=16
 
 The hand-written step is a plain jit or a plain shard_map, as in `step_overhead`. Prints
-the CPU time of the compiler, the peak memory and the exposed bytes of both steps. Aim:
-at most 1.1 of the hand-written step's compile time.
+the CPU time of the compiler, and of both steps the peak memory, the exposed bytes and
+the estimated time. Aim: at most 1.1 of the hand-written step's compile time.
 """
 
 import dataclasses
@@ -20,8 +20,9 @@ from experiments import command_line
 from experiments.benchmarks import by_hand
 from experiments.recipes import building
 from meshpar import mesh
-from meshpar.contracts import hlo
+from meshpar.contracts import hlo, step_time
 from meshpar.layouts.axes import FSDP
+from meshpar.mesh.chips import Chip, chip_of
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
@@ -29,24 +30,35 @@ TOPOLOGY = flags.DEFINE_string(
 )
 
 
-def compile_timed(name: str, lowered: jax.stages.Lowered, sizes: dict) -> float:
+def compile_timed(
+    name: str, lowered: jax.stages.Lowered, sizes: dict, chip: Chip | None
+) -> float:
     """Compiles a step, prints its figures, and returns seconds of CPU.
 
     Args:
       name: printed in front of the figures.
       lowered: the step.
       sizes: {mesh axis: size}.
+      chip: that it is compiled for.
     """
     start = time.process_time()
     compiled = lowered.compile()
     seconds = time.process_time() - start
-    collectives = hlo.parse_hlo(compiled.as_text(), sizes)
+    text = compiled.as_text()
+    collectives = hlo.parse_hlo(text, sizes)
     exposed = sum(c.wire_bytes for c in collectives if not c.overlapped) / 1e9
     wire = sum(c.wire_bytes for c in collectives) / 1e9
     peak = compiled.memory_analysis().peak_memory_in_bytes / 1e9
+    time_of_step = step_time.estimate(text, sizes, chip)
+    estimated = (
+        f", estimated {1e3 * time_of_step.seconds:.0f} ms "
+        f"({time_of_step.cycles / 1e9:.3f} Gcycles)"
+        if time_of_step
+        else ""
+    )
     print(
         f"{name}: compiled in {seconds:.1f} s of CPU, peak {peak:.2f} GB, "
-        f"exposed {exposed:.2f} of {wire:.2f} GB",
+        f"exposed {exposed:.2f} of {wire:.2f} GB{estimated}",
         flush=True,
     )
     return seconds
@@ -61,11 +73,11 @@ def main(_: Sequence[str]) -> int:
     devices = mesh.topology(TOPOLOGY.value)
     layout = meshpar.layouts.parse(config.layout or f"{FSDP}={len(devices)}")
     program = building.make_program(config, layout, devices)
-    sizes = dict(program.mesh.shape)
+    sizes, chip = dict(program.mesh.shape), chip_of(devices[0].device_kind)
     step, init = by_hand.step_and_init(config, program)
     hand_written = step.lower(init.eval_shape(), program.abstract_batch)
-    program_seconds = compile_timed("program.step", program.lowered, sizes)
-    hand_seconds = compile_timed("by hand", hand_written, sizes)
+    program_seconds = compile_timed("program.step", program.lowered, sizes, chip)
+    hand_seconds = compile_timed("by hand", hand_written, sizes, chip)
     print(f"ratio: {program_seconds / hand_seconds:.3f}")
     return 0
 

@@ -93,6 +93,45 @@ def _host_transfers(explanation: Explanation) -> rich.table.Table:
     return table
 
 
+def _time(explanation: Explanation) -> rich.table.Table:
+    """The loops and lines that cost most."""
+    time = explanation.time
+    total = max(time.cycles, 1.0)
+    table = rich.table.Table(
+        "costs most", "runs", "cycles", "exposed", title=_seconds(explanation)
+    )
+    for loop in time.loops:
+        table.add_row(
+            f"loop, most at {_line(loop.source)}",
+            str(loop.rounds),
+            f"{loop.cycles / total:.1%}",
+            readable_seconds(loop.exposed_seconds),
+        )
+    for source, cycles in time.sources:
+        table.add_row(_line(source), "", f"{cycles / total:.1%}", "")
+    return table
+
+
+def readable_seconds(seconds: float) -> str:
+    """Seconds in milliseconds, such as "12.3 ms"."""
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _seconds(explanation: Explanation) -> str:
+    """The estimate of one run in one line."""
+    time = explanation.time
+    return (
+        f"estimated {_run(explanation)}: {readable_seconds(time.seconds)}, of them "
+        f"{readable_seconds(time.exposed_seconds)} exposed transfers "
+        f"({time.cycles / 1e9:.3f} Gcycles)"
+    )
+
+
+def _line(source: str) -> str:
+    """The last folders of "file:line"."""
+    return "/".join(source.split("/")[-3:])
+
+
 def _formula(value: float, formula: str) -> str:
     return f" (formula {formula} = {value:.4f})"
 
@@ -134,6 +173,8 @@ def _print_layout(
     console.print(_collectives(e))
     if e.host:
         console.print(_host_transfers(e))
+    if e.time is not None:
+        console.print(_time(e))
     for path, reason in e.replicated.items():
         console.print(f"replicated: {path} ({reason})", soft_wrap=True)
     for warning in e.warnings:

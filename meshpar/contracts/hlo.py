@@ -9,7 +9,7 @@ if the schedule has compute between its start and its end, and exposed otherwise
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshpar.contracts.collective import Collective
@@ -50,12 +50,13 @@ def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
       ValueError: the text is not that of a compiled program, or does not tell how often
         a loop runs or which devices take part in a collective.
     """
-    program = _Program(text, mesh)
-    return program.merged(program.occurrences(_Call(program.entry)))
+    program = Program(text, mesh)
+    chains = program.chains(Call(program.entry))
+    return [program.merged(fragments) for fragments in chains]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """How the program runs one computation.
 
     Attributes:
@@ -72,7 +73,7 @@ class _Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Occurrence:
+class Occurrence:
     """A collective in the text.
 
     Attributes:
@@ -80,23 +81,25 @@ class _Occurrence:
       chain: the asynchronous collective of which it is a fragment, if of any.
       computation: name of the computation that schedules it.
       index: number of the scheduled instruction in that computation.
+      end: number of the instruction that waits for it; `index` if it is the same.
     """
 
     collective: Collective
     chain: tuple[str, str] | None
     computation: str
     index: int
+    end: int
 
 
-class _Program:
-    """A parsed program: computations, source lines and the mesh that it runs on."""
+class Program:
+    """A compiled program: computations, source lines and the mesh that it runs on."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
         self.mesh = mesh
         self.computations, self.entry = parse_computations(text)
         self.sources = source_lines(text)
 
-    def occurrences(self, call: _Call) -> Iterator[_Occurrence]:
+    def occurrences(self, call: Call) -> Iterator[Occurrence]:
         """The collectives of a computation and of those that it calls, in order."""
         scope = self.computations.get(call.computation, {})
         schedule = list(scope.values())
@@ -106,25 +109,26 @@ class _Program:
             if opcode == "while":
                 yield from self._in_loop(call, instruction)
             elif opcode.removesuffix("-start") in _KINDS:
-                collective = self._collective(call, schedule, index)
+                end = _end_of_pair(schedule, index)
+                collective = self._collective(call, schedule, index, end)
                 chain = re.search(r'chain_id="(\d+)"', instruction.line)
                 key = (chain.group(1), collective.kind) if chain else None
-                yield _Occurrence(collective, key, *site)
+                yield Occurrence(collective, key, *site, site[1] + end - index)
             elif transfer := _slice_transfer(instruction, schedule, scope):
                 collective = self._between_slices(call, schedule, index, *transfer)
-                yield _Occurrence(collective, None, *site)
+                yield Occurrence(collective, None, *site, transfer[1])
             elif not opcode.endswith(("-done", "-update")):
                 for callee in self._callees(call, instruction, site):
                     yield from self.occurrences(callee)
 
-    def _in_loop(self, call: _Call, loop: Instruction) -> list[_Occurrence]:
+    def _in_loop(self, call: Call, loop: Instruction) -> list[Occurrence]:
         """The collectives of a loop.
 
         Raises:
           ValueError: there are some, and the data say how often it runs.
         """
         body = re.search(r"body=%?([\w.\-]+)", loop.line).group(1)
-        once = _Call(body, call.executions, call.conditional)
+        once = Call(body, call.executions, call.conditional)
         if not (found := list(self.occurrences(once))):
             return found
         trips = trip_count(loop, self.computations)
@@ -132,25 +136,23 @@ class _Program:
         return list(self.occurrences(dataclasses.replace(once, executions=times)))
 
     def _callees(
-        self, call: _Call, instruction: Instruction, site: tuple[str, int]
-    ) -> Iterator[_Call]:
+        self, call: Call, instruction: Instruction, site: tuple[str, int]
+    ) -> Iterator[Call]:
         # The instructions of a fusion are scheduled where the fusion is.
         fused = instruction.opcode in ("fusion", "custom-call")
         conditional = call.conditional or instruction.opcode == "conditional"
         for callee in callees(instruction):
-            yield _Call(callee, call.executions, conditional, site if fused else None)
+            yield Call(callee, call.executions, conditional, site if fused else None)
 
     def _collective(
-        self, call: _Call, schedule: Sequence[Instruction], index: int
+        self, call: Call, schedule: Sequence[Instruction], index: int, end: int
     ) -> Collective:
-        """The collective instruction at `index`, with the end of its pair."""
+        """The collective instruction at `index`, whose pair ends at `end`."""
         instruction = schedule[index]
-        starts = instruction.opcode.endswith("-start")
         kind = _KINDS[instruction.opcode.removesuffix("-start")]
         if kind == "all_reduce" and call.computation.startswith("all-reduce-scatter"):
             kind = "reduce_scatter"  # TPU programs may write it as this fusion.
         groups = groups_of(instruction.line, self.mesh)
-        end = _end_of_pair(schedule, index) if starts else index
         frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
         return Collective(
             kind=kind,
@@ -170,7 +172,7 @@ class _Program:
 
     def _between_slices(
         self,
-        call: _Call,
+        call: Call,
         schedule: Sequence[Instruction],
         index: int,
         kind: str,
@@ -193,15 +195,16 @@ class _Program:
             partial=groups.partial,
         )
 
-    def merged(self, occurrences: Iterable[_Occurrence]) -> list[Collective]:
-        """One collective per chain; those that move nothing are left out."""
-        chains: dict[Any, list[_Occurrence]] = {}
-        for number, occurrence in enumerate(occurrences):
+    def chains(self, call: Call) -> list[list[Occurrence]]:
+        """The collectives that move something, each with all its fragments."""
+        chains: dict[Any, list[Occurrence]] = {}
+        for number, occurrence in enumerate(self.occurrences(call)):
             if occurrence.collective.group_size > 1:
                 chains.setdefault(occurrence.chain or number, []).append(occurrence)
-        return [self._merge(fragments) for fragments in chains.values()]
+        return list(chains.values())
 
-    def _merge(self, fragments: Sequence[_Occurrence]) -> Collective:
+    def merged(self, fragments: Sequence[Occurrence]) -> Collective:
+        """One collective from its fragments."""
         first = fragments[0]
         if len(fragments) == 1:
             return first.collective
@@ -256,8 +259,10 @@ def _slice_transfer(
 
 
 def _end_of_pair(schedule: Sequence[Instruction], start: int) -> int:
-    """Index of the last instruction of an asynchronous chain that begins at `start`."""
+    """Index of the last instruction of a chain that begins at `start`, or `start`."""
     names, end = {schedule[start].name}, start
+    if not schedule[start].opcode.endswith("-start"):
+        return end
     for index, instruction in enumerate(schedule[start + 1 :], start + 1):
         ends = instruction.opcode.endswith(("-done", "-update"))
         if ends and names & set(instruction.operands):

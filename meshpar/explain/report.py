@@ -13,6 +13,7 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import Contract, DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
+from meshpar.contracts.step_time import StepTime
 from meshpar.explain.warnings import collective_warnings, replicated_state
 from meshpar.layouts.plan import LeafPlan, Plan
 from meshpar.lowering.inspection import Inspection
@@ -68,6 +69,8 @@ class Explanation:
       host_found: those of the compiled step; None where programs do not show them.
       host_seconds: least time of the declared ones over the link, both ways at once;
         None for an unknown chip.
+      time: of one run, estimated from the compiler's schedule; None where the compiler
+        states no cycles.
       violations: lines that say where the program breaks its contract.
       warnings: lines about things that are legal and probably not meant.
       pipeline: its schedule, if there is one.
@@ -95,6 +98,7 @@ class Explanation:
     host: tuple[HostTransfer, ...] = ()
     host_found: HostTransfer | None = None
     host_seconds: float | None = None
+    time: StepTime | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation as plain values, for JSON."""
@@ -103,6 +107,8 @@ class Explanation:
             leaf["dtype"] = np.dtype(leaf["dtype"]).name
         if self.predicted is not None:
             plain["predicted"]["total"] = self.predicted.total
+        if self.time is not None:
+            plain["time"]["seconds"] = self.time.seconds
         for row in plain["traffic"]:
             if row["declared_bytes"] == float("inf"):
                 row["declared_bytes"] = None
@@ -179,6 +185,7 @@ def describe(
         host=host,
         host_found=inspection.host_transfers if host else None,
         host_seconds=seconds,
+        time=inspection.time,
         **own,
     )
 

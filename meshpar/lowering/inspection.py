@@ -13,7 +13,9 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.hlo import parse_hlo
 from meshpar.contracts.host_transfers import HostTransfer, host_transfers
+from meshpar.contracts.step_time import StepTime, estimate
 from meshpar.lowering.base import Lowering
+from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of
 from meshpar.mesh.torus import compiler_options
 
@@ -94,6 +96,12 @@ class Inspection:
         if platform_of(self.mesh).shows_host_transfers:
             return host_transfers(self.compiled.as_text())
         return None
+
+    @functools.cached_property
+    def time(self) -> StepTime | None:
+        """The time of one run, by the compiler's own cycles; None if it states none."""
+        chip = chip_of(self.mesh.devices.flat[0].device_kind)
+        return estimate(self.compiled.as_text(), dict(self.mesh.shape), chip)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -2,10 +2,10 @@
 
 Figures are per jax device, which is one chip for every record.
 
-Source: the vendors' data sheets; for the links and bandwidths of TPUs "How To Scale
-Your Model" (Austin et al., 2025), section "TPUs", which gives 15 GB/s of PCIe per chip
-and 32 GB/s for v6e; PCIe of GPUs by its generation, 4 or 5, of 16 lanes; memory of
-Hopper GPUs as XLA reports it (`gpu_targets.py`); read on 2026-11-22.
+Source: the vendors' data sheets; for the links, bandwidths and clock rates of TPUs "How
+To Scale Your Model" (Austin et al., 2025), section "TPUs", which gives 15 GB/s of PCIe
+per chip and 32 GB/s for v6e; PCIe of GPUs by its generation, 4 or 5, of 16 lanes;
+memory of Hopper GPUs as XLA reports it (`gpu_targets.py`); read on 2026-11-22.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ class Chip:
       memory_bandwidth: bytes per second between memory and compute.
       link_bandwidth: bytes per second over one link, one way (ICI or NVLink).
       num_links: number of links of one chip.
+      clock_rate: cycles per second of its compute; 0 if compilers state no cycles.
       host_bandwidth: bytes per second between one chip and host memory, one way (PCIe).
       torus_dims: dims of the torus that the chips form; 0 if a switch connects them.
       tile: rows and columns of a float32 tile; (1, 1) if arrays are not padded.
@@ -53,6 +54,7 @@ class Chip:
     tile: tuple[int, int] = (8, 128)
     gathers_beside_compute: bool = True
     host_bandwidth: float = 15e9
+    clock_rate: float = 0.0
     xla_target: str = ""
     libtpu_config: str = ""
 
@@ -89,6 +91,7 @@ _TPUS = (
         "v4",
         TPU,
         ("TPU v4",),
+        clock_rate=1.05e9,
         peak_flops=275e12,
         memory_bytes=32 * GIB,
         memory_bandwidth=1.2e12,
@@ -103,6 +106,7 @@ _TPUS = (
         "v5e",
         TPU,
         ("TPU v5 lite", "TPU v5e"),
+        clock_rate=1.5e9,
         peak_flops=197e12,
         memory_bytes=16 * GIB,
         memory_bandwidth=8.1e11,
@@ -114,6 +118,7 @@ _TPUS = (
         "v5p",
         TPU,
         ("TPU v5", "TPU v5p"),
+        clock_rate=1.75e9,
         peak_flops=459e12,
         memory_bytes=95 * GIB,
         memory_bandwidth=2.8e12,
@@ -127,6 +132,7 @@ _TPUS = (
         TPU,
         ("TPU v6 lite", "TPU v6e"),
         host_bandwidth=32e9,
+        clock_rate=1.75e9,
         peak_flops=918e12,
         memory_bytes=32 * GIB,
         memory_bandwidth=1.6e12,

@@ -1,0 +1,211 @@
+"""Estimates the time of a compiled program from its schedule.
+
+The compiler states the cycles that it expects of its instructions; kernels written by
+hand (Pallas) state none and count as nothing. `estimate` runs the schedule on one clock
+for compute and one for links: all transfers of a device share the two directions of one
+link, one at a time. A transfer hides as long as the compute between its start and its
+end lasts, and is exposed for the rest. It is a model for comparing programs of one
+compiler, and no prediction of seconds on a chip.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshpar.contracts import cost
+from meshpar.contracts.collective import Collective
+from meshpar.contracts.hlo import Call, Program
+from meshpar.contracts.hlo_text import Instruction, callees, trip_count
+from meshpar.mesh.chips import Chip
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopTime:
+    """One loop of a program.
+
+    Attributes:
+      source: "file:line" whose instructions cost most of it; "" if unknown.
+      rounds: number of times that its body runs per step.
+      cycles: of all rounds, with the loops inside.
+      exposed_seconds: for which its transfers outlast compute, in all rounds.
+    """
+
+    source: str
+    rounds: int
+    cycles: float
+    exposed_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """An estimate of the time of one call of a program, on one device.
+
+    Attributes:
+      cycles: that the compiler expects of all instructions.
+      compute_seconds: the same at the clock rate of the chip.
+      exposed_seconds: for which transfers outlast the compute beside them.
+      transfer_seconds: of all transfers, hidden or exposed.
+      loops: those that cost most, in the order of their cost.
+      sources: ("file:line", cycles) that cost most, in the order of their cost.
+    """
+
+    cycles: float
+    compute_seconds: float
+    exposed_seconds: float
+    transfer_seconds: float
+    loops: tuple[LoopTime, ...] = ()
+    sources: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Compute, and what transfers add to it."""
+        return self.compute_seconds + self.exposed_seconds
+
+
+_MOST = 8
+"""Loops and source lines that are listed."""
+
+
+def estimate(text: str, mesh: Mapping[str, int], chip: Chip | None) -> StepTime | None:
+    """Estimates the time of a compiled program.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()`.
+      mesh: {axis: size}, outer to inner.
+      chip: that it is compiled for; None if it is unknown.
+
+    Returns:
+      The estimate; None if the text states no cycles or the chip's clock is unknown.
+    """
+    if chip is None or not chip.clock_rate or not _CYCLES.search(text):
+        return None
+    return _Schedule(text, mesh, chip).estimate()
+
+
+class _Time(NamedTuple):
+    """Time of one run of a computation, or of several."""
+
+    cycles: float = 0.0
+    exposed: float = 0.0
+    transfers: float = 0.0
+
+    def seconds(self, clock_rate: float) -> float:
+        """Compute, and what transfers add to it."""
+        return self.cycles / clock_rate + self.exposed
+
+    def times(self, count: int) -> "_Time":
+        return _Time(*(count * x for x in self))
+
+    def plus(self, other: "_Time") -> "_Time":
+        return _Time(*map(sum, zip(self, other, strict=True)))
+
+
+class _Schedule:
+    """The instructions of a program, with the cycles and transfers of each."""
+
+    def __init__(self, text: str, mesh: Mapping[str, int], chip: Chip):
+        self.program, self.chip = Program(text, mesh), chip
+        self.loops: list[LoopTime] = []
+        self.sources: collections.Counter[str] = collections.Counter()
+        # {computation: {index of the start: [(index of the end, seconds)]}}
+        self.transfers: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        self._read_transfers()
+
+    def _read_transfers(self) -> None:
+        """Fills `transfers`; a computation that is called twice has its own once."""
+        seen = set()
+        for fragments in self.program.chains(Call(self.program.entry)):
+            first = fragments[0]
+            start = min(fragment.index for fragment in fragments)
+            end = max(max(f.index, f.end) for f in fragments)
+            key = first.computation, start, end, first.collective.computation
+            if first.chain is None:
+                key = *key, first.collective.payload_bytes, first.collective.kind
+            if key in seen:
+                continue
+            seen.add(key)
+            starts = self.transfers.setdefault(first.computation, {})
+            starts.setdefault(start, []).append((end, self._seconds(first.collective)))
+
+    def _seconds(self, collective: Collective) -> float:
+        """Time of one run of a collective that has the links for itself."""
+        kind, size = collective.kind, collective.payload_bytes
+        sent = cost.wire_bytes(kind, size, collective.group_size)
+        return sent / (2 * self.chip.link_bandwidth)
+
+    def estimate(self) -> StepTime:
+        """The time of the whole program."""
+        time = self._run(self.program.entry, 1)
+        self.loops.sort(key=lambda loop: loop.cycles, reverse=True)
+        return StepTime(
+            cycles=time.cycles,
+            compute_seconds=time.cycles / self.chip.clock_rate,
+            exposed_seconds=time.exposed,
+            transfer_seconds=time.transfers,
+            loops=tuple(self.loops[:_MOST]),
+            sources=tuple(self.sources.most_common(_MOST)),
+        )
+
+    def _run(self, computation: str, executions: int) -> _Time:
+        """The time of one run of a computation.
+
+        Args:
+          computation: its name.
+          executions: number of its runs, for `loops` and `sources`.
+        """
+        rate = self.chip.clock_rate
+        starts = self.transfers.get(computation, {})
+        ends: dict[int, list[float]] = {}
+        total, now, free = _Time(), 0.0, 0.0
+        schedule = self.program.computations[computation].values()
+        for index, instruction in enumerate(schedule):
+            for finish in ends.pop(index, ()):
+                wait = max(0.0, finish - now)
+                now += wait
+                total = total.plus(_Time(exposed=wait))
+            for end, seconds in starts.get(index, ()):
+                finish = max(now, free) + seconds
+                total = total.plus(_Time(transfers=seconds))
+                free = finish
+                if end > index:
+                    ends.setdefault(end, []).append(finish)
+                else:
+                    total = total.plus(_Time(exposed=finish - now))
+                    now = finish
+            inner = self._inside(instruction, executions)
+            total = total.plus(inner)
+            now += inner.seconds(rate)
+            if inner.transfers:
+                free = max(free, now)
+        return total
+
+    def _inside(self, instruction: Instruction, executions: int) -> _Time:
+        """The time of one instruction, with the computations that it runs."""
+        if instruction.opcode == "while":
+            body = re.search(r"body=%?([\w.\-]+)", instruction.line).group(1)
+            rounds = trip_count(instruction, self.program.computations)
+            before = self.sources.copy()
+            time = self._run(body, executions * rounds).times(rounds)
+            costs = self.sources - before
+            source = costs.most_common(1)[0][0] if costs else ""
+            whole = time.times(executions)
+            self.loops.append(
+                LoopTime(source, executions * rounds, whole.cycles, whole.exposed)
+            )
+            return time
+        if instruction.opcode == "conditional":
+            branches = [self._run(name, executions) for name in callees(instruction)]
+            return max(branches, key=lambda time: time.seconds(self.chip.clock_rate))
+        if instruction.opcode == "call":
+            return self._run(callees(instruction)[0], executions)
+        if not (match := _CYCLES.search(instruction.line)):
+            return _Time()
+        cycles = float(match.group(1))
+        if frame := re.search(r"stack_frame_id=(\d+)", instruction.line):
+            if source := self.program.sources.get(frame.group(1)):
+                self.sources[source] += executions * cycles
+        return _Time(cycles=cycles)
