@@ -49,13 +49,12 @@ def compile_timed(
     exposed = sum(c.wire_bytes for c in collectives if not c.overlapped) / 1e9
     wire = sum(c.wire_bytes for c in collectives) / 1e9
     peak = compiled.memory_analysis().peak_memory_in_bytes / 1e9
-    time_of_step = step_time.estimate(text, sizes, chip)
-    estimated = (
-        f", estimated {1e3 * time_of_step.seconds:.0f} ms "
-        f"({time_of_step.cycles / 1e9:.3f} Gcycles)"
-        if time_of_step
-        else ""
-    )
+    estimated = ""
+    if chip is not None:
+        rates = chip.clock_rate, chip.link_bandwidth
+        if found := step_time.estimate(text, sizes, *rates):
+            milliseconds, cycles = 1e3 * found.seconds, found.cycles / 1e9
+            estimated = f", estimated {milliseconds:.0f} ms ({cycles:.3f} Gcycles)"
     print(
         f"{name}: compiled in {seconds:.1f} s of CPU, peak {peak:.2f} GB, "
         f"exposed {exposed:.2f} of {wire:.2f} GB{estimated}",

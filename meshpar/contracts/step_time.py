@@ -18,7 +18,6 @@ from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.hlo import Call, Program
 from meshpar.contracts.hlo_text import Instruction, callees, trip_count
-from meshpar.mesh.chips import Chip
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -70,20 +69,23 @@ _MOST = 8
 """Loops and source lines that are listed."""
 
 
-def estimate(text: str, mesh: Mapping[str, int], chip: Chip | None) -> StepTime | None:
+def estimate(
+    text: str, mesh: Mapping[str, int], clock_rate: float, link_bandwidth: float
+) -> StepTime | None:
     """Estimates the time of a compiled program.
 
     Args:
       text: `jax.stages.Compiled.as_text()`.
       mesh: {axis: size}, outer to inner.
-      chip: that it is compiled for; None if it is unknown.
+      clock_rate: cycles per second of a device.
+      link_bandwidth: bytes per second over one link, one way.
 
     Returns:
-      The estimate; None if the text states no cycles or the chip's clock is unknown.
+      The estimate; None if the text states no cycles.
     """
-    if chip is None or not chip.clock_rate or not _CYCLES.search(text):
+    if not _CYCLES.search(text):
         return None
-    return _Schedule(text, mesh, chip).estimate()
+    return _Schedule(text, mesh, clock_rate, link_bandwidth).estimate()
 
 
 class _Time(NamedTuple):
@@ -107,8 +109,15 @@ class _Time(NamedTuple):
 class _Schedule:
     """The instructions of a program, with the cycles and transfers of each."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int], chip: Chip):
-        self.program, self.chip = Program(text, mesh), chip
+    def __init__(
+        self,
+        text: str,
+        mesh: Mapping[str, int],
+        clock_rate: float,
+        link_bandwidth: float,
+    ):
+        self.program = Program(text, mesh)
+        self.clock_rate, self.link_bandwidth = clock_rate, link_bandwidth
         self.loops: list[LoopTime] = []
         self.sources: collections.Counter[str] = collections.Counter()
         # {computation: {index of the start: [(index of the end, seconds)]}}
@@ -135,7 +144,7 @@ class _Schedule:
         """Time of one run of a collective that has the links for itself."""
         kind, size = collective.kind, collective.payload_bytes
         sent = cost.wire_bytes(kind, size, collective.group_size)
-        return sent / (2 * self.chip.link_bandwidth)
+        return sent / (2 * self.link_bandwidth)
 
     def estimate(self) -> StepTime:
         """The time of the whole program."""
@@ -143,7 +152,7 @@ class _Schedule:
         self.loops.sort(key=lambda loop: loop.cycles, reverse=True)
         return StepTime(
             cycles=time.cycles,
-            compute_seconds=time.cycles / self.chip.clock_rate,
+            compute_seconds=time.cycles / self.clock_rate,
             exposed_seconds=time.exposed,
             transfer_seconds=time.transfers,
             loops=tuple(self.loops[:_MOST]),
@@ -157,7 +166,7 @@ class _Schedule:
           computation: its name.
           executions: number of its runs, for `loops` and `sources`.
         """
-        rate = self.chip.clock_rate
+        rate = self.clock_rate
         starts = self.transfers.get(computation, {})
         ends: dict[int, list[float]] = {}
         total, now, free = _Time(), 0.0, 0.0
@@ -199,7 +208,7 @@ class _Schedule:
             return time
         if instruction.opcode == "conditional":
             branches = [self._run(name, executions) for name in callees(instruction)]
-            return max(branches, key=lambda time: time.seconds(self.chip.clock_rate))
+            return max(branches, key=lambda time: time.seconds(self.clock_rate))
         if instruction.opcode == "call":
             return self._run(callees(instruction)[0], executions)
         if not (match := _CYCLES.search(instruction.line)):

@@ -21,6 +21,7 @@ from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.memory import TracedLayer, trace_layer
 from meshpar.lowering.optimizer import Optimizer, make_optimizer
 from meshpar.mesh.mesh import make_mesh
+from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
@@ -141,7 +142,7 @@ class Facts:
         """FLOPs of one row, counted in the traces of one layer, embedding and head."""
         layered = self.layered
         batch, layout = self._batch_of(_ROWS[0]), Layout()
-        mesh = make_mesh(layout, jax.devices("cpu")[:1])
+        mesh = make_mesh(layout, jax.devices(CPU.name)[:1])
         shared, stack = layered.split(abstract(self.model.params))
 
         def count(fn: Callable, *args: Any) -> float:

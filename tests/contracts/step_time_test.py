@@ -1,0 +1,76 @@
+"""The time of a schedule: what hides, what waits for a link, what loops multiply."""
+
+import pytest
+
+from meshpar.contracts import step_time
+
+MESH = {"data": 2}
+CLOCK, LINK = 1e6, 500.0
+"""Cycles per second, and bytes per second one way: 1000 bytes take one second."""
+
+CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
+
+
+def busy(name, cycles):
+    config = CYCLES.format(cycles)
+    return f"  %{name} = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%c, {config}\n"
+
+
+START = """  %s = (f32[500]{0}, f32[500]{0}) collective-permute-start(%q), \
+source_target_pairs={{0,1},{1,0}}
+"""
+DONE = "  %d = f32[500]{0} collective-permute-done(%s)\n"
+REDUCTION = "  %r = f32[500]{0} all-reduce(%q), replica_groups={{0,1}}\n"
+
+
+def program(entry, more=""):
+    parameters = "  %p = f32[8]{0} parameter(0)\n  %q = f32[500]{0} parameter(1)\n"
+    return f"{more}ENTRY %main (p: f32[8]) -> f32[8] {{\n{parameters}{entry}}}\n"
+
+
+def estimate(text):
+    return step_time.estimate(text, MESH, CLOCK, LINK)
+
+
+@pytest.mark.parametrize(
+    "entry, compute, exposed",
+    [
+        (START + busy("a", 3_000_000) + DONE, 3, 0),
+        (START + busy("a", 500_000) + DONE, 0.5, 1.5),
+        (START + DONE + busy("a", 3_000_000), 3, 2),
+        (busy("a", 3_000_000) + START + DONE, 3, 2),
+        # The reduction waits for the link, which the permute has.
+        (START + busy("a", 1_000_000) + REDUCTION + DONE, 1, 3),
+    ],
+    ids=["hidden", "half", "before", "after", "shared link"],
+)
+def test_a_transfer_hides_as_long_as_the_compute_beside_it(entry, compute, exposed):
+    found = estimate(program(entry))
+    assert found.compute_seconds == compute and found.exposed_seconds == exposed
+    assert found.seconds == compute + exposed
+
+
+LOOP = """%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %p = f32[8]{{0}} parameter(0)
+  %q = f32[500]{{0}} parameter(1)
+{body}}}
+%condition (t: (s32[], f32[8])) -> pred[] {{
+  ROOT %c = pred[] parameter(0)
+}}
+"""
+WHILE = """  %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"4"}}
+"""
+
+
+def test_loops_multiply_compute_and_exposed_transfers():
+    loop = LOOP.format(body=START + busy("a", 1_000_000) + DONE)
+    found = estimate(program(WHILE + busy("b", 500_000), loop))
+    assert found.cycles == 4.5e6 and found.exposed_seconds == 4
+    assert found.transfer_seconds == 8
+    (time,) = found.loops
+    assert time.rounds == 4 and time.cycles == 4e6 and time.exposed_seconds == 4
+
+
+def test_programs_without_cycles_have_no_estimate():
+    assert estimate(program(REDUCTION)) is None

@@ -1,0 +1,47 @@
+"""The plan command: tables, JSON, a picture, and bad flags before any work."""
+
+import json
+
+import pytest
+from support import commands
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    return lambda *words: commands.run("plan", words, monkeypatch, capsys)
+
+
+PLAN = "--recipe=tiny", "--devices=4", "--set=model.vocab=64", "--forbid=pipe"
+
+
+def test_plans_are_listed_drawn_and_written_as_json(tmp_path, command):
+    picture = tmp_path / "plan.png"
+    done = command(*PLAN, "--top=3", f"--png={picture}")
+    assert done.code == 0, done.err
+    assert "predicted to be fastest" in done.out and "refused" in done.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    done = command(*PLAN, "--top=2", "--json", "--require=zero=3")
+    plans = json.loads(done.out)
+    assert len(plans["best"]) == 2 and plans["devices"] == 4
+    for candidate in plans["best"]:
+        assert "zero=3" in candidate["layout"]
+        assert sum(candidate["seconds"].values()) == pytest.approx(
+            2 * candidate["seconds"]["total"]
+        )
+
+
+BAD = {
+    "memory=a lot": "--memory=a lot: write a size such as 60GB",
+    "memory=0GB": "write a size such as 60GB",
+    "layout=fsdp=4": "a plan looks for the layout",
+    "topology=v9:4x4": "write one such as",
+    "forbid=pip": "forbid=pip: layouts have",
+    "memory=1MB": "the smallest, ",
+}
+
+
+@pytest.mark.parametrize("flag", BAD)
+def test_bad_flags_are_refused_with_the_remedy(flag, command):
+    small = ["--set=model.embed=512", "--set=model.mlp=2048"] if "1MB" in flag else []
+    done = command(*PLAN, *small, f"--{flag}")
+    assert done.code == 2 and BAD[flag] in done.err

@@ -1,0 +1,137 @@
+"""The planner: traffic of the contract, memory as `explain` predicts it, and laws."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support.tiny_models import BATCH, LENGTH, batch, lower, model, standard_model
+
+import meshpar
+from meshpar.errors import LayoutError, MeshparError
+from meshpar.layouts import parse
+from meshpar.mesh.machine import machine_of
+from meshpar.planner.candidate import Candidates
+from meshpar.planner.facts import Facts
+from meshpar.planner.space import Wanted, layouts
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def shapes(size=BATCH):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(size=size)
+    )
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return Facts(standard_model(), OPTIMIZER, shapes(), None, jax.devices()[0])
+
+
+@pytest.fixture(scope="module")
+def candidates(facts):
+    return Candidates(facts, machine_of(jax.devices()[:8]))
+
+
+EQUAL_TO_A_LOWERED_PROGRAM = (
+    "data=2,fsdp=4",
+    "fsdp=8,microbatches=2,remat=full",
+    "data=2,fsdp=4,zero=1",
+    "fsdp=4,tensor=2,remat=dots",
+    "pipe=2,fsdp=4,microbatches=2,zero=1",
+    "pipe=4,data=2,microbatches=4,schedule=interleaved,virtual_stages=2",
+)
+
+
+@pytest.mark.parametrize("text", EQUAL_TO_A_LOWERED_PROGRAM)
+def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
+    candidate = candidates.candidate(parse(text))
+    program = lower(text, standard_model())
+    memory = program.lowering.memory(program.step_batch)
+    for kind, size in dataclasses.asdict(memory).items():
+        # What does not grow with the rows, such as a mask, differs a little.
+        found = getattr(candidate.memory, kind)
+        assert found == pytest.approx(size, rel=0.02), kind
+    if "tensor" not in text:
+        # The sums of loss and norm are not worth a plan.
+        wire = program.contract.wire_bytes
+        assert candidate.wire_bytes == pytest.approx(wire, rel=0.01)
+
+
+def test_flops_are_those_of_the_matmuls(facts):
+    config = facts.model.params
+    stack = {p: x for p, x in config.items() if p.startswith(facts.layered.prefix)}
+    weights = sum(np.prod(p.shape[1:]) for p in stack.values() if len(p.shape) > 2)
+    attention = 2 * 2 * LENGTH * LENGTH * 32  # Scores, and their product with values.
+    assert facts.flops.layer == 2 * LENGTH * weights + attention
+    assert facts.flops.outside >= 2 * LENGTH * 32 * 64  # The head, and no loop less.
+
+
+def test_layouts_fill_the_devices_and_are_as_wanted():
+    wanted = Wanted.of("zero=3,remat=full", "pipe,tensor")
+    found = list(layouts(8, model(), BATCH, LENGTH, wanted))
+    assert found and len({str(layout) for layout in found}) == len(found)
+    for layout in found:
+        assert layout.num_devices == 8 and layout.zero_level == 3
+        assert layout.remat == "full" and layout.pipe == layout.tensor == 1
+    with pytest.raises(LayoutError, match="forbid=pip: layouts have"):
+        Wanted.of("", "pip")
+    with pytest.raises(LayoutError, match="required and forbidden"):
+        Wanted.of("tensor=2", "tensor")
+
+
+def test_a_slow_link_changes_the_choice_as_the_formula_says(facts):
+    machine = machine_of(jax.devices()[:8])
+    texts = "pipe=2,data=4,microbatches=4", "data=8"
+
+    def seconds(bandwidth):
+        chip = dataclasses.replace(machine.chip, link_bandwidth=bandwidth)
+        slower = dataclasses.replace(machine, chip=chip)
+        made = Candidates(facts, slower)
+        return [made.candidate(parse(text)).seconds for text in texts]
+
+    for bandwidth in (1e12, 1e6):
+        stages, replicas = seconds(bandwidth)
+        assert (stages.total < replicas.total) == (bandwidth == 1e6)
+        moved = replicas.wire_bytes / (2 * bandwidth)
+        assert replicas.state == pytest.approx(moved, rel=1e-6)
+
+
+def plan(**options):
+    devices, forbid = jax.devices()[:4], "pipe,tensor"
+    options = dict(forbid=forbid, top=1) | options
+    return meshpar.plan(model(), OPTIMIZER, batch(), devices, **options)
+
+
+def test_the_budget_holds_and_more_memory_is_never_slower():
+    roomy = plan()
+    least = min(c.memory.total for c in roomy.fitting)
+    most = roomy.best[0].memory.total
+    seconds = []
+    for budget in (least, (least + most) // 2):
+        plans = plan(memory=budget)
+        assert all(c.memory.total <= budget for c in plans.fitting)
+        assert all(c.memory.total > budget for c in plans.too_large)
+        assert all("too much" in plans.why_not(c) for c in plans.too_large)
+        seconds.append(plans.best[0].seconds.total)
+    seconds.append(roomy.best[0].seconds.total)
+    assert seconds == sorted(seconds, reverse=True)
+    assert roomy.why_not(roomy.best[0]) == ""
+    front = roomy.pareto
+    for one, other in zip(front, front[1:], strict=False):
+        assert one.seconds.total <= other.seconds.total
+        assert one.memory.total > other.memory.total
+
+
+def test_no_fitting_layout_says_what_comes_nearest():
+    with pytest.raises(LayoutError, match="the smallest, .* needs .* GB a device"):
+        plan(memory=1000)
+
+
+def test_a_model_without_layers_is_refused():
+    from support.tiny_models import plain_model
+
+    with pytest.raises(MeshparError, match="no layered form"):
+        meshpar.plan(plain_model(), OPTIMIZER, batch(), jax.devices()[:2])
