@@ -30,13 +30,8 @@ from meshpar.lowering.batches import natural_batch
 from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
 from meshpar.lowering.clipping import clipped
 from meshpar.lowering.gathered_weights import gathered_specs
-from meshpar.lowering.memory import (
-    Held,
-    Memory,
-    TracedLayer,
-    predicted_memory,
-    trace_layer,
-)
+from meshpar.lowering.layer_trace import TracedLayer, trace_layer
+from meshpar.lowering.memory import Held, Memory, predicted_memory
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.state import TrainState, fetched_params
 from meshpar.lowering.totals import Gradients, Totals

@@ -14,7 +14,8 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.memory import Held, TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.memory import Held
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
 

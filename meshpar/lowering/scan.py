@@ -12,6 +12,8 @@ from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.fsdp.differentiable_scan import differentiable
 from meshpar.fsdp.terms import LayerPass
+from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key, fold_key
@@ -72,6 +74,17 @@ class ScanRunner(Runner):
             return (sums[0].added(totals), grads), None
 
         return lax.scan(body, empty, (jnp.arange(num), batches))[0]
+
+    def held(self, traced: TracedLayer, held: Held) -> Held:
+        """Bytes held all through a step; sums over microbatches are in float32."""
+        if self.frame.layout.microbatches == 1:
+            return held
+        leaves = self.frame.plan.gradients.values()
+        sums = sum(
+            leaf.bytes_per_device * 4 // jnp.dtype(leaf.dtype).itemsize
+            for leaf in leaves
+        )
+        return held._replace(gradients=held.gradients + sums)
 
     def _loss(
         self, leaves: Params, constants: Params, batch: Any, key: Key

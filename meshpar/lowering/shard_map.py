@@ -32,7 +32,8 @@ from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_moves import declared_moves, traced_moves
-from meshpar.lowering.memory import Held, TracedLayer, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, trace_layer
+from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals

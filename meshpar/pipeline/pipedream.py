@@ -29,7 +29,8 @@ from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
-from meshpar.lowering.memory import Held, TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.memory import Held
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.reach import Reach
 from meshpar.lowering.runner import Runner

@@ -26,7 +26,8 @@ from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
 from meshpar.layouts.layout import Layout
-from meshpar.lowering.memory import Held, TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key
@@ -255,7 +256,8 @@ class PipelineRunner(Runner):
             weights=weights,
             gradients=gradients,
             activations=saved + rows * traced.saved,
-            head_ways=self.layout.pipe if self.layout.splits_vocabulary else 1,
+            in_ticks=True,
+            shards_state=self.zero.splits_any,
         )
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:

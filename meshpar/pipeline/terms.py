@@ -12,7 +12,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.memory import TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
 

@@ -1,22 +1,19 @@
 """Candidates: what a layout costs in memory, traffic and time, without compiling."""
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
-
-import jax.numpy as jnp
 
 from meshpar.compose import Parts, make_lowering, reason_unsupported
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.moves import Move
-from meshpar.layouts.plan import LeafPlan, Plan
+from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_moves import declared_moves, traced_moves
-from meshpar.lowering.memory import Memory, TracedLayer
+from meshpar.lowering.layer_trace import largest_weight
+from meshpar.lowering.memory import Memory
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.mesh import make_mesh
@@ -73,36 +70,14 @@ class Candidates:
         lowering = self._lowering(layout)
         rows = facts.rows / layout.num_token_shards / layout.microbatches
         traced = facts.layer(layout.remat, rows, layout.tensor)
-        traced = self._with_weights(traced, lowering)
+        largest = largest_weight(facts.layered, lowering.plan)
+        traced = traced._replace(largest=largest)
         terms = tuple(self._declared(lowering))
         one_way = facts.layer(layout.remat, rows, 1).x
         traffic = Traffic(terms, one_way, self._sends(lowering))
         seconds = step_seconds(lowering, facts, self.machine, rows, traffic)
         memory = lowering.memory(None, traced=traced)
         return Candidate(layout, memory, seconds, seconds.wire_bytes)
-
-    def _with_weights(
-        self, traced: TracedLayer, lowering: ShardMapLowering
-    ) -> TracedLayer:
-        """The trace with the weights that a device computes with, as planned."""
-        frame, plan = lowering.frame, lowering.plan
-
-        def whole(leaf: LeafPlan) -> int:
-            ways = frame.ways(itertools.chain(*leaf.held))
-            size = math.prod(leaf.shape) // ways
-            return size * jnp.dtype(leaf.dtype).itemsize
-
-        shared, stack = lowering.model.layered.split(plan.weights)
-        layers = {path: whole(leaf) // leaf.shape[0] for path, leaf in stack.items()}
-        if lowering.layout.pipe > 1:  # `held` splits the layers over the stages.
-            layers = {
-                path: size * lowering.layout.pipe for path, size in layers.items()
-            }
-        return traced._replace(
-            layer_weights=sum(layers.values()),
-            layer_gradients=sum(plan.trained(layers).values()),
-            largest=max(map(whole, shared.values()), default=0),
-        )
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:
         """The lowering of a layout, of which nothing is traced."""

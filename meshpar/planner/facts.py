@@ -18,7 +18,7 @@ from meshpar.compat import inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
-from meshpar.lowering.memory import TracedLayer, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, trace_layer
 from meshpar.lowering.optimizer import Optimizer, make_optimizer
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
