@@ -17,11 +17,10 @@ from meshpar.planner.plans import Plans
 def _candidates(
     title: str, plans: Plans, candidates: Sequence[Candidate]
 ) -> rich.table.Table:
-    terms = list(plans.best[0].seconds.by_term)
-    used = [t for t in terms if any(c.seconds.by_term[t] for c in candidates)]
-    layout = rich.table.Column("layout", overflow="fold")
-    why = rich.table.Column("against the best", overflow="fold")
-    columns = layout, "step", "memory", "sent", *used, why
+    layout = rich.table.Column("layout", overflow="fold", ratio=4)
+    goes = rich.table.Column("its time goes to", overflow="fold", ratio=3)
+    why = rich.table.Column("against the best", overflow="fold", ratio=3)
+    columns = layout, "step", "memory", "sent", goes, why
     table = rich.table.Table(*columns, title=title)
     for c in candidates:
         table.add_row(
@@ -29,10 +28,21 @@ def _candidates(
             readable_seconds(c.seconds.total),
             readable_bytes(c.memory.total),
             readable_bytes(c.wire_bytes),
-            *(f"{c.seconds.by_term[t] / c.seconds.total:.0%}" for t in used),
+            _largest_terms(c),
             plans.why_not(c),
         )
     return table
+
+
+def _largest_terms(candidate: Candidate) -> str:
+    """The terms that take most of a step."""
+    seconds = candidate.seconds
+    terms = sorted(seconds.by_term.items(), key=lambda term: -term[1])
+    shares = ((name, value / seconds.total) for name, value in terms[:_MOST_TERMS])
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
+
+
+_MOST_TERMS = 4
 
 
 def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> rich.table.Table:

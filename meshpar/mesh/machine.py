@@ -70,8 +70,9 @@ class Machine:
         return 2 * self.chip.link_bandwidth
 
 
-_EFFICIENCY = {"v4": 0.5, "v5e": 0.55, "v5p": 0.5, "v6e": 0.45, "cpu": 0.5}
-"""{chip: share of its peak FLOP/s}, fitted to the cycles that compilers state."""
+_EFFICIENCY = {"v6e": 0.37}
+"""{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others. Fitted to
+the cycles that the compilers of v5e, v5p and v6e state (docs/planning.md)."""
 
 
 def machine_of(devices: Sequence[jax.Device], memory: int | None = None) -> Machine:
@@ -87,7 +88,7 @@ def machine_of(devices: Sequence[jax.Device], memory: int | None = None) -> Mach
         chip = _CPU
         memory = memory or _physical_memory() // len(devices)
     memory = memory or int((1 - _RESERVED) * chip.memory_bytes)
-    efficiency = _EFFICIENCY.get(chip.name, 0.5)
+    efficiency = _EFFICIENCY.get(chip.name, 0.7)
     return Machine(tuple(devices), chip, memory, efficiency, kind != _CPU.platform)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.layouts.remat import NONE
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.planner.facts import Facts
@@ -17,6 +18,10 @@ from meshpar.planner.facts import Facts
 _UPDATE_BYTES = 28
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
 and two moments both ways, and the gradient."""
+
+_FLOPS_PER_BYTE = 230
+"""FLOPs of matmuls that take as long as what else a layer computes for each byte that
+it holds; fitted to the cycles that compilers state (docs/planning.md)."""
 
 _TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
 """Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
@@ -47,6 +52,7 @@ class Seconds:
       bubble: ticks in which a stage waits, or repeats a stage.
       outside: compute of embedding and head.
       update: the optimizer.
+      saved: activations on their way to memory and back.
       state: exposed transfers of weights and gradients.
       tensor: exposed transfers of activations inside layers.
       sends: transfers between stages.
@@ -58,6 +64,7 @@ class Seconds:
     bubble: float
     outside: float
     update: float
+    saved: float
     state: float
     tensor: float
     sends: float
@@ -93,24 +100,31 @@ def step_seconds(
       traffic: what a step moves.
     """
     layout, layered, runner = lowering.layout, lowering.model.layered, lowering.runner
-    forward = rows * facts.flops.layer / layout.tensor / machine.flops
+    # What a layer holds is what its elementwise operations make.
+    held = facts.layer(NONE, rows, layout.tensor).running
+    elementwise = _FLOPS_PER_BYTE * held / machine.flops
+    forward = rows * facts.flops.layer / layout.tensor / machine.flops + elementwise
     outside = 3 * rows * facts.flops.outside / layout.tensor / machine.flops
-    repeats = 1 if layout.remat == "full" else 0
+    repeated = {NONE: 0.0, "dots": elementwise}.get(layout.remat, forward)
     compute: dict[str, float] = {}
     for run in runner.layer_passes:
-        times = 2 + repeats if run.name == "backward" else 1
-        seconds = run.runs * run.depth * times * forward
+        once = 2 * forward + repeated if run.name == "backward" else forward
+        seconds = run.runs * run.depth * once
         compute[run.name] = compute.get(run.name, 0.0) + seconds
     depth = layered.depth / layout.pipe
-    needed = layout.microbatches * depth * forward
-    layers, again = 3 * needed, repeats * needed
+    needed = layout.microbatches * depth
+    layers, again = 3 * needed * forward, needed * repeated
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
         outside /= layout.pipe if layout.splits_vocabulary else 1
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
-    update *= _UPDATE_BYTES / 4 / machine.chip.memory_bandwidth
+    update *= _UPDATE_BYTES / 4
+    # Saved once, and read once.
+    saved = facts.layer(layout.remat, rows, layout.tensor).saved
+    kept = 2 * needed * saved
+    memory_bandwidth = machine.chip.memory_bandwidth
     tensor, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     slow_stages = machine.num_slices > 1 and layout.pipe % machine.num_slices == 0
@@ -121,7 +135,8 @@ def step_seconds(
         again=again,
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
-        update=update,
+        update=update / memory_bandwidth,
+        saved=kept / memory_bandwidth,
         state=_state_seconds(lowering, machine, traffic, compute),
         tensor=tensor,
         sends=sends / send_bandwidth,

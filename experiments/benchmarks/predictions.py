@@ -1,0 +1,142 @@
+r"""Predicted memory and time of many programs against what compilers say of them.
+
+    python -m experiments.benchmarks.predictions --only=llama-1b
+
+Every row is planned, and then compiled ahead of time for a machine that need not be
+present; a row takes one to four minutes of a core. Prints one line a row, the mean and
+the worst error of the memory, and how well the order of the times agrees (Kendall's
+tau). The table stands in docs/planning.md.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+from scipy import stats
+
+import meshpar
+from experiments import command_line, recipes
+from experiments.recipes import building
+from experiments.recipes.config import Config
+from meshpar import mesh
+from meshpar.mesh.machine import machine_of
+from meshpar.planner.candidate import Candidate, Candidates
+from meshpar.planner.facts import Facts
+
+ONLY = flags.DEFINE_string("only", "", "Rows whose line matches this regex.")
+
+
+class Row(NamedTuple):
+    """A program: recipe, sequences of a batch, layout and machine."""
+
+    recipe: str
+    batch_size: int
+    layout: str
+    topology: str
+    vocab: int = 0
+
+
+GPT, LLAMA = "gpt2-124m", "llama-1b"
+_PADDED = 50304
+"""A vocabulary of GPT-2 that `tensor` and `vocab=pipe` can split."""
+
+ROWS = (
+    Row(GPT, 32, "fsdp=8,remat=full", "v5e:2x4"),
+    Row(GPT, 32, "fsdp=8,remat=dots", "v5e:2x4"),
+    Row(GPT, 32, "data=8", "v5e:2x4"),
+    Row(GPT, 32, "fsdp=8,microbatches=4", "v5e:2x4"),
+    Row(GPT, 32, "fsdp=2,tensor=4", "v5e:2x4", _PADDED),
+    Row(GPT, 32, "data=2,fsdp=2,tensor=2,remat=full", "v5e:2x4", _PADDED),
+    Row(GPT, 16, "tensor=4", "v5e:2x2", _PADDED),
+    Row(GPT, 32, "fsdp=4", "v5p:2x2x1"),
+    Row(GPT, 32, "fsdp=4,remat=full", "v6e:2x2"),
+    Row(GPT, 64, "pipe=4,fsdp=4,microbatches=8,remat=full", "v5e:4x4"),
+    Row(GPT, 64, "pipe=4,data=2,microbatches=8,schedule=gpipe,remat=full", "v5e:2x4"),
+    Row(
+        GPT,
+        64,
+        "pipe=4,data=2,microbatches=8,schedule=interleaved,virtual_stages=3",
+        "v5e:2x4",
+    ),
+    Row(GPT, 64, "pipe=4,data=2,microbatches=8,schedule=zb_h1", "v5e:2x4"),
+    Row(GPT, 64, "pipe=2,data=4,microbatches=4,save=residuals,remat=full", "v5e:2x4"),
+    Row(GPT, 64, "pipe=2,fsdp=4,microbatches=4,vocab=pipe", "v5e:2x4", _PADDED),
+    Row(GPT, 64, "pipe=4,fsdp=2,microbatches=8,zero=1", "v5e:2x4"),
+    Row(GPT, 64, "pipe=4,fsdp=2,microbatches=8,zero=3", "v5e:2x4"),
+    Row(LLAMA, 16, "fsdp=8,remat=full", "v5e:2x4"),
+    Row(LLAMA, 16, "fsdp=8,remat=dots", "v5e:2x4"),
+    Row(LLAMA, 8, "fsdp=8", "v5e:2x4"),
+    Row(LLAMA, 16, "fsdp=2,tensor=4,remat=full", "v5e:2x4"),
+    Row(LLAMA, 32, "pipe=2,fsdp=4,microbatches=8,remat=full", "v5e:2x4"),
+    Row(LLAMA, 32, "fsdp=4,zero=2,remat=full", "v5p:2x2x1"),
+    Row(LLAMA, 32, "fsdp=4,zero=1,remat=full", "v5p:2x2x1"),
+    Row(LLAMA, 32, "data=4,remat=full", "v5p:2x2x1"),
+    Row(LLAMA, 32, "fsdp=4,tensor=2,remat=full", "v6e:2x4"),
+    Row(LLAMA, 16, "fsdp=4,context=2,remat=full", "v5p:2x2x2"),
+)
+
+
+def _config(row: Row) -> Config:
+    """The configuration of a row."""
+    config = recipes.get(row.recipe)
+    vocab = row.vocab or config.model.vocab
+    model = dataclasses.replace(config.model, vocab=vocab)
+    return dataclasses.replace(config, model=model, batch_size=row.batch_size)
+
+
+def predict(row: Row, devices: Sequence[jax.Device]) -> Candidate:
+    """What the planner says of a row."""
+    config = _config(row)
+    model = building.make_model(config)
+    shape = jax.ShapeDtypeStruct((row.batch_size, config.model.length), np.int32)
+    facts = Facts(
+        model,
+        building.make_optimizer(config.optimizer, config.steps, model),
+        {"tokens": shape, "targets": shape},
+        building.compute_dtype(config),
+        devices[0],
+    )
+    made = Candidates(facts, machine_of(devices))
+    return made.candidate(meshpar.layouts.parse(row.layout))
+
+
+def main(_: Sequence[str]) -> int:
+    """Predicts and compiles the rows, and prints the errors."""
+    meshpar.simulate(1)
+    errors, times = [], []
+    for row in ROWS:
+        name = f"{row.recipe}, {row.topology}, {row.batch_size}, {row.layout}"
+        if not re.search(ONLY.value, name):
+            continue
+        devices = mesh.topology(row.topology)
+        candidate = predict(row, devices)
+        layout = meshpar.layouts.parse(row.layout)
+        program = building.make_program(_config(row), layout, devices)
+        peak, time = program.inspection.peak_bytes, program.inspection.time
+        errors.append(candidate.memory.total / peak - 1)
+        estimated = time.seconds if time else float("nan")
+        times.append((candidate.seconds.total, estimated))
+        print(
+            f"{name}: memory {candidate.memory.total / 1e9:.2f} GB, compiled "
+            f"{peak / 1e9:.2f} ({errors[-1]:+.1%}); step "
+            f"{1e3 * candidate.seconds.total:.0f} ms, estimated {1e3 * estimated:.0f}; "
+            f"{len(program.violations())} violations",
+            flush=True,
+        )
+    if not errors:
+        print(f"no row matches --only={ONLY.value}")
+        return 2
+    mean = float(np.mean(np.abs(errors)))
+    print(f"memory: mean error {mean:.1%}, {min(errors):+.1%} to {max(errors):+.1%}")
+    if len(times) > 1:
+        tau = stats.kendalltau(*zip(*times, strict=True)).statistic
+        print(f"time: Kendall's tau {tau:.2f} over {len(times)} programs")
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
