@@ -67,7 +67,9 @@ class Page:
         elif method == "Runtime.exceptionThrown":
             self.errors.append(str(params["exceptionDetails"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url')}")
+            self.errors.append(
+                f"{params['entry']['text']} {params['entry'].get('url')}"
+            )
         elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.errors.append(str(params["args"]))
 
