@@ -1,5 +1,6 @@
 """A headless Chromium, driven through its devtools over a pair of pipes."""
 
+import base64
 import contextlib
 import itertools
 import json
@@ -21,6 +22,26 @@ _FLAGS = (
 )
 # Chromium reads messages from descriptor 3 and writes them to 4.
 _START = 'exec "$0" "${@:3}" 3<&"$1" 4>&"$2"'
+
+_CONTRAST = """(() => {
+  const paint = document.createElement("canvas").getContext("2d");
+  const layers = [], start = document.querySelector(SELECTOR);
+  for (let e = start; e; e = e.parentElement)
+    layers.unshift(getComputedStyle(e).backgroundColor);
+  const luminance = (colors) => {
+    for (const color of ["white", ...colors]) {
+      paint.fillStyle = color;
+      paint.fillRect(0, 0, 1, 1);
+    }
+    const [r, g, b] = [...paint.getImageData(0, 0, 1, 1).data].map((v) =>
+      v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const text = luminance([...layers, getComputedStyle(start).color]);
+  const behind = luminance(layers);
+  return (Math.max(text, behind) + 0.05) / (Math.min(text, behind) + 0.05);
+})()"""
+"""Layers of background are painted one over the other, as they may be transparent."""
 
 
 class Page:
@@ -100,10 +121,18 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def broken_pictures(self) -> list[str]:
+        """Addresses of the pictures that could not be shown."""
+        return self.value(
+            "[...document.images].filter((i) => !i.naturalWidth).map((i) => i.src)"
+        )
+
+    def contrast(self, selector: str) -> float:
+        """Contrast of an element's text with what is behind it, 1 to 21 (WCAG 2)."""
+        return self.value(_CONTRAST.replace("SELECTOR", json.dumps(selector)))
+
     def screenshot(self, path: pathlib.Path, whole: bool = False) -> None:
         """Writes what the window shows, or the whole page, as a PNG."""
-        import base64
-
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
 
