@@ -78,11 +78,15 @@ def test_every_page_is_shown_whole_and_asks_no_other_machine(site, address, page
 
 
 @in_a_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_themes(scheme, address, page):
-    page.prefer(scheme)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_in_both_themes(theme, address, page):
+    page.prefer(theme)
     page.open(f"{address}/index.html")
-    for place in ("h1", "p", "p a", "td", "pre code", ".md-nav__link"):
+    page.value("localStorage.clear()")  # The theme of the first visit is kept there.
+    page.open(f"{address}/index.html")
+    scheme = page.value("document.body.dataset.mdColorScheme")
+    assert scheme == {"light": "default", "dark": "slate"}[theme]
+    for place in ("h1", "p", "td a", "td", "pre code", ".md-nav__link"):
         assert page.contrast(f".md-main {place}") >= 4.5, place
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 CHROMIUM = shutil.which("chromium")
 """Debian's Chromium, if it is installed."""
@@ -47,9 +47,9 @@ _CONTRAST = """(() => {
 class Page:
     """A tab, and what was seen in it: `errors` of the console and `requests`."""
 
-    def __init__(self, commands: int, answers: int):
+    def __init__(self, commands: int, answers: BinaryIO):
         self._commands = commands
-        self._answers = os.fdopen(answers, "rb")
+        self._answers = answers
         self._numbers = itertools.count()
         self._session: str | None = None
         self.errors: list[str] = []
@@ -154,7 +154,8 @@ def open_page() -> Iterator[Page]:
         os.close(read_commands)
         os.close(write_answers)
         try:
-            yield Page(write_commands, read_answers)
+            with os.fdopen(read_answers, "rb") as answers:
+                yield Page(write_commands, answers)
         finally:
             os.close(write_commands)
             process.terminate()
