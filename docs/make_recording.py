@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 
+ROOT = pathlib.Path(__file__).parents[1]
 COMMAND = (
     "python -m experiments.run --recipe=tiny --steps=100 "
     "--layout=data=2,fsdp=2,tensor=2"
@@ -32,30 +33,29 @@ _STYLE = (
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def record(command: list[str], folder: str) -> list[tuple[float, str]]:
+def record(command: list[str]) -> list[tuple[float, str]]:
     """Runs a command in a pseudo terminal; returns (seconds, line) of its output."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONPATH": os.getcwd()}
-    start, lines, rest = time.monotonic(), [], ""
-    options = dict(stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    process = subprocess.Popen([*command, f"--workdir={folder}/run"], **options)
-    os.close(theirs)
-    while True:
-        try:
-            text = os.read(ours, 4096).decode(errors="replace")
-        except OSError:  # The command has closed its end.
-            text = ""
-        if not text:
-            break
-        *whole, rest = (rest + text).split("\n")
-        now = time.monotonic() - start
-        lines += [(now, line.rstrip("\r").split("\r")[-1]) for line in whole]
-    if process.wait():
-        raise SystemExit(f"{' '.join(command)} ended with code {process.returncode}")
-    return [
-        (when, _ESCAPES.sub("", line).replace(f"{folder}/run", "runs/tiny"))
-        for when, line in lines
-    ]
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
+    lines, rest, start = [], "", time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder)
+        process = subprocess.Popen(command, env=environment, **options)
+        os.close(theirs)
+        while text := _read(ours):
+            *whole, rest = (rest + text).split("\n")
+            now = time.monotonic() - start
+            lines += [(now, line.rstrip("\r").split("\r")[-1]) for line in whole]
+        if process.wait():
+            raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
+    return [(when, _ESCAPES.sub("", line)) for when, line in lines]
+
+
+def _read(terminal: int) -> str:
+    try:
+        return os.read(terminal, 4096).decode(errors="replace")
+    except OSError:  # The command has closed its end.
+        return ""
 
 
 def wrapped(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
@@ -90,9 +90,8 @@ def svg(lines: list[tuple[float, str]]) -> str:
 
 def main() -> None:
     """Writes the picture beside this file."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines = record([sys.executable, *COMMAND.split()[1:]], folder)
-    pathlib.Path(__file__).with_name("recording.svg").write_text(svg(lines))
+    lines = record([sys.executable, *COMMAND.split()[1:]])
+    (ROOT / "docs/recording.svg").write_text(svg(lines))
 
 
 if __name__ == "__main__":
