@@ -43,6 +43,8 @@ from meshpar.models import Sum as Sum
 from meshpar.models import from_linen as from_linen
 from meshpar.models import from_nnx as from_nnx
 from meshpar.ops import vocabulary as vocabulary
+from meshpar.planner import Plans as Plans
+from meshpar.planner import plan as plan
 
 Stages = LayerStack
 """The former name of `LayerStack`."""

@@ -103,8 +103,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of those inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in inner_jaxprs(eqn):
             yield from equations(inner)
+
+
+def inner_jaxprs(eqn: Any) -> Sequence[Any]:
+    """The jaxprs that an equation runs."""
+    return list(core.jaxprs_in_params(eqn.params))
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

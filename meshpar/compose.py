@@ -136,11 +136,11 @@ def lower(
         plan = with_host_leaves(plan, optimizer_state, stack)
     _check_trace(model, layout, mesh, step_batch)
     state = abstract_state(params, optimizer_state, plan, mesh)
-    parts = _Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
+    parts = Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
         averaged = _check_parts(model, layout, names, abstract_batch)
-    lowerings = [_make_lowering(name, parts, spec, averaged) for name in names]
+    lowerings = [make_lowering(name, parts, spec, averaged) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
         return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
@@ -164,7 +164,7 @@ def _lowering_names(model: Model, layout: Layout, lowering: str) -> list[str]:
     return [lowering or (default if default in possible else JitLowering.name)]
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """The arguments that every lowering takes, in the order of its fields."""
 
     model: Model
@@ -175,8 +175,8 @@ class _Parts(NamedTuple):
     compute_dtype: Any
 
 
-def _make_lowering(
-    name: str, parts: _Parts, spec: PipelineSpec | None, averaged: frozenset[str]
+def make_lowering(
+    name: str, parts: Parts, spec: PipelineSpec | None, averaged: frozenset[str]
 ) -> Lowering:
     """The lowering of a name, with the runner that the pipeline asks for."""
     if name == JitLowering.name:

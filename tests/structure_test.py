@@ -13,7 +13,8 @@ EXPERIMENTS = structure.read_package(ROOT / "experiments")
 ROOMS = (
     *("arrays", "errors", "compat", "schedules", "layouts", "contracts", "mesh"),
     *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
-    *("local_sgd", "islands", "generation", "compose", "explain", "checkpoint"),
+    *("local_sgd", "islands", "generation", "compose", "explain", "planner"),
+    "checkpoint",
 )
 """Bottom to top: a room imports rooms to its left."""
 

@@ -40,6 +40,8 @@ class DeclaredCollective:
       gathers: whether it gathers tensors, by any kind of collective. A compiler may
         drop it where nothing reads them or all rounds gather the same.
       partial: whether its groups are only parts of the devices along `axes`.
+      beside: the pass over the layers whose compute stands beside it, such as
+        "forward"; "" if none does.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class DeclaredCollective:
     bound: bool = False
     gathers: bool = False
     partial: bool = False
+    beside: str = ""
 
     @property
     def wire_bytes(self) -> float:

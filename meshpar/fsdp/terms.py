@@ -61,6 +61,7 @@ def declare_moves(
     transport: Transport,
     runs: int,
     why: str,
+    beside: str = "",
 ) -> Iterator[DeclaredCollective]:
     """Declares `gather_shards` or `reduce_scatter_grads` of whole tensors.
 
@@ -72,6 +73,7 @@ def declare_moves(
       transport: how the tensors move.
       runs: number of moves per step.
       why: the reason, for reports.
+      beside: the pass over the layers beside which they move.
     """
     totals: dict[tuple, list[int]] = {}
     split = {
@@ -103,6 +105,7 @@ def declare_moves(
             runs * size,
             f"{why}, {note}" if note else why,
             gathers=kind == "all_gather",
+            beside=beside,
         )
 
 
@@ -182,6 +185,7 @@ def declared_gathers(
                 transport=transport,
                 runs=runs * layers,
                 why=f"{why}: {when}, {name}",
+                beside=name,
             )
 
 
@@ -219,4 +223,5 @@ def declared_scatters(
         transport=transports.gradients if early else transports.once,
         runs=backward.runs * backward.depth if early else depth,
         why=f"{why}: layer by layer, {'going backward' if early else 'once a step'}",
+        beside=backward.name if early else "",
     )

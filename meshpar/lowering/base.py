@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -39,31 +39,16 @@ from meshpar.lowering.memory import (
 )
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.state import TrainState, fetched_params
-from meshpar.lowering.totals import Totals
+from meshpar.lowering.totals import Gradients, Totals
 from meshpar.models.model import Model
 
 _CHUNKS = 2
 """Layers on the device at a time of what lives in host memory: used, and on the way."""
 
 
-class Gradients(NamedTuple):
-    """What one batch gives.
-
-    Attributes:
-      totals: loss and metrics.
-      gradients: {path: array} of the trained parameters, before clipping.
-      state: {path: new value} of variables that the model changed and that are no
-        parameters.
-    """
-
-    totals: Totals
-    gradients: Params
-    state: Params
-
-
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """The pure functions of one training step, and facts known before it is compiled.
+    """The pure functions of one training step, and facts known before compiling.
 
     Attributes:
       model: the model.
@@ -251,16 +236,23 @@ class Lowering:
         """Devices that axes span together."""
         return ways_of(axes, self.mesh.shape)
 
-    def memory(self, batch: Any, state: dict[str, int] | None = None) -> Memory | None:
+    def memory(
+        self,
+        batch: Any,
+        state: dict[str, int] | None = None,
+        traced: TracedLayer | None = None,
+    ) -> Memory | None:
         """Predicts a step's memory; None for models without layers.
 
         Args:
           batch: abstract batch of one replica.
           state: bytes of the training state by kind; those of the plan by default.
+          traced: of one layer, if it was traced before.
         """
         if self.model.layered is None:
             return None
-        traced = trace_layer(self.model.layered, self.plan, self.mesh, batch)
+        if traced is None:
+            traced = trace_layer(self.model.layered, self.plan, self.mesh, batch)
         state = self.plan.bytes_per_device() if state is None else state
         moved = self.plan.host_bytes()
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}

@@ -20,9 +20,9 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.token_order import AUTO, CONTIGUOUS
-from meshpar.lowering.base import Gradients, Lowering
+from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
-from meshpar.lowering.totals import Totals
+from meshpar.lowering.totals import Gradients, Totals
 from meshpar.models.metrics import LossResult, masked
 from meshpar.models.model import Model
 

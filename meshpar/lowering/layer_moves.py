@@ -62,7 +62,7 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
 
 
 def declared_moves(
-    frame: Frame, passes: Iterable[LayerPass], batch: Any
+    frame: Frame, passes: Iterable[LayerPass], moves: Iterable[Move]
 ) -> Iterator[DeclaredCollective]:
     """Declares the moves of all layers in one step.
 
@@ -72,10 +72,10 @@ def declared_moves(
     Args:
       frame: the shard_map program.
       passes: all passes over the layers.
-      batch: abstract batch of one replica.
+      moves: `traced_moves` of one layer.
     """
     passes = list(passes)
-    for move in traced_moves(frame, batch):
+    for move in moves:
         again = move.is_saved and moves_again(frame.layout.remat, move.saved_as)
         runs = sum(p.runs * _runs_per_pass(p, move, again) for p in passes)
         yield DeclaredCollective(

@@ -29,13 +29,13 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS
-from meshpar.lowering.base import Gradients, Lowering
+from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import declared_moves
+from meshpar.lowering.layer_moves import declared_moves, traced_moves
 from meshpar.lowering.memory import Held, TracedLayer, trace_layer
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
-from meshpar.lowering.totals import Totals
+from meshpar.lowering.totals import Gradients, Totals
 from meshpar.models.model import Model
 
 _METRICS = "loss and metrics", "metrics of kind Max"
@@ -173,8 +173,10 @@ class ShardMapLowering(Lowering):
                         "all_reduce", manual, ways, 1, 4 * num, why
                     )
             own = self.runner.declared_reductions()
-            yield from self._declared_zero(batch) if own is None else own
-        moves = list(declared_moves(self.frame, self._passes(batch), batch))
+            state = self.declared_state_moves(self._passes(batch))
+            yield from state if own is None else own
+        moves = traced_moves(self.frame, batch)
+        moves = list(declared_moves(self.frame, self._passes(batch), moves))
         for move in moves:
             if set(move.axes) <= set(manual):
                 yield move
@@ -207,10 +209,16 @@ class ShardMapLowering(Lowering):
             passes = [run for run in passes if run.name == "forward"]
         return passes
 
-    def _declared_zero(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """Gathers of weights and reductions of gradients, by the ZeRO policy."""
+    def declared_state_moves(
+        self, passes: list[LayerPass]
+    ) -> Iterator[DeclaredCollective]:
+        """Gathers of weights and reductions of gradients, by the ZeRO policy.
+
+        Args:
+          passes: those over the layers that compute anything.
+        """
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
-        passes, dtype = self._passes(batch), self.runner.sums_dtype
+        dtype = self.runner.sums_dtype
         weights = frame.stage_weights()
         yield from declared_gathers(zero, weights, sizes, passes)
         trained, sums = map(self.plan.trained, (weights, frame.stage_weights(dtype)))

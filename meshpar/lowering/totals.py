@@ -1,7 +1,7 @@
 """Running totals of a step's loss and metrics, over microbatches, shards and replicas.
 
 Every part of a batch gives `Totals`. They are added, reduced over mesh axes, and become
-the metrics of the whole batch at the end.
+the metrics of the whole batch at the end. `Gradients` holds them beside the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array
+from meshpar.arrays import Array, Params
 from meshpar.lowering.state import Metrics
 from meshpar.models.metrics import (
     KINDS,
@@ -160,3 +160,18 @@ def _by_leaf(
     rows = zip(_is_max(totals[0]), *map(jax.tree.leaves, totals), strict=True)
     leaves = [of_maxima(*row) if is_max else of_sums(*row) for is_max, *row in rows]
     return jax.tree.unflatten(jax.tree.structure(totals[0]), leaves)
+
+
+class Gradients(NamedTuple):
+    """What one batch gives.
+
+    Attributes:
+      totals: loss and metrics.
+      gradients: {path: array} of the trained parameters, before clipping.
+      state: {path: new value} of variables that the model changed and that are no
+        parameters.
+    """
+
+    totals: Totals
+    gradients: Params
+    state: Params

@@ -40,7 +40,6 @@ from meshpar.pipeline.report import PipelineReport, pipeline_report
 from meshpar.pipeline.spec import PipelineSpec
 from meshpar.pipeline.stage import PipelineStage
 from meshpar.schedules.table import Schedule
-from meshpar.schedules.ticks import compile_schedule
 
 
 def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
@@ -123,7 +122,7 @@ class PipelineRunner(Runner):
     def loop(self) -> TickLoop:
         """The schedule's ticks, by phases."""
         uniform = self.layout.tick_loop == "uniform"
-        return TickLoop(compile_schedule(self.spec.schedule), uniform)
+        return TickLoop(self.spec.tables, uniform)
 
     @functools.cached_property
     def executor(self) -> Executor:

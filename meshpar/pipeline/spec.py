@@ -1,12 +1,14 @@
 """The pipeline of a layout: its schedule and its partition of the layers."""
 
 import dataclasses
+import functools
 
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
 from meshpar.pipeline.partition import Partition, make_partition
-from meshpar.schedules.published import make_schedule
+from meshpar.schedules.published import SCHEDULES, Maker, make_schedule
 from meshpar.schedules.table import Schedule
+from meshpar.schedules.ticks import Tables, compile_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,11 @@ class PipelineSpec:
     partition: Partition
     why: str
 
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """The schedule, compiled."""
+        return compile_schedule(self.schedule)
+
 
 def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     """Makes the schedule and the partition of a layout.
@@ -35,8 +42,25 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
       LayoutError: the schedule or the partition does not fit stages, microbatches or
         depth.
     """
-    stages, num, chunks = layout.pipe, layout.microbatches, layout.virtual_stages
-    name, why = layout.schedule, ""
+    counts = layout.pipe, layout.microbatches, layout.virtual_stages
+    # A custom schedule may be registered again under its name.
+    maker = SCHEDULES.get(layout.schedule)
+    return _make_spec(maker, layout.schedule, *counts, layout.partition, depth)
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_spec(
+    maker: Maker | None,
+    name: str,
+    stages: int,
+    num: int,
+    chunks: int,
+    partition: str,
+    depth: int,
+) -> PipelineSpec:
+    """`make_spec`, once for layouts with equal pipelines."""
+    del maker  # It only tells schedules of one name apart.
+    why = ""
     if name == "auto":
         fits = chunks > 1 and depth % (stages * chunks) == 0 and num % stages == 0
         name = "interleaved" if fits else "1f1b"
@@ -51,14 +75,14 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
                 f"virtual_stages={chunks} left aside, because {stages * chunks} chunks "
                 f"have to divide {depth} layers, and pipe={stages} microbatches={num}"
             )
-            if layout.partition:
+            if partition:
                 raise LayoutError(
-                    f"partition={layout.partition}: schedule=auto would take 1f1b with "
+                    f"partition={partition}: schedule=auto would take 1f1b with "
                     f"{reason}; write schedule=interleaved, or leave out virtual_stages"
                 )
             chunks = 1
         why = f"schedule=auto took {name} ({reason})"
-    sizes = tuple(map(int, layout.partition.split("/"))) if layout.partition else ()
+    sizes = tuple(map(int, partition.split("/"))) if partition else ()
     return PipelineSpec(
         make_schedule(name, stages, num, chunks),
         make_partition(depth, stages, chunks, sizes),

@@ -1,0 +1,128 @@
+r"""Ranks the layouts of a model on a machine that need not be present.
+
+    python -m experiments.plan --recipe=llama2-7b --topology=v5p:4x4x2 --batch_size=128
+    python -m experiments.plan --recipe=llama2-7b --topology=v5e:8x8 --batch_size=64 \
+        --memory=12GB --require=zero=3 --forbid=tensor --compile=2
+
+It predicts memory, traffic and time of every layout and compiles nothing; --compile=K
+compiles the best K, and prints what was predicted beside what was compiled. Exits 0, or
+1 if a compiled program breaks its contract or needs more memory than there is.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import flags
+
+import meshpar
+from experiments import command_line, data, outputs
+from experiments.devices import start_devices
+from experiments.recipes import building
+from experiments.recipes.config import Config
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.ranges import Number
+from experiments.reports import pictures, planning
+from meshpar.explain.report import explain
+
+flags.adopt_module_key_flags(command_line)
+TOPOLOGY = flags.DEFINE_string(
+    "topology", "", "Plan for v5e:4x4, 8*v5p:8x8x4, h100:8, ...; else for this machine."
+)
+TOP = flags.DEFINE_integer("top", 5, "Layouts to list.")
+MEMORY = flags.DEFINE_string(
+    "memory", "", "Memory that a step may take on a device, such as 60GB."
+)
+REQUIRE = flags.DEFINE_string(
+    "require", "", "Items that layouts must have, such as zero=3,remat=full."
+)
+FORBID = flags.DEFINE_string(
+    "forbid", "", "Axes and options that layouts must not use, such as tensor,pipe."
+)
+COMPILE = flags.DEFINE_integer("compile", 0, "Compile so many of the best layouts.")
+JSON = flags.DEFINE_bool("json", False, "Print JSON instead of tables.")
+PNG = flags.DEFINE_string("png", "", "Draw time over memory into this file.")
+command_line.limit(TOP, Number(1, 1000, "layouts"))
+command_line.limit(COMPILE, Number(0, 100, "layouts", "0 to compile none"))
+
+_UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
+
+
+def _memory() -> int | None:
+    """Bytes of --memory.
+
+    Raises:
+      ConfigError: it is no size.
+    """
+    if not MEMORY.value:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GM]i?B)", MEMORY.value)
+    if not match or not float(match.group(1)):
+        raise ConfigError(
+            f"--memory={MEMORY.value}: write a size such as 60GB, 80GiB or 512MB"
+        )
+    return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def _devices(config: Config) -> Sequence[jax.Device]:
+    """The devices to plan for: of --topology, or of this machine."""
+    if not TOPOLOGY.value:
+        return start_devices(config)[1]
+    command_line.use_cpu()
+    meshpar.simulate(1)
+    return meshpar.mesh.topology(TOPOLOGY.value)
+
+
+def make_plans(config: Config, devices: Sequence[jax.Device]) -> meshpar.Plans:
+    """Plans a configuration on devices, as the flags of this command say."""
+    model = building.make_model(config)
+    shape = (config.batch_size, config.model.length)
+    names = ("tokens", "targets")
+    return meshpar.plan(
+        model,
+        building.make_optimizer(config.optimizer, config.steps, model),
+        {name: jax.ShapeDtypeStruct(shape, np.int32) for name in names},
+        devices,
+        compute_dtype=building.compute_dtype(config),
+        memory=_memory(),
+        require=REQUIRE.value,
+        forbid=FORBID.value,
+        top=max(TOP.value, COMPILE.value),
+    )
+
+
+def main(_: Sequence[str]) -> int:
+    """Plans, and returns the exit code."""
+    config = command_line.config_from_flags()
+    if config.layout:
+        raise ConfigError(
+            f"--layout={config.layout}: a plan looks for the layout; ask for parts of "
+            "it by --require"
+        )
+    if PNG.value:
+        pictures.check_format(PNG.value)
+        outputs.check_file(PNG.value, "--png")
+    _memory()
+    devices = _devices(config)
+    if config.model.vocab == 0:
+        config = building.fit_vocabulary(config, data.load(config.data))
+    plans = make_plans(config, devices)
+    compiled = [
+        explain(building.make_program(config, candidate.layout, devices))
+        for candidate in plans.best[: COMPILE.value]
+    ]
+    if PNG.value:
+        planning.pareto_figure(plans).savefig(PNG.value)
+    if JSON.value:
+        print(json.dumps(planning.as_dict(plans, compiled)))
+    else:
+        planning.print_plans(plans, compiled, TOP.value)
+    budget = plans.machine.memory_bytes
+    bad = [e for e in compiled if e.violations or e.compiled_bytes["peak"] > budget]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,131 @@
+"""Plans as tables, as a picture of time over memory, and as JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.figure
+import rich.table
+
+from experiments.reports import terminal
+from experiments.reports.explanation import readable_bytes, readable_seconds
+from meshpar.explain.report import Explanation
+from meshpar.planner.candidate import Candidate
+from meshpar.planner.plans import Plans
+
+
+def _candidates(
+    title: str, plans: Plans, candidates: Sequence[Candidate]
+) -> rich.table.Table:
+    terms = list(plans.best[0].seconds.by_term)
+    used = [t for t in terms if any(c.seconds.by_term[t] for c in candidates)]
+    layout = rich.table.Column("layout", overflow="fold")
+    why = rich.table.Column("against the best", overflow="fold")
+    columns = layout, "step", "memory", "sent", *used, why
+    table = rich.table.Table(*columns, title=title)
+    for c in candidates:
+        table.add_row(
+            str(c.layout),
+            readable_seconds(c.seconds.total),
+            readable_bytes(c.memory.total),
+            readable_bytes(c.wire_bytes),
+            *(f"{c.seconds.by_term[t] / c.seconds.total:.0%}" for t in used),
+            plans.why_not(c),
+        )
+    return table
+
+
+def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> rich.table.Table:
+    columns = "layout", "memory", "compiled", "error", "step", "estimated", "contract"
+    table = rich.table.Table(*columns, title="predicted and compiled")
+    for candidate, explanation in zip(plans.best, compiled, strict=False):
+        memory, peak = candidate.memory.total, explanation.compiled_bytes["peak"]
+        time = explanation.time
+        table.add_row(
+            explanation.layout,
+            readable_bytes(memory),
+            readable_bytes(peak),
+            f"{memory / peak - 1:+.1%}",
+            readable_seconds(candidate.seconds.total),
+            readable_seconds(time.seconds) if time else "-",
+            "; ".join(explanation.violations) or "kept",
+        )
+    return table
+
+
+def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None:
+    """Prints the best layouts, the Pareto front, what was refused and compiled.
+
+    Args:
+      plans: the plans.
+      compiled: the first of `plans.best`, compiled.
+      top: layouts to list.
+    """
+    console, machine = terminal.wide_console(), plans.machine
+    number = len(plans.best) + len(plans.others)
+    console.print(
+        f"{len(machine.devices)} x {machine.chip.name}, "
+        f"{readable_bytes(machine.memory_bytes)} each: {number} layouts fit, "
+        f"{len(plans.too_large)} need more memory, {sum(plans.refused.values())} are "
+        "refused",
+        soft_wrap=True,
+    )
+    console.print(_candidates("predicted to be fastest", plans, plans.best[:top]))
+    front = [c for c in plans.pareto if c not in plans.best]
+    if front:
+        title = "less time or less memory than all others"
+        console.print(_candidates(title, plans, front[: 2 * top]))
+    for reason, count in sorted(plans.refused.items(), key=lambda item: -item[1]):
+        console.print(f"{count} refused: {reason}", soft_wrap=True)
+    if compiled:
+        console.print(_compiled(plans, compiled))
+
+
+def pareto_figure(plans: Plans) -> matplotlib.figure.Figure:
+    """Time over memory of all layouts, with the Pareto front."""
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    groups = (
+        ("need more memory", plans.too_large, "0.8"),
+        ("fit", plans.fitting, "C0"),
+    )
+    for name, candidates, color in groups:
+        memory = [c.memory.total / 1e9 for c in candidates]
+        seconds = [c.seconds.total for c in candidates]
+        axes.scatter(memory, seconds, s=6, color=color, label=name)
+    front = sorted(plans.pareto, key=lambda c: c.memory.total)
+    memory = [c.memory.total / 1e9 for c in front]
+    axes.plot(memory, [c.seconds.total for c in front], "C3-o", ms=4, label="front")
+    budget = plans.machine.memory_bytes / 1e9
+    axes.axvline(budget, color="0.4", ls="--", lw=1, label="memory of a device")
+    axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="predicted memory of a device, GB", ylabel="predicted step, s")
+    axes.legend(frameon=False)
+    return figure
+
+
+def as_dict(plans: Plans, compiled: Sequence[Explanation]) -> dict[str, Any]:
+    """The plans as plain values, for JSON."""
+
+    def plain(c: Candidate) -> dict[str, Any]:
+        memory = dataclasses.asdict(c.memory) | {"total": c.memory.total}
+        seconds = c.seconds.by_term | {"total": c.seconds.total}
+        return {
+            "layout": str(c.layout),
+            "memory": memory,
+            "seconds": seconds,
+            "wire_bytes": c.wire_bytes,
+            "why_not": plans.why_not(c),
+        }
+
+    return {
+        "chip": plans.machine.chip.name,
+        "devices": len(plans.machine.devices),
+        "memory_bytes": plans.machine.memory_bytes,
+        "fitting": len(plans.best) + len(plans.others),
+        "too_large": len(plans.too_large),
+        "refused": plans.refused,
+        "best": [plain(c) for c in plans.best],
+        "pareto": [plain(c) for c in plans.pareto],
+        "compiled": [e.as_dict() for e in compiled],
+    }

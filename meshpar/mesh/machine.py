@@ -1,0 +1,95 @@
+"""The machine that a plan is for: its devices, and the rates at which they work."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import jax
+
+from meshpar.mesh.chips import GPU, Chip, chip_of
+
+_CPU = Chip(
+    "cpu",
+    "cpu",
+    (),
+    peak_flops=1e11,
+    memory_bytes=0,
+    memory_bandwidth=1e10,
+    link_bandwidth=5e9,
+    num_links=1,
+    torus_dims=0,
+    tile=(1, 1),
+    gathers_beside_compute=False,
+)
+"""A core of a computer: rough figures, good for comparing layouts alone."""
+
+SLOW_LINK_BANDWIDTH = 6.25e9
+"""Bytes per second between slices for each chip, one way.
+
+Source: "How To Scale Your Model" (Austin et al., 2025), section "TPUs": 6.25 GB/s of
+  data-center network per TPU.
+"""
+
+_RESERVED = 0.04
+"""Share of a device's memory that plans leave to the runtime and to fragmentation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices of one kind.
+
+    Attributes:
+      devices: all of them; they may be a topology.
+      chip: their kind.
+      memory_bytes: that a program may use on one device.
+      efficiency: share of the chip's peak FLOP/s that matmuls of models reach.
+      overlaps: whether transfers run beside compute.
+    """
+
+    devices: tuple[jax.Device, ...]
+    chip: Chip
+    memory_bytes: int
+    efficiency: float
+    overlaps: bool
+
+    @property
+    def num_slices(self) -> int:
+        """Slices, which slow links connect."""
+        return len({getattr(d, "slice_index", 0) or 0 for d in self.devices})
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of matmuls on one device."""
+        return self.efficiency * self.chip.peak_flops
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes per second that one device sends over the links of one collective."""
+        if self.chip.platform == GPU:
+            return self.chip.link_bandwidth * self.chip.num_links
+        return 2 * self.chip.link_bandwidth
+
+
+_EFFICIENCY = {"v4": 0.5, "v5e": 0.55, "v5p": 0.5, "v6e": 0.45, "cpu": 0.5}
+"""{chip: share of its peak FLOP/s}, fitted to the cycles that compilers state."""
+
+
+def machine_of(devices: Sequence[jax.Device], memory: int | None = None) -> Machine:
+    """The machine that some devices make up.
+
+    Args:
+      devices: all of one kind.
+      memory: bytes that a program may use on one device; by default the chip's memory
+        less a share for the runtime, and for CPUs an equal part of this computer's.
+    """
+    chip, kind = chip_of(devices[0].device_kind), devices[0].platform
+    if chip is None:
+        chip = _CPU
+        memory = memory or _physical_memory() // len(devices)
+    memory = memory or int((1 - _RESERVED) * chip.memory_bytes)
+    efficiency = _EFFICIENCY.get(chip.name, 0.5)
+    return Machine(tuple(devices), chip, memory, efficiency, kind != _CPU.platform)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,161 @@
+"""Candidates: what a layout costs in memory, traffic and time, without compiling."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshpar.compose import Parts, make_lowering, reason_unsupported
+from meshpar.contracts.contract import DeclaredCollective
+from meshpar.errors import LayoutError
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.moves import Move
+from meshpar.layouts.plan import LeafPlan, Plan
+from meshpar.layouts.resolve import make_plan
+from meshpar.lowering.layer_moves import declared_moves, traced_moves
+from meshpar.lowering.memory import Memory, TracedLayer
+from meshpar.lowering.shard_map import ShardMapLowering
+from meshpar.mesh.machine import Machine
+from meshpar.mesh.mesh import make_mesh
+from meshpar.models.model import Model
+from meshpar.pipeline.layer_order import LayerOrder
+from meshpar.pipeline.spec import PipelineSpec, make_spec
+from meshpar.planner.facts import Facts
+from meshpar.planner.seconds import Seconds, Traffic, step_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One layout, and what it costs.
+
+    Attributes:
+      layout: the layout.
+      memory: bytes on one device at the peak of a step, predicted.
+      seconds: time of a step, predicted, by term.
+      wire_bytes: bytes that one device sends per step.
+    """
+
+    layout: Layout
+    memory: Memory
+    seconds: Seconds
+    wire_bytes: float
+
+
+class Candidates:
+    """Makes the candidates of one model on one machine."""
+
+    def __init__(self, facts: Facts, machine: Machine):
+        """Makes candidates.
+
+        Args:
+          facts: of the model.
+          machine: that it trains on.
+        """
+        self.facts, self.machine = facts, machine
+        self._meshes: dict[tuple[int, ...], Any] = {}
+        self._plans: dict[tuple, Plan] = {}
+        self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
+        self._moves: dict[tuple, list[Move]] = {}
+
+    def candidate(self, layout: Layout) -> Candidate:
+        """What a layout costs.
+
+        Raises:
+          LayoutError: devices, model or batch cannot honour it.
+        """
+        facts = self.facts
+        layout.check_batch_size(facts.rows)
+        if reason := reason_unsupported(facts.model, layout):
+            raise LayoutError(reason)
+        lowering = self._lowering(layout)
+        rows = facts.rows / layout.num_token_shards / layout.microbatches
+        traced = facts.layer(layout.remat, rows, layout.tensor)
+        traced = self._with_weights(traced, lowering)
+        terms = tuple(self._declared(lowering))
+        one_way = facts.layer(layout.remat, rows, 1).x
+        traffic = Traffic(terms, one_way, self._sends(lowering))
+        seconds = step_seconds(lowering, facts, self.machine, rows, traffic)
+        memory = lowering.memory(None, traced=traced)
+        return Candidate(layout, memory, seconds, seconds.wire_bytes)
+
+    def _with_weights(
+        self, traced: TracedLayer, lowering: ShardMapLowering
+    ) -> TracedLayer:
+        """The trace with the weights that a device computes with, as planned."""
+        frame, plan = lowering.frame, lowering.plan
+
+        def whole(leaf: LeafPlan) -> int:
+            ways = frame.ways(itertools.chain(*leaf.held))
+            size = math.prod(leaf.shape) // ways
+            return size * jnp.dtype(leaf.dtype).itemsize
+
+        shared, stack = lowering.model.layered.split(plan.weights)
+        layers = {path: whole(leaf) // leaf.shape[0] for path, leaf in stack.items()}
+        if lowering.layout.pipe > 1:  # `held` splits the layers over the stages.
+            layers = {
+                path: size * lowering.layout.pipe for path, size in layers.items()
+            }
+        return traced._replace(
+            layer_weights=sum(layers.values()),
+            layer_gradients=sum(plan.trained(layers).values()),
+            largest=max(map(whole, shared.values()), default=0),
+        )
+
+    def _lowering(self, layout: Layout) -> ShardMapLowering:
+        """The lowering of a layout, of which nothing is traced."""
+        facts, model = self.facts, self.facts.model
+        spec, order = None, None
+        if layout.pipe > 1:
+            spec = make_spec(layout, facts.layered.depth)
+            if spec.partition.moves:
+                order = LayerOrder(spec.partition, facts.layered.prefix)
+                model = order.stored(model)
+        sizes = tuple(layout.sizes.values())
+        if sizes not in self._meshes:
+            self._meshes[sizes] = make_mesh(layout, self.machine.devices)
+        plan = self._plan(layout, model, spec if order else None)
+        optimizer, dtype = facts.optimizer, facts.compute_dtype
+        parts = Parts(model, optimizer, plan, self._meshes[sizes], None, dtype)
+        return make_lowering(ShardMapLowering.name, parts, spec, frozenset())
+
+    def _plan(self, layout: Layout, model: Model, spec: PipelineSpec | None) -> Plan:
+        """The plan of a layout; layouts that shard alike share it."""
+        chunks = spec.partition.sizes if spec else ()
+        key = (*layout.sizes.values(), layout.zero_level, layout.vocab, chunks)
+        key = *key, layout.params, layout.paths, layout.allow, layout.min_shard_size
+        if key not in self._plans:
+            state = self.facts.optimizer.abstract_state
+            dtype = self.facts.compute_dtype
+            self._plans[key] = make_plan(layout, model.params, state, dtype)
+        return dataclasses.replace(self._plans[key], layout=layout)
+
+    def _declared(self, lowering: ShardMapLowering) -> Iterator[DeclaredCollective]:
+        """The collectives of a step that the layout declares exactly."""
+        layout, passes = lowering.layout, lowering.runner.layer_passes
+        if lowering.frame.manual_axes:
+            own = lowering.runner.declared_reductions()
+            key = id(lowering.plan.weights), *passes, layout.microbatches
+            if own is None and key not in self._terms:
+                self._terms[key] = tuple(lowering.declared_state_moves(passes))
+            yield from self._terms[key] if own is None else own
+        if layout.expert > 1 or layout.context > 1:
+            yield from declared_moves(lowering.frame, passes, self._traced(lowering))
+
+    def _traced(self, lowering: ShardMapLowering) -> list[Move]:
+        """What a layer moves itself; layouts that split tokens alike share it."""
+        layout = lowering.layout
+        key = (*layout.sizes.values(), layout.microbatches, layout.context_mode)
+        key = *key, layout.context_order, layout.context_heads
+        if key not in self._moves:
+            self._moves[key] = traced_moves(lowering.frame, self.facts.batch)
+        return self._moves[key]
+
+    def _sends(self, lowering: ShardMapLowering) -> int:
+        """Activations and gradients that one stage sends in a step."""
+        if lowering.layout.pipe == 1:
+            return 0
+        loop = lowering.runner.loop
+        return loop.num_activation_sends + loop.num_gradient_sends

@@ -1,0 +1,180 @@
+"""Facts about a model, its optimizer and its batch that hold under every layout.
+
+One layer, embedding and head are traced once for each policy of rematerialization; no
+layout traces the model again. Bytes and FLOPs are those of one row of the batch.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from meshpar.arrays import abstract, abstract_layer
+from meshpar.compat import inner_jaxprs
+from meshpar.errors import MeshparError
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.resolve import make_plan
+from meshpar.lowering.memory import TracedLayer, trace_layer
+from meshpar.lowering.optimizer import Optimizer, make_optimizer
+from meshpar.mesh.mesh import make_mesh
+from meshpar.models.layer_stack import LayeredModel
+from meshpar.models.model import Model
+from meshpar.models.model_scope import model_scope
+
+_ROWS = 2, 4
+"""Rows of the batches that are traced: what grows with them, and what does not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of matmuls in one forward pass of one row.
+
+    Attributes:
+      layer: of one layer.
+      outside: of embedding and head.
+    """
+
+    layer: float
+    outside: float
+
+
+class Facts:
+    """What a planner knows about a model, an optimizer and a batch."""
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        batch: Any,
+        compute_dtype: Any,
+        device: jax.Device,
+    ):
+        """Reads the facts.
+
+        Args:
+          model: with layers.
+          optimizer: as in `meshpar.lower`.
+          batch: abstract batch [batch, ...].
+          compute_dtype: as in `meshpar.lower`.
+          device: one of the devices to plan for; kernels depend on its kind.
+
+        Raises:
+          MeshparError: the model has no layers.
+        """
+        if model.layered is None:
+            raise MeshparError(
+                "plan: the model has no layered form, from which memory and time are "
+                "predicted; name its layers by layers= (docs/your_model.md)"
+            )
+        self.model, self.batch, self.compute_dtype = model, batch, compute_dtype
+        params = abstract(model.params)
+        trained = {path: params[path] for path, p in model.params.items() if p.trained}
+        keys = {path: model.keys_of(path) for path in trained}
+        self.optimizer: Optimizer = make_optimizer(optimizer, trained, keys)
+        self.num_params = sum(math.prod(x.shape) for x in params.values())
+        self._device = device
+        self._traces: dict[str, tuple[TracedLayer, TracedLayer]] = {}
+
+    @property
+    def layered(self) -> LayeredModel:
+        """The model layer by layer."""
+        return self.model.layered
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole batch."""
+        return jax.tree.leaves(self.batch)[0].shape[0]
+
+    @property
+    def length(self) -> int:
+        """Size of the batch's second dim, such as the length of sequences; or 1."""
+        shapes = [leaf.shape for leaf in jax.tree.leaves(self.batch)]
+        return max((shape[1] for shape in shapes if len(shape) > 1), default=1)
+
+    def _batch_of(self, rows: int) -> Any:
+        def resized(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(resized, self.batch)
+
+    def _traced(self, remat: str) -> tuple[TracedLayer, TracedLayer]:
+        """One layer on one device, with each number of rows of `_ROWS`."""
+        if remat not in self._traces:
+            self._traces[remat] = self._trace(remat)
+        return self._traces[remat]
+
+    def _trace(self, remat: str) -> tuple[TracedLayer, TracedLayer]:
+        layout = Layout(remat=remat)
+        state = self.optimizer.abstract_state
+        plan = make_plan(layout, self.model.params, state, self.compute_dtype)
+        mesh = make_mesh(layout, [self._device])
+        few, many = (
+            trace_layer(self.layered, plan, mesh, self._batch_of(rows))
+            for rows in _ROWS
+        )
+        return few, many
+
+    def layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
+        """Bytes of one layer and the head on one device.
+
+        Args:
+          remat: policy of rematerialization.
+          rows: rows of one microbatch on one device; a fraction of a row where the
+            length is split.
+          ways: devices that split the features of tensors.
+        """
+        few, many = self._traced(remat)
+        scale = (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
+
+        def grown(name: str) -> int:
+            first, second = getattr(few, name), getattr(many, name)
+            return max(0, round((first + scale * (second - first)) / ways))
+
+        return TracedLayer(*(grown(name) for name in TracedLayer._fields))
+
+    @functools.cached_property
+    def flops(self) -> Flops:
+        """FLOPs of one row, counted in the traces of one layer, embedding and head."""
+        layered = self.layered
+        batch, layout = self._batch_of(_ROWS[0]), Layout()
+        mesh = make_mesh(layout, jax.devices("cpu")[:1])
+        shared, stack = layered.split(abstract(self.model.params))
+
+        def count(fn: Callable, *args: Any) -> float:
+            with jax.set_mesh(mesh), model_scope(layout, mesh):
+                jaxpr = jax.make_jaxpr(fn)(*args)
+            return matmul_flops(jaxpr.jaxpr) / _ROWS[0]
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        with jax.set_mesh(mesh), model_scope(layout, mesh):
+            x = jax.eval_shape(layered.embed, shared, batch, key)
+            context = jax.eval_shape(layered.context, shared, batch, key)
+        layer = count(layered.layer, abstract_layer(stack), x, key, context)
+
+        def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
+            return layered.head_loss(shared, x, batch, key)[0]
+
+        outside = count(layered.embed, shared, batch, key)
+        return Flops(layer, outside + count(head, shared, x, batch, key))
+
+
+def matmul_flops(jaxpr: Any) -> float:
+    """FLOPs of the matmuls of a jaxpr; those of a loop count for every round."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape
+            size = math.prod(lhs[dim] for dim in contracted)
+            total += 2.0 * size * math.prod(eqn.outvars[0].aval.shape)
+        elif eqn.primitive.name == "scan":
+            total += eqn.params["length"] * sum(map(matmul_flops, inner_jaxprs(eqn)))
+        else:
+            inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
+            is_branch = eqn.primitive.name == "cond"
+            total += max(inner) if is_branch else sum(inner)
+    return total

@@ -1,0 +1,202 @@
+"""`plan`: the layouts of a model on a machine, ranked by predicted time.
+
+Nothing is compiled. Every layout of the space is predicted; those that need more memory
+than a device has are set aside, with what they lack. The best ones are lowered, which
+holds them to all that a layout, a model and a batch refuse.
+"""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from meshpar.compose import lower
+from meshpar.errors import LayoutError
+from meshpar.layouts.layout import Layout
+from meshpar.mesh.machine import Machine, machine_of
+from meshpar.mesh.topologies import topology as topology_devices
+from meshpar.models.model import Model
+from meshpar.planner.candidate import Candidate, Candidates
+from meshpar.planner.facts import Facts
+from meshpar.planner.space import Wanted, layouts
+
+_LOWERED = 50
+"""Most candidates that are lowered in search of those that a model takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """Layouts of one model on one machine.
+
+    Attributes:
+      machine: the machine.
+      best: those that fit and that the model takes, fastest first.
+      others: those that fit, but for `best`, fastest first; not lowered.
+      too_large: those that need more memory than there is, smallest first.
+      refused: {reason, without its numbers: number of layouts that were refused}.
+    """
+
+    machine: Machine
+    best: tuple[Candidate, ...]
+    others: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    refused: dict[str, int]
+
+    @property
+    def layout(self) -> Layout:
+        """The best layout."""
+        return self.best[0].layout
+
+    @property
+    def fitting(self) -> tuple[Candidate, ...]:
+        """All candidates that fit, fastest first."""
+        every = (*self.best, *self.others)
+        return tuple(sorted(every, key=lambda c: c.seconds.total))
+
+    @property
+    def pareto(self) -> tuple[Candidate, ...]:
+        """Candidates that no other one beats in both time and memory, fastest first."""
+        front: list[Candidate] = []
+        for candidate in (*self.fitting, *self.too_large):
+            if not any(_beats(other, candidate) for other in front):
+                front = [c for c in front if not _beats(candidate, c)] + [candidate]
+        return tuple(sorted(front, key=lambda c: c.seconds.total))
+
+    def why_not(self, candidate: Candidate) -> str:
+        """What lost a candidate against the best one; "" for the best itself."""
+        if (lack := candidate.memory.total - self.machine.memory_bytes) > 0:
+            return f"memory: {lack / 1e9:.1f} GB too much"
+        ours, best = candidate.seconds, self.best[0].seconds
+        if ours.total <= best.total:
+            return ""
+        lost = {t: s - best.by_term[t] for t, s in ours.by_term.items()}
+        term = max(lost, key=lost.get)
+        percent = 100 * (ours.total / best.total - 1)
+        share = 100 * ours.by_term[term] / ours.total
+        return f"{percent:.0f}% slower: {term} takes {share:.0f}% of the step"
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    """Whether a candidate is at least as good in time and memory."""
+    return (
+        one.seconds.total <= other.seconds.total
+        and one.memory.total <= other.memory.total
+    )
+
+
+def plan(
+    model: Model,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    batch: Any,
+    topology: str | Sequence[jax.Device] | None = None,
+    *,
+    compute_dtype: Any = None,
+    memory: int | None = None,
+    require: str = "",
+    forbid: str = "",
+    top: int = 5,
+) -> Plans:
+    """Ranks the layouts of a model on a machine that need not be present.
+
+    Args:
+      model: from `from_nnx` or `from_linen`, with layers.
+      optimizer: as in `meshpar.lower`.
+      batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
+      topology: a machine such as "v5p:4x4x2", as in `mesh.topology`, or devices; those
+        of this machine by default.
+      compute_dtype: as in `meshpar.lower`.
+      memory: bytes that a step may take on one device; by default nearly all that the
+        chip has.
+      require: items that layouts must have, such as "zero=3,remat=full".
+      forbid: names of axes and options that they must not use, such as "tensor,pipe".
+      top: number of layouts to lower.
+
+    Returns:
+      The plans, the best one first.
+
+    Raises:
+      LayoutError: no layout fits the model, the batch, the memory and what is wanted;
+        with what comes nearest.
+      MeshparError: the model has no layers, or the topology does not exist.
+    """
+    wanted = Wanted.of(require, forbid)
+    if topology is None:
+        topology = jax.devices()
+    elif isinstance(topology, str):
+        topology = topology_devices(topology)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    facts = Facts(model, optimizer, batch, compute_dtype, topology[0])
+    machine = machine_of(topology, memory)
+    candidates, refused = _predicted(facts, machine, wanted)
+    fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
+    too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]
+    fitting.sort(key=lambda c: (c.seconds.total, c.memory.total))
+    too_large.sort(key=lambda c: c.memory.total)
+    best: list[Candidate] = []
+    tried = 0
+    for candidate in fitting:
+        if len(best) == top or tried == _LOWERED:
+            break
+        tried += 1
+        try:
+            lower(
+                model,
+                optimizer,
+                candidate.layout,
+                batch,
+                devices=topology,
+                compute_dtype=compute_dtype,
+            )
+        except LayoutError as error:
+            refused[_kind(error)] += 1
+        else:
+            best.append(candidate)
+    if not best:
+        raise LayoutError(_nothing(machine, too_large, refused))
+    others = tuple(fitting[tried:])
+    return Plans(machine, tuple(best), others, tuple(too_large), dict(refused))
+
+
+def _predicted(
+    facts: Facts, machine: Machine, wanted: Wanted
+) -> tuple[list[Candidate], collections.Counter[str]]:
+    """All candidates, and how many layouts were refused for which reason."""
+    made, found = Candidates(facts, machine), []
+    refused: collections.Counter[str] = collections.Counter()
+    count = len(machine.devices)
+    for layout in layouts(count, facts.model, facts.rows, facts.length, wanted):
+        try:
+            found.append(made.candidate(layout))
+        except LayoutError as error:
+            refused[_kind(error)] += 1
+    return found, refused
+
+
+def _kind(error: LayoutError) -> str:
+    """The first line of an error that says something, without layout and numbers."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    line = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+    return re.sub(r"\d+", "N", line.split(";")[0])[:160]
+
+
+def _nothing(
+    machine: Machine, too_large: list[Candidate], refused: collections.Counter[str]
+) -> str:
+    """Why no layout is left, with the nearest one."""
+    count = len(machine.devices)
+    lines = [f"plan: no layout of {count} {machine.chip.name} devices fits"]
+    if too_large:
+        nearest = too_large[0]
+        lines.append(
+            f"the smallest, {nearest.layout}, needs {nearest.memory.total / 1e9:.1f} "
+            f"GB of {machine.memory_bytes / 1e9:.1f} GB a device; use more devices, a "
+            "smaller batch or offload=optimizer"
+        )
+    for reason, number in itertools.islice(refused.most_common(), 3):
+        lines.append(f"{number} layouts refused: {reason}")
+    return "\n  ".join(lines)

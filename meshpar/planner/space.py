@@ -1,0 +1,169 @@
+"""The space of layouts: every combination of axes and options worth predicting.
+
+The space follows the axes of a mesh and the options of a layout. It is pruned by what a
+layout, a model and a machine refuse themselves: nothing here repeats their rules, but
+for bounds that keep the space small.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshpar.errors import LayoutError
+from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
+from meshpar.layouts.grammar import REGEXES, RULES, read_items
+from meshpar.layouts.layout import DEFAULTS, Layout
+from meshpar.layouts.remat import NONE, REMAT_POLICIES
+from meshpar.models.model import Model
+
+MOST_TENSOR = 16
+"""Most devices over `tensor`: more of them than one host's have slow links between."""
+
+LONG = 8192
+"""Tokens of a sequence from which its length is split."""
+
+_MICROBATCHES = 1, 2, 4, 8
+"""Microbatches without a pipeline, and per stage with one."""
+
+_CHUNKS = 2, 4
+"""Chunks of layers per stage of interleaved schedules."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a user asks of the layouts.
+
+    Attributes:
+      required: items that a layout must have, such as {"zero": 3}.
+      forbidden: names of axes that must have size 1, and of options that must have
+        their default.
+    """
+
+    required: Mapping[str, Any]
+    forbidden: frozenset[str]
+
+    @classmethod
+    def of(cls, require: str, forbid: str) -> "Wanted":
+        """Reads items such as "zero=3,remat=full" and names such as "tensor,pipe".
+
+        Raises:
+          LayoutError: a name that no layout has, or one that is required as well.
+        """
+        required = read_items(require, DEFAULTS) if require else {}
+        forbidden = frozenset(name for name in forbid.split(",") if name)
+        for name in forbidden:
+            if name not in DEFAULTS:
+                known = ", ".join(DEFAULTS)
+                raise LayoutError(f"forbid={name}: layouts have {known}")
+            if name in required:
+                raise LayoutError(f"{name} is required and forbidden: drop one of them")
+        return cls(required, forbidden)
+
+    def keeps(self, layout: Layout) -> bool:
+        """Whether a layout is as wanted."""
+        values = {name: getattr(layout, name) for name in DEFAULTS}
+        values["zero"] = layout.zero_level
+        exact = {k: v for k, v in self.required.items() if k not in (*RULES, *REGEXES)}
+        as_required = all(values[name] == value for name, value in exact.items())
+        return as_required and all(
+            getattr(layout, name) == DEFAULTS[name] for name in self.forbidden
+        )
+
+
+def layouts(
+    num_devices: int, model: Model, rows: int, length: int, wanted: Wanted
+) -> Iterator[Layout]:
+    """The layouts that fill some devices, without those that a layout itself refuses.
+
+    Args:
+      num_devices: devices to fill.
+      model: with layers.
+      rows: of the batch.
+      length: of its sequences.
+      wanted: what the user asks for.
+    """
+    names = {name for p in model.params.values() for name in p.names or ()}
+    most = {
+        PIPE: model.layered.depth,
+        DATA: rows,
+        FSDP: rows,
+        EXPERT: rows if names & _dims(EXPERT) else 1,
+        CONTEXT: num_devices if length >= LONG else 1,
+        TENSOR: MOST_TENSOR if names & _dims(TENSOR) else 1,
+    }
+    most |= {axis: num_devices for axis in most if axis in wanted.required}
+    most |= {axis: 1 for axis in most if axis in wanted.forbidden}
+    seen = set()
+    for sizes in _sizes(num_devices, most):
+        for options in _options(sizes, rows):
+            # What is required stands in for what the space would try.
+            fields = {**sizes, **options, **wanted.required}
+            try:
+                layout = Layout(**fields)
+            except LayoutError:
+                continue
+            if layout in seen or math.prod(layout.sizes.values()) != num_devices:
+                continue
+            seen.add(layout)
+            if wanted.keeps(layout):
+                yield layout
+
+
+def _dims(axis: str) -> set[str]:
+    """Dims of parameters that the default rules split over an axis."""
+    return {dim for a in RECORDS if a.name == axis for dim in a.param_dims}
+
+
+def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """{axis: size} of all ways to fill the devices."""
+    axes = list(most)
+
+    def fill(index: int, left: int) -> Iterator[tuple[int, ...]]:
+        if index == len(axes) - 1:
+            if left <= most[axes[index]]:
+                yield (left,)
+            return
+        for size in range(1, min(left, most[axes[index]]) + 1):
+            if left % size == 0:
+                for rest in fill(index + 1, left // size):
+                    yield (size, *rest)
+
+    for chosen in fill(0, num_devices):
+        yield dict(zip(axes, chosen, strict=True))
+
+
+def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
+    """The options that are tried with some axes."""
+    split = sizes[DATA] * sizes[FSDP] * sizes[EXPERT]
+    stages = sizes[PIPE]
+    counts = [stages * n if stages > 1 else n for n in _MICROBATCHES]
+    tried: dict[str, list[Any]] = {
+        "zero": [1, 2, 3] if sizes[FSDP] > 1 else [None],
+        "remat": [NONE, *(name for name in REMAT_POLICIES if name != "experts")],
+        "microbatches": [n for n in counts if rows % (n * split) == 0],
+    }
+    if sizes[EXPERT] > 1:
+        tried["remat"].append("experts")
+    if sizes[CONTEXT] > 1:
+        tried["context_mode"] = ["allgather", "ulysses"]
+    plain = list(_combinations(tried))
+    if stages == 1:
+        yield from plain
+        return
+    more = [
+        {"schedule": "1f1b"},
+        {"schedule": "1f1b", "vocab": PIPE},
+        {"schedule": "1f1b", "save": "residuals"},
+        {"schedule": "gpipe"},
+        {"schedule": "zb_h1"},
+    ]
+    more += [{"schedule": "interleaved", "virtual_stages": v} for v in _CHUNKS]
+    for first, second in itertools.product(plain, more):
+        yield first | second
+
+
+def _combinations(tried: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*tried.values()):
+        yield dict(zip(tried, values, strict=True))
