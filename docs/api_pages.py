@@ -73,6 +73,12 @@ def page(
     return "\n".join(head + parts)
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Called by mkdocs; puts the rooms into the navigation."""
+    (section,) = (item for item in config.nav if "API" in item)
+    section["API"] = [{room: f"api/{room}.md"} for room in rooms()]
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs with the files of docs/."""
     names_of, page_of = rooms(), {}
