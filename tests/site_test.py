@@ -10,8 +10,10 @@ import threading
 
 import pytest
 from support import browser
+from support.explanations import explanation
 
 from docs import make_recording
+from experiments.reports import page as report
 
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTHS = 400, 1400
@@ -91,6 +93,28 @@ def test_text_can_be_read_in_both_themes(theme, address, page):
 
 
 @in_a_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_of_explain_has_the_look_of_the_site(theme, tmp_path, page):
+    layouts = "data=2,fsdp=2,tensor=2,microbatches=4,remat=full", "fsdp=8"
+    explanations = [explanation(layout, 5e6) for layout in layouts]
+    report.write(tmp_path / "page.html", "tiny", explanations)
+    page.prefer(theme)
+    page.requests.clear()
+    page.open((tmp_path / "page.html").as_uri())
+    assert [url for url in page.requests if not url.startswith("data:")] == [
+        (tmp_path / "page.html").as_uri()
+    ]
+    for place in ("h1", "p", "td", ".good", ".warn"):
+        assert page.contrast(place) >= 4.5, place
+    ink = page.value("getComputedStyle(document.querySelector('svg text, svg')).color")
+    assert ink == page.value("getComputedStyle(document.body).color")
+    for width in WIDTHS:
+        page.resize(width)
+        assert page.value("document.documentElement.scrollWidth") <= width
+    assert not page.errors
+
+
+@in_a_browser
 def test_the_search_finds_a_page(address, page):
     page.open(f"{address}/index.html")
     found = page.value(
@@ -115,6 +139,7 @@ def test_what_is_wrong_with_a_page_is_found(tmp_path, page):
     bad.write_text(
         "<div style='width: 600px; color: #eee; background: #fff'>wide</div>"
         "<img src='missing.png'><script>missing()</script>"
+        "<link rel='stylesheet' href='http://elsewhere.invalid/style.css'>"
     )
     page.errors.clear()
     page.resize(400)
@@ -123,6 +148,8 @@ def test_what_is_wrong_with_a_page_is_found(tmp_path, page):
     assert page.broken_pictures() == [f"{tmp_path.as_uri()}/missing.png"]
     assert any("missing is not defined" in error for error in page.errors)
     assert page.contrast("div") < 1.5
+    assert "http://elsewhere.invalid/style.css" in page.requests
+    page.requests.clear()
     page.errors.clear()
 
 

@@ -91,7 +91,7 @@ def _bars_figure(
             left += part / scale
         axes.text(left, middle, f" {readable_bytes(total)}", va="center")
     axes.set_yticks(ends - heights / 2, labels)
-    axes.set_ylim(heights.sum(), 0)
+    axes.set_ylim(heights.sum() or 0.3, 0)
     axes.set_xlim(0, 1.15 * max([*totals, 1]) / scale)
     axes.set_xlabel(f"{title}, {unit}")
     return figure
