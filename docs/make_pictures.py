@@ -1,12 +1,15 @@
 """Draws the pictures of the docs, beside this file.
 
-    python docs/make_pictures.py
+    python docs/make_pictures.py [NAME ...]
 
 Needs matplotlib (`pip install -e ".[experiments]"`).
 """
 
+import functools
 import itertools
 import pathlib
+import re
+import sys
 
 import matplotlib
 import numpy as np
@@ -14,8 +17,11 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import colors, patches, pyplot
 
+import meshpar
 from experiments import stragglers
 from experiments.reports import islands
+from experiments.reports import pictures as explained
+from meshpar.explain.report import Explanation
 from meshpar.islands import SSP, updates
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 
@@ -172,16 +178,32 @@ def time_lines_figure() -> pyplot.Figure:
     return islands.time_lines(found.spans)
 
 
+@functools.cache
+def layout_steps() -> list[Explanation]:
+    """The explanations of the four layouts of layout_steps.md, by its own programs."""
+    meshpar.simulate(8)
+    page = pathlib.Path(__file__).with_name("layout_steps.md").read_text()
+    first, *steps, _ = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    scope = {"__name__": "layout_steps"}
+    for program in (first, *steps):
+        exec(program, scope)
+    return [scope[name] for name in ("data", "fsdp", "tensor", "pipe")]
+
+
 def main() -> None:
     """Writes the pictures beside this file."""
     pictures = {
+        "layout_steps_mesh": lambda: explained.mesh_figure(layout_steps()[2]),
+        "layout_steps_memory": lambda: explained.memory_figure(layout_steps()),
+        "layout_steps_traffic": lambda: explained.traffic_figure(layout_steps()),
         "layout": layout_figure,
         "token_orders": token_orders_figure,
         "experts": experts_figure,
         "islands_sweep": islands_sweep_figure,
         "time_lines": time_lines_figure,
     }
-    for name, draw in pictures.items():
+    for name in sys.argv[1:] or pictures:
+        draw = pictures[name]
         path = pathlib.Path(__file__).with_name(f"{name}.png")
         draw().savefig(path, dpi=110, facecolor="white", bbox_inches="tight")
 

@@ -6,7 +6,10 @@ import pathlib
 import re
 import runpy
 
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import meshpar
 from meshpar import layouts, schedules
@@ -33,8 +36,9 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize(
     "name",
     [
-        *("README.md", "docs/layouts.md", "docs/experts.md"),
+        *("README.md", "docs/layouts.md", "docs/experts.md", "docs/index.md"),
         *(
+            "docs/faults.md",
             "docs/long_sequences.md",
             "docs/generation.md",
             "docs/memory.md",
@@ -50,12 +54,38 @@ def test_programs_run_as_they_stand(name, monkeypatch, capsys):
         assert capsys.readouterr().out
 
 
-def test_the_page_of_your_model_runs_from_top_to_bottom(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["docs/your_model.md", "docs/layout_steps.md"])
+def test_the_programs_of_a_page_run_from_top_to_bottom(name, monkeypatch, capsys):
     monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
     scope = {"__name__": "__main__"}
-    for number, program in enumerate(programs(ROOT / "docs/your_model.md")):
+    for number, program in enumerate(programs(ROOT / name)):
         exec(compile(program, f"program {number}", "exec"), scope)
         assert number == 0 or capsys.readouterr().out
+
+
+def test_the_program_of_local_sgd_runs(capsys):
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    dims = {"out_sharding": ("embed", "mlp")}
+    scope = {
+        **{"meshpar": meshpar, "optax": optax, "inner_optimizer": optax.sgd(0.1)},
+        "model": meshpar.from_nnx(
+            lambda rngs: nnx.Linear(
+                16, 16, use_bias=False, kernel_metadata=dims, rngs=rngs
+            ),
+            lambda linear, batch: ((linear(batch["x"]) - batch["x"]) ** 2).mean(),
+        ),
+        "batch": {"x": x},
+    }
+    (program,) = programs(ROOT / "docs/local_sgd.md")
+    exec(program, scope)
+    assert "32" in capsys.readouterr().out and np.isfinite(scope["metrics"]["loss"])
+
+
+def test_the_program_of_islands_runs():
+    scope = {"optax": optax, "gradient": np.ones(250, np.float32)}
+    (program,) = programs(ROOT / "docs/islands.md")
+    exec(program, scope)
+    assert scope["read"].version == 0  # The first pull waits for nobody.
 
 
 def test_the_schedule_of_ones_own_runs():

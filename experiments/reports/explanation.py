@@ -1,7 +1,6 @@
 """Explanations of layouts as text: pipeline, parameters, collectives and memory."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import rich.console
@@ -9,18 +8,9 @@ import rich.table
 from rich.text import Text
 
 from experiments.reports import terminal
+from experiments.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
-
-
-def readable_bytes(size: float) -> str:
-    """Bytes in the unit that fits, such as "1.25 MB"."""
-    if math.isinf(size):
-        return "unbounded"
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size:.0f} B"
 
 
 def _parameters(explanation: Explanation) -> rich.table.Table:

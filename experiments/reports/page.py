@@ -1,22 +1,21 @@
 """HTML page that explains layouts, in one file with its pictures."""
 
 import html
-import math
+import pathlib
 from collections.abc import Sequence
 
+import matplotlib.figure
+
 from experiments.reports import pictures
+from experiments.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
 
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem;
-  color: #1b1f24; padding: 0 1rem; }
-table { border-collapse: collapse; margin: .6rem 0 1.4rem; font-size: 13px; }
-td, th { border-bottom: 1px solid #d8dee4; padding: .25rem .6rem; text-align: left; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; }
-.bad { color: #b42318; font-weight: 600 } .warn { color: #8a5a00 }
-.good { color: #1a7f37 } svg { max-width: 100%; height: auto }
-"""
+_LOOK = pathlib.Path(__file__).parents[2] / "docs/look.css"
+
+
+def _picture(figure: matplotlib.figure.Figure) -> str:
+    return f'<div class="wide">{pictures.svg(figure)}</div>'
 
 
 def _pipeline_section(pipeline: PipelineReport | None) -> str:
@@ -25,26 +24,30 @@ def _pipeline_section(pipeline: PipelineReport | None) -> str:
     formula = ""
     if pipeline.formula is not None:
         formula = f"; formula {pipeline.formula[1]} = {pipeline.formula[0]:.4f}"
-    picture = pictures.svg(pictures.schedule_figure(pipeline))
+    picture = _picture(pictures.schedule_figure(pipeline))
     in_flight = ", ".join(map(str, pipeline.in_flight))
     return (
         f"<h3>Pipeline</h3>"
         f"{picture}<p>Bubble {pipeline.bubble:.4f}"
         f"{html.escape(formula)}. Stage inputs in flight: {in_flight}. "
-        f"Saved between forward and backward passes: {pipeline.saved_bytes:,} bytes. "
+        f"Saved between forward and backward passes: "
+        f"{readable_bytes(pipeline.saved_bytes)}. "
         f"Sends per stage and step: {pipeline.sends}.</p>"
     )
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; floats are bytes."""
+
     def cell(value: object) -> str:
-        number = isinstance(value, int | float)
-        text = f"{value:,.0f}" if number else html.escape(str(value))
-        return f'<td class="n">{text}</td>' if number else f"<td>{text}</td>"
+        if isinstance(value, int | float):
+            text = f"{value:,}" if isinstance(value, int) else readable_bytes(value)
+            return f'<td class="number">{text}</td>'
+        return f"<td>{html.escape(str(value))}</td>"
 
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _section(e: Explanation) -> str:
@@ -57,10 +60,9 @@ def _section(e: Explanation) -> str:
         (
             row.kind,
             "*".join(row.axes),
-            "unbounded" if math.isinf(row.declared_bytes) else row.declared_bytes,
-            "at most" if row.bounded else "",
-            row.found_bytes,
-            row.exposed_bytes,
+            ("at most " if row.bounded else "") + readable_bytes(row.declared_bytes),
+            float(row.found_bytes),
+            float(row.exposed_bytes),
             row.executions,
             "; ".join(row.why),
         )
@@ -72,19 +74,19 @@ def _section(e: Explanation) -> str:
             leaf.kind,
             "x".join(map(str, leaf.shape)),
             ", ".join("*".join(axes) or "-" for axes in leaf.spec),
-            leaf.bytes_per_device,
+            float(leaf.bytes_per_device),
             leaf.reason,
         )
         for leaf in e.parameters
     ]
-    header = ("collective", "axes", "declared", "", "found", "exposed", "runs", "why")
-    columns = ("variable", "kind", "shape", "spec", "bytes per device", "reason")
+    header = ("collective", "axes", "declared", "found", "exposed", "runs", "why")
+    columns = ("variable", "kind", "shape", "spec", "per device", "reason")
     return (
         f"<h2>{html.escape(e.layout)}</h2><p>Lowering {e.lowering} on "
         f"{html.escape(e.device_kind)}. {html.escape(e.why_auto)}</p>"
         f"{''.join(items)}<h3>Mesh</h3>"
-        f"{pictures.mesh_picture(e)}{_pipeline_section(e.pipeline)}<h3>Collectives</h3>"
-        "<p>Bytes sent per device and step.</p>"
+        f"{_picture(pictures.mesh_figure(e))}{_pipeline_section(e.pipeline)}"
+        "<h3>Collectives</h3><p>Sent per device and step.</p>"
         f"{_table(header, traffic)}<h3>Parameters and state</h3>"
         f"{_table(columns, parameters)}"
     )
@@ -101,10 +103,12 @@ def write(path: str, recipe: str, explanations: Sequence[Explanation]) -> None:
     layouts = ", ".join(e.layout for e in explanations)
     title = html.escape(f"{recipe}: {layouts}")
     page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style><body><h1>{title}</h1><h2>Memory</h2>"
-        f"{pictures.memory_picture(explanations)}<h2>Traffic</h2>"
-        f"{pictures.traffic_picture(explanations)}"
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_LOOK.read_text()}</style>"
+        f'<body class="report"><h1>{title}</h1><h2>Memory</h2>'
+        f"{_picture(pictures.memory_figure(explanations))}<h2>Traffic</h2>"
+        f"{_picture(pictures.traffic_figure(explanations))}"
         f"{''.join(map(_section, explanations))}</body></html>"
     )
     with open(path, "w", encoding="utf-8") as file:

@@ -4,7 +4,7 @@ import dataclasses
 import io
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import matplotlib
 import matplotlib.figure
@@ -12,6 +12,7 @@ import matplotlib.patches
 import numpy as np
 
 from experiments.recipes.errors import ConfigError
+from experiments.reports.units import readable_bytes, unit_of_bytes
 from meshpar.explain.report import Explanation
 from meshpar.layouts.axes import DATA
 from meshpar.pipeline.report import PipelineReport
@@ -21,6 +22,16 @@ matplotlib.use("Agg")
 matplotlib.rcParams["text.parse_math"] = False
 
 _SHADES = {"F": 0.85, "B": 0.5, "W": 0.25}
+_INK = "#1b1f24"  # An svg has the color of the page's text in its place.
+_LOOK = {
+    **{f"{part}.color": _INK for part in ("text", "xtick", "ytick")},
+    **{"axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.facecolor": "none"},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"legend.frameon": False, "font.size": 9},
+}
+_with_look = matplotlib.rc_context(_LOOK)
+_PREDICTED = ("#1f6fb4", "#c2571a", "#2e8b57", "#8a63b5", "#b8860b", "#4aa3a2")
+_COMPILED, _HIDDEN, _EXPOSED = "#8b949e", "#2e8b57", "#d1495b"
 
 
 def check_format(path: str) -> None:
@@ -35,37 +46,88 @@ def check_format(path: str) -> None:
 
 
 def svg(figure: matplotlib.figure.Figure) -> str:
-    """The figure as an <svg> element."""
+    """The figure as an <svg> element without a background, for light and dark pages."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight")
+    figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") :].replace(_INK, "currentColor")
 
 
-def memory_picture(explanations: Sequence[Explanation]) -> str:
+def _label(layout: str, *lines: str) -> str:
+    """A layout over several rows of about 30 characters, and more lines."""
+    items = layout.split(",")
+    rows = [items[0]]
+    for item in items[1:]:
+        if len(longer := f"{rows[-1]},{item}") <= 30:
+            rows[-1] = longer
+        else:
+            rows[-1] += ","
+            rows.append(item)
+    return "\n".join([*rows, *lines])
+
+
+@_with_look
+def _bars_figure(
+    labels: Sequence[str], parts: Sequence[Sequence[tuple[float, str]]], title: str
+) -> matplotlib.figure.Figure:
+    """Stacked horizontal bars of bytes, as high as their labels need.
+
+    Args:
+      labels: one per bar, of any number of lines.
+      parts: (bytes, color) of each part of each bar.
+      title: what the bytes are.
+    """
+    totals = [sum(size for size, _ in bar) for bar in parts]
+    scale, unit = unit_of_bytes(max(totals, default=0))
+    heights = np.array([0.12 + 0.15 * (1 + label.count("\n")) for label in labels])
+    ends = np.cumsum(heights)
+    size = 8, 0.7 + heights.sum()
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    for middle, bar, total in zip(ends - heights / 2, parts, totals, strict=True):
+        left = 0.0
+        for part, color in bar:
+            axes.barh(middle, part / scale, 0.22, left=left, color=color)
+            left += part / scale
+        axes.text(left, middle, f" {readable_bytes(total)}", va="center")
+    axes.set_yticks(ends - heights / 2, labels)
+    axes.set_ylim(heights.sum() or 0.3, 0)
+    axes.set_xlim(0, 1.15 * max([*totals, 1]) / scale)
+    axes.set_xlabel(f"{title}, {unit}")
+    return figure
+
+
+@_with_look
+def _add_legend(figure: matplotlib.figure.Figure, colors: Iterable[tuple[str, str]]):
+    """A legend above the plot for (name, color)."""
+    handles = [matplotlib.patches.Patch(color=c, label=name) for name, c in colors]
+    if handles:
+        figure.legend(handles=handles, ncols=4, loc="outside upper left")
+
+
+def memory_figure(explanations: Sequence[Explanation]) -> matplotlib.figure.Figure:
     """Memory per device as stacked bars: predicted by kind, and compiled."""
-    figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 0.9 * len(explanations)))
-    axes, labels = figure.add_subplot(), []
+    labels, parts, used = [], [], {}
     for e in explanations:
         if e.predicted is not None:
-            left, kinds = 0.0, dataclasses.asdict(e.predicted)
-            for number, (kind, size) in enumerate(kinds.items()):
-                label = kind if not labels else None
-                color = f"C{number}"
-                axes.barh(len(labels), size / 1e9, left=left, color=color, label=label)
-                left += size / 1e9
-            labels.append(f"{e.layout}\npredicted")
-        axes.barh(len(labels), e.compiled_bytes["peak"] / 1e9, color="0.6")
-        labels.append(f"{e.layout}\ncompiled")
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("GB per device")
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
-    return svg(figure)
+            sizes = dataclasses.asdict(e.predicted)
+            bar = []
+            for number, (kind, size) in enumerate(sizes.items()):
+                color = _PREDICTED[number % len(_PREDICTED)]
+                if size:
+                    used[kind] = color
+                    bar.append((size, color))
+            labels.append(_label(e.layout, "predicted"))
+            parts.append(bar)
+        labels.append(_label(e.layout, "compiled"))
+        parts.append([(e.compiled_bytes["peak"], _COMPILED)])
+    figure = _bars_figure(labels, parts, "per device")
+    _add_legend(figure, [*used.items(), ("compiled peak", _COMPILED)])
+    return figure
 
 
-def mesh_picture(explanation: Explanation) -> str:
+@_with_look
+def mesh_figure(explanation: Explanation) -> matplotlib.figure.Figure:
     """The mesh as a grid: the last axis in columns, the others in rows."""
     names = [axis for axis, size in explanation.mesh.items() if size > 1] or [DATA]
     sizes = [explanation.mesh[axis] for axis in names]
@@ -74,43 +136,39 @@ def mesh_picture(explanation: Explanation) -> str:
         figsize=(min(10, 1.5 + 0.6 * columns), min(8, 0.9 + 0.4 * rows))
     )
     axes = figure.add_subplot()
-    groups = np.repeat(np.arange(rows) % 10, columns).reshape(rows, columns)
-    axes.imshow(groups, cmap="tab10", alpha=0.35, aspect="auto", vmin=0, vmax=9)
+    colors = np.array(matplotlib.colormaps["tab10"].colors)[np.arange(rows) % 10]
+    on_white = 0.35 * colors + 0.65
+    axes.imshow(on_white[:, None].repeat(columns, axis=1), aspect="auto")
     if rows * columns <= 128:
         for i, j in np.ndindex(rows, columns):
             number = str(i * columns + j)
-            axes.text(j, i, number, ha="center", va="center", fontsize=7)
+            axes.text(j, i, number, ha="center", va="center", color="black")
     axes.set_xlabel(f"{names[-1]} = {columns}")
     outer = ", ".join(f"{a}={n}" for a, n in zip(names[:-1], sizes[:-1], strict=True))
-    axes.set_ylabel(outer or "one row", fontsize=8)
+    axes.set_ylabel(outer or "one row")
     axes.set_xticks([])
     axes.set_yticks([])
-    return svg(figure)
+    return figure
 
 
-def traffic_picture(explanations: Sequence[Explanation]) -> str:
+def traffic_figure(explanations: Sequence[Explanation]) -> matplotlib.figure.Figure:
     """Bytes sent per device and step over each mesh axis, hidden and exposed."""
-    figure = matplotlib.figure.Figure(figsize=(8, 2.6))
-    axes, ticks = figure.add_subplot(), []
+    labels, parts = [], []
     for e in explanations:
         groups = dict.fromkeys(row.axes for row in e.traffic if row.found_bytes)
         for group in groups:
             rows = [row for row in e.traffic if row.axes == group]
-            exposed = sum(row.exposed_bytes for row in rows) / 1e9
-            hidden = sum(row.found_bytes for row in rows) / 1e9 - exposed
-            first = not ticks
-            position, label = len(ticks), "hidden behind compute" if first else None
-            axes.bar(position, hidden, color="C2", label=label)
-            label = "exposed" if first else None
-            axes.bar(position, exposed, bottom=hidden, color="C3", label=label)
-            ticks.append(f"{'*'.join(group) or 'other'}\n{e.layout}")
-    axes.set_xticks(range(len(ticks)), ticks, fontsize=7)
-    axes.set_ylabel("GB sent per device and step")
-    if ticks:
-        axes.legend(fontsize=7)
-    return svg(figure)
+            exposed = sum(row.exposed_bytes for row in rows)
+            hidden = sum(row.found_bytes for row in rows) - exposed
+            labels.append(_label(e.layout, f"over {'*'.join(group) or 'others'}"))
+            parts.append([(hidden, _HIDDEN), (exposed, _EXPOSED)])
+    figure = _bars_figure(labels, parts, "sent per device and step")
+    legend = ("hidden behind compute", _HIDDEN), ("exposed", _EXPOSED)
+    _add_legend(figure, legend if labels else ())
+    return figure
 
 
+@_with_look
 def schedule_figure(pipeline: PipelineReport) -> matplotlib.figure.Figure:
     """The schedule as a grid of stages and ticks, coloured by microbatch.
 
@@ -125,12 +183,14 @@ def schedule_figure(pipeline: PipelineReport) -> matplotlib.figure.Figure:
     for kind, microbatch, chunk, stage, tick in pipeline.ops:
         row = stage + kinds.index(kind) / len(kinds)
         box = (tick, row), 1, 0.94 / len(kinds)
-        color = (*colors(microbatch % 20)[:3], _SHADES[kind])
+        shade = _SHADES[kind]  # On white, whatever the background.
+        color = shade * np.array(colors(microbatch % 20)[:3]) + 1 - shade
         axes.add_patch(matplotlib.patches.Rectangle(*box, fc=color, ec="0.3", lw=0.4))
         if pipeline.ticks <= 60:
             name = f"{kind}{microbatch}{'abcdefgh'[chunk] if chunk else ''}"
             middle = row + 0.47 / len(kinds)
-            axes.text(tick + 0.5, middle, name, ha="center", va="center", fontsize=6)
+            place = dict(ha="center", va="center", fontsize=6, color="black")
+            axes.text(tick + 0.5, middle, name, **place)
     axes.set_xlim(0, pipeline.ticks)
     axes.set_ylim(pipeline.stages, 0)
     axes.set_yticks(np.arange(pipeline.stages) + 0.47, range(pipeline.stages))

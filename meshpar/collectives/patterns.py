@@ -89,7 +89,7 @@ def reduce(x: Array, axis: AxisName, root: int = 0) -> Array:
 
 
 def scatter(x: Array, axis: AxisName, root: int = 0, dim: int = 0) -> Array:
-    """Gives device i part i, along `dim`, of x[root] [reduce_scatter]."""
+    """Gives device i part i of x[root], along `dim` [reduce_scatter]."""
     return reduce_scatter(only_from(x, axis, root), axis, dim)
 
 

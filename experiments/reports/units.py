@@ -1,0 +1,18 @@
+"""Units of bytes for tables and plots."""
+
+import math
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def unit_of_bytes(size: float) -> tuple[float, str]:
+    """The largest unit that is at most `size`: (its bytes, its name)."""
+    return next((unit for unit in _UNITS if size >= unit[0]), (1.0, "B"))
+
+
+def readable_bytes(size: float) -> str:
+    """Bytes in the unit that fits, such as "1.25 MB"."""
+    if math.isinf(size):
+        return "unbounded"
+    scale, name = unit_of_bytes(size)
+    return f"{size / scale:.2f} {name}" if scale > 1 else f"{size:.0f} {name}"
