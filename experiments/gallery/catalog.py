@@ -1,0 +1,20 @@
+"""The papers of the gallery, in the order of its page."""
+
+from experiments.gallery import scaling
+from experiments.gallery.paper import Paper
+from experiments.recipes.errors import ConfigError
+from meshpar.errors import nearest
+
+PAPERS: dict[str, Paper] = {paper.name: paper for paper in (scaling.PAPER,)}
+"""{name: paper}."""
+
+
+def get(name: str) -> Paper:
+    """The paper of a name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in PAPERS:
+        raise ConfigError(f"no paper {name!r}; {nearest(name, PAPERS)}")
+    return PAPERS[name]
