@@ -1,11 +1,38 @@
 """The papers of the gallery, in the order of its page."""
 
-from experiments.gallery import scaling
+from experiments.gallery import (
+    experts,
+    gossip,
+    gpipe,
+    legal_layouts,
+    local_sgd,
+    megatron,
+    pipeline_bubbles,
+    poseidon,
+    scaling,
+    staleness,
+    zero_memory,
+)
 from experiments.gallery.paper import Paper
 from experiments.recipes.errors import ConfigError
 from meshpar.errors import nearest
 
-PAPERS: dict[str, Paper] = {paper.name: paper for paper in (scaling.PAPER,)}
+PAPERS: dict[str, Paper] = {
+    paper.name: paper
+    for paper in (
+        scaling.PAPER,
+        zero_memory.PAPER,
+        gpipe.PAPER,
+        pipeline_bubbles.PAPER,
+        megatron.PAPER,
+        local_sgd.PAPER,
+        staleness.PAPER,
+        gossip.PAPER,
+        experts.PAPER,
+        legal_layouts.PAPER,
+        poseidon.PAPER,
+    )
+}
 """{name: paper}."""
 
 
