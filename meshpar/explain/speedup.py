@@ -106,7 +106,7 @@ def fit_gunther(times: Mapping[int, float]) -> Strong:
         times, lambda n: (1.0, n, n * (n - 1)), lambda n, t: n * t
     )
     whole = parallel + serial
-    if not whole:
+    if whole <= 1e-9 * pairs:
         raise MeshparError(
             f"the times {dict(times)} grow with the square of the devices; give times "
             "of fewer devices"
