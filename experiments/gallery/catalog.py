@@ -7,6 +7,7 @@ from experiments.gallery import (
     legal_layouts,
     local_sgd,
     megatron,
+    model_parallel,
     pipeline_bubbles,
     poseidon,
     scaling,
@@ -31,6 +32,7 @@ PAPERS: dict[str, Paper] = {
         experts.PAPER,
         legal_layouts.PAPER,
         poseidon.PAPER,
+        model_parallel.PAPER,
     )
 }
 """{name: paper}."""
