@@ -12,6 +12,7 @@ from experiments.gallery import (
     poseidon,
     scaling,
     staleness,
+    unsupervised,
     zero_memory,
 )
 from experiments.gallery.paper import Paper
@@ -33,6 +34,7 @@ PAPERS: dict[str, Paper] = {
         legal_layouts.PAPER,
         poseidon.PAPER,
         model_parallel.PAPER,
+        unsupervised.PAPER,
     )
 }
 """{name: paper}."""

@@ -111,7 +111,12 @@ def _run(setting: Setting) -> Result:
         left.set(xlabel="staleness s", ylabel="time spent waiting, %", ylim=0)
         for name, by_period in periods.items():
             right.plot(list(by_period), list(by_period.values()), "o-", label=name)
-        right.set(xscale="log", xlabel="steps per exchange, tau", ylabel="loss, nats")
+        right.set(
+            xscale="log",
+            yscale="log",
+            xlabel="steps per exchange, tau",
+            ylabel="loss, nats",
+        )
         right.set_xticks(_PERIODS, map(str, _PERIODS))
         right.minorticks_off()
         right.legend()
