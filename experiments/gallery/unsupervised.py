@@ -12,17 +12,17 @@ from experiments.gallery import unsupervised_models as models
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 
 _HIDDEN, _SECOND, _ROWS, _SIDE = 128, 128, 64, 8
-_PENALTY = 0.1
+_PENALTY = 0.2
 _ONE, _SHARDED = "data=1", "data=2,fsdp=2,tensor=2"
 _DEVICES = 8
-_COMPARED_STEPS = 3
+_COMPARED_STEPS, _FLOOR = 3, 1e-2
 _LABELLED = 1500
 _SHIFTS = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))
 """No shift and one pixel in each direction: single pixels then say little."""
 
 PIXELS, MACHINE, NETWORK = "pixels", "RBM", "DBN, two RBMs"
-CODES = "sparse coding"
-_LEARNING_RATES = {MACHINE: 0.3, NETWORK: 0.3, CODES: 0.5}
+RANDOM, CODES = "codes of random bases", "sparse coding"
+_LEARNING_RATES = {MACHINE: 0.3, NETWORK: 0.3, CODES: 1.0}
 
 
 def shifted(data: digits.Digits) -> digits.Digits:
@@ -50,13 +50,19 @@ def _lower(
 
 
 def sharded_error(kind: str, x: np.ndarray) -> float:
-    """Largest relative error of a parameter after some steps on 8 devices."""
+    """Largest relative error of a parameter after some steps on 8 devices.
+
+    As in `meshpar.explain.verify`, a tensor that is small beside the others is measured
+    beside them: biases begin at 0 and are rounding at first.
+    """
     alone, spread = (
         models.train(_lower(kind, layout, digits.PIXELS), x, _COMPARED_STEPS, _ROWS, 0)
         for layout in (_ONE, _SHARDED)
     )
+    norms = {path: float(np.linalg.norm(value)) for path, value in alone.items()}
+    floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
     return max(
-        float(np.linalg.norm(spread[path] - value) / np.linalg.norm(value))
+        float(np.linalg.norm(spread[path] - value)) / max(norms[path], floor)
         for path, value in alone.items()
     )
 
@@ -105,16 +111,15 @@ def learn(
     above = models.train(second, ups[0], steps, _ROWS, seed)
     tops = [models.features(second, above, rows) for rows in ups[1:]]
     coder = _lower(CODES, _ONE, digits.PIXELS)
-    learned = models.train(coder, x, steps, _ROWS, seed)
-    codes = [
-        _signed(models.features(coder, learned, rows)) for rows in (labelled, held_out)
-    ]
+    codes = []
+    for trained_steps in (0, steps):
+        learned = models.train(coder, x, trained_steps, _ROWS, seed)
+        both = (models.features(coder, learned, rows) for rows in (labelled, held_out))
+        codes.append([_signed(rows) for rows in both])
     bases[CODES] = learned["weight"]
-    found = zip((labelled, held_out), ups[1:], tops, codes, strict=True)
-    training, tested = (
-        dict(zip((PIXELS, MACHINE, NETWORK, CODES), kinds, strict=True))
-        for kinds in found
-    )
+    found = zip((labelled, held_out), ups[1:], tops, *codes, strict=True)
+    kinds = PIXELS, MACHINE, NETWORK, RANDOM, CODES
+    training, tested = (dict(zip(kinds, parts, strict=True)) for parts in found)
     return Learned(training, tested, bases)
 
 
@@ -151,6 +156,12 @@ def _claims(
         )
         for kind in (MACHINE, NETWORK, CODES)
     ]
+    learned = Claim(
+        "learned bases do better than random ones",
+        "",
+        f"{scores[CODES]:.1%} against {scores[RANDOM]:.1%}",
+        scores[CODES] > scores[RANDOM] + 0.01,
+    )
     one, spread = flops[max(flops)]
     share = Claim(
         f"a device of {_DEVICES} does an eighth of the work of large machines",
@@ -158,7 +169,7 @@ def _claims(
         f"{one / spread:.2f} times fewer FLOPs as compiled",
         one / spread > 0.9 * _DEVICES,
     )
-    return (*equal, *better, share)
+    return (*equal, *better, learned, share)
 
 
 def _run(setting: Setting) -> Result:
@@ -169,7 +180,7 @@ def _run(setting: Setting) -> Result:
     for index, kind in enumerate((MACHINE, CODES)):
         setting.progress(f"{kind} on 8 devices", index / 10)
         errors[kind] = sharded_error(kind, training.x)
-    steps = 400 if setting.quick else 3000
+    steps = 400 if setting.quick else 1500
     for index, seed in enumerate(setting.seeds):
         setting.progress(f"features, seed {seed}", 0.2 + index / 5)
         learned = learn(training.x, training.x[chosen], held_out.x, steps, seed)
@@ -193,7 +204,7 @@ def _run(setting: Setting) -> Result:
             (middle, right), learned.bases.items(), strict=True
         ):
             axes.imshow(_mosaic(weight), cmap="gray")
-            axes.set_title(f"features, {kind}")
+            axes.set_title(f"features, {kind}", fontsize=9)
             axes.axis("off")
 
     return Result(

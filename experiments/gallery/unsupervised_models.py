@@ -79,7 +79,7 @@ class SparseCoder(nnx.Module):
 
     def __init__(self, visible: int, bases: int, penalty: float, rngs: nnx.Rngs):
         self.penalty = penalty
-        weight = rngs.params.normal((visible, bases))
+        weight = rngs.params.normal((visible, bases)) * visible**-0.5
         self.weight = nnx.Param(weight, out_sharding=("embed", "mlp"))
 
     def bases(self) -> Array:
@@ -128,7 +128,7 @@ def boltzmann(visible: int, hidden: int) -> meshpar.Model:
 
 
 @functools.cache
-def sparse_coder(visible: int, bases: int, penalty: float = 0.3) -> meshpar.Model:
+def sparse_coder(visible: int, bases: int, penalty: float) -> meshpar.Model:
     """Sparse coding for `meshpar.lower`."""
     return meshpar.from_nnx(
         lambda rngs: SparseCoder(visible, bases, penalty, rngs), reconstruction
