@@ -1,13 +1,25 @@
 """The papers of the gallery, in the order of its page."""
 
-from experiments.gallery import gradient_coding, gradient_diversity, scaling
+from experiments.gallery import (
+    gradient_coding,
+    gradient_diversity,
+    hyperparameter_search,
+    layer_dropping,
+    scaling,
+)
 from experiments.gallery.paper import Paper
 from experiments.recipes.errors import ConfigError
 from meshpar.errors import nearest
 
 PAPERS: dict[str, Paper] = {
     module.PAPER.name: module.PAPER
-    for module in (scaling, gradient_coding, gradient_diversity)
+    for module in (
+        scaling,
+        gradient_coding,
+        gradient_diversity,
+        hyperparameter_search,
+        layer_dropping,
+    )
 }
 """{name: paper}."""
 

@@ -12,7 +12,7 @@ import meshpar
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from meshpar.explain.diversity import Diversity, diversity_meter
 
-ROWS, SAMPLES, RUNS = 1024, 512, 8
+ROWS, SAMPLES, RUNS = 1024, 512, 24
 """Rows of the data, rows that SGD draws in all, and runs of SGD per seed."""
 
 FOLDS = (1, 4, 16, 64)
@@ -204,6 +204,7 @@ def _run(setting: Setting) -> Result:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.set(
             ylim=(-0.5, 1.15),
+            xlim=(0.9, 64),
             xlabel="batch size",
             ylabel=f"fall of the loss after {SAMPLES} rows, of that with 1 row",
         )

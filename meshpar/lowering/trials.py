@@ -120,6 +120,17 @@ class Trials:
         """One step of every trial: (states, losses [trials]); `state` is donated."""
         return self.compiled(self._values, state, self._placed(batch))
 
+    def evaluate(self, state: TrainState, batch: Any) -> Array:
+        """Losses [trials] of any batch in evaluation mode."""
+        return self._evaluate(state.params, self._placed(batch))
+
+    @functools.cached_property
+    def _evaluate(self) -> Callable[[Params, Any], Array]:
+        own = PartitionSpec(TRIAL)
+        losses = jax.vmap(lambda p, b: self.model.evaluation_loss(p, b).loss, (0, None))
+        specs = dict(in_specs=(own, PartitionSpec()), out_specs=own)
+        return jax.jit(jax.shard_map(losses, mesh=self.mesh, **specs))
+
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step of all trials."""

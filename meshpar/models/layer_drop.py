@@ -1,9 +1,10 @@
 """Progressive layer dropping: skips layers at random, more of them as training goes on.
 
 In step t layer i of L runs with probability p = 1 - i / L (1 - theta(t)), and its
-change of the activations is divided by p. The coin comes from the step and the layer
-alone, so that all devices, microbatches, pipeline stages and recomputations decide
-alike. `lax.cond` really skips what is dropped. Evaluation runs all layers.
+change of the activations is divided by p. (The paper divides the changes of attention
+and of the feed-forward part, each where it is added.) The coin comes from the step and
+the layer alone, so that all devices, microbatches, pipeline stages and recomputations
+decide alike. `lax.cond` really skips what is dropped. Evaluation runs all layers.
 
 Source: Zhang, He, Accelerating Training of Transformer-Based Language Models with
   Progressive Layer Dropping, NeurIPS 2020, arXiv:2010.13369, section 4.2 and

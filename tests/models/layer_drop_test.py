@@ -98,7 +98,7 @@ def test_all_devices_decide_alike(one_device, layout):
     ran = layer_drop.layers_run(lambda t: 0.2, STEPS, DEPTH)
     keep = layer_drop.keep_probability(lambda t: 0.2, 0, np.arange(DEPTH), DEPTH)
     found = [row["layers"] for row in rows]  # Each counts 1 over its probability.
-    np.testing.assert_allclose(found, (ran / keep).sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(found, (ran / np.asarray(keep)).sum(axis=1), rtol=1e-5)
     assert len(set(ran.sum(axis=1))) > 1  # Some steps run fewer layers than others.
     assert program.violations() == []
 
