@@ -4,6 +4,10 @@ from experiments.gallery import (
     experts,
     gossip,
     gpipe,
+    gradient_coding,
+    gradient_diversity,
+    hyperparameter_search,
+    layer_dropping,
     legal_layouts,
     local_sgd,
     megatron,
@@ -20,21 +24,25 @@ from experiments.recipes.errors import ConfigError
 from meshpar.errors import nearest
 
 PAPERS: dict[str, Paper] = {
-    paper.name: paper
-    for paper in (
-        scaling.PAPER,
-        zero_memory.PAPER,
-        gpipe.PAPER,
-        pipeline_bubbles.PAPER,
-        megatron.PAPER,
-        local_sgd.PAPER,
-        staleness.PAPER,
-        gossip.PAPER,
-        experts.PAPER,
-        legal_layouts.PAPER,
-        poseidon.PAPER,
-        model_parallel.PAPER,
-        unsupervised.PAPER,
+    module.PAPER.name: module.PAPER
+    for module in (
+        scaling,
+        zero_memory,
+        gpipe,
+        pipeline_bubbles,
+        megatron,
+        model_parallel,
+        experts,
+        legal_layouts,
+        poseidon,
+        local_sgd,
+        gossip,
+        staleness,
+        gradient_coding,
+        gradient_diversity,
+        layer_dropping,
+        unsupervised,
+        hyperparameter_search,
     )
 }
 """{name: paper}."""

@@ -161,7 +161,7 @@ def _run(setting: Setting) -> Result:
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, times, fits) in zip(all_axes, panels, strict=True):
             scaling.plot(axes, times, fits, title.partition(",")[0])
-            axes.set_title(title, fontsize=9)
+            axes.set_title(title, fontsize=8)
 
     return Result(
         ("times", "devices", "seconds per step", "speedup", "by the law"),
