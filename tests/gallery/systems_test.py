@@ -9,12 +9,15 @@ from experiments.gallery import (
     catalog,
     digits,
     elastic,
+    experts,
     gossip,
     gpipe,
+    local_sgd,
     megatron,
     pipeline_bubbles,
     poseidon,
     published_decoders,
+    staleness,
     zero_memory,
 )
 from experiments.gallery.paper import Setting
@@ -31,7 +34,11 @@ def run(name):
 
 
 def failed(name):
-    return [claim.text for claim in run(name).claims if not claim.holds]
+    return texts(run(name).claims)
+
+
+def texts(claims):
+    return [claim.text for claim in claims if not claim.holds]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -87,6 +94,36 @@ def test_a_picker_with_another_edge_is_not_accepted(monkeypatch):
 
     monkeypatch.setattr(poseidon.factors, "pick", shifted)
     assert "it flips where P K (M + N) = 2 M N, K=32" in failed("poseidon")
+
+
+def test_flops_that_grow_with_the_experts_are_not_accepted(monkeypatch):
+    monkeypatch.setattr(experts, "measure", lambda count: (1e6, 1000 * count))
+    assert failed("experts") == []
+    monkeypatch.setattr(experts, "measure", lambda count: (1e6 * count, 1000 * count))
+    (text,) = failed("experts")
+    assert text.startswith("MFLOPs of a device")
+
+
+def test_local_sgd_that_loses_or_sends_too_much_is_not_accepted():
+    losses = {"synchronous": [0.2], "H=1": [0.2], "H=16": [0.2], "H=16, int8": [0.2]}
+    losses["never"] = [0.3]
+    sent = {"H=1": 1600.0, "H=16": 100.0, "H=16, int8": 26.0}
+    assert texts(local_sgd._claims(losses, sent)) == []
+    worse = {**losses, "H=16": [0.22], "H=16, int8": [0.22]}
+    assert texts(local_sgd._claims(worse, sent)) == ["H=16 loses nothing"]
+    more = {**sent, "H=16": 101.0}
+    assert texts(local_sgd._claims(losses, more)) == ["bytes fall by the period, H=16"]
+
+
+def test_waiting_that_does_not_fall_is_not_accepted():
+    waiting = {0: 0.5, 1: 0.4, 2: 0.3}
+    seconds = {"BSP": 9.0, "SSP(3)": 5.0, "Downpour, Adagrad": 3.0}
+    periods = {"EASGD": {64: 0.5}, "Downpour": {64: 2.0}}
+    assert texts(staleness._claims(waiting, seconds, periods)) == []
+    flat = staleness._claims({**waiting, 2: 0.4}, seconds, periods)
+    assert texts(flat) == ["waiting falls with every step of staleness"]
+    late = staleness._claims(waiting, {**seconds, "SSP(3)": None}, periods)
+    assert texts(late) == ["SSP(3) is at the target before BSP"]
 
 
 def test_published_models_have_their_parameters():
