@@ -21,7 +21,7 @@ LEAST = 0.5
 """The keep probability at the end, as in the paper."""
 
 _SMALL = ("model.depth=4", "model.embed=32", "model.mlp=64", "model.length=32")
-_LARGE = ("model.depth=8", "model.embed=64", "model.mlp=256", "model.length=64")
+_LARGE = ("model.depth=8", "model.embed=48", "model.mlp=192", "model.length=32")
 
 
 def _config(quick: bool) -> Config:
@@ -187,7 +187,7 @@ def _smooth(losses: np.ndarray, width: int) -> np.ndarray:
 
 
 def _run(setting: Setting) -> Result:
-    config, steps = _config(setting.quick), 80 if setting.quick else 300
+    config, steps = _config(setting.quick), 60 if setting.quick else 120
     schedule = layer_drop.progressive(LEAST, steps, speed=10.0)
     depth, width = config.model.depth, max(1, steps // 15)
     model, curves = language_model(config.model), {"all layers": [], "dropped": []}
@@ -205,7 +205,7 @@ def _run(setting: Setting) -> Result:
     ratio = ends["dropped"] / ends["all layers"] - 1
     ran = layer_drop.layers_run(schedule, steps, depth)
     setting.progress("counts layers", 0.7)
-    counted = 20 if setting.quick else 100
+    counted = 20 if setting.quick else 60
     wanted = ran[:counted].sum(axis=1).tolist()
     dropping = programs["dropped"]
     claims = [count_claim(dropping, counter, batches[:counted], wanted)]
@@ -214,7 +214,7 @@ def _run(setting: Setting) -> Result:
     claims.append(keep_one_claim(programs["all layers"], kept, batches[:5]))
     if not setting.quick:
         setting.progress("measures CPU time", 0.9)
-        claims.append(time_claim(model, kept, batches[:60]))
+        claims.append(time_claim(model, kept, batches[:40]))
     expected = 0.5 * 11 / 24  # The mean of (1 - theta) i / L over 12 layers.
     keep = [layer_drop.keep_probability(lambda t: LEAST, 0, i, 12) for i in range(12)]
     skipped = 1 - float(np.mean(keep))

@@ -7,6 +7,7 @@ import runpy
 import matplotlib.figure
 import numpy as np
 import pytest
+from support import tiny_stack
 
 from experiments.gallery import (
     catalog,
@@ -60,7 +61,9 @@ def test_a_code_that_sums_wrong_parts_is_not_accepted(monkeypatch):
 
 
 def test_gradient_diversity(monkeypatch):
-    monkeypatch.setattr(gradient_diversity, "FOLDS", (1, 64))
+    monkeypatch.setattr(gradient_diversity, "FOLDS", (64,))
+    monkeypatch.setattr(gradient_diversity, "RATES", 2.0 ** np.arange(-1, 1.5, 0.5))
+    monkeypatch.setattr(gradient_diversity, "RUNS", 8)
     accept(gradient_diversity.PAPER)
 
 
@@ -105,20 +108,23 @@ def test_the_expected_best_of_some_trials():
     best = hyperparameter_search.expected_best
     assert best(losses[[0, 1, 3]], 1) == pytest.approx(2)
     assert best(losses[[0, 1, 3]], 2) == pytest.approx((1 + 1 + 2) / 3)
-    assert best(losses, 4) == 1 and best(losses, 2) == pytest.approx(np.inf)
+    assert best(losses, 4) == 1 and best(losses, 1) == np.inf
+    assert best(losses, 2) == pytest.approx((3 * 1 + 2 * 2 + 3) / 6)
 
 
 def test_layers_that_run_without_the_schedule_are_counted():
-    config = layer_dropping._config(quick=True)
-    batches, counter = layer_dropping._batches(config, 2, 0), layer_dropping._Counter()
-    model = counter.counted(layer_dropping.language_model(config.model))
-    schedule = lambda t: 0.1  # noqa: E731
+    batches, counter = (
+        [tiny_stack.batch(), tiny_stack.batch(1)],
+        layer_dropping._Counter(),
+    )
+    model, schedule = counter.counted(tiny_stack.model()), lambda t: 0.1
     program = layer_dropping._program(model, schedule, batches[0])
-    ran = layer_drop.layers_run(schedule, 2, config.model.depth)
+    depth = model.layered.depth
+    ran = layer_drop.layers_run(schedule, 2, depth)
     wanted = ran.sum(axis=1).tolist()
     check = layer_dropping.count_claim
     assert check(program, counter, batches, wanted).holds
-    assert not check(program, counter, batches, [config.model.depth] * 2).holds
+    assert not check(program, counter, batches, [depth] * 2).holds
 
 
 def test_the_page_shows_the_committed_full_versions():
