@@ -1,0 +1,1 @@
+"""Figures of published papers, computed anew: one module a paper."""

@@ -1,0 +1,59 @@
+"""The papers of the gallery, in the order of its page."""
+
+from experiments.gallery import (
+    experts,
+    gossip,
+    gpipe,
+    gradient_coding,
+    gradient_diversity,
+    hyperparameter_search,
+    layer_dropping,
+    legal_layouts,
+    local_sgd,
+    megatron,
+    model_parallel,
+    pipeline_bubbles,
+    poseidon,
+    scaling,
+    staleness,
+    unsupervised,
+    zero_memory,
+)
+from experiments.gallery.paper import Paper
+from experiments.recipes.errors import ConfigError
+from meshpar.errors import nearest
+
+PAPERS: dict[str, Paper] = {
+    module.PAPER.name: module.PAPER
+    for module in (
+        scaling,
+        zero_memory,
+        gpipe,
+        pipeline_bubbles,
+        megatron,
+        model_parallel,
+        experts,
+        legal_layouts,
+        poseidon,
+        local_sgd,
+        gossip,
+        staleness,
+        gradient_coding,
+        gradient_diversity,
+        layer_dropping,
+        unsupervised,
+        hyperparameter_search,
+    )
+}
+"""{name: paper}."""
+
+
+def get(name: str) -> Paper:
+    """The paper of a name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in PAPERS:
+        raise ConfigError(f"no paper {name!r}; {nearest(name, PAPERS)}")
+    return PAPERS[name]

@@ -1,0 +1,278 @@
+"""Progressive layer dropping: loss, theta(t), and the layers that really run."""
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import jax
+import matplotlib.figure
+import numpy as np
+import optax
+
+import meshpar
+from experiments import data, recipes
+from experiments.gallery.paper import Claim, Paper, Result, Setting
+from experiments.models.language_model import language_model
+from experiments.recipes.config import Config, with_settings
+from meshpar.models import layer_drop
+
+LEAST = 0.5
+"""The keep probability at the end, as in the paper."""
+
+_SMALL = ("model.depth=4", "model.embed=32", "model.mlp=64", "model.length=32")
+_LARGE = ("model.depth=8", "model.embed=48", "model.mlp=192", "model.length=32")
+
+
+def _config(quick: bool) -> Config:
+    sizes = (*(_SMALL if quick else _LARGE), "model.heads=4", "model.kv_heads=4")
+    return with_settings(recipes.get("tiny"), [*sizes, "model.vocab=256"])
+
+
+def _batches(config: Config, steps: int, seed: int) -> list[dict[str, np.ndarray]]:
+    """Windows of the standard library's text, in bytes."""
+    tokens, length = data.load(config.data).train, config.model.length
+    starts = np.random.default_rng(seed).integers(
+        0, len(tokens) - length - 1, (steps, config.batch_size)
+    )
+    found = np.asarray(tokens)[starts[..., None] + np.arange(length + 1)]
+    return [
+        {"tokens": x[:, :-1].astype(np.int32), "targets": x[:, 1:].astype(np.int32)}
+        for x in found
+    ]
+
+
+class _Counter:
+    """Counts the layers that a program really runs, by a callback in each layer."""
+
+    def __init__(self):
+        self._lock, self._count = threading.Lock(), 0
+
+    def add(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def take(self) -> int:
+        """The count since the last call."""
+        jax.effects_barrier()
+        with self._lock:
+            count, self._count = self._count, 0
+        return count
+
+    def counted(self, model: meshpar.Model) -> meshpar.Model:
+        """The model, whose layers report that they run in training."""
+        layered = model.layered
+
+        def layer(params: Any, x: Any, key: Any, context: Any) -> Any:
+            jax.debug.callback(self.add)
+            return layered.layer(params, x, key, context)
+
+        layered_counted = dataclasses.replace(layered, layer=layer)
+        return dataclasses.replace(
+            model, layered=layered_counted, loss=layered_counted.loss
+        )
+
+
+def _program(
+    model: meshpar.Model, schedule: layer_drop.Schedule | None, batch: Any
+) -> meshpar.TrainProgram:
+    if schedule is not None:
+        model = layer_drop.with_dropped_layers(model, schedule)
+    return meshpar.lower(
+        model,
+        optax.adamw(3e-3),
+        "data=1",
+        batch,
+        devices=jax.devices()[:1],
+        lowering="jit",
+    )
+
+
+def _train(
+    program: meshpar.TrainProgram, batches: list[dict[str, np.ndarray]], seed: int
+) -> tuple[np.ndarray, Any]:
+    """(losses [steps], parameters)."""
+    state, losses = program.init(seed), []
+    for batch in batches:
+        state, metrics = program.step(state, batch)
+        losses.append(metrics["loss"])
+    return np.asarray(jax.device_get(losses)), jax.device_get(state.params)
+
+
+def count_claim(
+    program: meshpar.TrainProgram,
+    counter: _Counter,
+    batches: list[dict[str, np.ndarray]],
+    wanted: list[int],
+) -> Claim:
+    """Whether exactly the layers of the schedule run, step by step.
+
+    Args:
+      program: whose layers report to the counter.
+      counter: of the layers that run.
+      batches: of each step.
+      wanted: layers that shall run in each step.
+    """
+    state, found = jax.block_until_ready(program.init()), []
+    counter.take()
+    for batch in batches:
+        state, metrics = program.step(state, batch)
+        jax.block_until_ready(metrics)
+        found.append(counter.take())
+    return Claim(
+        f"layers that ran in each of {len(batches)} steps, counted by callbacks",
+        "as the coins of the schedule say",
+        f"{sum(found)} in all, schedule {sum(wanted)}",
+        found == wanted,
+    )
+
+
+def keep_one_claim(
+    baseline: meshpar.TrainProgram,
+    kept: meshpar.TrainProgram,
+    batches: list[dict[str, np.ndarray]],
+) -> Claim:
+    """Whether a program with a keep probability of 1 trains as the baseline does."""
+    losses, params = _train(baseline, batches, 0)
+    kept_losses, kept_params = _train(kept, batches, 0)
+    same = np.array_equal(losses, kept_losses) and all(
+        np.array_equal(x, kept_params[path]) for path, x in params.items()
+    )
+    text = "all losses and weights are equal" if same else "they differ"
+    return Claim("keep = 1 is the baseline, bit for bit", "", text, bool(same))
+
+
+def _cpu_seconds(
+    program: meshpar.TrainProgram, batches: list[dict[str, np.ndarray]]
+) -> float:
+    """CPU seconds of steps of a program that is compiled."""
+    state, _ = program.step(program.init(), batches[0])
+    jax.block_until_ready(state)
+    start = time.process_time()
+    for batch in batches:
+        state, _ = program.step(state, batch)
+    jax.block_until_ready(state)
+    return time.process_time() - start
+
+
+def time_claim(
+    model: meshpar.Model,
+    kept: meshpar.TrainProgram,
+    batches: list[dict[str, np.ndarray]],
+) -> Claim:
+    """Whether CPU time falls as much as the layers that run.
+
+    Args:
+      model: whose layers are dropped.
+      kept: the program that drops none of them.
+      batches: of each step.
+    """
+    programs = kept, _program(model, lambda t: LEAST, batches[0])
+    # Alternating, so that other work on the machine meets both alike.
+    rounds = [[_cpu_seconds(p, batches) for p in programs] for _ in range(3)]
+    whole, dropped = np.min(rounds, axis=0)
+    steps, depth = len(batches), model.layered.depth
+    ran = layer_drop.layers_run(lambda t: LEAST, steps + 1, depth)[1:].mean()
+    saved, skipped = 1 - dropped / whole, 1 - ran
+    return Claim(
+        "CPU time falls by at least 0.9 of the share of layers that are skipped",
+        "24% less time per sample with theta = 0.5",
+        f"layers {skipped:.1%}, time {saved:.1%}",
+        bool(saved >= 0.9 * skipped),
+    )
+
+
+def _smooth(losses: np.ndarray, width: int) -> np.ndarray:
+    return np.convolve(losses, np.ones(width) / width, mode="valid")
+
+
+def _run(setting: Setting) -> Result:
+    config, steps = _config(setting.quick), 60 if setting.quick else 120
+    schedule = layer_drop.progressive(LEAST, steps, speed=10.0)
+    depth, width = config.model.depth, max(1, steps // 15)
+    model, curves = language_model(config.model), {"all layers": [], "dropped": []}
+    batches, counter = _batches(config, steps, 0), _Counter()
+    programs = {
+        "all layers": _program(model, None, batches[0]),
+        "dropped": _program(counter.counted(model), schedule, batches[0]),
+    }
+    for number, seed in enumerate(setting.seeds):
+        for name, program in programs.items():
+            setting.progress(f"trains with {name}", 0.7 * number / len(setting.seeds))
+            losses = _train(program, _batches(config, steps, seed), seed)[0]
+            curves[name].append(_smooth(losses, width))
+    ends = {name: float(np.mean([x[-1] for x in c])) for name, c in curves.items()}
+    ratio = ends["dropped"] / ends["all layers"] - 1
+    ran = layer_drop.layers_run(schedule, steps, depth)
+    setting.progress("counts layers", 0.7)
+    counted = 20 if setting.quick else 60
+    wanted = ran[:counted].sum(axis=1).tolist()
+    dropping = programs["dropped"]
+    claims = [count_claim(dropping, counter, batches[:counted], wanted)]
+    setting.progress("compares keep = 1 with the baseline", 0.8)
+    kept = _program(model, lambda t: 1.0, batches[0])
+    claims.append(keep_one_claim(programs["all layers"], kept, batches[:5]))
+    if not setting.quick:
+        setting.progress("measures CPU time", 0.9)
+        claims.append(time_claim(model, kept, batches[:40]))
+    expected = 0.5 * 11 / 24  # The mean of (1 - theta) i / L over 12 layers.
+    keep = [layer_drop.keep_probability(lambda t: LEAST, 0, i, 12) for i in range(12)]
+    skipped = 1 - float(np.mean(keep))
+    claims += [
+        Claim(
+            "layers skipped at theta = 0.5 with 12 layers, as in BERT-base",
+            "24% less time per sample",
+            f"{skipped:.1%} of the layers",
+            abs(skipped - expected) < 1e-6,
+        ),
+        Claim(
+            "the loss ends within 5% of that with all layers",
+            "similar accuracy",
+            f"{ratio:+.1%}, with {ran.mean():.0%} of the layers",
+            abs(ratio) < 0.05,
+        ),
+    ]
+    theta = np.asarray(schedule(np.arange(steps)))
+
+    def draw(figure: matplotlib.figure.Figure) -> None:
+        axes = figure.subplots()
+        for name, found in curves.items():
+            mean, spread = np.mean(found, axis=0), np.std(found, axis=0)
+            share = ran.sum(axis=1) if name == "dropped" else np.full(steps, depth)
+            work = np.cumsum(share)[width - 1 :] / depth
+            (line,) = axes.plot(work, mean, label=name)
+            shade = dict(color=line.get_color(), alpha=0.25, linewidth=0)
+            axes.fill_between(work, mean - spread, mean + spread, **shade)
+        axes.set(
+            xlabel="work: layers that ran, over the depth",
+            ylabel="training loss, nats per byte",
+        )
+        right = axes.twinx()
+        right.plot(np.cumsum(ran.sum(axis=1)) / depth, theta, ":", color="#666666")
+        right.set(ylabel="theta(t), dotted", ylim=(0, 1.05))
+        axes.legend(loc="upper right")
+
+    rows = [
+        (name, f"{ends[name]:.4f}", f"{share:.1%}")
+        for name, share in (("all layers", 1.0), ("dropped", ran.mean()))
+    ]
+    return Result(
+        ("training", f"loss of the last {width} steps", "layers that ran"),
+        tuple(rows),
+        tuple(claims),
+        {
+            "theta": theta,
+            "layers": ran.sum(axis=1),
+            "losses": {name: np.mean(found, axis=0) for name, found in curves.items()},
+        },
+        draw,
+    )
+
+
+PAPER = Paper(
+    name="layer_dropping",
+    title="Progressive layer dropping",
+    source="Zhang, He, NeurIPS 2020, arXiv:2010.13369, section 4",
+    shows="loss over the layers that ran, with theta(t)",
+    run=_run,
+)

@@ -1,0 +1,159 @@
+"""Megatron-LM: memory per device at a trillion parameters, gain of interleaving."""
+
+import matplotlib.figure
+
+from experiments.gallery.paper import Claim, Paper, Result, Setting
+from experiments.gallery.published_decoders import (
+    GB,
+    LENGTH,
+    MEGATRON_2021,
+    VOCABULARY,
+    Published,
+    decoder,
+    num_parameters,
+    plan,
+    traced_layer,
+)
+from meshpar.schedules import make_schedule
+
+_MEMORY_GB = 80.0
+"""Of an A100."""
+
+_STAGES, _BATCHES = 12, (12, 24, 36, 48, 60)
+"""Pipeline of figure 12 of the paper, and microbatches that 12 divides."""
+
+_CHUNKS = 2
+_TENSOR_DEVICES = 8
+
+
+def formula_parameters(published: Published) -> float:
+    """Parameters by equation 2 of the paper: 12 l h^2 (1 + 13/(12h) + (V+s)/(12lh))."""
+    depth, embed = published.depth, published.embed
+    rest = 13 / (12 * embed) + (VOCABULARY + LENGTH) / (12 * depth * embed)
+    return 12 * depth * embed**2 * (1 + rest)
+
+
+def layout_of(published: Published) -> str:
+    """The layout that table 1 of the paper names, without interleaving."""
+    axes = {
+        "pipe": published.pipe,
+        "data": published.data,
+        "tensor": published.tensor,
+    }
+    return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+
+
+def state_gb(published: Published) -> float:
+    """GB of training state on one device: the plan at the published layout, exact."""
+    state = plan(decoder(published), layout_of(published)).bytes_per_device()
+    return sum(state.values()) / GB
+
+
+def activations_gb(published: Published) -> float:
+    """GB of saved stage inputs and of one running layer, on one device.
+
+    A layer is traced at full width over its tensor-parallel devices, one sequence in a
+    microbatch, with rematerialization. The number of stage inputs that are held is that
+    of 1F1B, which does not grow with the microbatches.
+    """
+    traced = traced_layer(
+        decoder(published, depth=1), f"tensor={published.tensor},remat=full", 1
+    )
+    stages = published.pipe
+    held = max(make_schedule("1f1b", stages, 2 * stages).in_flight())
+    layers = -(-published.depth // stages)
+    return (held * traced.x + layers * traced.saved + traced.running) / GB
+
+
+def gains() -> dict[int, float]:
+    """{microbatches: throughput of interleaved over that of plain 1F1B}."""
+    found = {}
+    for m in _BATCHES:
+        plain = make_schedule("1f1b", _STAGES, m)
+        interleaved = make_schedule("interleaved", _STAGES, m, _CHUNKS)
+        found[m] = plain.time() / interleaved.time()
+    return found
+
+
+def _claims(
+    found: dict[float, tuple[float, float, float]], gain: dict[int, float]
+) -> tuple[Claim, ...]:
+    trillion = MEGATRON_2021[-1]
+    count, state, saved = found[trillion.billions]
+    off = abs(count * 1e9 / formula_parameters(trillion) - 1)
+    return (
+        Claim(
+            "parameters of the largest model, in billions",
+            "1008.0 (equation 2)",
+            f"{count:.1f}",
+            off < 1e-3 and round(count) == 1008,
+        ),
+        Claim(
+            f"a trillion parameters fit into {_MEMORY_GB:.0f} GB per device",
+            "trained on 3072 A100s of 80 GB",
+            f"{state:.1f} GB of state + {saved:.1f} GB of activations",
+            state + saved < _MEMORY_GB,
+        ),
+        Claim(
+            f"interleaving gains with few microbatches (M={_BATCHES[0]})",
+            "10% and more",
+            f"{gain[_BATCHES[0]] - 1:.0%}, without its communication",
+            gain[_BATCHES[0]] > 1.1,
+        ),
+        Claim(
+            "its gain shrinks as microbatches grow",
+            "the gap closes",
+            f"{gain[_BATCHES[0]] - 1:.0%} to {gain[_BATCHES[-1]] - 1:.0%}",
+            sorted(gain.values(), reverse=True) == list(gain.values()),
+        ),
+    )
+
+
+def _run(setting: Setting) -> Result:
+    chosen = [m for m in MEGATRON_2021 if m.tensor == _TENSOR_DEVICES]
+    chosen = chosen[-1:] if setting.quick else chosen
+    rows, found = [], {}
+    for index, published in enumerate(chosen):
+        setting.progress(f"{published.billions} B", index / len(chosen))
+        count = num_parameters(decoder(published)) / 1e9
+        state, saved = state_gb(published), activations_gb(published)
+        found[published.billions] = (count, state, saved)
+        cells = (f"{count:.1f}", f"{state:.1f}", f"{saved:.1f}")
+        rows.append((f"{published.billions} B", layout_of(published), *cells))
+    setting.progress("interleaving", 0.9)
+    gain = gains()
+
+    def draw(figure: matplotlib.figure.Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        names = [f"{billions:g}" for billions in found]
+        states = [state for _, state, _ in found.values()]
+        left.bar(names, states, label="training state")
+        more = [saved for _, _, saved in found.values()]
+        left.bar(names, more, bottom=states, label="activations")
+        left.axhline(
+            _MEMORY_GB, color="black", linestyle=":", label="memory of an A100"
+        )
+        left.set(xlabel="billion parameters", ylabel="GB per device")
+        left.tick_params(axis="x", labelsize=8)
+        left.legend(fontsize=8)
+        right.plot(list(gain), [100 * (g - 1) for g in gain.values()], "o-")
+        right.set(xlabel=f"microbatches, P={_STAGES}", ylabel="gain of interleaving, %")
+        right.set(ylim=0, xticks=_BATCHES)
+
+    return Result(
+        ("model", "layout", "parameters, B", "state, GB", "activations, GB"),
+        tuple(rows),
+        _claims(found, gain),
+        {"parameters_state_activations": found, "gain": gain},
+        draw,
+    )
+
+
+PAPER = Paper(
+    name="megatron",
+    title="Megatron-LM: a trillion parameters, and interleaving",
+    source="Narayanan et al., SC 2021, arXiv:2104.04473, table 1, figure 12",
+    shows="state and activations per device at the published layouts, from plans and "
+    "traces; throughput gained by interleaving, from schedules",
+    run=_run,
+)

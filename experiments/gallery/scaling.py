@@ -1,0 +1,202 @@
+"""Amdahl's, Gunther's and Gustafson's laws: planted shares, and predicted steps."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import matplotlib.figure
+import numpy as np
+
+from experiments import predictions, recipes
+from experiments.gallery.paper import Claim, Paper, Result, Setting
+from experiments.recipes.config import with_settings
+from experiments.reports import scaling
+from meshpar.explain import speedup
+from meshpar.layouts.axes import DATA
+
+PLANTED = speedup.Strong(one_device=2.0, sigma=0.02, kappa=0.0002)
+PLANTED_WEAK = speedup.Weak(one_device=2.0, serial=0.05)
+DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
+_NOISE = 0.0005
+"""Standard deviation of the relative noise of planted times."""
+
+_TOPOLOGIES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8")
+_SETTINGS = ("model.vocab=256", "model.depth=2")
+_ROWS, _ROWS_OF_ONE = 64, 4
+"""Sequences of a step: of the whole step, and of one device if the work grows."""
+
+
+def planted_times(
+    law: speedup.Strong | speedup.Weak, seed: int, noise: float = _NOISE
+) -> dict[int, float]:
+    """{devices: seconds} of a law, with noise that is drawn from a seed."""
+    rng = np.random.default_rng(seed)
+    return {n: law.seconds(n) * (1 + noise * rng.normal()) for n in DEVICES}
+
+
+def _worst(
+    seeds: tuple[int, ...], found: Callable[[int], float], planted: float
+) -> float:
+    """The largest relative error of a fitted number over the seeds."""
+    return max(abs(found(seed) / planted - 1) for seed in seeds)
+
+
+def recovery_claims(seeds: tuple[int, ...]) -> list[Claim]:
+    """Whether the fits find what was planted, and the laws' own arithmetic."""
+    fits = {seed: speedup.fit_gunther(planted_times(PLANTED, seed)) for seed in seeds}
+    weak = {
+        seed: speedup.fit_gustafson(planted_times(PLANTED_WEAK, seed)) for seed in seeds
+    }
+    errors = {
+        "serial share sigma": _worst(seeds, lambda s: fits[s].sigma, PLANTED.sigma),
+        "coherency kappa": _worst(seeds, lambda s: fits[s].kappa, PLANTED.kappa),
+        "serial share of weak scaling": _worst(
+            seeds, lambda s: weak[s].serial, PLANTED_WEAK.serial
+        ),
+    }
+    claims = [
+        Claim(
+            f"planted {name} is recovered to 1%", "", f"{error:.2%} off", error < 0.01
+        )
+        for name, error in errors.items()
+    ]
+    best = max(range(1, 10_000), key=PLANTED.speedup)
+    claims.append(
+        Claim(
+            "the fastest number of devices, by trying all",
+            f"N* = sqrt((1 - sigma) / kappa) = {PLANTED.best_devices:.1f}",
+            f"{best}",
+            abs(best - PLANTED.best_devices) <= 1,
+        )
+    )
+    times = {n: speedup.Strong(1.0, 0.01).seconds(n) for n in DEVICES}
+    amdahl = speedup.fit_amdahl(times)
+    half = min(range(1, 1000), key=lambda n: abs(amdahl.speedup(n) - amdahl.limit / 2))
+    claims.append(
+        Claim(
+            "Amdahl's limit and half of it, 99% parallel",
+            "100x, 99 devices",
+            f"{amdahl.limit:.1f}x, {half} devices",
+            math.isclose(amdahl.limit, 100, rel_tol=1e-6) and half == 99,
+        )
+    )
+    return claims
+
+
+def _predicted(setting: Setting) -> tuple[dict[int, float], dict[int, float]]:
+    """{chips: predicted seconds} of one step on more chips, and of a growing step."""
+    config = with_settings(recipes.get("bytes-llama"), _SETTINGS)
+    strong, weak = {}, {}
+    for number, topology in enumerate(_TOPOLOGIES):
+        for grows, times in ((False, strong), (True, weak)):
+            n = 4 * 2**number
+            rows = _ROWS_OF_ONE * n if grows else _ROWS
+            setting.progress(
+                f"compiles for {topology}, {rows} sequences",
+                (2 * number + grows) / (2 * len(_TOPOLOGIES)),
+            )
+            if grows and rows == _ROWS:  # The same program.
+                times[n] = strong[n]
+                continue
+            sized = dataclasses.replace(config, batch_size=rows)
+            _, times[n] = predictions.seconds_per_step(sized, DATA, topology)
+    return strong, weak
+
+
+def _predicted_claims(
+    strong: dict[int, float], weak: dict[int, float]
+) -> tuple[speedup.Strong, speedup.Weak, list[Claim]]:
+    """The fits of predicted times, and what they must satisfy."""
+    gunther, gustafson = speedup.fit_gunther(strong), speedup.fit_gustafson(weak)
+    errors = [
+        speedup.largest_error(gunther, strong),
+        speedup.largest_error(gustafson, weak),
+    ]
+    first, last = min(strong), max(strong)
+    shares = [
+        strong[first] * first / (strong[last] * last),
+        weak[first] / weak[last],
+    ]
+    claims = [
+        Claim(
+            "the laws fit predicted times to 5%",
+            "",
+            f"strong {errors[0]:.1%}, weak {errors[1]:.1%} off",
+            max(errors) < 0.05,
+        ),
+        Claim(
+            f"from {first} to {last} chips, work that grows keeps more efficiency",
+            "Gustafson: speedup grows with the work",
+            f"strong {shares[0]:.0%}, weak {shares[1]:.0%}",
+            shares[1] > shares[0],
+        ),
+    ]
+    return gunther, gustafson, claims
+
+
+def _run(setting: Setting) -> Result:
+    times = planted_times(PLANTED, setting.seeds[0])
+    fits = scaling.laws(times, weak=False)
+    panels = [("planted, with noise", times, fits)]
+    claims = recovery_claims(setting.seeds)
+    numbers = {
+        "planted": dataclasses.asdict(PLANTED),
+        "times": times,
+        "fits": {name: dataclasses.asdict(law) for name, law in fits.items()},
+    }
+    if not setting.quick:
+        strong, weak = _predicted(setting)
+        gunther, gustafson, more = _predicted_claims(strong, weak)
+        claims += more
+        panels.append(("predicted for v5e, one step", strong, {"gunther": gunther}))
+        panels.append(("predicted for v5e, work grows", weak, {"gustafson": gustafson}))
+        numbers["predicted"] = {
+            "strong": strong,
+            "weak": weak,
+            "gunther": dataclasses.asdict(gunther),
+            "gustafson": dataclasses.asdict(gustafson),
+        }
+
+    def draw(figure: matplotlib.figure.Figure) -> None:
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, times, fits) in zip(all_axes, panels, strict=True):
+            scaling.plot(axes, times, fits, title.partition(",")[0])
+            axes.set_title(title, fontsize=8)
+
+    return Result(
+        ("times", "devices", "seconds per step", "speedup", "by the law"),
+        tuple(row for panel in panels for row in _rows(*panel)),
+        tuple(claims),
+        numbers,
+        draw,
+    )
+
+
+def _rows(
+    title: str,
+    times: dict[int, float],
+    fits: dict[str, speedup.Strong | speedup.Weak],
+) -> list[tuple[str, ...]]:
+    measured, law = scaling.measured(times, fits), list(fits.values())[-1]
+    return [
+        (
+            title,
+            str(n),
+            f"{times[n]:.4g}",
+            f"{measured[n]:.2f}",
+            f"{law.speedup(n):.2f}",
+        )
+        for n in times
+    ]
+
+
+PAPER = Paper(
+    name="scaling",
+    title="Laws of speedup",
+    source=(
+        "Amdahl, AFIPS 1967; Gustafson, CACM 1988; Gunther, arXiv:0808.1431: "
+        "the laws; no figure of theirs"
+    ),
+    shows="speedup over devices with the fits of Amdahl, Gunther and Gustafson",
+    run=_run,
+)

@@ -1,0 +1,237 @@
+"""Raina et al. 2009: features without labels, learned by models that layouts shard."""
+
+from typing import NamedTuple
+
+import matplotlib.figure
+import numpy as np
+from sklearn.linear_model import RidgeClassifier
+
+import meshpar
+from experiments.gallery import digits
+from experiments.gallery import unsupervised_models as models
+from experiments.gallery.paper import Claim, Paper, Result, Setting
+
+_HIDDEN, _SECOND, _ROWS, _SIDE = 128, 128, 64, 8
+_PENALTY = 0.2
+_ONE, _SHARDED = "data=1", "data=2,fsdp=2,tensor=2"
+_DEVICES = 8
+_COMPARED_STEPS, _FLOOR = 3, 1e-2
+_LABELLED = 1500
+_SHIFTS = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))
+"""No shift and one pixel in each direction: single pixels then say little."""
+
+PIXELS, MACHINE, NETWORK = "pixels", "RBM", "DBN, two RBMs"
+RANDOM, CODES = "codes of random bases", "sparse coding"
+_LEARNING_RATES = {MACHINE: 0.3, NETWORK: 0.3, CODES: 1.0}
+
+
+def shifted(data: digits.Digits) -> digits.Digits:
+    """Digits and their copies moved by one pixel, with zeros at the border."""
+    pictures = np.pad(data.x.reshape(-1, _SIDE, _SIDE), ((0, 0), (1, 1), (1, 1)))
+    moved = [
+        pictures[:, 1 + down : 1 + down + _SIDE, 1 + right : 1 + right + _SIDE]
+        for down, right in _SHIFTS
+    ]
+    x = np.concatenate(moved).reshape(-1, digits.PIXELS)
+    return digits.Digits(x, np.tile(data.y, len(_SHIFTS)))
+
+
+def _model(kind: str, visible: int, hidden: int = _HIDDEN) -> meshpar.Model:
+    if kind == CODES:
+        return models.sparse_coder(visible, hidden, _PENALTY)
+    return models.boltzmann(visible, hidden)
+
+
+def _lower(
+    kind: str, layout: str, visible: int, hidden: int = _HIDDEN
+) -> meshpar.TrainProgram:
+    model, rate = _model(kind, visible, hidden), _LEARNING_RATES[kind]
+    return models.lower(model, layout, _ROWS, visible, rate)
+
+
+def sharded_error(kind: str, x: np.ndarray) -> float:
+    """Largest relative error of a parameter after some steps on 8 devices.
+
+    As in `meshpar.explain.verify`, a tensor that is small beside the others is measured
+    beside them: biases begin at 0 and are rounding at first.
+    """
+    alone, spread = (
+        models.train(_lower(kind, layout, digits.PIXELS), x, _COMPARED_STEPS, _ROWS, 0)
+        for layout in (_ONE, _SHARDED)
+    )
+    norms = {path: float(np.linalg.norm(value)) for path, value in alone.items()}
+    floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
+    return max(
+        float(np.linalg.norm(spread[path] - value)) / max(norms[path], floor)
+        for path, value in alone.items()
+    )
+
+
+def step_flops(hidden: int) -> tuple[float, float]:
+    """FLOPs of a device in a step of CD-1 on one device, and on 8."""
+    one, spread = (
+        float(
+            _lower(MACHINE, layout, digits.PIXELS, hidden).compiled.cost_analysis()[
+                "flops"
+            ]
+        )
+        for layout in (_ONE, _SHARDED)
+    )
+    return one, spread
+
+
+class Learned(NamedTuple):
+    """Features of labelled and held-out digits by kind, and bases as pictures.
+
+    Attributes:
+      training: {kind: [rows, features]}.
+      held_out: {kind: [rows, features]}.
+      bases: {kind: [pixels, units]}.
+    """
+
+    training: dict[str, np.ndarray]
+    held_out: dict[str, np.ndarray]
+    bases: dict[str, np.ndarray]
+
+
+def _signed(codes: np.ndarray) -> np.ndarray:
+    """Positive and negative parts of codes beside each other."""
+    return np.concatenate([np.maximum(codes, 0), np.maximum(-codes, 0)], axis=1)
+
+
+def learn(
+    x: np.ndarray, labelled: np.ndarray, held_out: np.ndarray, steps: int, seed: int
+) -> Learned:
+    """Trains all kinds on x without labels; the network on the machine's features."""
+    program = _lower(MACHINE, _ONE, digits.PIXELS)
+    params = models.train(program, x, steps, _ROWS, seed)
+    ups = [models.features(program, params, rows) for rows in (x, labelled, held_out)]
+    bases = {MACHINE: params["weight"]}
+    second = _lower(NETWORK, _ONE, _HIDDEN, _SECOND)
+    above = models.train(second, ups[0], steps, _ROWS, seed)
+    tops = [models.features(second, above, rows) for rows in ups[1:]]
+    coder = _lower(CODES, _ONE, digits.PIXELS)
+    codes = []
+    for trained_steps in (0, steps):
+        learned = models.train(coder, x, trained_steps, _ROWS, seed)
+        both = (models.features(coder, learned, rows) for rows in (labelled, held_out))
+        codes.append([_signed(rows) for rows in both])
+    bases[CODES] = learned["weight"]
+    found = zip((labelled, held_out), ups[1:], tops, *codes, strict=True)
+    kinds = PIXELS, MACHINE, NETWORK, RANDOM, CODES
+    training, tested = (dict(zip(kinds, parts, strict=True)) for parts in found)
+    return Learned(training, tested, bases)
+
+
+def accuracies(learned: Learned, labels: np.ndarray, held: np.ndarray) -> dict:
+    """{kind: share of held-out digits that a linear classifier gets right}."""
+    return {
+        kind: float(
+            RidgeClassifier().fit(x, labels).score(learned.held_out[kind], held)
+        )
+        for kind, x in learned.training.items()
+    }
+
+
+def _claims(
+    errors: dict[str, float],
+    scores: dict[str, float],
+    flops: dict[int, tuple[float, float]],
+) -> tuple[Claim, ...]:
+    equal = [
+        Claim(
+            f"{kind}: {_SHARDED} equals one device to 1e-6",
+            "",
+            f"{error:.1e} after {_COMPARED_STEPS} steps",
+            error < 1e-6,
+        )
+        for kind, error in errors.items()
+    ]
+    better = [
+        Claim(
+            f"{kind} lifts a linear classifier",
+            "features from unlabelled data help",
+            f"{scores[kind]:.1%} against {scores[PIXELS]:.1%} of pixels",
+            scores[kind] > scores[PIXELS] + 0.05,
+        )
+        for kind in (MACHINE, NETWORK, CODES)
+    ]
+    learned = Claim(
+        "learned bases do better than random ones",
+        "",
+        f"{scores[CODES]:.1%} against {scores[RANDOM]:.1%}",
+        scores[CODES] > scores[RANDOM] + 0.01,
+    )
+    one, spread = flops[max(flops)]
+    share = Claim(
+        f"a device of {_DEVICES} does an eighth of the work of large machines",
+        "speedup grows with the parameters (figure 2), up to 72 times",
+        f"{one / spread:.2f} times fewer FLOPs as compiled",
+        one / spread > 0.9 * _DEVICES,
+    )
+    return (*equal, *better, learned, share)
+
+
+def _run(setting: Setting) -> Result:
+    training, held_out = map(shifted, digits.load())
+    chosen = np.random.default_rng(0).permutation(len(training.y))[:_LABELLED]
+    labels = training.y[chosen]
+    errors, by_seed = {}, []
+    for index, kind in enumerate((MACHINE, CODES)):
+        setting.progress(f"{kind} on 8 devices", index / 10)
+        errors[kind] = sharded_error(kind, training.x)
+    steps = 400 if setting.quick else 800
+    for index, seed in enumerate(setting.seeds):
+        setting.progress(f"features, seed {seed}", 0.2 + index / 5)
+        learned = learn(training.x, training.x[chosen], held_out.x, steps, seed)
+        by_seed.append(accuracies(learned, labels, held_out.y))
+    setting.progress("work of a device", 0.9)
+    sizes = (1024,) if setting.quick else (256, 1024)
+    flops = {size: step_flops(size) for size in sizes}
+    scores = {kind: float(np.mean([s[kind] for s in by_seed])) for kind in by_seed[0]}
+    spread = {kind: float(np.std([s[kind] for s in by_seed])) for kind in by_seed[0]}
+    rows = [(kind, f"{scores[kind]:.1%}", f"{spread[kind]:.1%}") for kind in scores]
+    for size, (one, eighth) in flops.items():
+        work = f"{one / 1e6:.1f} MFLOPs alone", f"{eighth / 1e6:.1f} each of 8"
+        rows.append((f"CD-1, {digits.PIXELS * size:,} weights", *work))
+
+    def draw(figure: matplotlib.figure.Figure) -> None:
+        left, middle, right = figure.subplots(1, 3, width_ratios=(4, 3, 3))
+        left.barh(list(scores), list(scores.values()), xerr=list(spread.values()))
+        left.invert_yaxis()
+        left.set(xlabel="accuracy of a linear classifier", xlim=(0, 1))
+        for axes, (kind, weight) in zip(
+            (middle, right), learned.bases.items(), strict=True
+        ):
+            axes.imshow(_mosaic(weight), cmap="gray")
+            axes.set_title(f"features, {kind}", fontsize=9)
+            axes.axis("off")
+
+    return Result(
+        ("features", "accuracy", "deviation over seeds"),
+        tuple(rows),
+        _claims(errors, scores, flops),
+        {"accuracy": by_seed, "errors": errors, "flops": flops},
+        draw,
+    )
+
+
+def _mosaic(weight_VH: np.ndarray, across: int = 5) -> np.ndarray:
+    """The strongest units as pictures with the same contrast, in a square."""
+    strongest = np.argsort(-np.square(weight_VH).sum(0))[: across**2]
+    pictures = weight_VH[:, strongest].T.reshape(-1, _SIDE, _SIDE)
+    pictures = pictures / np.abs(pictures).max((1, 2), keepdims=True)
+    framed = np.pad(pictures, ((0, 0), (0, 1), (0, 1)), constant_values=-1)
+    side = _SIDE + 1
+    grid = framed.reshape(across, across, side, side).swapaxes(1, 2)
+    return grid.reshape(across * side, across * side)
+
+
+PAPER = Paper(
+    name="unsupervised",
+    title="Unsupervised learning of features, sharded",
+    source="Raina, Madhavan and Ng, ICML 2009, sections 4 and 5, figure 2",
+    shows="features of RBM, DBN and sparse coding, and what they add to a linear "
+    "classifier of digits",
+    run=_run,
+)

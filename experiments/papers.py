@@ -1,0 +1,113 @@
+r"""Computes figures of published papers, and says whether their claims hold.
+
+    python -m experiments.papers --list
+    python -m experiments.papers scaling
+    python -m experiments.papers --all --quick
+
+A paper prints a table and its claims, and writes NAME.png and NAME.json to --outputs.
+All papers run on simulated CPU devices, so that every machine finds the same. The exit
+code is 1 if a claim fails.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.progress
+import rich.table
+from absl import flags
+
+import meshpar
+from experiments import command_line, outputs
+from experiments.gallery import catalog, paper
+from experiments.recipes.errors import ConfigError
+from experiments.recipes.ranges import Path
+from experiments.reports import terminal
+
+LIST = flags.DEFINE_bool("list", False, "List the papers and end.")
+ALL = flags.DEFINE_bool("all", False, "Compute all papers.")
+QUICK = flags.DEFINE_bool("quick", False, "Fewer or smaller cases, and one seed.")
+OUTPUTS = flags.DEFINE_string("outputs", "runs/papers", "Folder of pictures and JSON.")
+command_line.limit(OUTPUTS, Path())
+
+_DEVICES = 8
+_SEEDS = (0, 1, 2)
+
+
+def _list(console: rich.console.Console) -> None:
+    table = rich.table.Table("name", "shows", "source")
+    for entry in catalog.PAPERS.values():
+        table.add_row(entry.name, entry.shows, entry.source)
+    console.print(table)
+
+
+def _chosen(names: Sequence[str]) -> list[paper.Paper]:
+    """The papers that the command line names.
+
+    Raises:
+      ConfigError: none, unknown names, or names beside --all.
+    """
+    if ALL.value and names:
+        raise ConfigError(f"--all with {' '.join(names)}: give one of the two")
+    if not ALL.value and not names:
+        raise ConfigError("no paper: give names, --all, or --list to see the names")
+    if ALL.value:
+        return list(catalog.PAPERS.values())
+    return [catalog.get(name) for name in dict.fromkeys(names)]
+
+
+def _print(
+    console: rich.console.Console, entry: paper.Paper, result: paper.Result
+) -> None:
+    """Prints a table, the claims, and "accepted" or those that fail."""
+    table = rich.table.Table(*result.columns, title=f"{entry.title} ({entry.source})")
+    for row in result.rows:
+        table.add_row(*row)
+    claims = rich.table.Table("claim", "paper", "found", "holds")
+    for claim in result.claims:
+        holds = "yes" if claim.holds else "NO"
+        claims.add_row(claim.text, claim.paper or "-", claim.found, holds)
+    console.print(table)
+    console.print(claims)
+    failed = [claim.text for claim in result.claims if not claim.holds]
+    verdict = f"FAILED: {'; '.join(failed)}" if failed else "accepted"
+    console.print(f"{entry.name}: {verdict}", soft_wrap=True)
+
+
+def main(words: Sequence[str]) -> int:
+    """Computes the chosen papers; returns the exit code, 1 if a claim fails."""
+    command_line.refuse_unread()
+    console = terminal.wide_console()
+    if LIST.value:
+        _list(console)
+        return 0
+    chosen, folder = _chosen(words[1:]), pathlib.Path(OUTPUTS.value)
+    outputs.check_folder(folder, "--outputs")
+    command_line.use_cpu()
+    meshpar.simulate(_DEVICES)
+    failed = []
+    with rich.progress.Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(chosen))
+        for index, entry in enumerate(chosen):
+
+            def progress(
+                text: str, share: float, index: int = index, name: str = entry.name
+            ) -> None:
+                bar.update(task, completed=index + share, description=f"{name}: {text}")
+
+            progress("starts", 0.0)
+            seeds = _SEEDS[:1] if QUICK.value else _SEEDS
+            setting = paper.Setting(QUICK.value, seeds, progress)
+            result = entry.run(setting)
+            picture, _ = paper.write(entry, setting, result, folder)
+            _print(bar.console, entry, result)
+            bar.console.print(f"picture: {picture}", soft_wrap=True)
+            if not result.accepted:
+                failed.append(entry.name)
+    if len(chosen) > 1:
+        missed = f"; failed: {', '.join(failed)}" if failed else ""
+        console.print(f"{len(chosen) - len(failed)} of {len(chosen)} accepted{missed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main, arguments=True)

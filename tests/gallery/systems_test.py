@@ -1,0 +1,158 @@
+"""Figures of systems that the library has: accepted, and able to fail."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.gallery import (
+    catalog,
+    digits,
+    elastic,
+    experts,
+    gossip,
+    gpipe,
+    local_sgd,
+    megatron,
+    pipeline_bubbles,
+    poseidon,
+    published_decoders,
+    staleness,
+    zero_memory,
+)
+from experiments.gallery.paper import Setting
+from meshpar.schedules import make_schedule
+from meshpar.schedules.table import Op
+
+QUICK = ("zero_memory", "pipeline_bubbles", "gossip", "poseidon", "megatron")
+COMPILED = ("gpipe", "local_sgd", "staleness", "experts", "legal_layouts")
+
+
+def run(name):
+    setting = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
+    return catalog.get(name).run(setting)
+
+
+def failed(name):
+    return texts(run(name).claims)
+
+
+def texts(claims):
+    return [claim.text for claim in claims if not claim.holds]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_figures_are_accepted(name):
+    assert failed(name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_figures_that_compile_are_accepted(name):
+    assert failed(name) == []
+
+
+def test_a_plan_that_leaves_gradients_whole_is_not_accepted(monkeypatch):
+    make = zero_memory.plan
+
+    def whole(config, layout):
+        return make(config, layout.replace("zero=2", "zero=1"))
+
+    monkeypatch.setattr(zero_memory, "plan", whole)
+    (text,) = failed("zero_memory")
+    assert text.startswith("ZeRO-2")
+
+
+def test_a_pass_that_is_late_is_not_accepted(monkeypatch):
+    def late(name, *sizes):
+        table = make_schedule(name, *sizes)
+        if name != "interleaved":
+            return table
+        last = Op(sizes[1] - 1, sizes[2] - 1, 0)
+        forward = {**table.forward, last: table.num_ticks}
+        return dataclasses.replace(table, forward=forward)
+
+    monkeypatch.setattr(pipeline_bubbles, "make_schedule", late)
+    assert "bubbles follow the closed forms of the papers" in failed("pipeline_bubbles")
+
+
+def test_neighbours_with_too_little_weight_are_not_accepted(monkeypatch):
+    mix = gossip.mix_with_neighbours
+
+    def half(x, matrix, axis, compression):
+        return mix(x, (matrix + np.eye(8)) / 2, axis, compression)
+
+    monkeypatch.setattr(gossip, "mix_with_neighbours", half)
+    assert "the compiled program on 8 devices finds the mean" in failed("gossip")
+
+
+def test_a_picker_with_another_edge_is_not_accepted(monkeypatch):
+    pick = poseidon.factors.pick
+
+    def shifted(rows, num_in, num_out):
+        return pick(max(1, rows // 2), num_in, num_out)
+
+    monkeypatch.setattr(poseidon.factors, "pick", shifted)
+    assert "it flips where P K (M + N) = 2 M N, K=32" in failed("poseidon")
+
+
+def test_flops_that_grow_with_the_experts_are_not_accepted(monkeypatch):
+    monkeypatch.setattr(experts, "measure", lambda count: (1e6, 1000 * count))
+    assert failed("experts") == []
+    monkeypatch.setattr(experts, "measure", lambda count: (1e6 * count, 1000 * count))
+    (text,) = failed("experts")
+    assert text.startswith("MFLOPs of a device")
+
+
+def test_local_sgd_that_loses_or_sends_too_much_is_not_accepted():
+    losses = {"synchronous": [0.2], "H=1": [0.2], "H=16": [0.2], "H=16, int8": [0.2]}
+    losses["never"] = [0.3]
+    sent = {"H=1": 1600.0, "H=16": 100.0, "H=16, int8": 26.0}
+    assert texts(local_sgd._claims(losses, sent)) == []
+    worse = {**losses, "H=16": [0.22], "H=16, int8": [0.22]}
+    assert texts(local_sgd._claims(worse, sent)) == ["H=16 loses nothing"]
+    more = {**sent, "H=16": 101.0}
+    assert texts(local_sgd._claims(losses, more)) == ["bytes fall by the period, H=16"]
+
+
+def test_waiting_that_does_not_fall_is_not_accepted():
+    waiting = {0: 0.5, 1: 0.4, 2: 0.3}
+    seconds = {"BSP": 9.0, "SSP(3)": 5.0, "Downpour, Adagrad": 3.0}
+    periods = {"EASGD": {64: 0.5}, "Downpour": {64: 2.0}}
+    assert texts(staleness._claims(waiting, seconds, periods)) == []
+    flat = staleness._claims({**waiting, 2: 0.4}, seconds, periods)
+    assert texts(flat) == ["waiting falls with every step of staleness"]
+    late = staleness._claims(waiting, {**seconds, "SSP(3)": None}, periods)
+    assert texts(late) == ["SSP(3) is at the target before BSP"]
+
+
+def test_published_models_have_their_parameters():
+    for published in published_decoders.MEGATRON_2021:
+        found = megatron.formula_parameters(published) / 1e9
+        assert found == pytest.approx(published.billions, rel=0.03)
+        assert published.data * published.tensor * published.pipe == published.gpus
+
+
+def test_memory_of_a_pipeline_grows_with_the_layers_of_a_stage_alone():
+    two, four = gpipe.peak_bytes(2, 2), gpipe.peak_bytes(4, 4)
+    assert two == four < gpipe.peak_bytes(2, 4)
+
+
+def test_elastic_workers_and_the_center_keep_their_sum():
+    """What a worker gives to the center it takes from its own weights."""
+    problem = elastic.Problem(0)
+    task = elastic._easgd(problem, 1, 0.0, workers=2)
+    center = problem.start + 1
+    given = task(0, 0, center)
+    np.testing.assert_allclose(given, -elastic._BETA / 2, rtol=0, atol=1e-6)
+    again = task(0, 1, center)
+    np.testing.assert_allclose(again, given * (1 - elastic._BETA / 2), atol=1e-6)
+
+
+def test_batches_keep_the_parts_of_the_data_apart():
+    seen = [set() for _ in range(8)]
+    for batch in digits.batches(20, 32, 0):
+        for part, rows in enumerate(np.split(batch["x"], 8)):
+            seen[part] |= {row.tobytes() for row in rows}
+    for i in range(8):
+        assert all(not seen[i] & seen[j] for j in range(i))
