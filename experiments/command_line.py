@@ -15,7 +15,7 @@ from absl import app, flags, logging
 
 import meshpar
 from experiments import recipes
-from experiments.recipes.config import Config, with_settings
+from experiments.recipes.config import AUTO, Config, with_settings
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES
 from experiments.recipes.ranges import Address, Number, Range
@@ -128,7 +128,7 @@ def config_from_flags() -> Config:
     }
     settings = [f"{key}={value}" for key, value in given.items() if value is not None]
     config = with_settings(config, [*SET.value, *settings])
-    if config.layout:
+    if config.layout not in ("", AUTO):
         meshpar.layouts.parse(config.layout)
     return config
 

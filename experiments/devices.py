@@ -1,12 +1,13 @@
 """The start of a command's devices: joins other processes and picks the layout."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 import meshpar
-from experiments import recipes
+from experiments import data, recipes
 from experiments.command_line import (
     COORDINATOR,
     DEVICES,
@@ -16,7 +17,7 @@ from experiments.command_line import (
     START_TIMEOUT,
 )
 from experiments.recipes import building
-from experiments.recipes.config import Config
+from experiments.recipes.config import AUTO, Config
 from experiments.recipes.errors import ConfigError
 from experiments.training import fallbacks
 from experiments.training.fallbacks import Fallbacks
@@ -68,7 +69,8 @@ def start(config: Config, fallback_layouts: str = "") -> Started:
     if PLATFORM.value:
         platform = "cuda" if PLATFORM.value == GPU.name else PLATFORM.value
         jax.config.update("jax_platforms", platform)
-    layout = meshpar.layouts.parse(config.layout) if config.layout else None
+    named = config.layout not in ("", AUTO)
+    layout = meshpar.layouts.parse(config.layout) if named else None
     processes = info.num_processes if info else 1
     # The default is rounded up to divide over the processes.
     default = -(-_SIMULATED // processes) * processes
@@ -97,9 +99,29 @@ def start(config: Config, fallback_layouts: str = "") -> Started:
         layout = fallback.layouts[membership.num_processes]
     devices = _devices(DEVICES.value // processes * membership.num_processes)
     if layout is None:
-        layout = recipes.default_layout(max(1, len(devices) // islands))
-        layout = meshpar.layouts.parse(layout)
+        count = max(1, len(devices) // islands)
+        layout = meshpar.layouts.parse(recipes.default_layout(count))
+        if config.layout == AUTO:
+            layout = _planned(config, devices[:count])
     return Started(layout, devices, fallback, membership)
+
+
+def _planned(config: Config, devices: Sequence[jax.Device]) -> meshpar.Layout:
+    """The layout that the planner takes for --layout=auto; says which, and why.
+
+    Raises:
+      MeshparError: no layout fits.
+    """
+    if config.model.vocab == 0:
+        config = building.fit_vocabulary(config, data.load(config.data))
+    plans = building.make_plans(config, devices, top=1)
+    best, others = plans.best[0], len(plans.others)
+    print(
+        f"layout=auto took {best.layout}: predicted {1e3 * best.seconds.total:.3g} ms "
+        f"a step and {best.memory.total / 1e9:.3g} GB a device, the fastest of "
+        f"{1 + others} that fit"
+    )
+    return best.layout
 
 
 def _devices(number: int) -> list[jax.Device]:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from absl import flags
 
 import meshpar
@@ -75,24 +74,6 @@ def _devices(config: Config) -> Sequence[jax.Device]:
     return meshpar.mesh.topology(TOPOLOGY.value)
 
 
-def make_plans(config: Config, devices: Sequence[jax.Device]) -> meshpar.Plans:
-    """Plans a configuration on devices, as the flags of this command say."""
-    model = building.make_model(config)
-    shape = (config.batch_size, config.model.length)
-    names = ("tokens", "targets")
-    return meshpar.plan(
-        model,
-        building.make_optimizer(config.optimizer, config.steps, model),
-        {name: jax.ShapeDtypeStruct(shape, np.int32) for name in names},
-        devices,
-        compute_dtype=building.compute_dtype(config),
-        memory=_memory(),
-        require=REQUIRE.value,
-        forbid=FORBID.value,
-        top=max(TOP.value, COMPILE.value),
-    )
-
-
 def main(_: Sequence[str]) -> int:
     """Plans, and returns the exit code."""
     config = command_line.config_from_flags()
@@ -108,7 +89,14 @@ def main(_: Sequence[str]) -> int:
     devices = _devices(config)
     if config.model.vocab == 0:
         config = building.fit_vocabulary(config, data.load(config.data))
-    plans = make_plans(config, devices)
+    plans = building.make_plans(
+        config,
+        devices,
+        memory=_memory(),
+        require=REQUIRE.value,
+        forbid=FORBID.value,
+        top=max(TOP.value, COMPILE.value),
+    )
     compiled = [
         explain(building.make_program(config, candidate.layout, devices))
         for candidate in plans.best[: COMPILE.value]

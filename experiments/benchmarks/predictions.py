@@ -92,11 +92,10 @@ def predict(row: Row, devices: Sequence[jax.Device]) -> Candidate:
     """What the planner says of a row."""
     config = _config(row)
     model = building.make_model(config)
-    shape = jax.ShapeDtypeStruct((row.batch_size, config.model.length), np.int32)
     facts = Facts(
         model,
         building.make_optimizer(config.optimizer, config.steps, model),
-        {"tokens": shape, "targets": shape},
+        building.abstract_batch(config),
         building.compute_dtype(config),
         devices[0],
     )

@@ -129,6 +129,41 @@ def num_islands(config: Config) -> int:
     return settings.workers if here else 1
 
 
+def abstract_batch(
+    config: Config, weighted: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The global batch of a configuration, [batch, length].
+
+    Args:
+      config: the run.
+      weighted: whether batches hold the weight of every token.
+    """
+    shape = (config.batch_size, config.model.length)
+    names = ["tokens", "targets"]
+    if config.data.pack:
+        names += ["segments", "positions"]
+    batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in names}
+    if weighted or config.data.pack:
+        batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+    return batch
+
+
+def make_plans(
+    config: Config, devices: Sequence[jax.Device], **options: Any
+) -> meshpar.Plans:
+    """Plans a configuration on devices.
+
+    Args:
+      config: the run; its vocabulary must be known (`fit_vocabulary`).
+      devices: the devices to fill.
+      **options: as in `meshpar.plan`.
+    """
+    model = make_model(config)
+    optimizer = make_optimizer(config.optimizer, config.steps, model)
+    options["compute_dtype"] = compute_dtype(config)
+    return meshpar.plan(model, optimizer, abstract_batch(config), devices, **options)
+
+
 def make_program(
     config: Config,
     layout: meshpar.Layout,
@@ -147,15 +182,7 @@ def make_program(
       MeshparError: a model, layout or mode that do not fit.
     """
     model = make_model(config)
-    shape = (config.batch_size, config.model.length)
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")
-    }
-    if config.data.pack:
-        more = "segments", "positions"
-        batch |= {name: jax.ShapeDtypeStruct(shape, np.int32) for name in more}
-    if weighted or config.data.pack:
-        batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+    batch = abstract_batch(config, weighted)
     return meshpar.lower(
         model,
         make_optimizer(config.optimizer, config.steps, model),

@@ -16,6 +16,9 @@ from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import MODES, SYNCHRONOUS, IslandsConfig, LocalSGDConfig
 from meshpar.errors import MeshparError, nearest, shown
 
+AUTO = "auto"
+"""The layout that the planner chooses."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -81,7 +84,8 @@ class Config:
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       islands: how islands train under optimizer_mode="islands".
       data: the data.
-      layout: layout string; empty mixes data, fsdp and tensor over all devices.
+      layout: layout string; empty mixes data, fsdp and tensor over all devices, and
+        `AUTO` takes the planner's best.
       lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
         empty for shard_map where the model supports it, else jit.
       compute_dtype: "float32" or "bfloat16"; master weights are float32.

@@ -45,3 +45,13 @@ def test_bad_flags_are_refused_with_the_remedy(flag, command):
     small = ["--set=model.embed=512", "--set=model.mlp=2048"] if "1MB" in flag else []
     done = command(*PLAN, *small, f"--{flag}")
     assert done.code == 2 and BAD[flag] in done.err
+
+
+def test_a_run_takes_the_planners_layout_and_says_so(tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("A line of the data, and then another one. " * 400)
+    words = [f"--data={text}", f"--workdir={tmp_path / 'run'}", "--steps=1"]
+    words += ["--recipe=tiny", "--layout=auto", "--devices=2"]
+    done = commands.run("run", words, monkeypatch, capsys)
+    assert done.code == 0, done.err
+    assert "layout=auto took " in done.out
