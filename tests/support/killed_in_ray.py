@@ -12,7 +12,15 @@ import time
 import numpy as np
 import ray
 
-from meshpar.islands import SSP, Islands, KeyRange, Payload, ray_host, updates
+from meshpar.islands import (
+    SSP,
+    Islands,
+    KeyRange,
+    Payload,
+    ray_host,
+    ray_start,
+    updates,
+)
 from meshpar.islands.messages import Join
 from meshpar.islands.ray_client import RayClient
 from meshpar.islands.rules import Rules
@@ -99,6 +107,6 @@ def ports():
 
 
 if __name__ == "__main__":
-    ray_host.start_ray()
+    ray_start.start_ray()
     {"server": server, "islands": islands, "ports": ports}[sys.argv[1]]()
     print("done", flush=True)
