@@ -128,7 +128,7 @@ def messages_per_second(rounds: int = 5, count: int = 100) -> tuple[float, float
 
 def main(_: Sequence[str]) -> int:
     """Prints the ratios, and returns the exit code."""
-    from meshpar.islands.ray_host import start_ray
+    from meshpar.islands.ray_start import start_ray
 
     start_ray()
     size = MB.value * 250_000 // 4 * 4

@@ -13,12 +13,11 @@ import numpy as np
 import optax
 
 from meshpar.islands import updates
+from meshpar.islands.island_program import IslandProgram
 from meshpar.islands.mode import GRADIENTS, Islands
 from meshpar.islands.optax_update import optax_update
 from meshpar.islands.rules import UpdateFunction
-from meshpar.islands.weights_vector import weights_vector
 from meshpar.lowering.state import TrainState
-from meshpar.lowering.train_program import TrainProgram
 
 
 def server_update(mode: Islands) -> UpdateFunction:
@@ -44,7 +43,7 @@ class Island(abc.ABC):
     """One island's training between pulls and pushes.
 
     Args:
-      program: the program under the island's layout.
+      program: what it runs.
       mode: the mode.
       state: a fresh training state.
 
@@ -55,9 +54,9 @@ class Island(abc.ABC):
     pulls_before_push = False
     """Whether it needs the newest weights to compute what it pushes."""
 
-    def __init__(self, program: TrainProgram, mode: Islands, state: TrainState):
+    def __init__(self, program: IslandProgram, mode: Islands, state: TrainState):
         self._program, self._mode, self._state = program, mode, state
-        self.vector = weights_vector(program)
+        self.vector = program.vector
         self.weight = 0.0
 
     @abc.abstractmethod
@@ -105,7 +104,7 @@ class Island(abc.ABC):
 class GradientIsland(Island):
     """Pushes sums of gradients, and moves its own weights by SGD between pulls."""
 
-    def __init__(self, program: TrainProgram, mode: Islands, state: TrainState):
+    def __init__(self, program: IslandProgram, mode: Islands, state: TrainState):
         super().__init__(program, mode, state)
         self.own_N = self.vector.pack(state.params)
         self.sum_N = np.zeros_like(self.own_N)
@@ -121,10 +120,10 @@ class GradientIsland(Island):
 
     def train(self, batch: Any) -> Mapping[str, float]:
         """As `Island.train`."""
-        metrics, gradients = self._program.gradients(self._state, batch)
+        metrics, gradients = self._program(self._state, batch)
         self._state = self._state._replace(step=self._state.step + 1)
         gradient_N = self.vector.pack(gradients)
-        found, clip = self._count(metrics), self._program.lowering.clip_norm
+        found, clip = self._count(metrics), self._program.clip_norm
         found["grad_norm"] = norm = float(np.linalg.norm(gradient_N))
         if clip and norm > clip:
             gradient_N *= np.float32(clip / norm)
@@ -146,7 +145,7 @@ class GradientIsland(Island):
 class WeightIsland(Island):
     """Trains with its own optimizer, and pushes differences of weights."""
 
-    def __init__(self, program: TrainProgram, mode: Islands, state: TrainState):
+    def __init__(self, program: IslandProgram, mode: Islands, state: TrainState):
         super().__init__(program, mode, state)
         self.center_N = self.vector.pack(state.params)
         self.pulls_before_push = mode.algorithm == "easgd"
@@ -163,7 +162,7 @@ class WeightIsland(Island):
 
     def train(self, batch: Any) -> Mapping[str, float]:
         """As `Island.train`."""
-        self._state, metrics = self._program.step(self._state, batch)
+        self._state, metrics = self._program(self._state, batch)
         return self._count(metrics)
 
     def contribution(self) -> np.ndarray:
@@ -179,7 +178,7 @@ class WeightIsland(Island):
         return {"center_N": self.center_N}
 
 
-def make_island(program: TrainProgram, mode: Islands, state: TrainState) -> Island:
+def make_island(program: IslandProgram, mode: Islands, seed: int) -> Island:
     """The island of a mode's algorithm."""
     kind = GradientIsland if mode.algorithm in GRADIENTS else WeightIsland
-    return kind(program, mode, state)
+    return kind(program, mode, program.fresh(seed))

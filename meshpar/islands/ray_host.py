@@ -5,7 +5,6 @@ one, and a new process takes its place; a server's ranges are taken from their r
 """
 
 import json
-import os
 import pickle
 import tempfile
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray._private import ray_constants
 
 from meshpar.errors import MeshparError
 from meshpar.islands.algorithms import server_update
@@ -24,34 +22,13 @@ from meshpar.islands.mode import Islands
 from meshpar.islands.ray_client import RayClient
 from meshpar.islands.ray_island import IslandProcess
 from meshpar.islands.ray_servers import Coordination
+from meshpar.islands.ray_start import start_ray
 from meshpar.islands.rules import Rules
 from meshpar.islands.weights_vector import weights_vector
 from meshpar.islands.wire import decoders
 from meshpar.islands.worker import Span
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.platform import CPU, platform_of
-
-_LOOPBACK = "127.0.0.1"
-
-_OUTER_ADDRESSES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""The variable without which Ray keeps to the loopback, on any system."""
-
-
-def start_ray() -> None:
-    """Joins the cluster of RAY_ADDRESS, or starts Ray on this machine's loopback."""
-    if ray.is_initialized():
-        return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # By default actors run at a low priority, and starve beside any other work.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Otherwise Ray replaces 127.0.0.1 by an outer address, and listens on all of them.
-    # The variable is for its processes; this one read it when it imported Ray.
-    os.environ[_OUTER_ADDRESSES] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address=_LOOPBACK)
 
 
 def start_servers(

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshpar import compat
 from meshpar.islands.algorithms import make_island
+from meshpar.islands.island_program import compile_island, load, save
 from meshpar.islands.key_range import Slice
 from meshpar.islands.messages import Payload, Values
 from meshpar.islands.mode import Islands
@@ -60,16 +61,22 @@ class IslandProcess:
           num_devices: devices that it needs.
           platform: their platform, as jax calls it.
           compiled: folder of compiled programs, from which a process that takes the
-            place of a dead one reads what the first ones compiled.
+            place of a dead one loads what the first ones compiled.
         """
         if platform == CPU.name:
             jax.config.update("jax_platforms", platform)
-        compat.use_compilation_cache(compiled)
         simulate(num_devices)
-        program = build()
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.step_batch)
-        make_island(program, mode, program.init(seed)).train(zeros)
-        self._mode, self._island = mode, make_island(program, mode, program.init(seed))
+        path = os.path.join(compiled, "island")
+        # What jax read from a cache of its own cannot be written for other processes.
+        shares = not compat.compilation_cache_folder()
+        if shares and os.path.exists(path):
+            program = load(path, jax.devices()[:num_devices])
+        else:
+            program = compile_island(build(), mode)
+            if shares:
+                save(program, path)
+        make_island(program, mode, seed).train(program.zeros())
+        self._mode, self._island = mode, make_island(program, mode, seed)
 
     def begin(
         self, name: str, slices: list[Slice], coordinator: Any, clock: int

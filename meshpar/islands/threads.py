@@ -9,6 +9,7 @@ import numpy as np
 
 from meshpar.islands.algorithms import make_island, server_update
 from meshpar.islands.host import Host, Stopped
+from meshpar.islands.island_program import island_program
 from meshpar.islands.messages import Payload, QuorumReached, Values
 from meshpar.islands.mode import Islands
 from meshpar.islands.store import Store
@@ -115,8 +116,8 @@ class Threads(Host):
         return f"island {index}, {self._births}"
 
     def _make_worker(self, index: int, name: str, clock: int) -> Worker:
-        program = self._programs[index]
-        island = make_island(program, self._mode, program.init(self._seed))
+        program = island_program(self._programs[index], self._mode)
+        island = make_island(program, self._mode, self._seed)
         endpoint = _Endpoint(self, index, name)
         return Worker(name, island, self._mode, self._slices, endpoint, clock)
 

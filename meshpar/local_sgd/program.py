@@ -134,7 +134,7 @@ class LocalProgram(TrainProgram):
         )
 
     @functools.cached_property
-    def _init(self) -> Callable[[Any, Params], LocalState]:
+    def init_function(self) -> Callable[[Any, Params], LocalState]:
         count = self.layout.replica
 
         def init(seed: jax.Array, given: Params) -> LocalState:

@@ -52,7 +52,7 @@ class TrainProgram(Program):
           MeshparError: a given parameter is missing, unknown or of another shape.
         """
         given = {} if params is None else self._placed_params(params)
-        return self._init(np.uint32(seed), given)
+        return self.init_function(np.uint32(seed), given)
 
     def _placed_params(self, params: Any) -> Params:
         like, order = self.abstract_params, self.layer_order
@@ -237,7 +237,7 @@ class TrainProgram(Program):
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @functools.cached_property
-    def _init(self) -> Callable[[Any, Params], TrainState]:
+    def init_function(self) -> Callable[[Any, Params], TrainState]:
         optimizer = self.lowering.optimizer
 
         def init(seed: Array, given: Params) -> TrainState:

@@ -4,9 +4,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -14,9 +16,11 @@ def run(what, timeout):
     pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
     script = ROOT / "tests" / "support" / "killed_in_ray.py"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    # With a cache of jax's, islands do not share compiled programs.
+    environment = {k: v for k, v in os.environ.items() if k != CACHE}
     done = subprocess.run(
         [sys.executable, script, what],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=environment | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -27,6 +31,18 @@ def run(what, timeout):
 
 def test_a_server_is_killed_and_no_answered_push_is_lost():
     run("server", 240)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a zygote")
+def test_workers_are_forked_and_nothing_stays_behind():
+    printed = run("zygote", 120)
+    (line,) = (x for x in printed.splitlines() if x.startswith("left"))
+    _, folder, *pids = line.split()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {left} of {line} live on"
+        time.sleep(0.2)
+    assert not pathlib.Path(folder).exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address")

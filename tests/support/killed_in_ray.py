@@ -1,18 +1,29 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py server|islands|ports
+python killed_in_ray.py server|islands|zygote|ports
 """
 
 import os
+import pathlib
+import random
 import signal
 import socket
 import sys
 import time
+import uuid
 
 import numpy as np
 import ray
 
-from meshpar.islands import SSP, Islands, KeyRange, Payload, ray_host, updates
+from meshpar.islands import (
+    SSP,
+    Islands,
+    KeyRange,
+    Payload,
+    ray_host,
+    ray_start,
+    updates,
+)
 from meshpar.islands.messages import Join
 from meshpar.islands.ray_client import RayClient
 from meshpar.islands.rules import Rules
@@ -83,6 +94,41 @@ def islands():
     assert broken < 1.01 * whole + 0.01
 
 
+class Process:
+    def pids(self):
+        return os.getpid(), os.getppid()
+
+    def random(self):
+        return random.random(), uuid.uuid4().hex
+
+
+def started():
+    """An actor in a process of its own, its id and that of its parent."""
+    actor = ray.remote(Process).options(num_cpus=0).remote()
+    return actor, *ray.get(actor.pids.remote())
+
+
+def zygote():
+    """Workers are forks, before and after one is killed; then the zygote is killed."""
+    first, pid, parent = started()
+    command = pathlib.Path(f"/proc/{parent}/cmdline").read_text()
+    assert "meshpar.islands.zygote" in command, command
+    second, other, same = started()
+    assert same == parent and other != pid
+    drawn = [ray.get(actor.random.remote()) for actor in (first, second)]
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+    os.kill(pid, signal.SIGKILL)
+    third, new, same = started()
+    assert same == parent and new not in (pid, other)
+    os.kill(parent, signal.SIGKILL)
+    assert ray.get(third.pids.remote())[0] == new
+    fourth, last, raylet = started()
+    assert raylet != parent
+    folder = command.rstrip("\0").split("\0")[-1]
+    assert pathlib.Path(folder).is_dir(), command
+    print("left", folder, other, parent, new, last, raylet, flush=True)
+
+
 def ports():
     """Ray's sockets take connections to 127.0.0.1, and to no other address."""
     (node,) = ray.nodes()
@@ -99,6 +145,8 @@ def ports():
 
 
 if __name__ == "__main__":
-    ray_host.start_ray()
-    {"server": server, "islands": islands, "ports": ports}[sys.argv[1]]()
+    ray_start.start_ray()
+    {"server": server, "islands": islands, "zygote": zygote, "ports": ports}[
+        sys.argv[1]
+    ]()
     print("done", flush=True)
