@@ -156,6 +156,41 @@ def meter_claims(rows: int = 64) -> list[Claim]:
     ]
 
 
+def _draw(
+    found: dict[int, list[dict[str, Any]]],
+    means: dict[int, dict[str, float]],
+    figure: matplotlib.figure.Figure,
+) -> None:
+    """Convergence over batch sizes, one curve per number of repetitions."""
+    axes = figure.subplots()
+    for number, (fold, runs) in enumerate(found.items()):
+        shares = np.array([run["falls"] for run in runs])
+        color, label = (
+            f"C{number}",
+            f"{fold}-fold, advice {means[fold]['advice']:.0f}",
+        )
+        axes.errorbar(
+            BATCHES,
+            shares.mean(axis=0),
+            yerr=shares.std(axis=0),
+            fmt="o-",
+            color=color,
+            capsize=2,
+            label=label,
+        )
+        axes.axvline(means[fold]["advice"], color=color, linestyle=":")
+    axes.axhline(0.5, color="#bbbbbb", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.set(
+        ylim=(-0.5, 1.15),
+        xlim=(0.9, 64),
+        xlabel="batch size",
+        ylabel=f"fall of the loss after {SAMPLES} rows, of that with 1 row",
+    )
+    axes.legend(title="rows repeated (dotted: the advice)", fontsize=8)
+
+
 def _run(setting: Setting) -> Result:
     found: dict[int, list[dict[str, Any]]] = {}
     for number, fold in enumerate(FOLDS):
@@ -181,35 +216,6 @@ def _run(setting: Setting) -> Result:
             )
         )
 
-    def draw(figure: matplotlib.figure.Figure) -> None:
-        axes = figure.subplots()
-        for number, (fold, runs) in enumerate(found.items()):
-            shares = np.array([run["falls"] for run in runs])
-            color, label = (
-                f"C{number}",
-                f"{fold}-fold, advice {means[fold]['advice']:.0f}",
-            )
-            axes.errorbar(
-                BATCHES,
-                shares.mean(axis=0),
-                yerr=shares.std(axis=0),
-                fmt="o-",
-                color=color,
-                capsize=2,
-                label=label,
-            )
-            axes.axvline(means[fold]["advice"], color=color, linestyle=":")
-        axes.axhline(0.5, color="#bbbbbb", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set(
-            ylim=(-0.5, 1.15),
-            xlim=(0.9, 64),
-            xlabel="batch size",
-            ylabel=f"fall of the loss after {SAMPLES} rows, of that with 1 row",
-        )
-        axes.legend(title="rows repeated (dotted: the advice)", fontsize=8)
-
     rows = [
         (str(fold), f"{mean['advice']:.1f}", f"{mean['knee']:.1f}")
         for fold, mean in means.items()
@@ -219,7 +225,7 @@ def _run(setting: Setting) -> Result:
         tuple(rows),
         tuple(claims),
         {"batches": BATCHES, "means": means, "runs": found},
-        draw,
+        functools.partial(_draw, found, means),
     )
 
 

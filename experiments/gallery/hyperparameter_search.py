@@ -150,6 +150,29 @@ def equality_claims(runs: int, steps: int = 5) -> list[Claim]:
     ]
 
 
+def _draw(
+    curve: np.ndarray, best: dict[int, list[float]], figure: matplotlib.figure.Figure
+) -> None:
+    """The best loss over the number of trials, random [seeds, counts] and grid."""
+    axes = figure.subplots()
+    axes.errorbar(
+        COUNTS,
+        curve.mean(axis=0),
+        yerr=curve.std(axis=0),
+        fmt="o-",
+        capsize=3,
+        label="random, expected best",
+    )
+    of_grids = [np.mean(x) for x in best.values()]
+    spread = [np.std(x) for x in best.values()]
+    style = dict(fmt="s", capsize=3, label="grid")
+    axes.errorbar(list(best), of_grids, yerr=spread, **style)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.set(xlabel="trials", ylabel="best held-out loss, nats", yscale="log")
+    axes.legend()
+
+
 def _run(setting: Setting) -> Result:
     parts, values = _all_values(0)
     found = trials.Trials(_model(), _optimizer, values, _batches(1, 0)[0])
@@ -181,25 +204,6 @@ def _run(setting: Setting) -> Result:
         )
     )
 
-    def draw(figure: matplotlib.figure.Figure) -> None:
-        axes = figure.subplots()
-        axes.errorbar(
-            COUNTS,
-            means,
-            yerr=curve.std(axis=0),
-            fmt="o-",
-            capsize=3,
-            label="random, expected best",
-        )
-        of_grids = [np.mean(x) for x in best.values()]
-        spread = [np.std(x) for x in best.values()]
-        style = dict(fmt="s", capsize=3, label="grid")
-        axes.errorbar(list(best), of_grids, yerr=spread, **style)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set(xlabel="trials", ylabel="best held-out loss, nats", yscale="log")
-        axes.legend()
-
     rows = [
         (
             str(count),
@@ -213,7 +217,7 @@ def _run(setting: Setting) -> Result:
         tuple(rows),
         tuple(claims),
         {"counts": COUNTS, "random": curve, "grid": best},
-        draw,
+        functools.partial(_draw, curve, best),
     )
 
 

