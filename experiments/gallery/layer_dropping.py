@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 import time
 from typing import Any
 
@@ -13,6 +12,7 @@ import optax
 
 import meshpar
 from experiments import data, recipes
+from experiments.gallery.layer_counter import LayerCounter
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.models.language_model import language_model
 from experiments.recipes.config import Config, with_settings
@@ -43,37 +43,6 @@ def _batches(config: Config, steps: int, seed: int) -> list[dict[str, np.ndarray
     ]
 
 
-class _Counter:
-    """Counts the layers that a program really runs, by a callback in each layer."""
-
-    def __init__(self):
-        self._lock, self._count = threading.Lock(), 0
-
-    def add(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def take(self) -> int:
-        """The count since the last call."""
-        jax.effects_barrier()
-        with self._lock:
-            count, self._count = self._count, 0
-        return count
-
-    def counted(self, model: meshpar.Model) -> meshpar.Model:
-        """The model, whose layers report that they run in training."""
-        layered = model.layered
-
-        def layer(params: Any, x: Any, key: Any, context: Any) -> Any:
-            jax.debug.callback(self.add)
-            return layered.layer(params, x, key, context)
-
-        layered_counted = dataclasses.replace(layered, layer=layer)
-        return dataclasses.replace(
-            model, layered=layered_counted, loss=layered_counted.loss
-        )
-
-
 def _program(
     model: meshpar.Model, schedule: layer_drop.Schedule | None, batch: Any
 ) -> meshpar.TrainProgram:
@@ -102,7 +71,7 @@ def _train(
 
 def count_claim(
     program: meshpar.TrainProgram,
-    counter: _Counter,
+    counter: LayerCounter,
     batches: list[dict[str, np.ndarray]],
     wanted: list[int],
 ) -> Claim:
@@ -261,7 +230,7 @@ def _run(setting: Setting) -> Result:
     schedule = layer_drop.progressive(LEAST, steps, speed=10.0)
     depth, width = config.model.depth, max(1, steps // 15)
     model, curves = language_model(config.model), {"all layers": [], "dropped": []}
-    batches, counter = _batches(config, steps, 0), _Counter()
+    batches, counter = _batches(config, steps, 0), LayerCounter()
     programs = {
         "all layers": _program(model, None, batches[0]),
         "dropped": _program(counter.counted(model), schedule, batches[0]),

@@ -13,7 +13,7 @@ from experiments.models.language_model import language_model
 from meshpar.arrays import abstract
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
-from meshpar.lowering.memory import TracedLayer, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, trace_layer
 from meshpar.lowering.optimizer import make_optimizer
 
 GB = 10**9
