@@ -113,6 +113,7 @@ class Candidates:
         if lowering.frame.manual_axes:
             own = lowering.runner.declared_reductions()
             key = id(lowering.plan.weights), *passes, layout.microbatches
+            key = *key, layout.prefetch
             if own is None and key not in self._terms:
                 self._terms[key] = tuple(lowering.declared_state_moves(passes))
             yield from self._terms[key] if own is None else own

@@ -6,10 +6,12 @@ slowest, and a tick without work costs as much as one with work.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
@@ -127,8 +129,6 @@ def step_seconds(
     memory_bandwidth = machine.chip.memory_bandwidth
     tensor, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
-    slow_stages = machine.num_slices > 1 and layout.pipe % machine.num_slices == 0
-    send_bandwidth = SLOW_LINK_BANDWIDTH if slow_stages else machine.link_bandwidth
     wire = sum(term.wire_bytes for term in traffic.terms) + tensor_bytes + sends
     return Seconds(
         layers=layers,
@@ -139,7 +139,7 @@ def step_seconds(
         saved=kept / memory_bandwidth,
         state=_state_seconds(lowering, machine, traffic, compute),
         tensor=tensor,
-        sends=sends / send_bandwidth,
+        sends=sends / _bandwidth(lowering, machine, (PIPE,)),
         wire_bytes=wire,
     )
 
@@ -149,10 +149,11 @@ def _bandwidth(
 ) -> float:
     """Bytes per second of a collective; axes over slices take the slow links."""
     left = machine.num_slices
-    for axis in lowering.layout.sizes:
-        size = lowering.layout.sizes[axis]
-        if left > 1 and size % left == 0:
-            return SLOW_LINK_BANDWIDTH if axis in axes else machine.link_bandwidth
+    for axis in in_use(SLOW_AXES, lowering.layout.sizes):
+        across = math.gcd(lowering.layout.sizes[axis], left)
+        if across > 1 and axis in axes:
+            return SLOW_LINK_BANDWIDTH
+        left //= across
     return machine.link_bandwidth
 
 

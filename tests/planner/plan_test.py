@@ -9,6 +9,7 @@ import pytest
 from support.tiny_models import BATCH, LENGTH, batch, lower, model, standard_model
 
 import meshpar
+from meshpar import mesh
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts import parse
 from meshpar.mesh.machine import machine_of
@@ -97,6 +98,19 @@ def test_a_slow_link_changes_the_choice_as_the_formula_says(facts):
         assert (stages.total < replicas.total) == (bandwidth == 1e6)
         moved = replicas.wire_bytes / (2 * bandwidth)
         assert replicas.state == pytest.approx(moved, rel=1e-6)
+
+
+def test_axes_over_slices_take_the_slow_links():
+    found = {}
+    for name in ("v5e:2x4", "2*v5e:2x2"):
+        devices = mesh.topology(name)
+        facts = Facts(standard_model(), OPTIMIZER, shapes(), None, devices[0])
+        made = Candidates(facts, machine_of(devices))
+        found[name] = made.candidate(parse("data=2,fsdp=4")).seconds
+    near, far = found.values()
+    assert near.wire_bytes == far.wire_bytes
+    # Only `data` crosses the slices, at 6.25 in place of 90 GB/s.
+    assert 2 < far.state / near.state < 90 / 6.25
 
 
 def plan(**options):
