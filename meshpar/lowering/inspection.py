@@ -101,7 +101,7 @@ class Inspection:
     def time(self) -> StepTime | None:
         """The time of one run, by the compiler's own cycles; None if it states none."""
         chip = chip_of(self.mesh.devices.flat[0].device_kind)
-        if chip is None or not chip.clock_rate:
+        if chip is None:
             return None
         text, rates = self.compiled.as_text(), (chip.clock_rate, chip.link_bandwidth)
         return estimate(text, dict(self.mesh.shape), *rates)

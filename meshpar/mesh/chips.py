@@ -32,7 +32,7 @@ class Chip:
       memory_bandwidth: bytes per second between memory and compute.
       link_bandwidth: bytes per second over one link, one way (ICI or NVLink).
       num_links: number of links of one chip.
-      clock_rate: cycles per second of its compute; 0 if compilers state no cycles.
+      clock_rate: cycles per second of its compute.
       host_bandwidth: bytes per second between one chip and host memory, one way (PCIe).
       torus_dims: dims of the torus that the chips form; 0 if a switch connects them.
       tile: rows and columns of a float32 tile; (1, 1) if arrays are not padded.
@@ -51,10 +51,10 @@ class Chip:
     link_bandwidth: float
     num_links: int
     torus_dims: int
+    clock_rate: float
     tile: tuple[int, int] = (8, 128)
     gathers_beside_compute: bool = True
     host_bandwidth: float = 15e9
-    clock_rate: float = 0.0
     xla_target: str = ""
     libtpu_config: str = ""
 
@@ -76,13 +76,13 @@ def _gpu(name: str, kind: str, memory: int, bandwidth: float, **fields: Any) -> 
 
 def _a100(name: str, kind: str, memory: int, bandwidth: float) -> Chip:
     figures = {"peak_flops": 312e12, "num_links": 12, "host_bandwidth": 32e9}
-    return _gpu(name, kind, memory, bandwidth, **figures)
+    return _gpu(name, kind, memory, bandwidth, clock_rate=1.41e9, **figures)
 
 
 def _hopper(name: str, kind: str, memory: int, bandwidth: int) -> Chip:
     target = hopper_target(kind, memory, bandwidth)
     fields = {"peak_flops": 989e12, "num_links": 18, "host_bandwidth": 64e9}
-    fields |= {"xla_target": target}
+    fields |= {"xla_target": target, "clock_rate": 1.98e9}
     return _gpu(name, kind, memory, bandwidth, **fields)
 
 

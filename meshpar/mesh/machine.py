@@ -18,6 +18,7 @@ _CPU = Chip(
     link_bandwidth=5e9,
     num_links=1,
     torus_dims=0,
+    clock_rate=2e9,
     tile=(1, 1),
     gathers_beside_compute=False,
 )
