@@ -116,11 +116,12 @@ def _planned(config: Config, devices: Sequence[jax.Device]) -> meshpar.Layout:
         config = building.fit_vocabulary(config, data.load(config.data))
     plans = building.make_plans(config, devices, top=1)
     best, others = plans.best[0], len(plans.others)
-    print(
-        f"layout=auto took {best.layout}: predicted {1e3 * best.seconds.total:.3g} ms "
-        f"a step and {best.memory.total / 1e9:.3g} GB a device, the fastest of "
-        f"{1 + others} that fit"
-    )
+    if jax.process_index() == 0:
+        print(
+            f"layout=auto took {best.layout}: predicted {1e3 * best.seconds.total:.3g} "
+            f"ms a step and {best.memory.total / 1e9:.3g} GB a device, the fastest of "
+            f"{1 + others} that fit"
+        )
     return best.layout
 
 

@@ -20,7 +20,8 @@ import rich.console
 from absl import flags
 
 import meshpar
-from experiments import command_line, outputs, predictions
+from experiments import command_line, outputs
+from experiments.recipes import step_times
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.reports import pictures, scaling, terminal
@@ -90,7 +91,7 @@ def _predicted_times(console: rich.console.Console, config: Config) -> dict[int,
     for topology in TOPOLOGIES.value:
         size = len(meshpar.mesh.topology(topology)) if WEAK.value else 1
         grown = dataclasses.replace(config, batch_size=config.batch_size * size)
-        n, seconds = predictions.seconds_per_step(grown, AXIS.value, topology)
+        n, seconds = step_times.seconds_per_step(grown, AXIS.value, topology)
         if n in times:
             raise ConfigError(
                 f"--topologies: {topology} has {n} devices, as one before it; leave it "

@@ -34,7 +34,7 @@ from meshpar.lowering.chunked_update import check_layerwise
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.mode import Mode
-from meshpar.lowering.optimizer import Optimizer, make_optimizer
+from meshpar.lowering.optimizer import Optimizer, optimizer_of
 from meshpar.lowering.scan import ScanRunner
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.state import abstract_state
@@ -123,8 +123,7 @@ def lower(
     abstract_batch, step_batch = abstract_batches(batch, layout, mesh)
     params = abstract(model.params)
     trained = {path: params[path] for path, p in model.params.items() if p.trained}
-    keys = {path: model.keys_of(path) for path in trained}
-    optimizer = make_optimizer(optimizer, trained, keys)
+    optimizer = optimizer_of(model, optimizer)
     if order is not None:
         order.check_optimizer(optimizer, trained)
     optimizer_state = optimizer.abstract_state

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 
 import meshpar
 from experiments import command_line
 from experiments.benchmarks import by_hand
 from experiments.recipes import building
 from meshpar import mesh
-from meshpar.contracts import hlo, step_time
 from meshpar.layouts.axes import FSDP
-from meshpar.mesh.chips import Chip, chip_of
+from meshpar.lowering.inspection import read_collectives, read_time
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
@@ -30,31 +30,25 @@ TOPOLOGY = flags.DEFINE_string(
 )
 
 
-def compile_timed(
-    name: str, lowered: jax.stages.Lowered, sizes: dict, chip: Chip | None
-) -> float:
+def compile_timed(name: str, lowered: jax.stages.Lowered, mesh: Mesh) -> float:
     """Compiles a step, prints its figures, and returns seconds of CPU.
 
     Args:
       name: printed in front of the figures.
       lowered: the step.
-      sizes: {mesh axis: size}.
-      chip: that it is compiled for.
+      mesh: that it is compiled for.
     """
     start = time.process_time()
     compiled = lowered.compile()
     seconds = time.process_time() - start
-    text = compiled.as_text()
-    collectives = hlo.parse_hlo(text, sizes)
+    collectives = read_collectives(compiled, mesh)
     exposed = sum(c.wire_bytes for c in collectives if not c.overlapped) / 1e9
     wire = sum(c.wire_bytes for c in collectives) / 1e9
     peak = compiled.memory_analysis().peak_memory_in_bytes / 1e9
     estimated = ""
-    if chip is not None:
-        rates = chip.clock_rate, chip.link_bandwidth
-        if found := step_time.estimate(text, sizes, *rates):
-            milliseconds, cycles = 1e3 * found.seconds, found.cycles / 1e9
-            estimated = f", estimated {milliseconds:.0f} ms ({cycles:.3f} Gcycles)"
+    if found := read_time(compiled, mesh):
+        milliseconds, cycles = 1e3 * found.seconds, found.cycles / 1e9
+        estimated = f", estimated {milliseconds:.0f} ms ({cycles:.3f} Gcycles)"
     print(
         f"{name}: compiled in {seconds:.1f} s of CPU, peak {peak:.2f} GB, "
         f"exposed {exposed:.2f} of {wire:.2f} GB{estimated}",
@@ -72,11 +66,10 @@ def main(_: Sequence[str]) -> int:
     devices = mesh.topology(TOPOLOGY.value)
     layout = meshpar.layouts.parse(config.layout or f"{FSDP}={len(devices)}")
     program = building.make_program(config, layout, devices)
-    sizes, chip = dict(program.mesh.shape), chip_of(devices[0].device_kind)
     step, init = by_hand.step_and_init(config, program)
     hand_written = step.lower(init.eval_shape(), program.abstract_batch)
-    program_seconds = compile_timed("program.step", program.lowered, sizes, chip)
-    hand_seconds = compile_timed("by hand", hand_written, sizes, chip)
+    program_seconds = compile_timed("program.step", program.lowered, program.mesh)
+    hand_seconds = compile_timed("by hand", hand_written, program.mesh)
     print(f"ratio: {program_seconds / hand_seconds:.3f}")
     return 0
 

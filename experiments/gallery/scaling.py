@@ -7,8 +7,9 @@ from collections.abc import Callable
 import matplotlib.figure
 import numpy as np
 
-from experiments import predictions, recipes
+from experiments import recipes
 from experiments.gallery.paper import Claim, Paper, Result, Setting
+from experiments.recipes import step_times
 from experiments.recipes.config import with_settings
 from experiments.reports import scaling
 from meshpar.explain import speedup
@@ -99,7 +100,7 @@ def _predicted(setting: Setting) -> tuple[dict[int, float], dict[int, float]]:
                 times[n] = strong[n]
                 continue
             sized = dataclasses.replace(config, batch_size=rows)
-            _, times[n] = predictions.seconds_per_step(sized, DATA, topology)
+            _, times[n] = step_times.seconds_per_step(sized, DATA, topology)
     return strong, weak
 
 

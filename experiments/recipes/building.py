@@ -16,9 +16,10 @@ from experiments.models import linen_decoder
 from experiments.models.language_model import language_model
 from experiments.recipes.config import Config, OptimizerConfig
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import ISLANDS, MODES
+from experiments.recipes.modes import ISLANDS, LOCAL_SGD, MODES
 from meshpar.layouts.param import follows_load
 from meshpar.lowering.mode import Mode
+from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.ops import experts
 
 
@@ -157,7 +158,20 @@ def make_plans(
       config: the run; its vocabulary must be known (`fit_vocabulary`).
       devices: the devices to fill.
       **options: as in `meshpar.plan`.
+
+    Raises:
+      MeshparError: nothing fits, or a mode or lowering whose cost is not predicted.
     """
+    if config.optimizer_mode == LOCAL_SGD:
+        raise ConfigError(
+            "--optimizer_mode=local_sgd: the planner predicts synchronous training; "
+            "give a --layout with replica=R"
+        )
+    if config.lowering not in ("", ShardMapLowering.name):
+        raise ConfigError(
+            f"--lowering={config.lowering}: the planner predicts shard_map programs; "
+            "leave it out"
+        )
     model = make_model(config)
     optimizer = make_optimizer(config.optimizer, config.steps, model)
     options["compute_dtype"] = compute_dtype(config)

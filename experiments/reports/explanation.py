@@ -8,7 +8,7 @@ import rich.table
 from rich.text import Text
 
 from experiments.reports import terminal
-from experiments.reports.units import readable_bytes
+from experiments.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
 
@@ -100,11 +100,6 @@ def _time(explanation: Explanation) -> rich.table.Table:
     for source, cycles in time.sources:
         table.add_row(_line(source), "", f"{cycles / total:.1%}", "")
     return table
-
-
-def readable_seconds(seconds: float) -> str:
-    """Seconds in milliseconds, such as "12.3 ms"."""
-    return f"{1e3 * seconds:.1f} ms"
 
 
 def _seconds(explanation: Explanation) -> str:

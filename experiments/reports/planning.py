@@ -8,7 +8,7 @@ import matplotlib.figure
 import rich.table
 
 from experiments.reports import terminal
-from experiments.reports.explanation import readable_bytes, readable_seconds
+from experiments.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans

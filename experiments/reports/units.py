@@ -1,4 +1,4 @@
-"""Units of bytes for tables and plots."""
+"""Units of bytes and seconds for tables and plots."""
 
 import math
 
@@ -16,3 +16,8 @@ def readable_bytes(size: float) -> str:
         return "unbounded"
     scale, name = unit_of_bytes(size)
     return f"{size / scale:.2f} {name}" if scale > 1 else f"{size:.0f} {name}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Seconds in milliseconds, such as "12.3 ms"."""
+    return f"{1e3 * seconds:.1f} ms"

@@ -207,8 +207,7 @@ class _Schedule:
             )
             return time
         if instruction.opcode == "conditional":
-            branches = [self._run(name, executions) for name in callees(instruction)]
-            return max(branches, key=lambda time: time.seconds(self.clock_rate))
+            return self._slowest(callees(instruction), executions)
         if instruction.opcode == "call":
             return self._run(callees(instruction)[0], executions)
         if not (match := _CYCLES.search(instruction.line)):
@@ -218,3 +217,19 @@ class _Schedule:
             if source := self.program.sources.get(frame.group(1)):
                 self.sources[source] += executions * cycles
         return _Time(cycles=cycles)
+
+    def _slowest(self, branches: list[str], executions: int) -> _Time:
+        """The time of the slowest branch, which alone counts in `loops` and `sources`.
+
+        Other devices wait for the one that takes it.
+        """
+        outside, found = (self.loops, self.sources), []
+        for name in branches:
+            self.loops, self.sources = [], collections.Counter()
+            time = self._run(name, executions)
+            found.append((time, self.loops, self.sources))
+        self.loops, self.sources = outside
+        time, loops, sources = max(found, key=lambda b: b[0].seconds(self.clock_rate))
+        self.loops += loops
+        self.sources.update(sources)
+        return time

@@ -25,6 +25,18 @@ def read_collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> list[Collecti
     return parse_hlo(compiled.as_text(), dict(mesh.shape))
 
 
+def read_time(compiled: jax.stages.Compiled, mesh: Mesh) -> StepTime | None:
+    """The time of a program compiled for a mesh, by the compiler's own cycles.
+
+    None if the compiler states none, or the chip is unknown.
+    """
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return None
+    rates = chip.clock_rate, chip.link_bandwidth
+    return estimate(compiled.as_text(), dict(mesh.shape), *rates)
+
+
 class _Compilation(NamedTuple):
     """A compiled program and the collectives in it."""
 
@@ -99,12 +111,8 @@ class Inspection:
 
     @functools.cached_property
     def time(self) -> StepTime | None:
-        """The time of one run, by the compiler's own cycles; None if it states none."""
-        chip = chip_of(self.mesh.devices.flat[0].device_kind)
-        if chip is None:
-            return None
-        text, rates = self.compiled.as_text(), (chip.clock_rate, chip.link_bandwidth)
-        return estimate(text, dict(self.mesh.shape), *rates)
+        """The time of one run, as `read_time` reads it."""
+        return read_time(self.compiled, self.mesh)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Traces one layer and the head of a model, for the bytes that they hold."""
+"""Traces one layer of a model, for the bytes that it holds."""
 
 import itertools
 import math
@@ -20,27 +20,25 @@ from meshpar.models.model_scope import model_scope
 
 
 class TracedLayer(NamedTuple):
-    """Bytes on one device, from tracing one layer and the head of a microbatch.
+    """Bytes on one device, from tracing one layer with a microbatch.
 
     Attributes:
       x: activations between two layers.
       saved: saved by a layer for its backward pass.
       running: held by a layer while it runs backward.
-      head: held by embedding and head.
       largest: the largest weight outside the stack, as a device computes with it.
     """
 
     x: int
     saved: int
     running: int
-    head: int
     largest: int
 
 
 def trace_layer(
     layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any
 ) -> TracedLayer:
-    """Traces one layer and the head of one microbatch.
+    """Traces one layer with one microbatch.
 
     Args:
       layered: the model.
@@ -113,9 +111,6 @@ def _trace(
     def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
         return layered.layer(weights, x, key, context)
 
-    def head(shared: Any, x: Any, rows: Any, key: Array) -> Array:
-        return layered.head_loss(shared, x, rows, key)[0]
-
     x = layered.embed(shared, rows, key)
     context = layered.context(shared, rows, key)
     wrapped = wrap_remat(layer, layout.remat)
@@ -125,7 +120,6 @@ def _trace(
         x=_tree_bytes(x) // ways,
         saved=_residual_bytes(lanes, wrapped, *args, kept=kept) // ways,
         running=_residual_bytes(lanes, layer, *args, kept=kept) // ways,
-        head=_residual_bytes(lanes, head, trained, shared, x, rows, key) // ways,
         largest=largest_weight(layered, plan),
     )
 

@@ -84,7 +84,7 @@ def predicted_memory(
 
     Args:
       state: bytes of the training state in one device's memory, by kind.
-      traced: of one layer and the head.
+      traced: of one layer.
       held: of the whole step.
       host: bytes in host memory.
     """

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.arrays import Array, Params, leaves_by_path
+from meshpar.arrays import Array, Params, abstract, leaves_by_path
 from meshpar.errors import MeshparError
 from meshpar.lowering.branchless import without_branches
 from meshpar.lowering.nesting import NestedState, Nesting
 from meshpar.lowering.reach import Reach, read_reach
+from meshpar.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,15 @@ def make_optimizer(
     forms = NestedState.of(state, nesting)
     abstract_state = forms.flatten(state)
     return Optimizer(transformation, nesting, abstract_state, reach, forms)
+
+
+def optimizer_of(
+    model: Model, transformation: optax.GradientTransformation | optax.MultiSteps
+) -> Optimizer:
+    """`make_optimizer` of the parameters of a model that are trained."""
+    trained = {path: p for path, p in model.params.items() if p.trained}
+    keys = {path: model.keys_of(path) for path in trained}
+    return make_optimizer(transformation, abstract(trained), keys)
 
 
 def _initial(

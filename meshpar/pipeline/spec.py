@@ -48,7 +48,7 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     return _make_spec(maker, layout.schedule, *counts, layout.partition, depth)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _make_spec(
     maker: Maker | None,
     name: str,

@@ -1,7 +1,7 @@
 """Facts about a model, its optimizer and its batch that hold under every layout.
 
-One layer, embedding and head are traced once for each policy of rematerialization; no
-layout traces the model again. Bytes and FLOPs are those of one row of the batch.
+One layer is traced for each policy of rematerialization, for bytes; layer, embedding
+and head are traced once, for FLOPs. No layout traces the model again.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import TracedLayer, trace_layer
-from meshpar.lowering.optimizer import Optimizer, make_optimizer
+from meshpar.lowering.optimizer import optimizer_of
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
@@ -72,11 +72,7 @@ class Facts:
                 "predicted; name its layers by layers= (docs/your_model.md)"
             )
         self.model, self.batch, self.compute_dtype = model, batch, compute_dtype
-        params = abstract(model.params)
-        trained = {path: params[path] for path, p in model.params.items() if p.trained}
-        keys = {path: model.keys_of(path) for path in trained}
-        self.optimizer: Optimizer = make_optimizer(optimizer, trained, keys)
-        self.num_params = sum(math.prod(x.shape) for x in params.values())
+        self.optimizer = optimizer_of(model, optimizer)
         self._device = device
         self._traces: dict[str, tuple[TracedLayer, TracedLayer]] = {}
 
@@ -120,7 +116,7 @@ class Facts:
         return few, many
 
     def layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
-        """Bytes of one layer and the head on one device.
+        """Bytes of one layer on one device.
 
         Args:
           remat: policy of rematerialization.

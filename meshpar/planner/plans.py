@@ -194,8 +194,8 @@ def _nothing(
         nearest = too_large[0]
         lines.append(
             f"the smallest, {nearest.layout}, needs {nearest.memory.total / 1e9:.1f} "
-            f"GB of {machine.memory_bytes / 1e9:.1f} GB a device; use more devices, a "
-            "smaller batch or offload=optimizer"
+            f"GB of {machine.memory_bytes / 1e9:.1f} GB a device; use more devices or "
+            "a smaller batch, or add offload=optimizer to that layout"
         )
     for reason, number in itertools.islice(refused.most_common(), 3):
         lines.append(f"{number} layouts refused: {reason}")

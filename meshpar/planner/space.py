@@ -15,6 +15,7 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
 from meshpar.layouts.grammar import REGEXES, RULES, read_items
 from meshpar.layouts.layout import DEFAULTS, Layout
+from meshpar.layouts.offload import NONE as OFF
 from meshpar.layouts.remat import NONE, REMAT_POLICIES
 from meshpar.models.model import Model
 
@@ -49,9 +50,15 @@ class Wanted:
         """Reads items such as "zero=3,remat=full" and names such as "tensor,pipe".
 
         Raises:
-          LayoutError: a name that no layout has, or one that is required as well.
+          LayoutError: a name that no layout has, one that is required as well, or an
+            option that is not predicted.
         """
         required = read_items(require, DEFAULTS) if require else {}
+        if (offload := required.get("offload", OFF)) != OFF:
+            raise LayoutError(
+                f"require=offload={offload}: transfers between device and host are not "
+                "predicted; plan without it, and add it to the layout"
+            )
         forbidden = frozenset(name for name in forbid.split(",") if name)
         for name in forbidden:
             if name not in DEFAULTS:

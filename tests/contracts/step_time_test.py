@@ -72,5 +72,23 @@ def test_loops_multiply_compute_and_exposed_transfers():
     assert time.rounds == 4 and time.cycles == 4e6 and time.exposed_seconds == 4
 
 
+BRANCHES = """%one (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+{one}}}
+%two (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+{two}}}
+"""
+CHOICE = "  %k = f32[8]{0} conditional(%i, %p, %p), branch_computations={%one, %two}\n"
+
+
+def test_the_slowest_branch_of_a_conditional_counts_alone():
+    body = LOOP.format(body=busy("a", 1_000_000))
+    branches = BRANCHES.format(one=WHILE, two=WHILE + busy("b", 3_000_000))
+    found = estimate(program(CHOICE + busy("c", 500_000), body + branches))
+    assert found.cycles == 7.5e6
+    assert [loop.cycles for loop in found.loops] == [4e6]
+
+
 def test_programs_without_cycles_have_no_estimate():
     assert estimate(program(REDUCTION)) is None

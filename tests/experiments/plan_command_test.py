@@ -35,6 +35,8 @@ BAD = {
     "memory=0GB": "write a size such as 60GB",
     "layout=fsdp=4": "a plan looks for the layout",
     "topology=v9:4x4": "write one such as",
+    "lowering=jit": "the planner predicts shard_map programs",
+    "optimizer_mode=local_sgd": "the planner predicts synchronous training",
     "forbid=pip": "forbid=pip: layouts have",
     "memory=1MB": "the smallest, ",
 }

@@ -5,7 +5,7 @@ import json
 import pytest
 from support import commands
 
-from experiments import predictions
+from experiments.recipes import step_times
 from meshpar.errors import MeshparError
 
 
@@ -47,7 +47,7 @@ def test_predicted_times_grow_the_batch_with_weak(scaling, monkeypatch):
         asked.append((config.batch_size, axis, topology))
         return (4, 1.0) if topology == "v5e:2x2" else (8, 0.6)
 
-    monkeypatch.setattr(predictions, "seconds_per_step", seconds)
+    monkeypatch.setattr(step_times, "seconds_per_step", seconds)
     words = "--recipe=tiny", "--set=model.vocab=256", "--topologies=v5e:2x2,v5e:2x4"
     assert scaling(*words, "--axis=fsdp").code == 0
     assert scaling(*words, "--weak", "--batch_size=2").code == 0
@@ -58,18 +58,17 @@ def test_predicted_times_grow_the_batch_with_weak(scaling, monkeypatch):
 
 
 def test_the_axis_takes_the_devices_that_the_layout_leaves():
-    layout = predictions.layout_over("tensor=2,remat=full", "fsdp", 16)
+    layout = step_times.layout_over("tensor=2,remat=full", "fsdp", 16)
     assert (layout.fsdp, layout.tensor, layout.remat) == (8, 2, "full")
-    assert predictions.layout_over("", "data", 4).data == 4
+    assert step_times.layout_over("", "data", 4).data == 4
     with pytest.raises(MeshparError, match="fills 3 devices, which do not divide 16"):
-        predictions.layout_over("tensor=3", "data", 16)
+        step_times.layout_over("tensor=3", "data", 16)
     with pytest.raises(MeshparError, match="layout='data=2' sets data"):
-        predictions.layout_over("data=2", "data", 16)
+        step_times.layout_over("data=2", "data", 16)
     with pytest.raises(MeshparError, match="axis='dat'; .*did you mean 'data'"):
-        predictions.layout_over("", "dat", 16)
+        step_times.layout_over("", "dat", 16)
 
 
-@pytest.mark.slow
 def test_a_recipe_is_predicted_for_chips_that_are_not_present(scaling):
     words = "--recipe=tiny", "--set=model.vocab=256", "--topologies=v5e:2x2,v5e:2x4"
     outcome = scaling(*words, "--json")

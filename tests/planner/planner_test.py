@@ -81,6 +81,8 @@ def test_layouts_fill_the_devices_and_are_as_wanted():
         Wanted.of("", "pip")
     with pytest.raises(LayoutError, match="required and forbidden"):
         Wanted.of("tensor=2", "tensor")
+    with pytest.raises(LayoutError, match="offload=optimizer: transfers between"):
+        Wanted.of("offload=optimizer", "")
 
 
 def test_a_slow_link_changes_the_choice_as_the_formula_says(facts):

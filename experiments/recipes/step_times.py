@@ -7,10 +7,8 @@ from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from meshpar import mesh
-from meshpar.contracts import step_time
 from meshpar.errors import nearest
 from meshpar.layouts.axes import AXES
-from meshpar.mesh.chips import chip_of
 
 
 def layout_over(text: str, axis: str, num_devices: int) -> meshpar.Layout:
@@ -60,9 +58,7 @@ def seconds_per_step(config: Config, axis: str, topology: str) -> tuple[int, flo
     devices = mesh.topology(topology)
     layout = layout_over(config.layout, axis, len(devices))
     program = building.make_program(config, layout, devices)
-    chip = chip_of(devices[0].device_kind)
-    text = program.compiled.as_text()
-    found = step_time.estimate(text, dict(program.mesh.shape), chip)
+    found = program.inspection.time
     if found is None:
         raise ConfigError(
             f"topology={topology}: its compiler states no cycles; use a TPU, such as "
