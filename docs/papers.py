@@ -16,9 +16,10 @@ _HEAD = """\
 # The papers' figures, redone
 
 Each figure below is computed anew by one command, on data that comes with Python and
-its packages, and is accepted only if its claims hold. Pictures and claims are those of
-the committed runs on CPUs. `python -m experiments.papers --all --quick` computes
-smaller cases of all of them. This page is written by `python -m docs.papers`.
+its packages, and is accepted if all its claims hold; the tables say which do not.
+Pictures and claims are those of the committed runs on CPUs. A smaller case of each:
+`python -m experiments.papers --all --quick`. This page is written by
+`python -m docs.papers`.
 """
 
 

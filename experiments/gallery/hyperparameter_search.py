@@ -199,7 +199,8 @@ def _run(setting: Setting) -> Result:
         Claim(
             f"random trials that match the grid of {large} trials",
             "as good or better models in a fraction of the trials",
-            f"{enough[0] if enough else 'more than ' + str(large)}",
+            f"{enough[0] if enough else 'more than ' + str(large)}, from one draw of "
+            f"{large} trials",
             bool(enough) and enough[0] < large,
         )
     )

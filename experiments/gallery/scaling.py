@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import matplotlib.figure
 import numpy as np
@@ -18,8 +18,8 @@ from meshpar.layouts.axes import DATA
 PLANTED = speedup.Strong(one_device=2.0, sigma=0.02, kappa=0.0002)
 PLANTED_WEAK = speedup.Weak(one_device=2.0, serial=0.05)
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
-_NOISE = 0.0005
-"""Standard deviation of the relative noise of planted times."""
+_NOISE, _DRAWS = 0.0005, range(200)
+"""Standard deviation of the relative noise of planted times, and seeds of the noise."""
 
 _TOPOLOGIES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8")
 _SETTINGS = ("model.vocab=256", "model.depth=2")
@@ -36,30 +36,39 @@ def planted_times(
 
 
 def _worst(
-    seeds: tuple[int, ...], found: Callable[[int], float], planted: float
+    seeds: Sequence[int], found: Callable[[int], float], planted: float
 ) -> float:
     """The largest relative error of a fitted number over the seeds."""
     return max(abs(found(seed) / planted - 1) for seed in seeds)
 
 
-def recovery_claims(seeds: tuple[int, ...]) -> list[Claim]:
+def recovery_claims(seeds: Sequence[int] = _DRAWS) -> list[Claim]:
     """Whether the fits find what was planted, and the laws' own arithmetic."""
     fits = {seed: speedup.fit_gunther(planted_times(PLANTED, seed)) for seed in seeds}
     weak = {
         seed: speedup.fit_gustafson(planted_times(PLANTED_WEAK, seed)) for seed in seeds
     }
+    coherency = _worst(seeds, lambda s: fits[s].kappa, PLANTED.kappa)
     errors = {
-        "serial share sigma": _worst(seeds, lambda s: fits[s].sigma, PLANTED.sigma),
-        "coherency kappa": _worst(seeds, lambda s: fits[s].kappa, PLANTED.kappa),
-        "serial share of weak scaling": _worst(
-            seeds, lambda s: weak[s].serial, PLANTED_WEAK.serial
+        "serial share sigma": (
+            _worst(seeds, lambda s: fits[s].sigma, PLANTED.sigma),
+            0.01,
+        ),
+        "coherency kappa": (coherency, 0.01),
+        "serial share of weak scaling": (
+            _worst(seeds, lambda s: weak[s].serial, PLANTED_WEAK.serial),
+            0.03,
         ),
     }
     claims = [
         Claim(
-            f"planted {name} is recovered to 1%", "", f"{error:.2%} off", error < 0.01
+            f"planted {name} is recovered to {most:.0%} in {len(seeds)} draws with "
+            f"{_NOISE:.2%} of noise",
+            "",
+            f"at most {error:.2%} off",
+            error < most,
         )
-        for name, error in errors.items()
+        for name, (error, most) in errors.items()
     ]
     best = max(range(1, 10_000), key=PLANTED.speedup)
     claims.append(
@@ -139,7 +148,7 @@ def _run(setting: Setting) -> Result:
     times = planted_times(PLANTED, setting.seeds[0])
     fits = scaling.laws(times, weak=False)
     panels = [("planted, with noise", times, fits)]
-    claims = recovery_claims(setting.seeds)
+    claims = recovery_claims()
     numbers = {
         "planted": dataclasses.asdict(PLANTED),
         "times": times,
