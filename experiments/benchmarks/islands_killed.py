@@ -3,42 +3,37 @@ r"""Times islands in Ray while one of their processes is killed every few second
     python -m experiments.benchmarks.islands_killed --recipe=tiny --layout=fsdp=2 \
         --set islands.workers=4 --set islands.servers=2 --set islands.replicas=2
 
-Trains twice for the same time, without and with kills (kill -9 of an island's or a
-server's process in turns), and prints the ratios of steps and of losses. Aim: at least
-0.97 of the steps over 10 minutes. Needs `pip install -e ".[islands]"`.
+Two runs train in turns, so that what else the machine does hits both alike. In the
+turns of one of them the process of an island or of a server is killed (kill -9) every
+`--every` seconds. Prints the ratios of steps and of losses. Aim: at least 0.97 of the
+steps over 10 minutes each. Needs `pip install -e ".[islands]"`.
 """
 
 import dataclasses
+import math
 import os
 import signal
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-import meshpar
 from experiments import command_line, data
 from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.modes import ISLANDS
 from experiments.recipes.ranges import Number
+from meshpar.islands.program import IslandsProgram
 from meshpar.islands.ray_host import RayHost
 
 flags.adopt_module_key_flags(command_line)
-SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds of training, each time.")
+SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds of training, of each run.")
 EVERY = flags.DEFINE_integer("every", 30, "Seconds between two kills.")
+_KILLS_PER_TURN = 2
+
 command_line.limit(SECONDS, Number(1, 100_000, "seconds"))
 command_line.limit(EVERY, Number(1, 100_000, "seconds"))
-
-
-class Trained(NamedTuple):
-    """A run: steps that were done, kills, and the held-out loss."""
-
-    steps: int
-    kills: int
-    loss: float
 
 
 def kill(host: RayHost, number: int) -> None:
@@ -48,36 +43,64 @@ def kill(host: RayHost, number: int) -> None:
     os.kill(processes[number // 2 % len(processes)], signal.SIGKILL)
 
 
-def train(
-    config: Config,
-    corpus: data.Corpus,
-    program: meshpar.TrainProgram,
-    every: float = float("inf"),
-) -> Trained:
-    """Trains for `--seconds`, with a kill every so many seconds."""
-    shape = dict(
-        length=config.model.length,
-        batch_size=config.batch_size,
-        rows=program.batch_rows,
-    )
-    batches = data.training_batches(corpus, seed=config.seed, position=0, **shape)
-    state, busy = program.init(config.seed), set()
-    while len(busy) < config.islands.workers:  # All have compiled the step.
-        state, metrics = program.step(state, next(batches))
-        busy |= {name for name in metrics if name.startswith("clock/")}
-    start, steps, kills = time.monotonic(), 0, 0
-    while (passed := time.monotonic() - start) < SECONDS.value:
-        if passed >= (kills + 1) * every:
-            kill(program.host, kills)
-            kills += 1
-        state, _ = program.step(state, next(batches))
-        steps += 1
-    held_out = data.held_out_batches(corpus, limit=config.evaluation_batches, **shape)
-    sums = program.metric_sums()
-    for batch in held_out:
-        sums.add(program.evaluate(state, batch))
-    program.close()
-    return Trained(steps, kills, sums.result()["loss"])
+class Run:
+    """Islands that train for some time, and rest.
+
+    Attributes:
+      steps: done.
+      kills: processes killed.
+      seconds: of training.
+    """
+
+    def __init__(self, config: Config, corpus: data.Corpus, program: IslandsProgram):
+        self._config, self._corpus, self._program = config, corpus, program
+        self._shape = dict(
+            length=config.model.length,
+            batch_size=config.batch_size,
+            rows=program.batch_rows,
+        )
+        self._batches = data.training_batches(
+            corpus, seed=config.seed, position=0, **self._shape
+        )
+        self._state, busy = program.init(config.seed), set()
+        self.steps = self.kills = 0
+        self.seconds = 0.0
+        while len(busy) < config.islands.workers:  # All have compiled the step.
+            busy |= {name for name in self._step() if name.startswith("clock/")}
+        program.host.drain()
+
+    def _step(self) -> Mapping[str, float]:
+        batch = next(self._batches)
+        self._state, metrics = self._program.step(self._state, batch)
+        return metrics
+
+    def train(self, seconds: float, every: float) -> None:
+        """Trains for a turn, and waits until all islands are done.
+
+        Args:
+          seconds: that it takes.
+          every: seconds between two kills; the first comes after half of them.
+        """
+        start, due = time.monotonic(), every / 2
+        while (passed := time.monotonic() - start) < seconds:
+            if passed >= due:
+                kill(self._program.host, self.kills)
+                self.kills, due = self.kills + 1, due + every
+            self._step()
+            self.steps += 1
+        self._program.host.drain()
+        self.seconds += time.monotonic() - start
+
+    def loss(self) -> float:
+        """The held-out loss; ends the islands."""
+        held_out = data.held_out_batches(
+            self._corpus, limit=self._config.evaluation_batches, **self._shape
+        )
+        sums = self._program.metric_sums()
+        for batch in held_out:
+            sums.add(self._program.evaluate(self._state, batch))
+        self._program.close()
+        return sums.result()["loss"]
 
 
 def main(_: Sequence[str]) -> int:
@@ -88,17 +111,21 @@ def main(_: Sequence[str]) -> int:
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
     layout, devices = start_devices(config)
-    runs = []
-    for name, every in (("without", float("inf")), ("with", EVERY.value)):
-        program = building.make_program(config, layout, devices)
-        runs.append(run := train(config, corpus, program, every))
+    programs = [building.make_program(config, layout, devices) for _ in range(2)]
+    whole, killed = runs = [Run(config, corpus, program) for program in programs]
+    turn = _KILLS_PER_TURN * EVERY.value
+    while killed.seconds < SECONDS.value:
+        whole.train(turn, math.inf)
+        killed.train(turn, EVERY.value)
+    rates = [run.steps / run.seconds for run in runs]
+    losses = [run.loss() for run in runs]
+    for run, rate, loss in zip(runs, rates, losses, strict=True):
         print(
-            f"{name} kills: {run.steps} steps, {run.kills} kills, loss {run.loss:.4f}",
-            flush=True,
+            f"{run.kills} kills: {run.steps} steps in {run.seconds:.0f} s, "
+            f"{rate:.3f} per second, loss {loss:.4f}"
         )
-    whole, killed = runs
-    print(f"ratio of steps: {killed.steps / max(1, whole.steps):.3f}")
-    print(f"ratio of losses: {killed.loss / whole.loss:.3f}")
+    print(f"ratio of steps per second: {rates[1] / rates[0]:.3f}")
+    print(f"ratio of losses: {losses[1] / losses[0]:.3f}")
     return 0
 
 

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar.arrays import Array, abstract, abstract_layer, num_bytes, vary
+from meshpar.arrays import (
+    Array,
+    Params,
+    abstract,
+    abstract_layer,
+    num_bytes,
+    vary,
+)
+from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.layouts.axes import TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import wrap_remat
@@ -26,12 +34,15 @@ class TracedLayer(NamedTuple):
       x: activations between two layers.
       saved: saved by a layer for its backward pass.
       running: held by a layer while it runs backward.
+      deferred: held from the gradient of a layer's input to that of its weights, where
+        a schedule splits the two.
       largest: the largest weight outside the stack, as a device computes with it.
     """
 
     x: int
     saved: int
     running: int
+    deferred: int
     largest: int
 
 
@@ -120,6 +131,7 @@ def _trace(
         x=_tree_bytes(x) // ways,
         saved=_residual_bytes(lanes, wrapped, *args, kept=kept) // ways,
         running=_residual_bytes(lanes, layer, *args, kept=kept) // ways,
+        deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
         largest=largest_weight(layered, plan),
     )
 
@@ -167,6 +179,36 @@ def _residual_bytes(
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
     return _tree_bytes(residuals(weights, *args), lanes)
+
+
+def _deferred_bytes(
+    lanes: int,
+    layer: Callable,
+    trained: frozenset[str],
+    weights: Params,
+    x: Any,
+    key: Array,
+    context: Any,
+    kept: Callable[[Any], Any],
+) -> int:
+    """Bytes that the first part of a backward pass hands over to the second part.
+
+    Takes the arguments of `_residual_bytes`, and the key and context of the layer.
+    """
+    stack = {path: w[None] for path, w in weights.items()}
+    leaves = {path: w for path, w in stack.items() if path in trained}
+    constants = {path: w for path, w in stack.items() if path not in trained}
+    scan = LayerScan(
+        lambda weights, x, _, context: layer(weights, x, key, context),
+        lambda leaves, constants: leaves | constants,
+        lambda gradient: gradient,
+        context,
+        kept,
+    )
+    rows = Rows(0, jnp.zeros(1, jnp.int32))
+    y, residuals = scan.forward(leaves, constants, x, rows)
+    state = scan.backward_input(leaves, constants, residuals, y, rows)[1]
+    return _tree_bytes(state.arrays, lanes)
 
 
 def _lanes(mesh: Mesh) -> int:

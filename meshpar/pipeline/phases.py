@@ -115,6 +115,16 @@ class TickLoop:
         """
         return self._count_ticks(lambda phase: getattr(phase, slot) is not False)
 
+    @property
+    def num_backward_buffers(self) -> int:
+        """Backward passes whose recomputed residuals have memory at the same time.
+
+        A compiler unrolls a phase of one tick. It may give memory to its residuals
+        before the loop of an earlier phase begins (libtpu does).
+        """
+        ticks = [phase.stop - phase.start for phase in self.phases if phase.backward]
+        return ticks.count(1) + any(count > 1 for count in ticks)
+
     def _count_ticks(self, condition: Callable[[Phase], bool]) -> int:
         phases = (phase for phase in self.phases if condition(phase))
         return sum(phase.stop - phase.start for phase in phases)

@@ -250,12 +250,12 @@ class PipelineRunner(Runner):
         """Bytes on one device held through the whole step."""
         del held  # A stage holds its own layers alone.
         weights, gradients = terms.stage_bytes(self.frame, self.zero)
-        saved = self.saved_bytes(traced)
-        rows = 0 if self.layout.save == "residuals" else self.spec.partition.rows
+        saved, rows = self.saved_bytes(traced), self.spec.partition.rows
+        recomputed = rows * traced.saved if self.layout.save == "inputs" else 0
         return Held(
             weights=weights,
             gradients=gradients,
-            activations=saved + rows * traced.saved,
+            activations=saved + self.loop.num_backward_buffers * recomputed,
             in_ticks=True,
             shards_state=self.zero.splits_any,
         )

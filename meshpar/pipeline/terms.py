@@ -79,8 +79,7 @@ def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) 
     activations = tables.num_inputs + tables.num_gradients + 3
     total = (tables.num_saved + 1) * per_slot + activations * traced.x
     if tables.num_states:
-        # The state for W is about as large as a running layer.
-        total += (tables.num_states + 1) * rows * traced.running
+        total += (tables.num_states + 1) * rows * traced.deferred
     return total
 
 

@@ -88,3 +88,12 @@ def test_slots_of_a_tick_are_constants_except_where_conditionals_select():
     _, interleaved = tick_loop("interleaved")
     (phase,) = (phase for phase in interleaved.phases if phase.head is None)
     assert interleaved.slots(phase, None, used).head is used.head
+
+
+@pytest.mark.parametrize("stages, buffers", [(2, 2), (4, 1)])
+def test_a_last_phase_of_one_tick_has_residuals_of_its_own(stages, buffers):
+    schedule = schedules.make_schedule("1f1b", stages, MICROBATCHES, 1)
+    loop = TickLoop(compile_schedule(schedule))
+    last = loop.phases[-1]
+    assert last.stop - last.start == stages - 1
+    assert loop.num_backward_buffers == buffers
