@@ -1,7 +1,7 @@
 """Collectives in steps: around the rings of a torus, or along binomial trees."""
 
-import functools
 import math
+from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -114,35 +114,74 @@ def torus_reduce_scatter(
     check_divides("reduce_scatter by rings", x, axis, dim)
     _check_torus(axis, shape)
     for ring in _rings(axis, shape):
-        place, size, _ = ring
-        ring_step = functools.partial(_reduce_step, x=x, axis=axis, ring=ring, dim=dim)
-        x = _part(x, place - 1, size, dim)
-        if loop:
-            x = lax.fori_loop(1, size, ring_step, x)
-        else:
-            for step in range(1, size):
-                x = ring_step(step, x)
+        x = _reduce(_cut(x, ring, dim), axis, ring, loop)
     return x
 
 
-def _reduce_step(
-    step: int | Array,
-    total: Array,
-    x: Array,
+PartOfSum = Callable[[Array, int, Array | None], Array]
+"""(number, size, total): one of `size` equal parts of this device's addend, added to
+the total of the part unless that is None."""
+
+
+def torus_reduce_scatter_of(
+    part: PartOfSum, axis: str, shape: tuple[int, ...], dim: int = 0
+) -> Array:
+    """`torus_reduce_scatter` of an addend that is made part by part.
+
+    Args:
+      part: makes the parts along `dim` that go around the first ring; called once for
+        each.
+      axis: one mesh axis.
+      shape: shape of the torus that the devices of the axis form, in row order.
+      dim: dim that is scattered.
+    """
+    _check_torus(axis, shape)
+    first, *others = _rings(axis, shape)
+    x = _reduce(lambda number, total: part(number, first[1], total), axis, first)
+    for ring in others:
+        x = _reduce(_cut(x, ring, dim), axis, ring)
+    return x
+
+
+def _reduce(
+    part: Callable[[Array, Array | None], Array],
     axis: str,
     ring: tuple[Array, int, list],
-    dim: int,
+    loop: bool = False,
 ) -> Array:
-    """Passes the partial sum along the ring and adds this device's part."""
+    """`reduce_scatter` around one ring: partial sums go around, and parts are added.
+
+    Args:
+      part: (number, total) -> this device's part of that number, added to the total.
+      axis: one mesh axis.
+      ring: one of `_rings`.
+      loop: as in `torus_reduce_scatter`.
+    """
     place, size, pairs = ring
-    received = lax.ppermute(total, axis, pairs)
-    return received + _part(x, place - 1 - step, size, dim)
+
+    def step(number: int | Array, total: Array) -> Array:
+        received = lax.ppermute(total, axis, pairs)
+        return part((place - 1 - number) % size, received)
+
+    total = part((place - 1) % size, None)
+    if loop:
+        return lax.fori_loop(1, size, step, total)
+    for number in range(1, size):
+        total = step(number, total)
+    return total
 
 
-def _part(x: Array, number: Array, size: int, dim: int) -> Array:
-    """One of `size` equal parts of x; its number is taken modulo size."""
-    length = x.shape[dim] // size
-    return lax.dynamic_slice_in_dim(x, number % size * length, length, dim)
+def _cut(
+    x: Array, ring: tuple[Array, int, list], dim: int
+) -> Callable[[Array, Array | None], Array]:
+    """The parts of an array, for `_reduce`."""
+    length = x.shape[dim] // ring[1]
+
+    def part(number: Array, total: Array | None) -> Array:
+        own = lax.dynamic_slice_in_dim(x, number * length, length, dim)
+        return own if total is None else total + own
+
+    return part
 
 
 def ring_all_reduce(x: Array, axis: str, dim: int = 0) -> Array:

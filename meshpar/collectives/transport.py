@@ -15,7 +15,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from meshpar.arrays import Array
-from meshpar.collectives.rings import torus_all_gather, torus_reduce_scatter
+from meshpar.collectives.rings import (
+    PartOfSum,
+    torus_all_gather,
+    torus_reduce_scatter,
+    torus_reduce_scatter_of,
+)
 from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of
 from meshpar.mesh.torus import ring_shape
@@ -126,6 +131,10 @@ class Rings(Transport):
             return super().reduce_scatter(x, axes, dim)
         shape = self.shapes[axes[0]]
         return torus_reduce_scatter(x, axes[0], shape, dim, loop=self.loop)
+
+    def reduce_scatter_of(self, part: PartOfSum, axis: str, dim: int = 0) -> Array:
+        """`reduce_scatter` over one covered axis, of what is made part by part."""
+        return torus_reduce_scatter_of(part, axis, self.shapes[axis], dim)
 
     def declare(
         self, kind: str, axes: tuple[str, ...], ways: int, whole_bytes: int

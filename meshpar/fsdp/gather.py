@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params, zero_after
-from meshpar.collectives.transport import ONE_SHOT, Transport
+from meshpar.collectives.transport import ONE_SHOT, Rings, Transport
 from meshpar.fsdp.buckets import TILE, make_buckets, padding
+from meshpar.fsdp.product import Product, whole
 from meshpar.fsdp.sharding import ManualSharding, on_local_shards
 
 
@@ -85,7 +86,7 @@ def _gather_bucket(
 
 
 def reduce_scatter_grads(
-    whole: Params,
+    grads: Mapping[str, Array | Product],
     shardings: Mapping[str, ManualSharding],
     transport: Transport = ONE_SHOT,
 ) -> Params:
@@ -95,7 +96,7 @@ def reduce_scatter_grads(
     `gather_shards`. Communication: (n-1)/n of the whole bytes sent per device.
 
     Args:
-      whole: {path: this device's addend}; call inside shard_map.
+      grads: {path: this device's addend}; call inside shard_map.
       shardings: {path: how manual axes split it}.
       transport: how the tensors move.
 
@@ -105,29 +106,46 @@ def reduce_scatter_grads(
     scatter = functools.partial(
         _reduce_scatter, shardings=shardings, transport=transport
     )
-    return on_local_shards(scatter, whole, shardings)
+    return on_local_shards(scatter, grads, shardings)
 
 
 def _reduce_scatter(
-    whole: Params, shardings: Mapping[str, ManualSharding], transport: Transport
+    grads: Mapping[str, Array | Product],
+    shardings: Mapping[str, ManualSharding],
+    transport: Transport,
 ) -> Params:
-    split = {path: x for path, x in whole.items() if shardings[path].splits}
-    shards = dict(whole)
+    split = {path: x for path, x in grads.items() if shardings[path].splits}
+    shards = {path: whole(x) for path, x in grads.items() if path not in split}
     for axes in dict.fromkeys(shardings[path].axes for path in split):
         group = {path: x for path, x in split.items() if shardings[path].axes == axes}
         n = lax.axis_size(axes)
         for paths in make_buckets(group, shardings, 1):
             if len(paths) > 1:
-                shards |= _scatter_bucket(
-                    {p: group[p] for p in paths}, shardings, n, transport
-                )
+                bucket = {path: whole(group[path]) for path in paths}
+                shards |= _scatter_bucket(bucket, shardings, n, transport)
                 continue
             x = group[paths[0]]
             for dim, dim_axes in reversed(shardings[paths[0]].splits):
                 for axis in dim_axes:
-                    x = _scatter_dim(x, dim, (axis,), transport)
+                    if isinstance(x, Product):
+                        x = _scatter_product(x, dim, axis, transport)
+                    else:
+                        x = _scatter_dim(x, dim, (axis,), transport)
             shards[paths[0]] = x
-    return shards
+    return {path: shards[path] for path in grads}
+
+
+def _scatter_product(x: Product, dim: int, axis: str, transport: Transport) -> Array:
+    """Reduce-scatters one dim of a gradient that is still to be computed."""
+    if not isinstance(transport, Rings) or not transport.covers((axis,)):
+        return _scatter_dim(x.whole(), dim, (axis,), transport)
+    columns = math.prod(x.shape[dim:]) // lax.axis_size(axis)
+    if columns >= TILE[1]:
+        return transport.reduce_scatter_of(functools.partial(x.part, dim), axis, dim)
+    # As in `_scatter_dim`, whose reasons hold here as well.
+    front = x.moved(dim)
+    rows = transport.reduce_scatter_of(functools.partial(front.part, 0), axis)
+    return jnp.moveaxis(rows, 0, dim)
 
 
 def _scatter_dim(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params, to_device
+from meshpar.fsdp.product import with_products
 from meshpar.fsdp.saved import Residuals, Saved, VjpReader
 from meshpar.fsdp.split_backward import SplitBackward
 
@@ -50,6 +51,7 @@ class LayerScan:
         the device before they are gathered.
       saves_on_host: whether what a layer saves goes to host memory until the backward
         pass.
+      by_parts: whether `reduce` takes gradients that are matmuls as `Product`s.
       padded: whether some rows are padding: they pass x and its gradient on, and their
         weights' gradients are zeros.
     """
@@ -62,6 +64,7 @@ class LayerScan:
     ahead: frozenset[str] = frozenset()
     streams: bool = False
     saves_on_host: bool = False
+    by_parts: bool = False
     padded: bool = False
 
     def _sweep(
@@ -192,7 +195,7 @@ class LayerScan:
             dy, sums = carry
             known = weights | self._beside(residuals.kept)
             saved = saved.on_device() if self.saves_on_host else saved
-            dweights, dx = saved.reader.vjp(saved, known)(dy)
+            dweights, dx = self._vjp(known, saved, dy)
             dweights = self._mask_gradient(number, dweights)
             dx = self._unless_padding(number, dx, dy)
             gradient = self.reduce(dweights)
@@ -205,6 +208,16 @@ class LayerScan:
             run_layer, carry, leaves, constants, rows, residuals.layers, reverse=True
         )
         return dx, gradient if sums is None else sums
+
+    def _vjp(self, weights: Params, saved: Saved, dy: Any) -> tuple[Any, Any]:
+        """(gradients of a layer's weights, gradient of its input)."""
+
+        def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
+            saved, dy = args
+            return saved.reader.vjp(saved, weights)(dy)
+
+        run = with_products if self.by_parts and not self.padded else _call
+        return run(backward, weights, (saved, dy))
 
     def backward_input(
         self,
@@ -258,6 +271,10 @@ class LayerScan:
             return _add_to_row(sums, gradient, row, on), None
 
         return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
+
+
+def _call(fn: Callable, *args: Any) -> Any:
+    return fn(*args)
 
 
 def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Params:

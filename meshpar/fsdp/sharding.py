@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params
 from meshpar.errors import LayoutError
+from meshpar.fsdp.product import Product
 from meshpar.layouts.plan import Spec, partition_spec
 
 
@@ -81,8 +83,8 @@ class ManualSharding:
 
 
 def on_local_shards(
-    move: Callable[[Params], Params],
-    tree: Params,
+    move: Callable[[Any], Params],
+    tree: Mapping[str, Array | Product],
     shardings: Mapping[str, ManualSharding],
 ) -> Params:
     """Calls `move` with the automatic axes made manual, too: on each device's shards.
@@ -96,6 +98,9 @@ def on_local_shards(
     specs = {path: shardings[path].automatic for path in tree}
     if not axes or not tree:
         return move(tree)
-    return jax.shard_map(move, in_specs=(specs,), out_specs=specs, axis_names=axes)(
-        tree
-    )
+    in_specs = {
+        path: x.specs(specs[path]) if isinstance(x, Product) else specs[path]
+        for path, x in tree.items()
+    }
+    mapped = jax.shard_map(move, in_specs=(in_specs,), out_specs=specs, axis_names=axes)
+    return mapped(tree)

@@ -13,34 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from meshpar import compat
 from meshpar.arrays import Array
-
-
-def _read(env: dict, atom: Any) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-
-def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr with every call in it inlined."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        values = [_read(env, atom) for atom in eqn.invars]
-        if eqn.primitive.name in compat.CALLS:
-            outputs = _inlined(*compat.called_jaxpr(eqn), values)
-        else:
-            outputs = compat.bind(eqn, values)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [_read(env, atom) for atom in jaxpr.outvars]
-
-
-def _without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
-    """(closed jaxpr of fn(*inputs) with every call inlined, fn's result tree)."""
-    whole, result = jax.make_jaxpr(fn, return_shape=True)(*inputs)
-    closed = jax.make_jaxpr(lambda *a: _inlined(whole.jaxpr, whole.consts, a))(*inputs)
-    return closed, result
+from meshpar.fsdp.jaxprs import needed, read, variables, without_calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,17 +62,17 @@ class SplitBackward:
                 jax.tree.unflatten(args_tree, flat_inputs[num_weights:]),
             )
 
-        closed, results = _without_calls(flat, (*flat_weights, *flat_args))
+        closed, results = without_calls(flat, (*flat_weights, *flat_args))
         jaxpr = closed.jaxpr
         gradient_tree, rest_tree = map(jax.tree.structure, results)
         count = gradient_tree.num_leaves
         gradients, rest = jaxpr.outvars[:count], jaxpr.outvars[count:]
-        first = _needed(jaxpr, rest, frozenset())
-        second = _needed(jaxpr, gradients, frozenset(first))
+        first = needed(jaxpr, rest)
+        second = needed(jaxpr, gradients, frozenset(first))
         available = {v for i in second for v in jaxpr.eqns[i].outvars}
         available |= {*jaxpr.invars[:num_weights], *jaxpr.constvars}
         reads = [v for i in second for v in jaxpr.eqns[i].invars] + gradients
-        handed_over = [v for v in _variables(reads) if v not in available]
+        handed_over = [v for v in variables(reads) if v not in available]
         return cls(
             jaxpr,
             closed.consts,
@@ -120,7 +96,7 @@ class SplitBackward:
     def _run(self, env: dict, numbers: Sequence[int]) -> None:
         for number in numbers:
             eqn = self.jaxpr.eqns[number]
-            outputs = compat.bind(eqn, [_read(env, atom) for atom in eqn.invars])
+            outputs = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outputs, strict=True))
 
     def run_first(self, weights: Any, args: Any) -> tuple[Any, list[Array]]:
@@ -129,51 +105,12 @@ class SplitBackward:
         inputs = self.jaxpr.invars[self.num_weights :]
         env.update(zip(inputs, jax.tree.leaves(args), strict=True))
         self._run(env, self.first)
-        rest = jax.tree.unflatten(self.rest_tree, [_read(env, v) for v in self.rest])
+        rest = jax.tree.unflatten(self.rest_tree, [read(env, v) for v in self.rest])
         return rest, [env[v] for v in self.handed_over]
 
     def run_second(self, weights: Any, state: Sequence[Array]) -> Any:
         """W: the gradient of the weights."""
         env = self._start(weights) | dict(zip(self.handed_over, state, strict=True))
         self._run(env, self.second)
-        gradients = [_read(env, v) for v in self.gradients]
+        gradients = [read(env, v) for v in self.gradients]
         return jax.tree.unflatten(self.gradient_tree, gradients)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def _needed(jaxpr: Any, outputs: Sequence[Any], done: frozenset[int]) -> list[int]:
-    """Equations that outputs need, in order, without those that are done."""
-    live, numbers = set(_variables(outputs)), []
-    for number in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[number]
-        if number in done or not live.intersection(eqn.outvars):
-            continue
-        numbers.append(number)
-        live.update(_variables(eqn.invars))
-    return numbers[::-1]
-
-
-def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> set[str]:
-    """Keys of `params` that fn(params, *args) reads for its result.
-
-    Args:
-      fn: any function of pytrees.
-      params: {key: array or ShapeDtypeStruct}.
-      *args: pytrees of arrays or ShapeDtypeStructs; only shapes matter.
-    """
-    paths, (leaves, tree) = list(params), jax.tree.flatten(args)
-
-    def flat(*inputs: Array) -> list[Array]:
-        params = dict(zip(paths, inputs, strict=False))
-        args = jax.tree.unflatten(tree, inputs[len(params) :])
-        return jax.tree.leaves(fn(params, *args))
-
-    closed, _ = _without_calls(flat, (*params.values(), *leaves))
-    jaxpr = closed.jaxpr
-    live = set(_variables(jaxpr.outvars))
-    for number in _needed(jaxpr, jaxpr.outvars, frozenset()):
-        live.update(_variables(jaxpr.eqns[number].invars))
-    return {path for path, v in zip(paths, jaxpr.invars, strict=False) if v in live}

@@ -24,7 +24,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params, num_bytes, rounded, to_device
 from meshpar.collectives import transport
-from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
+from meshpar.collectives.transport import ONE_SHOT, Rings, Transport, Transports
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import (
     gather_beside,
@@ -232,8 +232,10 @@ class Zero:
             y = self.layered.layer(self.cast(weights), x, fold_key(key, i), context)
             return jax.tree.map(self.vary, y)
 
+        gradients = self.transports.gradients
+
         def reduce(grads: Params) -> Params:
-            return self._reduced(grads, self.layer_shardings, self.transports.gradients)
+            return self._reduced(grads, self.layer_shardings, gradients)
 
         wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
         whole, kept = self._whole_layer, self.layered.kept
@@ -247,6 +249,7 @@ class Zero:
             self.prefetched,
             streams=self.streams,
             saves_on_host=on_host,
+            by_parts=self.reduces_early and isinstance(gradients, Rings),
         )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:

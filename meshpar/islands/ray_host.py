@@ -30,6 +30,9 @@ from meshpar.islands.worker import Span
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.platform import CPU, platform_of
 
+_LOOK_S = 0.2
+"""Seconds after which a thread looks again at the island that it waits for."""
+
 
 def start_servers(
     ranges: list, make_rules: Callable[[], Rules], servers: int, replicas: int
@@ -155,24 +158,44 @@ class RayHost(Host):
                 raise Stopped
             time.sleep(0.1)
 
-    def _call(self, index: int, ref: Any) -> Any:
+    def _call(
+        self, index: int, ref: Any, meanwhile: Callable[[], None] = lambda: None
+    ) -> Any:
         """The result of an actor's method.
+
+        Args:
+          index: of the island.
+          ref: what the method returned.
+          meanwhile: called now and then until the result is there.
 
         Raises:
           WorkerDied: its process is gone.
           Stopped: the island has to leave.
         """
-        while not ray.wait([ref], timeout=0.2)[0]:
-            if self.is_stopped(index):
-                raise Stopped
         try:
+            while not ray.wait([ref], timeout=_LOOK_S)[0]:
+                if self.is_stopped(index):
+                    raise Stopped
+                meanwhile()
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
             raise WorkerDied(str(error)) from error
 
     def prepare(self, index: int) -> None:
-        """As `Host.prepare`."""
-        self._call(index, self._actors[index].prepare.remote())
+        """As `Host.prepare`.
+
+        An island that is ahead of the others pulls until they have pushed. Nobody must
+        wait for it: they may have no batches. What it reads meanwhile is read again
+        after a snapshot.
+        """
+        actor = self._actors[index]
+
+        def look() -> None:
+            pulling = ray.get(actor.pulling.remote())
+            with self.changed:
+                self.waiting(index, pulling)
+
+        self._call(index, actor.prepare.remote(), look)
 
     def train(self, index: int, batch: Any) -> Mapping[str, float]:
         """As `Host.train`."""

@@ -96,6 +96,10 @@ class IslandProcess:
         """Waits until the island needs a batch."""
         self._worker.prepare()
 
+    def pulling(self) -> bool:
+        """Whether the island reads from the store, or waits until it may."""
+        return self._worker.pulling
+
     def train(self, batch: Any) -> dict[str, float]:
         """Trains on a batch, and pushes what is to be pushed at once."""
         metrics = self._worker.train(batch)

@@ -56,6 +56,7 @@ class Worker:
     Attributes:
       phase: what comes next.
       clock: pushes made.
+      pulling: whether it reads from the store, or waits until it may.
       spans: what it did, for a picture; the newest 10,000.
     """
 
@@ -69,6 +70,7 @@ class Worker:
         clock: int = 0,
     ):
         self.name, self.clock, self.phase = name, clock, FETCH
+        self.pulling = False
         self.island, self.spans = island, []
         self._mode, self._slices, self._endpoint = mode, slices, endpoint
         self._wire = Wire(mode.wire, mode.error_feedback)
@@ -119,7 +121,9 @@ class Worker:
     def _pull(self) -> None:
         start = time.monotonic()
         names = [part.range.name for part in self._slices]
+        self.pulling = True
         found = self._endpoint.pull(names, self.clock, self._versions)
+        self.pulling = False
         for part, values in zip(self._slices, found, strict=True):
             self._versions[values.range] = values.version
             if values.values is not None:

@@ -20,8 +20,8 @@ from meshpar.arrays import Array, Params, abstract, num_bytes, vary
 from meshpar.collectives.shard_keys import Inner, for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.errors import LayoutError
+from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.sharding import ManualSharding
-from meshpar.fsdp.split_backward import used_inputs
 from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import (

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params, abstract, num_bytes
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.errors import LayoutError
-from meshpar.fsdp.split_backward import used_inputs
+from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout

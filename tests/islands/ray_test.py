@@ -33,6 +33,10 @@ def test_a_server_is_killed_and_no_answered_push_is_lost():
     run("server", 240)
 
 
+def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others():
+    run("ahead", 120)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a zygote")
 def test_workers_are_forked_and_nothing_stays_behind():
     printed = run("zygote", 120)

@@ -1,6 +1,6 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py server|islands|zygote|ports
+python killed_in_ray.py server|islands|ahead|zygote|ports
 """
 
 import os
@@ -16,6 +16,7 @@ import numpy as np
 import ray
 
 from meshpar.islands import (
+    BSP,
     SSP,
     Islands,
     KeyRange,
@@ -50,8 +51,8 @@ def server():
     assert "server 0" not in ray.get(coordinator.pids.remote())
 
 
-def trained(kills, steps=80):
-    """The loss and the seconds of a run in which processes are killed after steps."""
+def program(consistency):
+    """Two islands of one device, and a batch of both."""
     import jax
     import optax
     from support import tiny_stack
@@ -60,12 +61,23 @@ def trained(kills, steps=80):
 
     batch, optimizer = tiny_stack.batch(), optax.sgd(0.05)
     mode = Islands(
-        2, consistency=SSP(2), learning_rate=0.05, host="ray", servers=2, replicas=2
+        2,
+        consistency=consistency,
+        learning_rate=0.05,
+        host="ray",
+        servers=2,
+        replicas=2,
     )
     one = jax.devices()[:1]
     made = meshpar.lower(
         tiny_stack.model(), optimizer, "data=1", batch, devices=one, mode=mode
     )
+    return made, batch
+
+
+def trained(kills, steps=80):
+    """The loss and the seconds of a run in which processes are killed after steps."""
+    made, batch = program(SSP(2))
     state, start = made.init(3), time.monotonic()
     for step in range(steps):
         state, _ = made.step(state, batch)
@@ -92,6 +104,19 @@ def islands():
         flush=True,
     )
     assert broken < 1.01 * whole + 0.01
+
+
+def ahead():
+    """Nobody waits for an island that is ahead and has to wait for the others."""
+    made, batch = program(BSP())
+    made.step(made.init(3), batch)
+    made.host.drain()
+    part = {name: x[: len(made.batch_rows) // 2] for name, x in batch.items()}
+    for _ in range(2):  # Then the other island is the only one that may train.
+        made.host.step([part])
+        made.host.drain()
+        assert made.host.snapshot()
+    made.close()
 
 
 class Process:
@@ -146,7 +171,5 @@ def ports():
 
 if __name__ == "__main__":
     ray_start.start_ray()
-    {"server": server, "islands": islands, "zygote": zygote, "ports": ports}[
-        sys.argv[1]
-    ]()
+    globals()[sys.argv[1]]()
     print("done", flush=True)

@@ -1,0 +1,197 @@
+"""Gradients of weights as matmuls that are still to be done.
+
+The gradient of a matmul's weight is a matmul of its input and its output's gradient. A
+ring can have it part by part: each matmul adds the sum that arrives, so that no whole
+gradient is held, and no pass over memory cuts and adds.
+
+Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition
+  in Large Deep Learning Models, ASPLOS 2023 (einsum and reduce-scatter).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar import compat
+from meshpar.arrays import Array
+from meshpar.fsdp.jaxprs import needed, read, without_calls
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lhs", "rhs"],
+    meta_fields=["numbers", "order", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matmul that is still to be done; stands for its result.
+
+    Attributes:
+      lhs: one operand.
+      rhs: the other.
+      numbers: `dimension_numbers` of the matmul, as in `jax.lax.dot_general`.
+      order: dims of the matmul's result, in the order of those of this one.
+      dtype: of the result.
+    """
+
+    lhs: Any
+    rhs: Any
+    numbers: Any
+    order: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def _dims(self) -> list[tuple[int | None, int | None]]:
+        """The dims of (lhs, rhs) that each dim of the result comes from."""
+        (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = self.numbers
+        dims: list[tuple[int | None, int | None]]
+        dims = list(zip(lhs_batch, rhs_batch, strict=True))
+        for at, used in ((0, lhs_summed + lhs_batch), (1, rhs_summed + rhs_batch)):
+            free = (d for d in range((self.lhs, self.rhs)[at].ndim) if d not in used)
+            dims += [(None, d) if at else (d, None) for d in free]
+        return [dims[dim] for dim in self.order]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return tuple(
+            self.rhs.shape[right] if left is None else self.lhs.shape[left]
+            for left, right in self._dims
+        )
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the result."""
+        return len(self.order)
+
+    def specs(self, spec: PartitionSpec) -> "Product":
+        """The specs of the operands, if `spec` is that of the result."""
+        operands: list[list[Any]] = [[None] * self.lhs.ndim, [None] * self.rhs.ndim]
+        for entry, dims in zip(spec, self._dims, strict=False):
+            for operand, dim in zip(operands, dims, strict=True):
+                if dim is not None:
+                    operand[dim] = entry
+        lhs, rhs = (PartitionSpec(*operand) for operand in operands)
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs)
+
+    def moved(self, dim: int) -> "Product":
+        """The same with a dim moved to the front."""
+        others = (d for i, d in enumerate(self.order) if i != dim)
+        return dataclasses.replace(self, order=(self.order[dim], *others))
+
+    def whole(self) -> Array:
+        """The result."""
+        return self._times(self.lhs, self.rhs).astype(self.dtype)
+
+    def _times(self, lhs: Array, rhs: Array) -> Array:
+        """The matmul of operands or their parts, in float32 or wider."""
+        dtype = jnp.promote_types(self.dtype, jnp.float32)
+        result = lax.dot_general(lhs, rhs, self.numbers, preferred_element_type=dtype)
+        return result.transpose(self.order)
+
+    def part(self, dim: int, number: Array, size: int, total: Array | None) -> Array:
+        """One of `size` equal parts of the result, added to a total of it if given.
+
+        Args:
+          dim: that is cut.
+          number: of the part.
+          size: number of parts.
+          total: of the shape of the part.
+        """
+        operands = [self.lhs, self.rhs]
+        for at, cut in enumerate(self._dims[dim]):
+            if cut is not None:
+                x = operands[at]
+                length = x.shape[cut] // size
+                start = number * length
+                operands[at] = lax.dynamic_slice_in_dim(x, start, length, cut)
+        if total is None:
+            return self._times(*operands).astype(self.dtype)
+        # Otherwise a compiler would do the matmul before the total is there, and add
+        # in another pass over memory.
+        total, *operands = lax.optimization_barrier((total, *operands))
+        result = self._times(*operands)
+        return (result + total.astype(result.dtype)).astype(self.dtype)
+
+
+def whole(gradient: Array | Product) -> Array:
+    """The gradient as an array."""
+    return gradient.whole() if isinstance(gradient, Product) else gradient
+
+
+_KEEPS = "transpose", "convert_element_type", "copy", "pvary", "pcast"
+"""Primitives through which the result of a matmul is still a `Product`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A matmul in a jaxpr; its result is a `Product` of the operands' values."""
+
+    eqn: Any
+    order: tuple[int, ...]
+    dtype: Any
+
+
+def _find(variable: Any, makers: dict[Any, Any]) -> _Found | None:
+    """The matmul whose result, but for the order of its dims, is a variable's value."""
+    order, dtype = tuple(range(len(variable.aval.shape))), variable.aval.dtype
+    eqn = makers.get(variable)
+    while eqn is not None and eqn.primitive.name in _KEEPS:
+        if eqn.primitive.name == "transpose":
+            order = tuple(eqn.params["permutation"][dim] for dim in order)
+        eqn = makers.get(eqn.invars[0])
+    if eqn is None or eqn.primitive.name != "dot_general":
+        return None
+    return _Found(eqn, order, dtype)
+
+
+def with_products(
+    fn: Callable[[Any, Any], tuple[dict[str, Array], Any]], weights: Any, args: Any
+) -> tuple[dict[str, Array | Product], Any]:
+    """fn(weights, args), where gradients that are matmuls are left to be done.
+
+    Args:
+      fn: (weights, args) -> ({path: gradient of a weight}, other results).
+      weights: a pytree of arrays.
+      args: a pytree of arrays.
+    """
+    inputs, tree = jax.tree.flatten((weights, args))
+    closed, results = without_calls(lambda *x: fn(*jax.tree.unflatten(tree, x)), inputs)
+    jaxpr = closed.jaxpr
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    paths = sorted(results[0])
+    found: dict[str, _Found] = {}
+    outputs = dict(zip(paths, jaxpr.outvars, strict=False))
+    rest = jaxpr.outvars[len(paths) :]
+    for path, variable in outputs.items():
+        if (product := _find(variable, makers)) is not None:
+            found[path] = product
+    wanted = [v for path, v in outputs.items() if path not in found] + list(rest)
+    wanted += [v for product in found.values() for v in product.eqn.invars]
+    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    for number in needed(jaxpr, wanted):
+        eqn = jaxpr.eqns[number]
+        values = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, values, strict=True))
+    gradients: dict[str, Array | Product] = {}
+    for path, variable in outputs.items():
+        if path not in found:
+            gradients[path] = read(env, variable)
+            continue
+        product = found[path]
+        operands = (read(env, atom) for atom in product.eqn.invars)
+        numbers = _as_tuples(product.eqn.params["dimension_numbers"])
+        gradients[path] = Product(*operands, numbers, product.order, product.dtype)
+    rest_tree = jax.tree.structure(results[1])
+    return gradients, jax.tree.unflatten(rest_tree, [read(env, v) for v in rest])
+
+
+def _as_tuples(numbers: Any) -> Any:
+    return tuple(tuple(tuple(dims) for dims in pair) for pair in numbers)
