@@ -1,5 +1,6 @@
 """Functions of jax that differ between its supported versions, or are not public."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -117,8 +118,17 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     params, functions = eqn.primitive.get_bind_params(eqn.params), ()
     if not isinstance(params, dict):
         functions, params = params
-    outputs = eqn.primitive.bind(*functions, *values, **params)
+    with written_at(eqn.source_info), eqn.ctx.manager:
+        outputs = eqn.primitive.bind(*functions, *values, **params)
     return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def written_at(source: Any) -> contextlib.AbstractContextManager:
+    """What is traced inside has the source line and name of `eqn.source_info`."""
+    from jax._src import source_info_util
+
+    names = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=names)
 
 
 def detected_cluster() -> tuple[str, int, int] | None:

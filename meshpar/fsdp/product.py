@@ -8,6 +8,7 @@ Source: Wang et al., Overlap Communication with Dependent Computation via Decomp
   in Large Deep Learning Models, ASPLOS 2023 (einsum and reduce-scatter).
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from meshpar.fsdp.jaxprs import needed, read, without_calls
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["lhs", "rhs"],
-    meta_fields=["numbers", "order", "dtype"],
+    meta_fields=["numbers", "order", "dtype", "source"],
 )
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -38,6 +39,7 @@ class Product:
       numbers: `dimension_numbers` of the matmul, as in `jax.lax.dot_general`.
       order: dims of the matmul's result, in the order of those of this one.
       dtype: of the result.
+      source: `source_info` of the equation that it stands for, if any.
     """
 
     lhs: Any
@@ -45,6 +47,7 @@ class Product:
     numbers: Any
     order: tuple[int, ...]
     dtype: Any
+    source: Any = None
 
     @property
     def _dims(self) -> list[tuple[int | None, int | None]]:
@@ -91,8 +94,11 @@ class Product:
 
     def _times(self, lhs: Array, rhs: Array) -> Array:
         """The matmul of operands or their parts, in float32 or wider."""
-        dtype = jnp.promote_types(self.dtype, jnp.float32)
-        result = lax.dot_general(lhs, rhs, self.numbers, preferred_element_type=dtype)
+        dtype, source = jnp.promote_types(self.dtype, jnp.float32), self.source
+        with contextlib.nullcontext() if source is None else compat.written_at(source):
+            result = lax.dot_general(
+                lhs, rhs, self.numbers, preferred_element_type=dtype
+            )
         return result.transpose(self.order)
 
     def part(self, dim: int, number: Array, size: int, total: Array | None) -> Array:
@@ -186,9 +192,10 @@ def with_products(
             gradients[path] = read(env, variable)
             continue
         product = found[path]
-        operands = (read(env, atom) for atom in product.eqn.invars)
-        numbers = _as_tuples(product.eqn.params["dimension_numbers"])
-        gradients[path] = Product(*operands, numbers, product.order, product.dtype)
+        eqn, order, dtype = product.eqn, product.order, product.dtype
+        operands = (read(env, atom) for atom in eqn.invars)
+        numbers = _as_tuples(eqn.params["dimension_numbers"])
+        gradients[path] = Product(*operands, numbers, order, dtype, eqn.source_info)
     rest_tree = jax.tree.structure(results[1])
     return gradients, jax.tree.unflatten(rest_tree, [read(env, v) for v in rest])
 
