@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from meshpar import compat
 from meshpar.arrays import Array
@@ -72,16 +71,6 @@ class Product:
     def ndim(self) -> int:
         """Number of dims of the result."""
         return len(self.order)
-
-    def specs(self, spec: PartitionSpec) -> "Product":
-        """The specs of the operands, if `spec` is that of the result."""
-        operands: list[list[Any]] = [[None] * self.lhs.ndim, [None] * self.rhs.ndim]
-        for entry, dims in zip(spec, self._dims, strict=False):
-            for operand, dim in zip(operands, dims, strict=True):
-                if dim is not None:
-                    operand[dim] = entry
-        lhs, rhs = (PartitionSpec(*operand) for operand in operands)
-        return dataclasses.replace(self, lhs=lhs, rhs=rhs)
 
     def moved(self, dim: int) -> "Product":
         """The same with a dim moved to the front."""

@@ -91,7 +91,7 @@ def on_local_shards(
 
     Otherwise the compiler would make tensors whole over the automatic axes before a
     collective, and TPUs would turn a reduce_scatter into an all_reduce, even if these
-    axes have size 1.
+    axes have size 1. Products are there only if all of them have size 1.
     """
     kinds = jax.sharding.get_abstract_mesh()
     axes = set(kinds.axis_names) - set(kinds.manual_axes)
@@ -99,7 +99,7 @@ def on_local_shards(
     if not axes or not tree:
         return move(tree)
     in_specs = {
-        path: x.specs(specs[path]) if isinstance(x, Product) else specs[path]
+        path: PartitionSpec() if isinstance(x, Product) else specs[path]
         for path, x in tree.items()
     }
     mapped = jax.shard_map(move, in_specs=(in_specs,), out_specs=specs, axis_names=axes)

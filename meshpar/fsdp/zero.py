@@ -142,6 +142,13 @@ class Zero:
         """
         return self.reduces_early and not self.in_ticks
 
+    @property
+    def reduces_by_parts(self) -> bool:
+        """Whether rings have the layers' gradients part by part, as `Product`s."""
+        # Beside `tensor` the compiler would gather the matmuls' operands once more.
+        rings = isinstance(self.transports.gradients, Rings)
+        return rings and self.reduces_early and self.layout.tensor == 1
+
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""
         # Casting before the gather moves fewer bytes, where transports allow it.
@@ -232,24 +239,19 @@ class Zero:
             y = self.layered.layer(self.cast(weights), x, fold_key(key, i), context)
             return jax.tree.map(self.vary, y)
 
-        gradients = self.transports.gradients
-
         def reduce(grads: Params) -> Params:
-            return self._reduced(grads, self.layer_shardings, gradients)
+            return self._reduced(grads, self.layer_shardings, self.transports.gradients)
 
-        wrapped = wrap_remat(layer, self.layout.remat, prevent_cse=False)
-        whole, kept = self._whole_layer, self.layered.kept
-        on_host = ACTIVATIONS in self.layout.offloaded
         return LayerScan(
-            wrapped,
-            whole,
+            wrap_remat(layer, self.layout.remat, prevent_cse=False),
+            self._whole_layer,
             reduce,
             context,
-            kept,
+            self.layered.kept,
             self.prefetched,
             streams=self.streams,
-            saves_on_host=on_host,
-            by_parts=self.reduces_early and isinstance(gradients, Rings),
+            saves_on_host=ACTIVATIONS in self.layout.offloaded,
+            by_parts=self.reduces_by_parts,
         )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
@@ -280,9 +282,8 @@ class Zero:
         transport: Transport,
     ) -> Params:
         """Gradients of the leaves from those of the whole weights."""
-        if self.reduces_early:
-            return reduce_scatter_grads(grads, shardings, transport)
-        return grads
+        early = self.reduces_early
+        return reduce_scatter_grads(grads, shardings, transport) if early else grads
 
     def scattered(self, grads: Params) -> Params:
         """Reduce-scatters the gradients that are still whole, layer by layer."""

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from meshpar.fsdp.product import Product, whole, with_products
 
@@ -66,16 +65,6 @@ def test_parts_are_cut_and_added(path, dim):
         np.testing.assert_allclose(added, 1 + part, rtol=1e-5, atol=1e-5)
     moved = whole(product.moved(dim))
     np.testing.assert_array_equal(moved, jnp.moveaxis(want, dim, 0))
-
-
-def test_operands_split_as_the_result_does():
-    product = with_products(backward, *arguments())[0]["q"]  # [D, N, H]
-    specs = product.specs(PartitionSpec("fsdp", "tensor"))
-    found = {specs.lhs: product.lhs.shape, specs.rhs: product.rhs.shape}
-    assert found == {
-        PartitionSpec(None, None, "fsdp"): (3, 5, 8),
-        PartitionSpec(None, None, "tensor", None): (3, 5, 2, 6),
-    }
 
 
 def test_sums_of_narrow_products_are_rounded_once():
