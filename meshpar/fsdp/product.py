@@ -26,7 +26,7 @@ from meshpar.fsdp.jaxprs import needed, read, without_calls
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["lhs", "rhs"],
-    meta_fields=["numbers", "order", "dtype", "source"],
+    meta_fields=["numbers", "order", "dtype", "precision", "source"],
 )
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -38,6 +38,7 @@ class Product:
       numbers: `dimension_numbers` of the matmul, as in `jax.lax.dot_general`.
       order: dims of the matmul's result, in the order of those of this one.
       dtype: of the result.
+      precision: of the matmul, as in `jax.lax.dot_general`.
       source: `source_info` of the equation that it stands for, if any.
     """
 
@@ -46,6 +47,7 @@ class Product:
     numbers: Any
     order: tuple[int, ...]
     dtype: Any
+    precision: Any = None
     source: Any = None
 
     @property
@@ -86,7 +88,7 @@ class Product:
         dtype, source = jnp.promote_types(self.dtype, jnp.float32), self.source
         with contextlib.nullcontext() if source is None else compat.written_at(source):
             result = lax.dot_general(
-                lhs, rhs, self.numbers, preferred_element_type=dtype
+                lhs, rhs, self.numbers, self.precision, preferred_element_type=dtype
             )
         return result.transpose(self.order)
 
@@ -181,10 +183,17 @@ def with_products(
             gradients[path] = read(env, variable)
             continue
         product = found[path]
-        eqn, order, dtype = product.eqn, product.order, product.dtype
-        operands = (read(env, atom) for atom in eqn.invars)
-        numbers = _as_tuples(eqn.params["dimension_numbers"])
-        gradients[path] = Product(*operands, numbers, order, dtype, eqn.source_info)
+        eqn = product.eqn
+        lhs, rhs = (read(env, atom) for atom in eqn.invars)
+        gradients[path] = Product(
+            lhs,
+            rhs,
+            _as_tuples(eqn.params["dimension_numbers"]),
+            product.order,
+            product.dtype,
+            eqn.params["precision"],
+            eqn.source_info,
+        )
     rest_tree = jax.tree.structure(results[1])
     return gradients, jax.tree.unflatten(rest_tree, [read(env, v) for v in rest])
 

@@ -76,3 +76,26 @@ def test_sums_of_narrow_products_are_rounded_once():
     exact = np.float32(lhs).T @ np.float32(rhs) + np.float32(total)
     found = product.part(0, jnp.int32(0), 1, total)
     np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
+
+
+def test_precision_and_source_are_those_of_the_matmul():
+    def backward(weights, args):
+        x, dy = args
+
+        def matmul(weights, x):
+            return jnp.matmul(x, weights["w"], precision="highest")
+
+        return jax.vjp(matmul, weights, x)[1](dy)
+
+    args = tuple(jnp.ones((5, 8), jnp.float32) for _ in range(2))
+    weights = {"w": jnp.ones((8, 8), jnp.float32)}
+
+    def parts(weights, args):
+        product = with_products(backward, weights, args)[0]["w"]
+        return product.part(0, jnp.int32(0), 2, None)
+
+    equations = jax.make_jaxpr(parts)(weights, args).jaxpr.eqns
+    *_, dot = (eqn for eqn in equations if eqn.primitive.name == "dot_general")
+    assert dot.outvars[0].aval.shape == (4, 8)
+    assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+    assert "transpose" in str(dot.source_info.name_stack)
