@@ -96,6 +96,6 @@ def test_precision_and_source_are_those_of_the_matmul():
 
     equations = jax.make_jaxpr(parts)(weights, args).jaxpr.eqns
     *_, dot = (eqn for eqn in equations if eqn.primitive.name == "dot_general")
-    assert dot.outvars[0].aval.shape == (4, 8)
+    assert dot.outvars[0].aval.size == 4 * 8
     assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
     assert "transpose" in str(dot.source_info.name_stack)
