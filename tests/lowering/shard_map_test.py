@@ -49,6 +49,8 @@ def test_around_rings_gradients_are_the_same(
     )
     monkeypatch.setattr(frame, "transports_for", lambda *_: transports)
     program = lower(layout, TINY)
+    assert program.lowering.zero.reduces_by_parts
+    assert not lower("fsdp=4,tensor=2", TINY).lowering.zero.reduces_by_parts
     _, by_rings = program.gradients(program.init(0), batch())
     assert relative_error(host(by_rings), host(gradients)) < 1e-5
     assert program.violations() == []
