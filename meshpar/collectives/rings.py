@@ -118,7 +118,7 @@ def torus_reduce_scatter(
     return x
 
 
-PartOfSum = Callable[[Array, int, Array | None], Array]
+PartOfSum = Callable[[Array | int, int, Array | None], Array]
 """(number, size, total): one of `size` equal parts of this device's addend, added to
 the total of the part unless that is None."""
 

@@ -8,7 +8,7 @@ of a mesh once, from the facts about its platform and chips.
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -47,7 +47,13 @@ class Movement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """Moves a tensor by one collective of the compiler's; the base of all others."""
+    """Moves a tensor by one collective of the compiler's; the base of all others.
+
+    Attributes:
+      by_parts: whether `reduce_scatter_of` needs the parts of an addend one by one.
+    """
+
+    by_parts: ClassVar[bool] = False
 
     def covers(self, axes: tuple[str, ...]) -> bool:
         """Whether the transport has a way of its own over these axes."""
@@ -79,6 +85,16 @@ class Transport:
         """
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
+    def reduce_scatter_of(self, part: PartOfSum, axis: str, dim: int = 0) -> Array:
+        """`reduce_scatter` of an addend that is made part by part.
+
+        Args:
+          part: makes the parts along `dim`.
+          axis: mesh axis of n devices.
+          dim: the dim that they split; n divides it.
+        """
+        return self.reduce_scatter(part(0, 1, None), (axis,), dim)
+
     def declare(
         self, kind: str, axes: tuple[str, ...], ways: int, whole_bytes: int
     ) -> Movement:
@@ -108,6 +124,8 @@ class Rings(Transport):
         cannot overlap with compute.
     """
 
+    by_parts: ClassVar[bool] = True
+
     shapes: Mapping[str, tuple[int, ...]]
     loop: bool = False
 
@@ -133,7 +151,9 @@ class Rings(Transport):
         return torus_reduce_scatter(x, axes[0], shape, dim, loop=self.loop)
 
     def reduce_scatter_of(self, part: PartOfSum, axis: str, dim: int = 0) -> Array:
-        """`reduce_scatter` over one covered axis, of what is made part by part."""
+        """`reduce_scatter` of an addend whose parts are made where they are added."""
+        if not self.covers((axis,)):
+            return super().reduce_scatter_of(part, axis, dim)
         return torus_reduce_scatter_of(part, axis, self.shapes[axis], dim)
 
     def declare(

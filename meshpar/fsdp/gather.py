@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params, zero_after
-from meshpar.collectives.transport import ONE_SHOT, Rings, Transport
+from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.fsdp.buckets import TILE, make_buckets, padding
 from meshpar.fsdp.product import Product, whole
 from meshpar.fsdp.sharding import ManualSharding, on_local_shards
@@ -137,7 +137,7 @@ def _reduce_scatter(
 
 def _scatter_product(x: Product, dim: int, axis: str, transport: Transport) -> Array:
     """Reduce-scatters one dim of a gradient that is still to be computed."""
-    if not isinstance(transport, Rings) or not transport.covers((axis,)):
+    if not transport.covers((axis,)):
         return _scatter_dim(x.whole(), dim, (axis,), transport)
     columns = math.prod(x.shape[dim:]) // lax.axis_size(axis)
     if columns >= TILE[1]:

@@ -51,7 +51,8 @@ class LayerScan:
         the device before they are gathered.
       saves_on_host: whether what a layer saves goes to host memory until the backward
         pass.
-      by_parts: whether `reduce` takes gradients that are matmuls as `Product`s.
+      by_parts: whether `reduce` gets gradients that are matmuls as `Product`s; with
+        padding, which masks gradients, it gets arrays.
       padded: whether some rows are padding: they pass x and its gradient on, and their
         weights' gradients are zeros.
     """
@@ -211,13 +212,14 @@ class LayerScan:
 
     def _vjp(self, weights: Params, saved: Saved, dy: Any) -> tuple[Any, Any]:
         """(gradients of a layer's weights, gradient of its input)."""
+        if not self.by_parts or self.padded:
+            return saved.reader.vjp(saved, weights)(dy)
 
         def backward(weights: Params, args: tuple) -> tuple[Params, Any]:
             saved, dy = args
             return saved.reader.vjp(saved, weights)(dy)
 
-        run = with_products if self.by_parts and not self.padded else _call
-        return run(backward, weights, (saved, dy))
+        return with_products(backward, weights, (saved, dy))
 
     def backward_input(
         self,
@@ -271,10 +273,6 @@ class LayerScan:
             return _add_to_row(sums, gradient, row, on), None
 
         return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
-
-
-def _call(fn: Callable, *args: Any) -> Any:
-    return fn(*args)
 
 
 def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Params:

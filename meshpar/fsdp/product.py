@@ -69,11 +69,6 @@ class Product:
             for left, right in self._dims
         )
 
-    @property
-    def ndim(self) -> int:
-        """Number of dims of the result."""
-        return len(self.order)
-
     def moved(self, dim: int) -> "Product":
         """The same with a dim moved to the front."""
         others = (d for i, d in enumerate(self.order) if i != dim)
@@ -126,26 +121,21 @@ _KEEPS = "transpose", "convert_element_type", "copy", "pvary", "pcast"
 """Primitives through which the result of a matmul is still a `Product`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """A matmul in a jaxpr; its result is a `Product` of the operands' values."""
+def _find(variable: Any, makers: dict[Any, Any]) -> tuple[Any, tuple[int, ...]] | None:
+    """The matmul whose result a variable is: its equation, and its dims in order.
 
-    eqn: Any
-    order: tuple[int, ...]
-    dtype: Any
-
-
-def _find(variable: Any, makers: dict[Any, Any]) -> _Found | None:
-    """The matmul whose result, but for the order of its dims, is a variable's value."""
-    order, dtype = tuple(range(len(variable.aval.shape))), variable.aval.dtype
-    eqn = makers.get(variable)
+    Args:
+      variable: of a jaxpr.
+      makers: {variable: the equation that makes it}.
+    """
+    order, eqn = tuple(range(len(variable.aval.shape))), makers.get(variable)
     while eqn is not None and eqn.primitive.name in _KEEPS:
         if eqn.primitive.name == "transpose":
             order = tuple(eqn.params["permutation"][dim] for dim in order)
         eqn = makers.get(eqn.invars[0])
     if eqn is None or eqn.primitive.name != "dot_general":
         return None
-    return _Found(eqn, order, dtype)
+    return eqn, order
 
 
 def with_products(
@@ -163,14 +153,12 @@ def with_products(
     jaxpr = closed.jaxpr
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     paths = sorted(results[0])
-    found: dict[str, _Found] = {}
     outputs = dict(zip(paths, jaxpr.outvars, strict=False))
     rest = jaxpr.outvars[len(paths) :]
-    for path, variable in outputs.items():
-        if (product := _find(variable, makers)) is not None:
-            found[path] = product
+    matmuls = {path: _find(variable, makers) for path, variable in outputs.items()}
+    found = {path: matmul for path, matmul in matmuls.items() if matmul is not None}
     wanted = [v for path, v in outputs.items() if path not in found] + list(rest)
-    wanted += [v for product in found.values() for v in product.eqn.invars]
+    wanted += [v for eqn, _ in found.values() for v in eqn.invars]
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     for number in needed(jaxpr, wanted):
@@ -182,15 +170,14 @@ def with_products(
         if path not in found:
             gradients[path] = read(env, variable)
             continue
-        product = found[path]
-        eqn = product.eqn
+        eqn, order = found[path]
         lhs, rhs = (read(env, atom) for atom in eqn.invars)
         gradients[path] = Product(
             lhs,
             rhs,
             _as_tuples(eqn.params["dimension_numbers"]),
-            product.order,
-            product.dtype,
+            order,
+            variable.aval.dtype,
             eqn.params["precision"],
             eqn.source_info,
         )

@@ -24,7 +24,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params, num_bytes, rounded, to_device
 from meshpar.collectives import transport
-from meshpar.collectives.transport import ONE_SHOT, Rings, Transport, Transports
+from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import (
     gather_beside,
@@ -146,8 +146,8 @@ class Zero:
     def reduces_by_parts(self) -> bool:
         """Whether rings have the layers' gradients part by part, as `Product`s."""
         # Beside `tensor` the compiler would gather the matmuls' operands once more.
-        rings = isinstance(self.transports.gradients, Rings)
-        return rings and self.reduces_early and self.layout.tensor == 1
+        alone = self.reduces_early and self.layout.tensor == 1
+        return alone and self.transports.gradients.by_parts
 
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""

@@ -61,12 +61,26 @@ def test_all_gather_equals_its_definition_and_declaration(name, dim):
     assert (count, payload) == (declared.count, declared.payload_bytes)
 
 
+def scattered(moving, x, dim, by_parts):
+    """The reduce_scatter of x, which may be cut into parts where they are added."""
+    if not by_parts:
+        return moving.reduce_scatter(x, (FSDP,), dim)
+
+    def part(number, size, total):
+        length = x.shape[dim] // size
+        own = jax.lax.dynamic_slice_in_dim(x, number * length, length, dim)
+        return own if total is None else total + own
+
+    return moving.reduce_scatter_of(part, FSDP, dim)
+
+
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_reduce_scatter_equals_its_definition_and_declaration(name, dim):
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_reduce_scatter_equals_its_definition_and_declaration(name, dim, by_parts):
     moving = TRANSPORTS[name]
     x = np.random.default_rng(0).integers(-9, 9, (N, ROWS, COLUMNS)).astype(np.float32)
-    program = compiled(lambda x: moving.reduce_scatter(x, (FSDP,), dim), x)
+    program = compiled(lambda x: scattered(moving, x, dim, by_parts), x)
     want = np.stack(np.split(x.sum(0), N, axis=dim))
     np.testing.assert_array_equal(program(x), want)
     declared = moving.declare("reduce_scatter", (FSDP,), N, x[0].nbytes)

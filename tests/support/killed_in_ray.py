@@ -171,5 +171,6 @@ def ports():
 
 if __name__ == "__main__":
     ray_start.start_ray()
-    globals()[sys.argv[1]]()
+    cases = server, islands, ahead, zygote, ports
+    {case.__name__: case for case in cases}[sys.argv[1]]()
     print("done", flush=True)
