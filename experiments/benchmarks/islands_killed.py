@@ -5,8 +5,9 @@ r"""Times islands in Ray while one of their processes is killed every few second
 
 Two runs train in turns, so that what else the machine does hits both alike. In the
 turns of one of them the process of an island or of a server is killed (kill -9) every
-`--every` seconds. Prints the ratios of steps and of losses. Aim: at least 0.97 of the
-steps over 10 minutes each. Needs `pip install -e ".[islands]"`.
+`--every` seconds. At half time losses are compared, and the runs change roles: some
+processes are faster than others. Prints the ratios of steps and of losses. Aim: at
+least 0.97 of the steps over 10 minutes. Needs `pip install -e ".[islands]"`.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from meshpar.islands.program import IslandsProgram
 from meshpar.islands.ray_host import RayHost
 
 flags.adopt_module_key_flags(command_line)
-SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds of training, of each run.")
+SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds with kills, and without.")
 EVERY = flags.DEFINE_integer("every", 30, "Seconds between two kills.")
 _KILLS_PER_TURN = 2
 
@@ -43,14 +44,22 @@ def kill(host: RayHost, number: int) -> None:
     os.kill(processes[number // 2 % len(processes)], signal.SIGKILL)
 
 
-class Run:
-    """Islands that train for some time, and rest.
+@dataclasses.dataclass
+class Tally:
+    """Steps, seconds and kills of some turns."""
 
-    Attributes:
-      steps: done.
-      kills: processes killed.
-      seconds: of training.
-    """
+    steps: int = 0
+    seconds: float = 0.0
+    kills: int = 0
+
+    def __str__(self) -> str:
+        rate = f"{self.steps / self.seconds:.3f} per second"
+        time_ = f"{self.steps} steps in {self.seconds:.0f} s"
+        return f"{time_} with {self.kills} kills, {rate}"
+
+
+class Run:
+    """Islands that train for some time, and rest."""
 
     def __init__(self, config: Config, corpus: data.Corpus, program: IslandsProgram):
         self._config, self._corpus, self._program = config, corpus, program
@@ -63,8 +72,6 @@ class Run:
             corpus, seed=config.seed, position=0, **self._shape
         )
         self._state, busy = program.init(config.seed), set()
-        self.steps = self.kills = 0
-        self.seconds = 0.0
         while len(busy) < config.islands.workers:  # All have compiled the step.
             busy |= {name for name in self._step() if name.startswith("clock/")}
         program.host.drain()
@@ -74,32 +81,32 @@ class Run:
         self._state, metrics = self._program.step(self._state, batch)
         return metrics
 
-    def train(self, seconds: float, every: float) -> None:
+    def train(self, seconds: float, every: float, tally: Tally) -> None:
         """Trains for a turn, and waits until all islands are done.
 
         Args:
           seconds: that it takes.
           every: seconds between two kills; the first comes after half of them.
+          tally: of such turns, to which this one is added.
         """
         start, due = time.monotonic(), every / 2
         while (passed := time.monotonic() - start) < seconds:
             if passed >= due:
-                kill(self._program.host, self.kills)
-                self.kills, due = self.kills + 1, due + every
+                kill(self._program.host, tally.kills)
+                tally.kills, due = tally.kills + 1, due + every
             self._step()
-            self.steps += 1
+            tally.steps += 1
         self._program.host.drain()
-        self.seconds += time.monotonic() - start
+        tally.seconds += time.monotonic() - start
 
     def loss(self) -> float:
-        """The held-out loss; ends the islands."""
+        """The held-out loss."""
         held_out = data.held_out_batches(
             self._corpus, limit=self._config.evaluation_batches, **self._shape
         )
         sums = self._program.metric_sums()
         for batch in held_out:
             sums.add(self._program.evaluate(self._state, batch))
-        self._program.close()
         return sums.result()["loss"]
 
 
@@ -112,20 +119,22 @@ def main(_: Sequence[str]) -> int:
     config = building.fit_vocabulary(config, corpus)
     layout, devices = start_devices(config)
     programs = [building.make_program(config, layout, devices) for _ in range(2)]
-    whole, killed = runs = [Run(config, corpus, program) for program in programs]
-    turn = _KILLS_PER_TURN * EVERY.value
-    while killed.seconds < SECONDS.value:
-        whole.train(turn, math.inf)
-        killed.train(turn, EVERY.value)
-    rates = [run.steps / run.seconds for run in runs]
-    losses = [run.loss() for run in runs]
-    for run, rate, loss in zip(runs, rates, losses, strict=True):
-        print(
-            f"{run.kills} kills: {run.steps} steps in {run.seconds:.0f} s, "
-            f"{rate:.3f} per second, loss {loss:.4f}"
-        )
-    print(f"ratio of steps per second: {rates[1] / rates[0]:.3f}")
-    print(f"ratio of losses: {losses[1] / losses[0]:.3f}")
+    whole, killed = [Run(config, corpus, program) for program in programs]
+    without, with_kills = Tally(), Tally()
+    turn, half = _KILLS_PER_TURN * EVERY.value, SECONDS.value / 2
+    for end in (half, 2 * half):
+        while with_kills.seconds < end:
+            whole.train(turn, math.inf, without)
+            killed.train(turn, EVERY.value, with_kills)
+            print(f"{without}\n{with_kills}", flush=True)
+        if end == half:
+            losses = killed.loss(), whole.loss()
+        whole, killed = killed, whole
+    for program in programs:
+        program.close()
+    rates = [tally.steps / tally.seconds for tally in (with_kills, without)]
+    print(f"ratio of steps per second: {rates[0] / rates[1]:.3f}")
+    print(f"ratio of losses at half time: {losses[0] / losses[1]:.3f}")
     return 0
 
 

@@ -117,7 +117,7 @@ class IslandProcess:
 
     def spans(self) -> list[Span]:
         """What the island did."""
-        return self._worker.spans
+        return self._worker.spans()
 
     def pid(self) -> int:
         """The id of this process."""

@@ -163,7 +163,7 @@ class Threads(Host):
             if (name := self._names.pop(index, None)) is not None:
                 self.store.leave(name)
             if (worker := self._workers[index]) is not None:
-                self._past[index] += worker.spans
+                self._past[index] += worker.spans()
                 self._workers[index] = None
             self.start_graces()
             self.changed.notify_all()
@@ -197,7 +197,7 @@ class Threads(Host):
     def spans(self) -> list[list[Span]]:
         """As `Host.spans`."""
         return [
-            past + (worker.spans if worker else [])
+            past + (worker.spans() if worker else [])
             for past, worker in zip(self._past, self._workers, strict=True)
         ]
 

@@ -3,6 +3,7 @@
 The phases are data, so that a worker can be saved between any two of them.
 """
 
+import collections
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -57,7 +58,6 @@ class Worker:
       phase: what comes next.
       clock: pushes made.
       pulling: whether it reads from the store, or waits until it may.
-      spans: what it did, for a picture; the newest 10,000.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Worker:
     ):
         self.name, self.clock, self.phase = name, clock, FETCH
         self.pulling = False
-        self.island, self.spans = island, []
+        self.island = island
+        self._spans = collections.deque[Span](maxlen=10_000)
         self._mode, self._slices, self._endpoint = mode, slices, endpoint
         self._wire = Wire(mode.wire, mode.error_feedback)
         self._center_N = np.zeros(island.vector.size, np.float32)
@@ -160,9 +161,13 @@ class Worker:
 
     def _spent(self, kind: str, start: float) -> None:
         stop = time.monotonic()
-        self.spans = [*self.spans[-9_999:], Span(kind, start, stop)]
+        self._spans.append(Span(kind, start, stop))
         kind = "compute" if kind == "compute" else "wait"
         self._seconds[kind] += stop - start
+
+    def spans(self) -> list[Span]:
+        """What it did, for a picture; the newest 10,000."""
+        return list(self._spans)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """The worker's state between two phases, as a flat dict of arrays."""
