@@ -83,18 +83,19 @@ def decoder(published: Published, depth: int = 0) -> DecoderConfig:
 
 
 @functools.cache
-def _model(config: DecoderConfig) -> meshpar.Model:
+def language_model_of(config: DecoderConfig) -> meshpar.Model:
+    """The model of a decoder, which is made once."""
     return language_model(config)
 
 
 def num_parameters(config: DecoderConfig) -> int:
     """Number of parameters of a decoder."""
-    return sum(param.size for param in _model(config).params.values())
+    return sum(param.size for param in language_model_of(config).params.values())
 
 
 def plan(config: DecoderConfig, layout: str) -> Plan:
     """The plan of Adam in float32 with bfloat16 compute; no device is needed."""
-    model = _model(config)
+    model = language_model_of(config)
     params = abstract(model.params)
     keys = {path: model.keys_of(path) for path in params}
     optimizer = make_optimizer(optax.adam(1e-4), params, keys)
@@ -116,4 +117,4 @@ def traced_layer(config: DecoderConfig, layout: str, sequences: int) -> TracedLa
     )
     tokens = jax.ShapeDtypeStruct((sequences, config.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    return trace_layer(_model(config).layered, resolved, mesh, batch)
+    return trace_layer(language_model_of(config).layered, resolved, mesh, batch)
