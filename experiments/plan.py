@@ -2,7 +2,7 @@ r"""Ranks the layouts of a model on a machine that need not be present.
 
     python -m experiments.plan --recipe=llama2-7b --topology=v5p:4x4x2 --batch_size=128
     python -m experiments.plan --recipe=llama2-7b --topology=v5e:8x8 --batch_size=64 \
-        --memory=12GB --require=zero=3 --forbid=tensor --compile=2
+        --memory=12GB --require=zero=3 --forbid=tensor --compile=2 --html=plan.html
 
 It predicts memory, traffic and time of every layout and compiles nothing; --compile=K
 compiles the best K, and prints what was predicted beside what was compiled. Exits 0, or
@@ -23,7 +23,7 @@ from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.ranges import Number
-from experiments.reports import pictures, planning
+from experiments.reports import pictures, plan_page, planning
 from meshpar.explain.report import explain
 
 flags.adopt_module_key_flags(command_line)
@@ -43,6 +43,7 @@ FORBID = flags.DEFINE_string(
 COMPILE = flags.DEFINE_integer("compile", 0, "Compile so many of the best layouts.")
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of tables.")
 PNG = flags.DEFINE_string("png", "", "Draw time over memory into this file.")
+HTML = flags.DEFINE_string("html", "", "Write a page of the plan into this file.")
 command_line.limit(TOP, Number(1, 1000, "layouts"))
 command_line.limit(COMPILE, Number(0, 100, "layouts", "0 to compile none"))
 
@@ -84,7 +85,9 @@ def main(_: Sequence[str]) -> int:
         )
     if PNG.value:
         pictures.check_format(PNG.value)
-        outputs.check_file(PNG.value, "--png")
+    for name, path in (("--png", PNG.value), ("--html", HTML.value)):
+        if path:
+            outputs.check_file(path, name)
     _memory()
     devices = _devices(config)
     if config.model.vocab == 0:
@@ -103,6 +106,10 @@ def main(_: Sequence[str]) -> int:
     ]
     if PNG.value:
         planning.pareto_figure(plans).savefig(PNG.value)
+    if HTML.value:
+        machine = TOPOLOGY.value or f"{len(devices)} devices"
+        title = f"{config.recipe}, {config.batch_size} sequences, on {machine}"
+        plan_page.write(HTML.value, title, plans, compiled, TOP.value)
     if JSON.value:
         print(json.dumps(planning.as_dict(plans, compiled)))
     else:

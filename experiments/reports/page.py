@@ -1,21 +1,12 @@
 """HTML page that explains layouts, in one file with its pictures."""
 
 import html
-import pathlib
 from collections.abc import Sequence
 
-import matplotlib.figure
-
-from experiments.reports import pictures
+from experiments.reports import html_page, pictures
 from experiments.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
-
-_LOOK = pathlib.Path(__file__).parents[2] / "docs/look.css"
-
-
-def _picture(figure: matplotlib.figure.Figure) -> str:
-    return f'<div class="wide">{pictures.svg(figure)}</div>'
 
 
 def _pipeline_section(pipeline: PipelineReport | None) -> str:
@@ -24,7 +15,7 @@ def _pipeline_section(pipeline: PipelineReport | None) -> str:
     formula = ""
     if pipeline.formula is not None:
         formula = f"; formula {pipeline.formula[1]} = {pipeline.formula[0]:.4f}"
-    picture = _picture(pictures.schedule_figure(pipeline))
+    picture = html_page.picture(pictures.schedule_figure(pipeline))
     in_flight = ", ".join(map(str, pipeline.in_flight))
     return (
         f"<h3>Pipeline</h3>"
@@ -34,20 +25,6 @@ def _pipeline_section(pipeline: PipelineReport | None) -> str:
         f"{readable_bytes(pipeline.saved_bytes)}. "
         f"Sends per stage and step: {pipeline.sends}.</p>"
     )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; floats are bytes."""
-
-    def cell(value: object) -> str:
-        if isinstance(value, int | float):
-            text = f"{value:,}" if isinstance(value, int) else readable_bytes(value)
-            return f'<td class="number">{text}</td>'
-        return f"<td>{html.escape(str(value))}</td>"
-
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _section(e: Explanation) -> str:
@@ -85,10 +62,10 @@ def _section(e: Explanation) -> str:
         f"<h2>{html.escape(e.layout)}</h2><p>Lowering {e.lowering} on "
         f"{html.escape(e.device_kind)}. {html.escape(e.why_auto)}</p>"
         f"{''.join(items)}<h3>Mesh</h3>"
-        f"{_picture(pictures.mesh_figure(e))}{_pipeline_section(e.pipeline)}"
+        f"{html_page.picture(pictures.mesh_figure(e))}{_pipeline_section(e.pipeline)}"
         "<h3>Collectives</h3><p>Sent per device and step.</p>"
-        f"{_table(header, traffic)}<h3>Parameters and state</h3>"
-        f"{_table(columns, parameters)}"
+        f"{html_page.table(header, traffic)}<h3>Parameters and state</h3>"
+        f"{html_page.table(columns, parameters)}"
     )
 
 
@@ -101,15 +78,12 @@ def write(path: str, recipe: str, explanations: Sequence[Explanation]) -> None:
       explanations: one per layout.
     """
     layouts = ", ".join(e.layout for e in explanations)
-    title = html.escape(f"{recipe}: {layouts}")
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{_LOOK.read_text()}</style>"
-        f'<body class="report"><h1>{title}</h1><h2>Memory</h2>'
-        f"{_picture(pictures.memory_figure(explanations))}<h2>Traffic</h2>"
-        f"{_picture(pictures.traffic_figure(explanations))}"
-        f"{''.join(map(_section, explanations))}</body></html>"
+    body = (
+        f"<h2>Memory</h2>{html_page.picture(pictures.memory_figure(explanations))}"
+        f"<h2>Traffic</h2>{html_page.picture(pictures.traffic_figure(explanations))}"
+        f"{''.join(map(_section, explanations))}"
+        "<h2>Other layouts</h2><p>All layouts of this model, ranked: "
+        f"<code>python -m experiments.plan --recipe={html.escape(recipe)} "
+        "--html=plan.html</code></p>"
     )
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(page)
+    html_page.write(path, f"{recipe}: {layouts}", body)

@@ -28,13 +28,13 @@ def _candidates(
             readable_seconds(c.seconds.total),
             readable_bytes(c.memory.total),
             readable_bytes(c.wire_bytes),
-            _largest_terms(c),
+            largest_terms(c),
             plans.why_not(c),
         )
     return table
 
 
-def _largest_terms(candidate: Candidate) -> str:
+def largest_terms(candidate: Candidate) -> str:
     """The terms that take most of a step."""
     seconds = candidate.seconds
     terms = sorted(seconds.by_term.items(), key=lambda term: -term[1])
@@ -63,6 +63,17 @@ def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> rich.table.Table
     return table
 
 
+def summary(plans: Plans) -> str:
+    """The machine, and how many layouts fit, do not fit and are refused."""
+    machine, number = plans.machine, len(plans.best) + len(plans.others)
+    return (
+        f"{len(machine.devices)} x {machine.chip.name}, "
+        f"{readable_bytes(machine.memory_bytes)} each: {number} layouts fit, "
+        f"{len(plans.too_large)} need more memory, {sum(plans.refused.values())} are "
+        "refused"
+    )
+
+
 def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None:
     """Prints the best layouts, the Pareto front, what was refused and compiled.
 
@@ -71,15 +82,8 @@ def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None
       compiled: the first of `plans.best`, compiled.
       top: layouts to list.
     """
-    console, machine = terminal.wide_console(), plans.machine
-    number = len(plans.best) + len(plans.others)
-    console.print(
-        f"{len(machine.devices)} x {machine.chip.name}, "
-        f"{readable_bytes(machine.memory_bytes)} each: {number} layouts fit, "
-        f"{len(plans.too_large)} need more memory, {sum(plans.refused.values())} are "
-        "refused",
-        soft_wrap=True,
-    )
+    console = terminal.wide_console()
+    console.print(summary(plans), soft_wrap=True)
     console.print(_candidates("predicted to be fastest", plans, plans.best[:top]))
     front = [c for c in plans.pareto if c not in plans.best]
     if front:

@@ -1,5 +1,6 @@
 """The plan command: tables, JSON, a picture, and bad flags before any work."""
 
+import html
 import json
 
 import pytest
@@ -14,12 +15,19 @@ def command(monkeypatch, capsys):
 PLAN = "--recipe=tiny", "--devices=4", "--set=model.vocab=64", "--forbid=pipe"
 
 
-def test_plans_are_listed_drawn_and_written_as_json(tmp_path, command):
-    picture = tmp_path / "plan.png"
-    done = command(*PLAN, "--top=3", f"--png={picture}")
+def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
+    picture, page = tmp_path / "plan.png", tmp_path / "plan.html"
+    done = command(*PLAN, "--top=3", f"--png={picture}", f"--html={page}")
     assert done.code == 0, done.err
     assert "predicted to be fastest" in done.out and "refused" in done.out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "<h1>tiny, " in text and "<svg" in text
+    found = json.loads(command(*PLAN, "--top=3", "--json").out)
+    for candidate in found["best"]:
+        assert f"<td>{candidate['layout']}</td>" in text
+    for reason, count in found["refused"].items():
+        assert f'<td class="number">{count}</td><td>{html.escape(reason)}</td>' in text
     done = command(*PLAN, "--top=2", "--json", "--require=zero=3")
     plans = json.loads(done.out)
     assert len(plans["best"]) == 2 and plans["devices"] == 4
