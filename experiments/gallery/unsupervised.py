@@ -1,5 +1,6 @@
 """Raina et al. 2009: features without labels, learned by models that layouts shard."""
 
+import math
 from typing import NamedTuple
 
 import matplotlib.figure
@@ -11,7 +12,7 @@ from experiments.gallery import digits
 from experiments.gallery import unsupervised_models as models
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 
-_HIDDEN, _SECOND, _ROWS, _SIDE = 128, 128, 64, 8
+_HIDDEN, _HIDDEN_MNIST, _ROWS = 128, 512, 64
 _PENALTY = 0.2
 _ONE, _SHARDED = "data=1", "data=2,fsdp=2,tensor=2"
 _DEVICES = 8
@@ -27,12 +28,13 @@ _LEARNING_RATES = {MACHINE: 0.3, NETWORK: 0.3, CODES: 1.0}
 
 def shifted(data: digits.Digits) -> digits.Digits:
     """Digits and their copies moved by one pixel, with zeros at the border."""
-    pictures = np.pad(data.x.reshape(-1, _SIDE, _SIDE), ((0, 0), (1, 1), (1, 1)))
+    side = math.isqrt(data.x.shape[1])
+    pictures = np.pad(data.x.reshape(-1, side, side), ((0, 0), (1, 1), (1, 1)))
     moved = [
-        pictures[:, 1 + down : 1 + down + _SIDE, 1 + right : 1 + right + _SIDE]
+        pictures[:, 1 + down : 1 + down + side, 1 + right : 1 + right + side]
         for down, right in _SHIFTS
     ]
-    x = np.concatenate(moved).reshape(-1, digits.PIXELS)
+    x = np.concatenate(moved).reshape(-1, side**2)
     return digits.Digits(x, np.tile(data.y, len(_SHIFTS)))
 
 
@@ -100,17 +102,23 @@ def _signed(codes: np.ndarray) -> np.ndarray:
 
 
 def learn(
-    x: np.ndarray, labelled: np.ndarray, held_out: np.ndarray, steps: int, seed: int
+    x: np.ndarray,
+    labelled: np.ndarray,
+    held_out: np.ndarray,
+    hidden: int,
+    steps: int,
+    seed: int,
 ) -> Learned:
     """Trains all kinds on x without labels; the network on the machine's features."""
-    program = _lower(MACHINE, _ONE, digits.PIXELS)
+    pixels = x.shape[1]
+    program = _lower(MACHINE, _ONE, pixels, hidden)
     params = models.train(program, x, steps, _ROWS, seed)
     ups = [models.features(program, params, rows) for rows in (x, labelled, held_out)]
     bases = {MACHINE: params["weight"]}
-    second = _lower(NETWORK, _ONE, _HIDDEN, _SECOND)
+    second = _lower(NETWORK, _ONE, hidden, hidden)
     above = models.train(second, ups[0], steps, _ROWS, seed)
     tops = [models.features(second, above, rows) for rows in ups[1:]]
-    coder = _lower(CODES, _ONE, digits.PIXELS)
+    coder = _lower(CODES, _ONE, pixels, hidden)
     codes = []
     for trained_steps in (0, steps):
         learned = models.train(coder, x, trained_steps, _ROWS, seed)
@@ -173,17 +181,23 @@ def _claims(
 
 
 def _run(setting: Setting) -> Result:
-    training, held_out = map(shifted, digits.load())
+    # Pictures of 28 x 28 pixels show what was learned; small ones are quick.
+    load, hidden = (
+        (digits.load, _HIDDEN) if setting.quick else (digits.load_mnist, _HIDDEN_MNIST)
+    )
+    training, held_out = map(shifted, load())
+    small = digits.load()[0].x
     chosen = np.random.default_rng(0).permutation(len(training.y))[:_LABELLED]
     labels = training.y[chosen]
     errors, by_seed = {}, []
     for index, kind in enumerate((MACHINE, CODES)):
         setting.progress(f"{kind} on 8 devices", index / 10)
-        errors[kind] = sharded_error(kind, training.x)
+        errors[kind] = sharded_error(kind, small)
     steps = 400 if setting.quick else 800
     for index, seed in enumerate(setting.seeds):
         setting.progress(f"features, seed {seed}", 0.2 + index / 5)
-        learned = learn(training.x, training.x[chosen], held_out.x, steps, seed)
+        labelled = training.x[chosen]
+        learned = learn(training.x, labelled, held_out.x, hidden, steps, seed)
         by_seed.append(accuracies(learned, labels, held_out.y))
     setting.progress("work of a device", 0.9)
     sizes = (1024,) if setting.quick else (256, 1024)
@@ -219,10 +233,11 @@ def _run(setting: Setting) -> Result:
 def _mosaic(weight_VH: np.ndarray, across: int = 5) -> np.ndarray:
     """The strongest units as pictures with the same contrast, in a square."""
     strongest = np.argsort(-np.square(weight_VH).sum(0))[: across**2]
-    pictures = weight_VH[:, strongest].T.reshape(-1, _SIDE, _SIDE)
+    side = math.isqrt(len(weight_VH))
+    pictures = weight_VH[:, strongest].T.reshape(-1, side, side)
     pictures = pictures / np.abs(pictures).max((1, 2), keepdims=True)
     framed = np.pad(pictures, ((0, 0), (0, 1), (0, 1)), constant_values=-1)
-    side = _SIDE + 1
+    side += 1
     grid = framed.reshape(across, across, side, side).swapaxes(1, 2)
     return grid.reshape(across * side, across * side)
 

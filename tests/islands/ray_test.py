@@ -37,6 +37,10 @@ def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others():
     run("ahead", 120)
 
 
+def test_a_trial_whose_process_is_killed_alone_is_run_again():
+    run("trials_of_islands", 120)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a zygote")
 def test_workers_are_forked_and_nothing_stays_behind():
     printed = run("zygote", 120)

@@ -1,14 +1,16 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py server|islands|ahead|zygote|ports
+python killed_in_ray.py server|islands|ahead|zygote|ports|trials_of_islands
 """
 
+import functools
 import os
 import pathlib
 import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 
@@ -23,6 +25,7 @@ from meshpar.islands import (
     Payload,
     ray_host,
     ray_start,
+    trials,
     updates,
 )
 from meshpar.islands.messages import Join
@@ -169,8 +172,28 @@ def ports():
         raise AssertionError(f"port {port} of {found} listens on other addresses")
 
 
+def one_trial(folder, values):
+    """A trial that notes each of its runs; one is killed in its first."""
+    note = folder / f"{values['x']}-{uuid.uuid4()}"
+    note.touch()
+    if values["x"] == 3 and len(list(folder.glob("3-*"))) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return values["x"] ** 2, os.getpid()
+
+
+def trials_of_islands():
+    """A process dies in the middle of a trial, which alone is run again."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = functools.partial(one_trial, pathlib.Path(folder))
+        found = trials.search(run, {"x": list(range(8))}, workers=3, host="ray")
+        runs = [path.name.partition("-")[0] for path in pathlib.Path(folder).iterdir()]
+    assert [square for square, _ in found] == [x**2 for x in range(8)]
+    assert os.getpid() not in [pid for _, pid in found]
+    assert sorted(runs) == [*"01233", *"4567"], runs
+
+
 if __name__ == "__main__":
     ray_start.start_ray()
-    cases = server, islands, ahead, zygote, ports
+    cases = server, islands, ahead, zygote, ports, trials_of_islands
     {case.__name__: case for case in cases}[sys.argv[1]]()
     print("done", flush=True)

@@ -1,0 +1,80 @@
+"""Trials as islands: runs that share nothing, each by the worker that is free next.
+
+A trial is a function of its values. Workers are threads of this process, or processes
+in Ray: if one of those dies, its trial is run again, and the others go on. Trials of a
+small model run faster in one program (`meshpar.lowering.trials`); these may have any
+layout, and may differ in length.
+
+Source: Bergstra, Bengio, Random Search for Hyper-Parameter Optimization, JMLR 2012.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from meshpar.errors import MeshparError
+
+Outcome = TypeVar("Outcome")
+"""What a trial found."""
+
+HOSTS = "threads", "ray"
+"""Where workers run."""
+
+
+def search(
+    run: Callable[[dict[str, Any]], Outcome],
+    values: Mapping[str, Sequence[Any]],
+    *,
+    workers: int = 4,
+    host: str = "threads",
+    retries: int = 3,
+) -> list[Outcome]:
+    """Runs every trial once.
+
+    Args:
+      run: {name of a hyperparameter: value} -> what the trial found. In Ray it and its
+        outcome are pickled.
+      values: {name: [trials]}, such as those of `meshpar.lowering.trials.grid`.
+      workers: trials that run at the same time.
+      host: "threads" or "ray".
+      retries: times that Ray runs a trial again whose process died.
+
+    Returns:
+      What each trial found, in the order of the values.
+
+    Raises:
+      MeshparError: values of unequal lengths, no worker, or an unknown host.
+      Exception: the first that a trial raises; trials that have not begun are left out.
+    """
+    lengths = {name: len(x) for name, x in values.items()}
+    if len(set(lengths.values())) != 1:
+        raise MeshparError(f"values of {lengths} trials: give as many of each")
+    if host not in HOSTS:
+        raise MeshparError(f"host={host!r}: use one of {HOSTS}")
+    if workers < 1 or retries < 0:
+        raise MeshparError(
+            f"workers={workers}, retries={retries}: use at least one worker, and 0 or "
+            "more retries"
+        )
+    columns = zip(*values.values(), strict=True)
+    trials = [dict(zip(values, column, strict=True)) for column in columns]
+    one = run if host == "threads" else _in_ray(run, retries)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        started = [pool.submit(one, trial) for trial in trials]
+        try:
+            return [future.result() for future in started]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_ray(
+    run: Callable[[dict[str, Any]], Outcome], retries: int
+) -> Callable[[dict[str, Any]], Outcome]:
+    """The function, run by a process of Ray; Ray starts it again if that dies."""
+    import ray
+
+    from meshpar.islands.ray_start import start_ray
+
+    start_ray()
+    task = ray.remote(run).options(num_cpus=0, max_retries=retries)
+    return lambda trial: ray.get(task.remote(trial))
