@@ -34,7 +34,7 @@ class Digits(NamedTuple):
 
 @functools.cache
 def load() -> tuple[Digits, Digits]:
-    """(training, held-out) of 1,797 digits, 8 x 8 pixels, shuffled with a fixed seed."""
+    """(training, held-out) of 1,797 digits, 8 x 8 pixels; the seed is fixed."""
     data = load_digits()
     return _split(data.data / 16, data.target, HELD_OUT)
 
