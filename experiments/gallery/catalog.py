@@ -8,6 +8,7 @@ from experiments.gallery import (
     gradient_coding,
     gradient_diversity,
     hogwild,
+    host_memory,
     hyperparameter_search,
     layer_dropping,
     legal_layouts,
@@ -32,6 +33,7 @@ PAPERS: dict[str, Paper] = {
     for module in (
         scaling,
         zero_memory,
+        host_memory,
         gpipe,
         pipeline_bubbles,
         megatron,

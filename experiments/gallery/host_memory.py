@@ -1,0 +1,169 @@
+"""ZeRO-Offload and GeePS: larger models on one device, with state in host memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import numpy as np
+import optax
+
+import meshpar
+from experiments.gallery.paper import Claim, Paper, Result, Setting
+from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
+from experiments.models.language_model import language_model
+from meshpar.explain.report import explain
+
+_MEMORY_GB, _GB, _BILLION = 32.0, 1e9, 1e9
+"""Memory of a V100, as in the paper."""
+
+_WIDE = DecoderConfig(
+    vocab=51_200,
+    length=1024,
+    embed=4096,
+    heads=32,
+    kv_heads=32,
+    mlp=16_384,
+    **GPT2_KIND,
+)
+_SMALL = DecoderConfig(vocab=256, length=32, depth=4, embed=64, mlp=256)
+_MACHINE, _COMPILED = (
+    "v5e:2x2",
+    dataclasses.replace(_WIDE, depth=8, embed=1024, heads=8),
+)
+_NONE, _OPTIMIZER, _BOTH = "none", "optimizer", "optimizer+activations"
+_OFFLOADS = _NONE, _OPTIMIZER, _BOTH
+_SEQUENCES, _LARGER, _EQUAL = 8, 4.0, 1e-6
+
+
+def _program(
+    config: DecoderConfig,
+    layout: str,
+    devices: list[jax.Device],
+    dtype: jnp.dtype | None = jnp.bfloat16,
+) -> meshpar.TrainProgram:
+    tokens = jax.ShapeDtypeStruct((_SEQUENCES, config.length), jnp.int32)
+    return meshpar.lower(
+        language_model(config),
+        optax.adam(1e-4),
+        layout,
+        {"tokens": tokens, "targets": tokens},
+        devices=devices,
+        compute_dtype=dtype,
+        lowering="shard_map",
+    )
+
+
+def peak(depth: int, offload: str) -> tuple[float, float]:
+    """(billions of parameters, predicted GB) of a deep decoder on one device."""
+    config = dataclasses.replace(_WIDE, depth=depth)
+    layout = f"microbatches={_SEQUENCES},remat=full,offload={offload}"
+    program = _program(config, layout, jax.devices()[:1])
+    size = sum(param.size for param in program.model.params.values())
+    return size / _BILLION, program.lowering.memory(program.abstract_batch).total / _GB
+
+
+def largest(offload: str) -> float:
+    """Billions of parameters that fit, on the line through two depths."""
+    (size, low), (larger, high) = (peak(depth, offload) for depth in (4, 8))
+    return size + (_MEMORY_GB - low) * (larger - size) / (high - low)
+
+
+def losses(offload: str, steps: int) -> np.ndarray:
+    """Losses [steps] of a small decoder on two devices, in float32."""
+    layout = f"fsdp=2,remat=full,offload={offload}"
+    program = _program(_SMALL, layout, jax.devices()[:2], None)
+    draws, state, found = np.random.default_rng(0), program.init(0), []
+    for _ in range(steps):
+        ids = draws.integers(0, _SMALL.vocab, (_SEQUENCES, _SMALL.length + 1), np.int32)
+        batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+        state, metrics = program.step(state, batch)
+        found.append(float(metrics["loss"]))
+    return np.array(found)
+
+
+def compiled_gb(offload: str) -> tuple[float, float]:
+    """(peak, prediction) in GB of a program compiled for a machine of four chips."""
+    devices = meshpar.mesh.topology(_MACHINE)
+    program = _program(_COMPILED, f"fsdp=4,remat=full,offload={offload}", devices)
+    found = explain(program)
+    return found.compiled_bytes["peak"] / _GB, found.predicted.total / _GB
+
+
+def claims_of(sizes: dict[str, float], curves: dict[str, np.ndarray]) -> list[Claim]:
+    """Whether larger models fit, and train as they would without.
+
+    Args:
+      sizes: {offload: billions of parameters that fit}.
+      curves: {offload: losses by step}.
+    """
+    plain, most = sizes[_NONE], sizes[_OPTIMIZER]
+    worst = max(float(np.abs(x / curves[_NONE] - 1).max()) for x in curves.values())
+    steps = len(curves[_NONE])
+    return [
+        Claim(
+            f"a larger model fits on a device of {_MEMORY_GB:.0f} GB",
+            "10 times larger: 13 billion parameters",
+            f"{plain:.1f} to {most:.1f} billion, {most / plain:.1f} times",
+            most >= _LARGER * plain,
+        ),
+        Claim(
+            f"{steps} losses with offload are those without, to 1e-6",
+            "the same training",
+            f"{worst:.1e} off",
+            worst <= _EQUAL,
+        ),
+    ]
+
+
+def _compiled_claim(found: dict[str, tuple[float, float]]) -> Claim:
+    (plain, _), (moved, predicted) = found[_NONE], found[_OPTIMIZER]
+    return Claim(
+        f"memory of the compiled program falls ({_MACHINE}, fsdp=4)",
+        "",
+        f"{plain:.2f} to {moved:.2f} GB, predicted {predicted:.2f}",
+        moved < 0.7 * plain,
+    )
+
+
+def _run(setting: Setting) -> Result:
+    sizes, curves = {}, {}
+    for index, offload in enumerate(_OFFLOADS):
+        setting.progress(f"offload={offload}", index / 6)
+        sizes[offload] = largest(offload)
+        curves[offload] = losses(offload, 3 if setting.quick else 10)
+    claims = claims_of(sizes, curves)
+    if not setting.quick:
+        setting.progress(f"compiles for {_MACHINE}", 0.5)
+        claims.append(_compiled_claim({x: compiled_gb(x) for x in _OFFLOADS[:2]}))
+    depths = 4, 16, 32, 48
+    memory = {x: [peak(depth, x) for depth in depths] for x in _OFFLOADS}
+
+    def draw(figure: matplotlib.figure.Figure) -> None:
+        axes = figure.subplots()
+        for offload, points in memory.items():
+            axes.plot(*zip(*points, strict=True), "o-", label=f"offload={offload}")
+        axes.axhline(_MEMORY_GB, color="black", linestyle=":", label="memory of a V100")
+        axes.set(
+            xlabel="billion parameters", ylabel="predicted GB on the device", ylim=0
+        )
+        axes.legend()
+
+    return Result(
+        ("offload", "billion parameters that fit"),
+        tuple((offload, f"{size:.2f}") for offload, size in sizes.items()),
+        tuple(claims),
+        {"fitting": sizes, "memory": memory, "losses": curves},
+        draw,
+    )
+
+
+PAPER = Paper(
+    name="host_memory",
+    title="Training state in host memory",
+    source="Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv:2101.06840, abstract; Cui "
+    "et al., GeePS, EuroSys 2016, section 3",
+    shows="predicted memory of one device over the size of a GPT, with parts of the "
+    "training state in host memory",
+    run=_run,
+)
