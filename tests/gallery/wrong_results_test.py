@@ -1,0 +1,101 @@
+"""Claims of figures see results that are wrong; small cases of what they compute."""
+
+import numpy as np
+import pytest
+
+from experiments.gallery import (
+    galvatron,
+    hogwild,
+    host_memory,
+    parameter_server,
+    sandblaster,
+)
+from meshpar.islands.sparse.dbpg_training import Pass, Result
+
+
+def texts(claims):
+    return [claim.text for claim in claims if not claim.holds]
+
+
+def trained(sent, pushed=0.1, weights=(1.0, 0.0), objective=100.05):
+    passes = [Pass(i + 1, objective, 1, pushed, sent) for i in range(10)]
+    return Result(np.array(weights, np.float32), passes, [], sent)
+
+
+def outcomes():
+    names = list(parameter_server._cases(parameter_server.Settings()))
+    return dict(zip(names, map(trained, (400, 300, 200, 100)), strict=True))
+
+
+def test_filters_that_lose_or_send_too_much_are_seen():
+    found, claims = outcomes(), parameter_server.claims_of
+    last = list(found)[-1]
+    assert texts(claims(found, found[last], 100.0)) == []
+    (text,) = texts(claims(found, found[last], 99.0))
+    assert "within 1e-3" in text
+    (text,) = texts(claims({**found, last: trained(100, 0.3)}, found[last], 100.0))
+    assert text.startswith("keys that are pushed")
+    (text,) = texts(claims({**found, last: trained(500)}, found[last], 100.0))
+    assert text.startswith("every filter sends less")
+    (text,) = texts(claims(found, trained(100, weights=(1.0, 1e-7)), 100.0))
+    assert text.startswith("a server dies")
+    changed = {**found, list(found)[1]: trained(300, weights=(1.0, 1e-7))}
+    (text,) = texts(claims(changed, found[last], 100.0))
+    assert text.startswith("key caching and compression")
+
+
+def test_a_step_that_is_not_that_of_lbfgs_is_seen():
+    costs = {
+        backup: {n: sandblaster.cost(n, backup) for n in sandblaster._PORTIONS}
+        for backup in (False, True)
+    }
+    assert texts(sandblaster.claims_of([2.0, 1.0], [2.0, 1.0], costs)) == []
+    (text,) = texts(sandblaster.claims_of([2.0, 1.00001], [2.0, 1.0], costs))
+    assert text.startswith("equals SciPy's")
+    slow = {**costs, True: {**costs[True], sandblaster._PORTIONS[-1]: 1.31}}
+    assert len(texts(sandblaster.claims_of([1.0], [1.0], slow))) == 2
+
+
+def test_a_sparse_problem_that_loses_updates_is_seen():
+    found = {"sparse": {1: [0.0], 2: [0.004], 4: [-0.005]}}
+    found["dense"] = {1: [0.0], 2: [0.04], 4: [0.07]}
+    assert texts(hogwild.claims_of(found)) == []
+    lossy = {**found, "sparse": {1: [0.0], 2: [0.004], 4: [0.02]}}
+    (text,) = texts(hogwild.claims_of(lossy))
+    assert text.startswith("sparse rows")
+    (text,) = texts(hogwild.claims_of({**found, "dense": {1: [0.0], 4: [0.001]}}))
+    assert text == "dense rows lose more"
+
+
+def test_a_search_below_a_limited_one_is_seen():
+    found = {"data": {4: 0.0, 8: 2.0}, galvatron._FULL: {4: 1.0, 8: 3.0}}
+    assert texts(galvatron.claims_of(found, {8: 3.0})) == []
+    (text,) = texts(galvatron.claims_of({**found, "data": {4: 0.0, 8: 3.1}}, {8: 3.0}))
+    assert text.startswith("never below")
+    (text,) = texts(galvatron.claims_of(found, {8: 2.9}))
+    assert text.startswith("the planner chooses")
+    shrinks = {**found, galvatron._FULL: {4: 4.0, 8: 3.0}}
+    (text,) = texts(galvatron.claims_of(shrinks, {8: 3.0}))
+    assert text == "more memory is never slower"
+
+
+def test_offload_that_changes_losses_or_saves_little_is_seen():
+    curves = {name: np.ones(3) for name in ("none", "optimizer")}
+    sizes = {"none": 1.5, "optimizer": 7.0}
+    assert texts(host_memory.claims_of(sizes, curves)) == []
+    (text,) = texts(host_memory.claims_of({**sizes, "optimizer": 5.0}, curves))
+    assert text.startswith("a larger model fits")
+    other = {**curves, "optimizer": np.array([1, 1, 1 + 2e-6])}
+    (text,) = texts(host_memory.claims_of(sizes, other))
+    assert text.startswith("3 losses")
+    gigabytes = {"none": (2.0, 2.0), "optimizer": (1.5, 1.0)}
+    assert not host_memory._compiled_claim(gigabytes).holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module", [parameter_server, sandblaster, hogwild, galvatron, host_memory]
+)
+def test_quick_versions_are_accepted(module):
+    setting = module.Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
+    assert texts(module.PAPER.run(setting).claims) == []
