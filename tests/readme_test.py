@@ -6,10 +6,13 @@ import pathlib
 import re
 import runpy
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import tiny_stack
 
 import meshpar
 from meshpar import layouts, schedules
@@ -86,6 +89,35 @@ def test_the_program_of_islands_runs():
     (program,) = programs(ROOT / "docs/islands.md")
     exec(program, scope)
     assert scope["read"].version == 0  # The first pull waits for nobody.
+
+
+def test_the_program_of_planning_runs(capsys):
+    rows = {
+        k: np.tile(x, (8, *[1] * (x.ndim - 1))) for k, x in tiny_stack.batch().items()
+    }
+    optimizer = optax.adam(1e-3)
+    scope = {"meshpar": meshpar, "jnp": jnp, "optimizer": optimizer, "batch": rows}
+    (program,) = programs(ROOT / "docs/planning.md")
+    exec(program, scope | {"model": tiny_stack.model()})
+    assert capsys.readouterr().out.count("zero=3") >= 2
+
+
+def test_the_programs_of_methods_run(capsys):
+    batch, optimizer = tiny_stack.batch(), optax.adam(1e-3)
+    program = tiny_stack.lower("fsdp=8")
+    scope = {
+        **{"meshpar": meshpar, "jax": jax, "optax": optax, "optimizer": optimizer},
+        **{"model": tiny_stack.model(), "batch": batch, "batches": [batch] * 2},
+        **{"held_out": batch, "program": program, "state": program.init()},
+        **{"mesh": meshpar.make_mesh(layouts.parse("data=8"), jax.devices())},
+        **{"gradient": lambda params, part: params * part, "params": jnp.ones(3)},
+        **{"parts": np.ones((8, 3), np.float32), "alive": [0, 1, 2, 4, 5, 7]},
+    }
+    *most, _ = programs(ROOT / "docs/methods.md")  # The last one is for a shard_map.
+    for text in most:
+        exec(text, scope)
+    assert np.isfinite(scope["losses"]).all() and capsys.readouterr().out
+    np.testing.assert_allclose(scope["gradients"], 8 * np.ones(3), rtol=1e-5)
 
 
 def test_the_schedule_of_ones_own_runs():
