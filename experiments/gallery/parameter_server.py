@@ -99,7 +99,7 @@ def claims_of(found: dict[str, Trained], killed: Trained, least: float) -> list[
 
 def _run(setting: Setting) -> Result:
     rows, bits = (4000, 14) if setting.quick else (0, 18)
-    blocks, passes = (16, 30) if setting.quick else (64, 20)
+    blocks, passes = (16, 50) if setting.quick else (64, 20)
     text = hashed_text.load(hashed_text.STANDARD_LIBRARY, bits, rows)
     plain = Settings(
         l1=1.0,
