@@ -113,7 +113,7 @@ def claims_of(
         Claim(
             "the planner chooses what trying all layouts finds",
             "",
-            f"at {', '.join(map(str, planner))} GB",
+            f"at {' and '.join(map(str, planner))} GB",
             all(abs(rate / full[b] - 1) < 1e-9 for b, rate in planner.items()),
         ),
     ]
@@ -141,8 +141,9 @@ def _run(setting: Setting) -> Result:
         axes = figure.subplots()
         for name, by_budget in rates.items():
             fits = {b: rate for b, rate in by_budget.items() if rate}
-            style = dict(linewidth=2.5) if name == _FULL else dict(linestyle="--")
-            axes.plot(list(fits), list(fits.values()), "o", **style, label=name)
+            style = "o-" if name == _FULL else "o--"
+            label = name if fits else f"{name}: nothing fits"
+            axes.plot(list(fits), list(fits.values()), style, label=label)
         axes.set(xlabel="GB on a chip", ylabel="predicted sequences per second", ylim=0)
         axes.legend(title="layouts with", fontsize=8)
 

@@ -1,5 +1,6 @@
 """ZeRO-Offload and GeePS: larger models on one device, with state in host memory."""
 
+import bisect
 import dataclasses
 
 import jax
@@ -14,7 +15,8 @@ from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.language_model import language_model
 from meshpar.explain.report import explain
 
-_MEMORY_GB, _GB, _BILLION = 32.0, 1e9, 1e9
+_GB, _BILLION = 1e9, 1e9
+_MEMORY_GB = 32 * 2**30 / _GB
 """Memory of a V100, as in the paper."""
 
 _WIDE = DecoderConfig(
@@ -35,7 +37,7 @@ _NONE, _OPTIMIZER = "none", "optimizer"
 _WEIGHTS = "optimizer+parameters"
 _ALL = "optimizer+parameters+activations"
 _OFFLOADS = _NONE, _OPTIMIZER, _WEIGHTS, _ALL
-_DEPTHS = 4, 16, 32, 64
+_DEPTHS, _DEEPEST = (4, 16, 32, 64), 128
 _SEQUENCES, _LARGEST, _EQUAL = 8, 13.0, 1e-6
 
 
@@ -67,9 +69,11 @@ def peak(depth: int, offload: str) -> tuple[float, float]:
 
 
 def largest(offload: str) -> float:
-    """Billions of parameters that fit, on the line through two depths."""
-    (size, low), (larger, high) = (peak(depth, offload) for depth in (4, 8))
-    return size + (_MEMORY_GB - low) * (larger - size) / (high - low)
+    """Billions of parameters of the deepest decoder that fits."""
+    depth = bisect.bisect(
+        range(1, _DEEPEST), _MEMORY_GB, key=lambda depth: peak(depth, offload)[1]
+    )
+    return peak(depth, offload)[0]
 
 
 def losses(offload: str, steps: int) -> np.ndarray:
@@ -105,7 +109,7 @@ def claims_of(sizes: dict[str, float], curves: dict[str, np.ndarray]) -> list[Cl
     steps = len(curves[_NONE])
     return [
         Claim(
-            f"a larger model fits on a device of {_MEMORY_GB:.0f} GB",
+            "a larger model fits on a device of 32 GiB",
             "10 times larger: 13 billion parameters",
             f"{plain:.1f} to {most:.1f} billion, {most / plain:.1f} times",
             most >= _LARGEST,
@@ -151,7 +155,7 @@ def _run(setting: Setting) -> Result:
             ylabel="predicted GB on the device",
             ylim=(0, 2 * _MEMORY_GB),
         )
-        axes.legend()
+        figure.legend(loc="outside upper center", ncols=2)
 
     return Result(
         ("offload", "billion parameters that fit"),
