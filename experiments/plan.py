@@ -109,6 +109,8 @@ def main(_: Sequence[str]) -> int:
     if HTML.value:
         machine = TOPOLOGY.value or f"{len(devices)} devices"
         title = f"{config.recipe}, {config.batch_size} sequences, on {machine}"
+        for name, asked in (("require", REQUIRE.value), ("forbid", FORBID.value)):
+            title += f", {name}={asked}" * bool(asked)
         plan_page.write(HTML.value, title, plans, compiled, TOP.value)
     if JSON.value:
         print(json.dumps(planning.as_dict(plans, compiled)))

@@ -28,10 +28,10 @@ def _candidates(plans: Plans, candidates: Sequence[Candidate]) -> str:
 
 
 def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> str:
-    """Predictions beside what was compiled, with a line for each broken contract."""
+    """Predictions beside what was compiled, with a line for all that is wrong."""
     if not compiled:
         return ""
-    rows, wrong = [], []
+    rows, wrong, budget = [], [], plans.machine.memory_bytes
     for candidate, explanation in zip(plans.best, compiled, strict=False):
         memory, peak = candidate.memory.total, explanation.compiled_bytes["peak"]
         time = explanation.time
@@ -39,10 +39,17 @@ def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> str:
         predicted = readable_seconds(candidate.seconds.total)
         estimated = readable_seconds(time.seconds) if time else "-"
         rows.append((explanation.layout, *cells, predicted, estimated))
-        wrong += [f"{explanation.layout}: {line}" for line in explanation.violations]
-    verdict = "".join(f'<p class="bad">Violation: {html.escape(w)}</p>' for w in wrong)
+        lines = list(explanation.violations)
+        if peak > budget:
+            lines.append(
+                f"needs {readable_bytes(peak)} of {readable_bytes(budget)} a device"
+            )
+        wrong += [f"{explanation.layout}: {line}" for line in lines]
+    verdict = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in wrong)
     if not wrong:
-        verdict = '<p class="good">The compiled programs keep their contracts.</p>'
+        verdict = (
+            '<p class="good">The compiled programs keep their contracts, and fit.</p>'
+        )
     header = "layout", "memory", "compiled", "error", "step", "estimated"
     return f"<h2>Predicted and compiled</h2>{verdict}{html_page.table(header, rows)}"
 

@@ -1,10 +1,18 @@
 """The plan command: tables, JSON, a picture, and bad flags before any work."""
 
+import dataclasses
 import html
 import json
+import re
 
+import jax
+import optax
 import pytest
-from support import commands
+from support import commands, tiny_stack
+from support.explanations import explanation
+
+import meshpar
+from experiments.reports import plan_page
 
 
 @pytest.fixture
@@ -22,7 +30,7 @@ def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
     assert "predicted to be fastest" in done.out and "refused" in done.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert "<h1>tiny, " in text and "<svg" in text
+    assert "<h1>tiny, " in text and ", forbid=pipe</h1>" in text and "<svg" in text
     found = json.loads(command(*PLAN, "--top=3", "--json").out)
     for candidate in found["best"]:
         assert f"<td>{candidate['layout']}</td>" in text
@@ -36,6 +44,26 @@ def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
         assert sum(candidate["seconds"].values()) == pytest.approx(
             2 * candidate["seconds"]["total"]
         )
+
+
+def test_a_page_says_what_is_wrong_with_compiled_layouts(tmp_path):
+    plans = meshpar.plan(
+        tiny_stack.model(), optax.adam(1e-3), tiny_stack.batch(), jax.devices()[:2]
+    )
+    good = explanation("fsdp=2", 5e6)
+    path, budget = tmp_path / "page.html", plans.machine.memory_bytes
+
+    def verdicts(*compiled):
+        plan_page.write(path, "a stack", plans, compiled, 3)
+        return re.findall(r'<p class="(good|bad)">(.*?)</p>', path.read_text())
+
+    ((kind, _),) = verdicts(good)
+    assert kind == "good"
+    large = dataclasses.replace(good, compiled_bytes={"peak": 2 * budget})
+    ((kind, line),) = verdicts(good, large)
+    assert kind == "bad" and line.startswith("fsdp=2: needs ")
+    broken = dataclasses.replace(good, violations=("one all_gather too many",))
+    assert verdicts(broken) == [("bad", "fsdp=2: one all_gather too many")]
 
 
 BAD = {
