@@ -93,8 +93,8 @@ def claims_of(
         Claim(
             "never below a search of fewer axes, at any budget of memory",
             "surpasses approaches of limited parallelism in all tested scenarios",
-            f"{', '.join(f'{x:.2f}x' for x in over.values())} the best of them, and "
-            f"alone at {' and '.join(alone) or 'none'}",
+            f"{', '.join(f'{x:.2f}x' for x in over.values())} the best of them"
+            + f", and alone at {' and '.join(alone)}" * bool(alone),
             all(x >= 1 for x in over.values()),
         ),
         Claim(
