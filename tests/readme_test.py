@@ -105,7 +105,7 @@ def test_the_program_of_planning_runs(capsys):
 def test_the_programs_of_methods_run(capsys):
     batch, optimizer = tiny_stack.batch(), optax.adam(1e-3)
     program = tiny_stack.lower("fsdp=8")
-    scope = {
+    given = {
         **{"meshpar": meshpar, "jax": jax, "optax": optax, "optimizer": optimizer},
         **{"model": tiny_stack.model(), "batch": batch, "batches": [batch] * 2},
         **{"held_out": batch, "program": program, "state": program.init()},
@@ -114,7 +114,9 @@ def test_the_programs_of_methods_run(capsys):
         **{"parts": np.ones((8, 3), np.float32), "alive": [0, 1, 2, 4, 5, 7]},
     }
     *most, _ = programs(ROOT / "docs/methods.md")  # The last one is for a shard_map.
+    scope: dict = {}
     for text in most:
+        scope |= given
         exec(text, scope)
     assert np.isfinite(scope["losses"]).all() and capsys.readouterr().out
     np.testing.assert_allclose(scope["gradients"], 8 * np.ones(3), rtol=1e-5)
