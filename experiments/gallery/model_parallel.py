@@ -165,7 +165,7 @@ def _claims(
         *kept,
         Claim(
             "larger models gain more from machines",
-            "1.7B: 12.2 times on 81 machines; small models stop early",
+            "1.7B: more than 12 times on 81 machines; small models stop early",
             ", ".join(f"{size}: {gain:.1f} times" for size, gain in ends.items()),
             gains == sorted(gains) and gains[-1] > 2 * gains[0],
         ),
