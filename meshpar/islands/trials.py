@@ -76,5 +76,9 @@ def _in_ray(
     from meshpar.islands.ray_start import start_ray
 
     start_ray()
-    task = ray.remote(run).options(num_cpus=0, max_retries=retries)
-    return lambda trial: ray.get(task.remote(trial))
+    task = ray.remote(_call).options(num_cpus=0, max_retries=retries)
+    return lambda trial: ray.get(task.remote(run, trial))
+
+
+def _call(run: Callable[[dict[str, Any]], Outcome], trial: dict[str, Any]) -> Outcome:
+    return run(trial)  # Ray takes functions alone, not all that can be called.
