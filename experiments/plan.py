@@ -116,9 +116,7 @@ def main(_: Sequence[str]) -> int:
         print(json.dumps(planning.as_dict(plans, compiled)))
     else:
         planning.print_plans(plans, compiled, TOP.value)
-    budget = plans.machine.memory_bytes
-    bad = [e for e in compiled if e.violations or e.compiled_bytes["peak"] > budget]
-    return 1 if bad else 0
+    return 1 if any(planning.faults(plans, e) for e in compiled) else 0
 
 
 if __name__ == "__main__":

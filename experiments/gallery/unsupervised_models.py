@@ -140,7 +140,8 @@ def lower(
 ) -> meshpar.TrainProgram:
     """A model under a layout with momentum, on as many devices as the layout fills."""
     devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
-    batch = {"x": jax.ShapeDtypeStruct((rows, visible), np.float32)}
+    dtype = jax.dtypes.canonicalize_dtype(float)  # 64 bits where jax has them.
+    batch = {"x": jax.ShapeDtypeStruct((rows, visible), dtype)}
     optimizer = optax.sgd(rate, momentum=0.5)
     return meshpar.lower(model, optimizer, layout, batch, devices=devices)
 

@@ -4,8 +4,15 @@ import html
 from collections.abc import Sequence
 
 from experiments.reports import html_page
-from experiments.reports.planning import largest_terms, pareto_figure, summary
-from experiments.reports.units import readable_bytes, readable_seconds
+from experiments.reports.planning import (
+    COMPILED,
+    candidate_row,
+    compiled_rows,
+    faults,
+    pareto_figure,
+    summary,
+)
+from experiments.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
@@ -13,45 +20,21 @@ from meshpar.planner.plans import Plans
 
 def _candidates(plans: Plans, candidates: Sequence[Candidate]) -> str:
     header = "layout", "step", "memory", "sent", "its time goes to", "against the best"
-    rows = [
-        (
-            str(c.layout),
-            readable_seconds(c.seconds.total),
-            float(c.memory.total),
-            float(c.wire_bytes),
-            largest_terms(c),
-            plans.why_not(c),
-        )
-        for c in candidates
-    ]
-    return html_page.table(header, rows)
+    return html_page.table(header, [candidate_row(plans, c) for c in candidates])
 
 
 def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> str:
     """Predictions beside what was compiled, with a line for all that is wrong."""
     if not compiled:
         return ""
-    rows, wrong, budget = [], [], plans.machine.memory_bytes
-    for candidate, explanation in zip(plans.best, compiled, strict=False):
-        memory, peak = candidate.memory.total, explanation.compiled_bytes["peak"]
-        time = explanation.time
-        cells = float(memory), float(peak), f"{memory / peak - 1:+.1%}"
-        predicted = readable_seconds(candidate.seconds.total)
-        estimated = readable_seconds(time.seconds) if time else "-"
-        rows.append((explanation.layout, *cells, predicted, estimated))
-        lines = list(explanation.violations)
-        if peak > budget:
-            lines.append(
-                f"needs {readable_bytes(peak)} of {readable_bytes(budget)} a device"
-            )
-        wrong += [f"{explanation.layout}: {line}" for line in lines]
+    wrong = [f"{e.layout}: {line}" for e in compiled for line in faults(plans, e)]
     verdict = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in wrong)
     if not wrong:
         verdict = (
             '<p class="good">The compiled programs keep their contracts, and fit.</p>'
         )
-    header = "layout", "memory", "compiled", "error", "step", "estimated"
-    return f"<h2>Predicted and compiled</h2>{verdict}{html_page.table(header, rows)}"
+    table = html_page.table(COMPILED, compiled_rows(plans, compiled))
+    return f"<h2>Predicted and compiled</h2>{verdict}{table}"
 
 
 def write(

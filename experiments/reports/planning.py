@@ -23,18 +23,23 @@ def _candidates(
     columns = layout, "step", "memory", "sent", goes, why
     table = rich.table.Table(*columns, title=title)
     for c in candidates:
-        table.add_row(
-            str(c.layout),
-            readable_seconds(c.seconds.total),
-            readable_bytes(c.memory.total),
-            readable_bytes(c.wire_bytes),
-            largest_terms(c),
-            plans.why_not(c),
-        )
+        table.add_row(*candidate_row(plans, c))
     return table
 
 
-def largest_terms(candidate: Candidate) -> str:
+def candidate_row(plans: Plans, candidate: Candidate) -> tuple[str, ...]:
+    """Layout, time, memory, bytes sent, largest terms, and what lost it."""
+    return (
+        str(candidate.layout),
+        readable_seconds(candidate.seconds.total),
+        readable_bytes(candidate.memory.total),
+        readable_bytes(candidate.wire_bytes),
+        _largest_terms(candidate),
+        plans.why_not(candidate),
+    )
+
+
+def _largest_terms(candidate: Candidate) -> str:
     """The terms that take most of a step."""
     seconds = candidate.seconds
     terms = sorted(seconds.by_term.items(), key=lambda term: -term[1])
@@ -45,22 +50,41 @@ def largest_terms(candidate: Candidate) -> str:
 _MOST_TERMS = 4
 
 
-def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> rich.table.Table:
-    columns = "layout", "memory", "compiled", "error", "step", "estimated", "contract"
-    table = rich.table.Table(*columns, title="predicted and compiled")
+COMPILED = "layout", "memory", "compiled", "error", "step", "estimated", "verdict"
+"""Columns of `compiled_rows`."""
+
+
+def compiled_rows(
+    plans: Plans, compiled: Sequence[Explanation]
+) -> list[tuple[str, ...]]:
+    """Predictions beside what was compiled, by layout."""
+    rows = []
     for candidate, explanation in zip(plans.best, compiled, strict=False):
         memory, peak = candidate.memory.total, explanation.compiled_bytes["peak"]
         time = explanation.time
-        table.add_row(
-            explanation.layout,
-            readable_bytes(memory),
-            readable_bytes(peak),
-            f"{memory / peak - 1:+.1%}",
-            readable_seconds(candidate.seconds.total),
-            readable_seconds(time.seconds) if time else "-",
-            "; ".join(explanation.violations) or "kept",
+        rows.append(
+            (
+                explanation.layout,
+                readable_bytes(memory),
+                readable_bytes(peak),
+                f"{memory / peak - 1:+.1%}",
+                readable_seconds(candidate.seconds.total),
+                readable_seconds(time.seconds) if time else "-",
+                "; ".join(faults(plans, explanation)) or "fits, contract kept",
+            )
         )
-    return table
+    return rows
+
+
+def faults(plans: Plans, explanation: Explanation) -> list[str]:
+    """Where a compiled layout breaks its contract or needs too much memory."""
+    peak, budget = explanation.compiled_bytes["peak"], plans.machine.memory_bytes
+    lines = list(explanation.violations)
+    if peak > budget:
+        lines.append(
+            f"needs {readable_bytes(peak)} of {readable_bytes(budget)} a device"
+        )
+    return lines
 
 
 def summary(plans: Plans) -> str:
@@ -92,7 +116,10 @@ def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None
     for reason, count in sorted(plans.refused.items(), key=lambda item: -item[1]):
         console.print(f"{count} refused: {reason}", soft_wrap=True)
     if compiled:
-        console.print(_compiled(plans, compiled))
+        table = rich.table.Table(*COMPILED, title="predicted and compiled")
+        for row in compiled_rows(plans, compiled):
+            table.add_row(*row)
+        console.print(table)
 
 
 def pareto_figure(plans: Plans) -> matplotlib.figure.Figure:

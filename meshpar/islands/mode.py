@@ -18,6 +18,7 @@ Source: Dean et al., DistBelief, NeurIPS 2012; Zhang et al., arXiv:1511.05950 (d
 """
 
 import dataclasses
+import importlib.util
 
 from meshpar.collectives.compression import make_compression
 from meshpar.errors import MeshparError
@@ -35,6 +36,12 @@ SERVER_OPTIMIZERS = ("adagrad", "adam", "sgd")
 
 HOSTS = ("threads", "ray")
 """Hosts by name: threads of this process, or actors in processes of their own."""
+
+
+def need_ray() -> None:
+    """Raises MeshparError if Ray is not installed; with the remedy."""
+    if importlib.util.find_spec("ray") is None:
+        raise MeshparError('islands: host=ray needs Ray: pip install -e ".[islands]"')
 
 
 @dataclasses.dataclass(frozen=True)

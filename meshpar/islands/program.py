@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.arrays import Params, num_bytes
 from meshpar.errors import MeshparError
 from meshpar.islands.host import Host
-from meshpar.islands.mode import WEIGHTS, Islands
+from meshpar.islands.mode import WEIGHTS, Islands, need_ray
 from meshpar.islands.packing import packed, unpacked
 from meshpar.islands.threads import Threads
 from meshpar.islands.weights_vector import WeightsVector, weights_vector
@@ -246,12 +246,7 @@ def _ray_host(build: Callable[[], TrainProgram]) -> Callable[..., Host]:
     Raises:
       MeshparError: Ray is not installed.
     """
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise MeshparError(
-            'islands: host=ray needs Ray: pip install -e ".[islands]"'
-        ) from error
+    need_ray()
     from meshpar.islands.ray_host import RayHost
 
     return functools.partial(RayHost, build)

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from meshpar.errors import MeshparError
+from meshpar.islands.mode import HOSTS, need_ray
+from meshpar.lowering.trials import count
 
 Outcome = TypeVar("Outcome")
 """What a trial found."""
-
-HOSTS = "threads", "ray"
-"""Where workers run."""
 
 
 def search(
@@ -43,12 +42,11 @@ def search(
       What each trial found, in the order of the values.
 
     Raises:
-      MeshparError: values of unequal lengths, no worker, or an unknown host.
+      MeshparError: values of unequal lengths or none, no worker, an unknown host, or
+        no Ray.
       Exception: the first that a trial raises; trials that have not begun are left out.
     """
-    lengths = {name: len(x) for name, x in values.items()}
-    if len(set(lengths.values())) != 1:
-        raise MeshparError(f"values of {lengths} trials: give as many of each")
+    count(values)
     if host not in HOSTS:
         raise MeshparError(f"host={host!r}: use one of {HOSTS}")
     if workers < 1 or retries < 0:
@@ -71,6 +69,7 @@ def _in_ray(
     run: Callable[[dict[str, Any]], Outcome], retries: int
 ) -> Callable[[dict[str, Any]], Outcome]:
     """The function, run by a process of Ray; Ray starts it again if that dies."""
+    need_ray()
     import ray
 
     from meshpar.islands.ray_start import start_ray

@@ -57,6 +57,24 @@ def random(trials: int, seed: int = 0, **ranges: tuple[float, float]) -> Values:
     return values
 
 
+def count(values: Mapping[str, Sequence[Any]]) -> int:
+    """The number of trials that values are of.
+
+    Args:
+      values: {name: [trials]}.
+
+    Raises:
+      MeshparError: no values, or another number of values of each hyperparameter.
+    """
+    lengths = {name: len(x) for name, x in values.items()}
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise MeshparError(
+            f"values of {lengths} trials: give as many values of each hyperparameter, "
+            "one per trial"
+        )
+    return next(iter(lengths.values()))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trials:
     """One program that trains a model once per trial.
@@ -80,12 +98,6 @@ class Trials:
     devices: Sequence[jax.Device] | None = None
 
     def __post_init__(self):
-        lengths = {name: len(x) for name, x in self.values.items()}
-        if len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise MeshparError(
-                f"values of {lengths} trials: give as many values of each "
-                "hyperparameter, one per trial"
-            )
         if self.num_trials % self.mesh.size:
             raise MeshparError(
                 f"{self.num_trials} trials on {self.mesh.size} devices: use a multiple "
@@ -95,7 +107,7 @@ class Trials:
     @property
     def num_trials(self) -> int:
         """The number of trials."""
-        return len(next(iter(self.values.values())))
+        return count(self.values)
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -84,7 +84,7 @@ def test_offload_that_changes_losses_or_saves_little_is_seen():
     sizes = {"none": 1.5, "optimizer": 13.5}
     assert texts(host_memory.claims_of(sizes, curves)) == []
     (text,) = texts(host_memory.claims_of({**sizes, "optimizer": 12.0}, curves))
-    assert text.startswith("a larger model fits")
+    assert text.startswith("13 billion parameters fit")
     other = {**curves, "optimizer": np.array([1, 1, 1 + 2e-6])}
     (text,) = texts(host_memory.claims_of(sizes, other))
     assert text.startswith("3 losses")

@@ -10,7 +10,7 @@ from meshpar.islands import trials
 VALUES = {"rate": [0.1, 0.2, 0.3, 0.4, 0.5], "depth": [1, 2, 3, 4, 5]}
 
 
-def test_outcomes_are_in_the_order_of_the_values_whoever_is_first():
+def test_outcomes_keep_the_order_of_the_values():
     later, seen = threading.Event(), []
 
     def run(values):
@@ -50,11 +50,18 @@ def test_an_error_of_a_trial_ends_the_search():
     assert len(begun) < len(VALUES["depth"])
 
 
+def test_without_ray_its_processes_are_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MeshparError, match=r'pip install -e "\.\[islands\]"'):
+        trials.search(lambda values: None, VALUES, host="ray")
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"values": {"a": [1], "b": [1, 2]}}, "'b': 2"),
-        ({"values": {}}, "give as many of each"),
+        ({"values": {"a": []}}, "give as many values of each"),
+        ({"values": {}}, "give as many values of each"),
         ({"host": "cloud"}, "use one of"),
         ({"workers": 0}, "workers=0"),
         ({"retries": -1}, "retries=-1"),
