@@ -6,12 +6,18 @@ from typing import NamedTuple
 import jax
 import matplotlib.figure
 import numpy as np
-from sklearn.linear_model import LogisticRegression, RidgeClassifier
-from sklearn.model_selection import GridSearchCV, GroupKFold
 
 import meshpar
 from experiments.gallery import digits
 from experiments.gallery import unsupervised_models as models
+from experiments.gallery.linear_classifiers import (
+    CLASSIFIERS,
+    LOGISTIC,
+    RIDGE,
+    Accuracies,
+    accuracy,
+    bars,
+)
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 
 _HIDDEN, _HIDDEN_MNIST, _ROWS = 128, 512, 64
@@ -25,18 +31,8 @@ _SHIFTS = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))
 
 PIXELS, MACHINE, NETWORK = "pixels", "RBM", "DBN, two RBMs"
 RANDOM, CODES = "codes of random bases", "sparse coding"
-RIDGE, LOGISTIC = "ridge", "logistic regression"
-CLASSIFIERS = {
-    RIDGE: (RidgeClassifier(), {"alpha": [0.1, 1, 10, 100, 1000]}),
-    LOGISTIC: (LogisticRegression(max_iter=2000), {"C": [0.003, 0.03, 0.3, 3]}),
-}
-"""{name: (linear classifier, penalties to choose from)}."""
-
 _LIFTS = {RIDGE: 0.05, LOGISTIC: 0.0}
 """Least gain in accuracy over pixels; logistic regression does better on these."""
-
-_PARTS = 5
-"""Of the cross-validation."""
 
 _LEARNING_RATES = {MACHINE: 0.3, NETWORK: 0.3, CODES: 1.0}
 
@@ -104,13 +100,13 @@ class Learned(NamedTuple):
     """Features of labelled and held-out digits by kind, and bases as pictures.
 
     Attributes:
-      training: {kind: [rows, features]}.
-      held_out: {kind: [rows, features]}.
+      labelled: {kind: features with classes}.
+      held_out: {kind: features with classes}.
       bases: {kind: [pixels, units]}.
     """
 
-    training: dict[str, np.ndarray]
-    held_out: dict[str, np.ndarray]
+    labelled: dict[str, digits.Digits]
+    held_out: dict[str, digits.Digits]
     bases: dict[str, np.ndarray]
 
 
@@ -121,64 +117,54 @@ def _signed(codes: np.ndarray) -> np.ndarray:
 
 def learn(
     x: np.ndarray,
-    labelled: np.ndarray,
-    held_out: np.ndarray,
+    labelled: digits.Digits,
+    held_out: digits.Digits,
     hidden: int,
     steps: int,
     seed: int,
 ) -> Learned:
     """Trains all kinds on x without labels; the network on the machine's features."""
     pixels = x.shape[1]
-    program = _lower(MACHINE, _ONE, pixels, hidden)
-    params = models.train(program, x, steps, _ROWS, seed)
-    ups = [models.features(program, params, rows) for rows in (x, labelled, held_out)]
-    bases = {MACHINE: params["weight"]}
-    second = _lower(NETWORK, _ONE, hidden, hidden)
-    above = models.train(second, ups[0], steps, _ROWS, seed)
-    tops = [models.features(second, above, rows) for rows in ups[1:]]
+    machine = _lower(MACHINE, _ONE, pixels, hidden)
+    params = models.train(machine, x, steps, _ROWS, seed)
+    ups = models.features(machine, params, x)
+    network = _lower(NETWORK, _ONE, hidden, hidden)
+    above = models.train(network, ups, steps, _ROWS, seed)
     coder = _lower(CODES, _ONE, pixels, hidden)
-    codes = []
-    for trained_steps in (0, steps):
-        learned = models.train(coder, x, trained_steps, _ROWS, seed)
-        both = (models.features(coder, learned, rows) for rows in (labelled, held_out))
-        codes.append([_signed(rows) for rows in both])
-    bases[CODES] = learned["weight"]
-    found = zip((labelled, held_out), ups[1:], tops, *codes, strict=True)
-    kinds = PIXELS, MACHINE, NETWORK, RANDOM, CODES
-    training, tested = (dict(zip(kinds, parts, strict=True)) for parts in found)
-    return Learned(training, tested, bases)
+    random, bases = (models.train(coder, x, n, _ROWS, seed) for n in (0, steps))
+
+    def features(of: digits.Digits) -> dict[str, digits.Digits]:
+        up = models.features(machine, params, of.x)
+        found = {
+            PIXELS: of.x,
+            MACHINE: up,
+            NETWORK: models.features(network, above, up),
+            RANDOM: _signed(models.features(coder, random, of.x)),
+            CODES: _signed(models.features(coder, bases, of.x)),
+        }
+        return {kind: of._replace(x=rows) for kind, rows in found.items()}
+
+    weights = {MACHINE: params["weight"], CODES: bases["weight"]}
+    return Learned(features(labelled), features(held_out), weights)
 
 
-def accuracies(
-    name: str,
-    learned: Learned,
-    labels: np.ndarray,
-    pictures: np.ndarray,
-    held: np.ndarray,
-) -> dict[str, float]:
-    """{kind: share of held-out digits that a linear classifier gets right}.
-
-    The penalty is chosen for each kind by cross-validation on the labelled digits.
-
-    Args:
-      name: of the classifier, in `CLASSIFIERS`.
-      learned: the features.
-      labels: classes of the labelled digits, [rows].
-      pictures: number of the picture that each of them is a copy of, [rows]; copies
-        of one picture are in the same part of the cross-validation.
-      held: classes of the held-out digits.
-    """
-    found = {}
-    for kind, x in learned.training.items():
-        search = GridSearchCV(*CLASSIFIERS[name], cv=GroupKFold(_PARTS))
-        search.fit(x, labels, groups=pictures)
-        found[kind] = float(search.score(learned.held_out[kind], held))
-    return found
+def _accuracies(learned: list[Learned], groups: np.ndarray) -> Accuracies:
+    """Of all classifiers and kinds of features, by seed."""
+    return {
+        name: {
+            kind: [
+                accuracy(name, of.labelled[kind], groups, of.held_out[kind])
+                for of in learned
+            ]
+            for kind in learned[0].labelled
+        }
+        for name in CLASSIFIERS
+    }
 
 
 def _claims(
     errors: dict[str, float],
-    by_classifier: dict[str, dict[str, float]],
+    accuracies: Accuracies,
     flops: dict[int, tuple[float, float]],
 ) -> tuple[Claim, ...]:
     equal = [
@@ -190,22 +176,26 @@ def _claims(
         )
         for kind, error in errors.items()
     ]
+    means = {
+        name: {kind: float(np.mean(x)) for kind, x in by_kind.items()}
+        for name, by_kind in accuracies.items()
+    }
     better = [
         Claim(
             f"{kind} lifts {name}" + f" by {_LIFTS[name]:.0%}" * bool(_LIFTS[name]),
             "features from unlabelled data help",
-            f"{scores[kind]:.1%} against {scores[PIXELS]:.1%} of pixels",
-            scores[kind] > scores[PIXELS] + _LIFTS[name],
+            f"{mean[kind]:.1%} against {mean[PIXELS]:.1%} of pixels",
+            mean[kind] > mean[PIXELS] + _LIFTS[name],
         )
-        for name, scores in by_classifier.items()
+        for name, mean in means.items()
         for kind in (MACHINE, NETWORK, CODES)
     ]
-    scores = by_classifier[RIDGE]
+    codes, others = means[RIDGE][CODES], means[RIDGE][RANDOM]
     learned = Claim(
         "learned bases do better than random ones",
         "",
-        f"{scores[CODES]:.1%} against {scores[RANDOM]:.1%}",
-        scores[CODES] > scores[RANDOM] + 0.01,
+        f"{codes:.1%} against {others:.1%}",
+        codes > others + 0.01,
     )
     one, spread = flops[max(flops)]
     share = Claim(
@@ -225,38 +215,24 @@ def _run(setting: Setting) -> Result:
     training, held_out = map(shifted, load())
     small = digits.load()[0].x
     chosen = np.random.default_rng(0).permutation(len(training.y))[:_LABELLED]
-    labels = training.y[chosen]
-    pictures = chosen % (len(training.y) // len(_SHIFTS))
-    errors, by_seed = {}, []
+    labelled = digits.Digits(training.x[chosen], training.y[chosen])
+    errors, learned = {}, []
     for index, kind in enumerate((MACHINE, CODES)):
         setting.progress(f"{kind} on 8 devices", index / 10)
         errors[kind] = sharded_error(kind, small)
     steps = 400 if setting.quick else 800
     for index, seed in enumerate(setting.seeds):
         setting.progress(f"features, seed {seed}", 0.2 + index / 5)
-        labelled = training.x[chosen]
-        learned = learn(training.x, labelled, held_out.x, hidden, steps, seed)
-        by_seed.append(
-            {
-                name: accuracies(name, learned, labels, pictures, held_out.y)
-                for name in CLASSIFIERS
-            }
-        )
+        learned.append(learn(training.x, labelled, held_out, hidden, steps, seed))
+    setting.progress("linear classifiers", 0.8)
+    pictures = chosen % (len(training.y) // len(_SHIFTS))
+    accuracies = _accuracies(learned, pictures)
     setting.progress("work of a device", 0.9)
     sizes = (1024,) if setting.quick else (256, 1024)
     flops = {size: step_flops(size) for size in sizes}
-    kinds = list(by_seed[0][RIDGE])
-    values = {
-        name: {kind: [s[name][kind] for s in by_seed] for kind in kinds}
-        for name in CLASSIFIERS
-    }
-    scores = {
-        name: {kind: float(np.mean(x)) for kind, x in by_kind.items()}
-        for name, by_kind in values.items()
-    }
     rows = [
         (f"{kind}, {name}", f"{np.mean(x):.1%}", f"{np.std(x):.1%}")
-        for name, by_kind in values.items()
+        for name, by_kind in accuracies.items()
         for kind, x in by_kind.items()
     ]
     for size, (one, eighth) in flops.items():
@@ -265,18 +241,9 @@ def _run(setting: Setting) -> Result:
 
     def draw(figure: matplotlib.figure.Figure) -> None:
         left, middle, right = figure.subplots(1, 3, width_ratios=(4, 3, 3))
-        places, height = np.arange(len(kinds)), 0.8 / len(values)
-        for index, (name, by_kind) in enumerate(values.items()):
-            means = [np.mean(x) for x in by_kind.values()]
-            errors = [np.std(x) for x in by_kind.values()]
-            at = places + index * height
-            left.barh(at, means, height, xerr=errors, label=name)
-        left.set_yticks(places + height / 2, kinds)
-        left.invert_yaxis()
-        left.set(xlabel="accuracy of a linear classifier", xlim=(0.5, 1))
-        left.legend(fontsize=8, loc="lower right")
+        bars(left, accuracies)
         for axes, (kind, weight) in zip(
-            (middle, right), learned.bases.items(), strict=True
+            (middle, right), learned[-1].bases.items(), strict=True
         ):
             axes.imshow(_mosaic(weight), cmap="gray")
             axes.set_title(f"features, {kind}", fontsize=9)
@@ -285,8 +252,8 @@ def _run(setting: Setting) -> Result:
     return Result(
         ("features", "accuracy", "deviation over seeds"),
         tuple(rows),
-        _claims(errors, scores, flops),
-        {"accuracy": by_seed, "errors": errors, "flops": flops},
+        _claims(errors, accuracies, flops),
+        {"accuracy": accuracies, "errors": errors, "flops": flops},
         draw,
     )
 
