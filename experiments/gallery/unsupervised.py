@@ -162,11 +162,18 @@ def _accuracies(learned: list[Learned], groups: np.ndarray) -> Accuracies:
     }
 
 
-def _claims(
+def claims_of(
     errors: dict[str, float],
     accuracies: Accuracies,
     flops: dict[int, tuple[float, float]],
 ) -> tuple[Claim, ...]:
+    """Whether layouts train the same features, and features help.
+
+    Args:
+      errors: {kind: largest relative error of a parameter on 8 devices}.
+      accuracies: of the linear classifiers.
+      flops: {hidden units: FLOPs of a device on one device, and on 8}.
+    """
     equal = [
         Claim(
             f"{kind}: {_SHARDED} equals one device to 1e-9, in float64",
@@ -252,7 +259,7 @@ def _run(setting: Setting) -> Result:
     return Result(
         ("features", "accuracy", "deviation over seeds"),
         tuple(rows),
-        _claims(errors, accuracies, flops),
+        claims_of(errors, accuracies, flops),
         {"accuracy": accuracies, "errors": errors, "flops": flops},
         draw,
     )

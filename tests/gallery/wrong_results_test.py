@@ -9,7 +9,9 @@ from experiments.gallery import (
     host_memory,
     parameter_server,
     sandblaster,
+    unsupervised,
 )
+from experiments.gallery.linear_classifiers import LOGISTIC, RIDGE
 from meshpar.islands.sparse.dbpg_training import Pass, Result
 
 
@@ -99,3 +101,27 @@ def test_offload_that_changes_losses_or_saves_little_is_seen():
 def test_quick_versions_are_accepted(module):
     setting = module.Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
     assert texts(module.PAPER.run(setting).claims) == []
+
+
+def test_features_that_do_not_help_or_depend_on_the_mesh_are_seen():
+    kinds = unsupervised.PIXELS, unsupervised.MACHINE, unsupervised.NETWORK
+    kinds += unsupervised.RANDOM, unsupervised.CODES
+    by_kind = {kind: [0.8 + i / 50] for i, kind in enumerate(kinds)}
+    by_kind[unsupervised.MACHINE] = by_kind[unsupervised.NETWORK] = [0.86]
+    errors, flops = {unsupervised.MACHINE: 1e-14}, {256: (8.0, 2.0), 1024: (8.0, 1.0)}
+    both = {RIDGE: by_kind, LOGISTIC: by_kind}
+    claims = unsupervised.claims_of
+    assert texts(claims(errors, both, flops)) == []
+    (text,) = texts(claims({unsupervised.MACHINE: 1e-7}, both, flops))
+    assert "equals one device" in text
+    (text,) = texts(claims(errors, both, {256: (8.0, 1.0), 1024: (8.0, 2.0)}))
+    assert text.startswith("a device of 8")
+    lower = {**by_kind, unsupervised.NETWORK: [0.79]}
+    (text,) = texts(claims(errors, {**both, LOGISTIC: lower}, flops))
+    assert text == "DBN, two RBMs lifts logistic regression"
+    little = {**by_kind, unsupervised.MACHINE: [0.84]}
+    (text,) = texts(claims(errors, {**both, RIDGE: little}, flops))
+    assert text == "RBM lifts ridge by 5%"
+    same = {**by_kind, unsupervised.RANDOM: by_kind[unsupervised.CODES]}
+    (text,) = texts(claims(errors, {**both, RIDGE: same}, flops))
+    assert text.startswith("learned bases")
