@@ -53,4 +53,4 @@ def bars(axes: matplotlib.axes.Axes, accuracies: Accuracies) -> None:
         axes.set_yticks(places - index * height / 2, by_kind)
     axes.invert_yaxis()
     axes.set(xlabel="accuracy of a linear classifier", xlim=(0.5, 1))
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
