@@ -13,6 +13,7 @@ from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.ops import context
 from meshpar.ops.cached_attention import KeysAndValues, cached_attention
+from meshpar.ops.tensor_parallel import column_parallel, row_parallel
 
 
 class Packed(NamedTuple):
@@ -121,9 +122,12 @@ class Attention(nnx.Module):
         self.k_norm = Norm(config, head_dim=h) if config.qk_norm else None
 
     def __call__(self, x_BLD: Array, tokens: Tokens) -> Array:
-        q_BLNH = jnp.einsum("BLD,DNH->BLNH", x_BLD, self.q[...])
-        k_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.k[...])
-        v_BLKH = jnp.einsum("BLD,DKH->BLKH", x_BLD, self.v[...])
+        q_BLNH, k_BLKH, v_BLKH = column_parallel(
+            x_BLD,
+            (self.q[...], ("embed", "heads", "head_dim")),
+            (self.k[...], ("embed", "kv_heads", "head_dim")),
+            (self.v[...], ("embed", "kv_heads", "head_dim")),
+        )
         q_BLNH = plus(q_BLNH, self.q_bias)
         k_BLKH = plus(k_BLKH, self.k_bias)
         v_BLKH = plus(v_BLKH, self.v_bias)
@@ -139,4 +143,5 @@ class Attention(nnx.Module):
         y_BLNH = _attend(q_BLNH, k_BLKH, v_BLKH, self.window, tokens)
         y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
         y_BLNH = checkpoint_name(y_BLNH, "attention")
-        return plus(jnp.einsum("BLNH,NHD->BLD", y_BLNH, self.o[...]), self.o_bias)
+        names = "heads", "head_dim", "embed"
+        return plus(row_parallel(y_BLNH, self.o[...], names), self.o_bias)

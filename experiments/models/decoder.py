@@ -42,11 +42,6 @@ def _residual(x_BLD: Array) -> Array:
     return layouts.constrain(x_BLD, "batch", "residual_length", "embed")
 
 
-def _gathered(x_BLD: Array) -> Array:
-    """Gathers whole sequences, the input of attention, mlp and head."""
-    return layouts.constrain(x_BLD, "batch", "length", "embed")
-
-
 class Block(nnx.Module):
     """One pre-norm transformer layer, whose attention may have a window."""
 
@@ -61,9 +56,9 @@ class Block(nnx.Module):
     def __call__(self, x: Any, tokens: Tokens = None) -> Any:
         """Runs x_BLD; with experts (x_BLD, statistics of the layers before)."""
         x_BLD, *earlier = x if self.has_experts else (x,)
-        y_BLD = self.attention(_gathered(self.attention_norm(x_BLD)), tokens)
+        y_BLD = self.attention(self.attention_norm(x_BLD), tokens)
         x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
-        y_BLD = self.mlp(_gathered(self.mlp_norm(x_BLD)))
+        y_BLD = self.mlp(self.mlp_norm(x_BLD))
         if not earlier:
             return _residual(x_BLD + self.dropout(_residual(y_BLD)))
         y_BLD, statistics = y_BLD
@@ -190,7 +185,8 @@ class Decoder(nnx.Module):
 
     def head_loss(self, x_BLD: Array, targets_BL: Array, *weights_BL: Array) -> Array:
         """Mean next-token cross-entropy, in nats, of the last layer's output x_BLD."""
-        x_BLD, w_DV = _gathered(self.norm(x_BLD)), self.head_weight()
+        x_BLD = layouts.constrain(self.norm(x_BLD), "batch", "length", "embed")
+        w_DV = self.head_weight()
         if not (block := self.config.loss_block):
             return cross_entropy(logits(x_BLD, w_DV), targets_BL, *weights_BL)
         return blockwise_cross_entropy(x_BLD, w_DV, targets_BL, block, *weights_BL)

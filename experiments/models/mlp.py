@@ -12,6 +12,7 @@ from experiments.models.weights import bias, plus, weight
 from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.ops import experts
+from meshpar.ops.tensor_parallel import column_parallel, row_parallel
 
 
 class Mlp(nnx.Module):
@@ -28,14 +29,17 @@ class Mlp(nnx.Module):
         self.down_bias = bias(config, embed=d)
 
     def __call__(self, x_BLD: Array) -> Array:
-        h_BLF = plus(jnp.einsum("BLD,DF->BLF", x_BLD, self.up[...]), self.up_bias)
-        if self.gate is None:
+        weights = [w for w in (self.up, self.gate) if w is not None]
+        named = ((w[...], ("embed", "mlp")) for w in weights)
+        h_BLF, *gate_BLF = column_parallel(x_BLD, *named)
+        h_BLF = plus(h_BLF, self.up_bias)
+        if not gate_BLF:
             h_BLF = jax.nn.gelu(h_BLF)
         else:
-            h_BLF *= jax.nn.silu(jnp.einsum("BLD,DF->BLF", x_BLD, self.gate[...]))
+            h_BLF *= jax.nn.silu(gate_BLF[0])
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
         h_BLF = checkpoint_name(h_BLF, "mlp_hidden")
-        y_BLD = jnp.einsum("BLF,FD->BLD", h_BLF, self.down[...])
+        y_BLD = row_parallel(h_BLF, self.down[...], ("mlp", "embed"))
         return plus(y_BLD, self.down_bias)
 
 
@@ -67,7 +71,7 @@ class ExpertMlp(nnx.Module):
         """Returns (y_BLD, the statistics of the mixture)."""
         jitters = self.rngs is not None and not self.deterministic
         mixed = experts.mixture(
-            x_BLD,
+            layouts.constrain(x_BLD, "batch", "length", "embed"),
             self.router[...],
             experts.Experts(
                 self.up[...],

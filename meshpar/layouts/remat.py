@@ -20,10 +20,25 @@ from meshpar.errors import LayoutError, nearest, shown
 EXPERT_ROWS = "expert_rows"
 """Name of what a device receives for its experts (`ops.experts`)."""
 
+MATMUL = "matmul"
+"""Name of the result of a matmul that no policy sees (`ops.tensor_parallel`)."""
+
+KEEPS_MATMULS = ("dots",)
+"""Values of `remat=` that keep the results of matmuls."""
+
+
+def _matmuls() -> Any:
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names(MATMUL),
+    )
+
+
 NONE = "none"
 REMAT_POLICIES: dict[str, Callable[[], Any]] = {
     "full": lambda: jax.checkpoint_policies.nothing_saveable,
-    "dots": lambda: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _matmuls,
     "experts": lambda: jax.checkpoint_policies.save_only_these_names(EXPERT_ROWS),
 }
 """{value of remat=: function that makes the policy}; remat=none wraps nothing."""
@@ -79,7 +94,8 @@ def moves_again(remat: str, name: str) -> bool:
       remat: a value of `remat=`.
       name: of what was sent, by `checkpoint_name`.
     """
-    kept = [EXPERT_ROWS] if remat == "experts" else _names(remat)
+    kept = _names(remat)
+    kept += [EXPERT_ROWS] * (remat == "experts") + [MATMUL] * (remat in KEEPS_MATMULS)
     return remat != NONE and name not in kept
 
 

@@ -1,0 +1,98 @@
+"""Matmuls in steps, beside the collective before or after them (collective matmul).
+
+The functions are called inside a shard_map that does not type varying axes. Suffixes:
+B sequences, L the length of a sequence, K a device's part of it, D its features, F what
+a weight has in place of them: one dim or more.
+
+Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition
+  in Large Deep Learning Models, ASPLOS 2023, section 3.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.arrays import Array
+
+
+def contract(x: Array, w: Array, dims: int = 1, dtype: object = None) -> Array:
+    """Contracts the last dims of x with the first of w.
+
+    Args:
+      x: one operand.
+      w: the other.
+      dims: number of dims that are contracted.
+      dtype: of the result; by default that of x.
+    """
+    numbers = (tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))), ((), ())
+    return lax.dot_general(x, w, numbers, preferred_element_type=dtype or x.dtype)
+
+
+def all_gather_matmul(
+    x_BKD: Array, weights: Sequence[Array], axis: str
+) -> tuple[list[Array], Array]:
+    """Multiplies each part of x when it comes round the ring, while the next one comes.
+
+    Args:
+      x_BKD: this device's part of the length.
+      weights: w[D, F] each, a part of its own on every device.
+      axis: mesh axis of n devices, in the order of the parts.
+
+    Returns:
+      (y[B, L, F] of every weight, the part that came last).
+    """
+    place, size, ring = _ring(axis)
+    part = x_BKD.shape[1]
+    shape = len(x_BKD), size * part
+    ys = [lax.empty((*shape, *w.shape[1:]), x_BKD.dtype) for w in weights]
+    for step in range(size):
+        coming = lax.ppermute(x_BKD, axis, ring) if step < size - 1 else x_BKD
+        start = (place - step) % size * part
+        for i, w in enumerate(weights):
+            y = contract(x_BKD, w)
+            ys[i] = lax.dynamic_update_slice_in_dim(ys[i], y, start, 1)
+        x_BKD = coming
+    return ys, x_BKD
+
+
+def matmul_reduce_scatter(
+    ys: Sequence[Array], weights: Sequence[Array], axis: str
+) -> Array:
+    """Sums products over devices, each part of the length when its sum comes round.
+
+    Addends and sums have the dtype of y, as those of a reduce_scatter.
+
+    Args:
+      ys: y[B, L, F] each.
+      weights: w[F, D] for every y.
+      axis: mesh axis of n devices; n divides L.
+
+    Returns:
+      This device's part of the sum over devices and pairs of y w, [B, K, D].
+    """
+    place, size, ring = _ring(axis)
+    part, dtype, total = ys[0].shape[1] // size, ys[0].dtype, None
+    for step in range(size):
+        start = (place - 1 - step) % size * part
+        addends = [] if total is None else [lax.ppermute(total, axis, ring)]
+        for y, w in zip(ys, weights, strict=True):
+            rows = lax.dynamic_slice_in_dim(y, start, part, 1)
+            addends.append(contract(rows, w, w.ndim - 1))
+        total = _sum(addends).astype(dtype)
+    return total
+
+
+def _ring(axis: str) -> tuple[Array, int, list[tuple[int, int]]]:
+    """(a device's place, the number of places, (sender, receiver) pairs)."""
+    size = lax.axis_size(axis)
+    return lax.axis_index(axis), size, [(i, (i + 1) % size) for i in range(size)]
+
+
+def _sum(addends: Sequence[Array]) -> Array:
+    """The sum, in float32 or wider if there is more than one addend."""
+    first, *others = addends
+    wide = jnp.promote_types(first.dtype, jnp.float32)
+    for x in others:
+        first = first.astype(wide) + x.astype(wide)
+    return first

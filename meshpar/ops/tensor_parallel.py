@@ -1,0 +1,159 @@
+"""Megatron's column- and row-parallel matmuls, with collectives written by hand.
+
+Between blocks `tensor` splits the length of sequences. A column-parallel matmul gathers
+it, a row-parallel matmul adds up and scatters it. On TPUs both go around a ring, whose
+steps stand beside the matmuls of their parts; elsewhere they are one collective.
+
+Under the jit lowering, in pipelines, and for weights that the axis does not split, such
+as those of fewer kv heads than devices, collectives are left to the compiler.
+
+Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al.,
+  arXiv:2205.05198, section 4.2.2 (sequence parallelism).
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array
+from meshpar.collectives.collective_matmul import contract
+from meshpar.layouts.remat import MATMUL
+from meshpar.layouts.scope import constrain
+from meshpar.ops.tensor_split import Split
+
+Named = tuple[Array, Sequence[str]]
+"""A weight, and the names of its dims."""
+
+
+def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
+    """Multiplies x[B, L, D] by weights w[D, F...] whose first dim of F devices split.
+
+    x comes as it is between blocks, with its length split. Communication: one
+    all_gather of x for all weights; backward one reduce_scatter, and one all_gather if
+    the layer is rematerialized.
+
+    Args:
+      x_BLD: activations.
+      *weights: (w, the names of its dims), such as ("embed", "heads", "head_dim").
+
+    Returns:
+      y[B, L, F...] for every weight, with the whole length.
+    """
+    splits = [Split.of(x_BLD, names[0], names[1]) for _, names in weights]
+    split = next((split for split in splits if split is not None), None)
+    if split is None:
+        x_BLD = constrain(x_BLD, "batch", "length", weights[0][1][0])
+        return tuple(contract(x_BLD, w) for w, _ in weights)
+    by_hand = [w for own, (w, _) in zip(splits, weights, strict=True) if own]
+    split.record_gather(x_BLD)
+    x, *arrays = split.vary(x_BLD, *by_hand)
+    ys = iter(_columns(split, x, tuple(arrays)))
+    results = []
+    for own, (w, _) in zip(splits, weights, strict=True):
+        if own is None:  # As on one device; each device multiplies its own tokens.
+            split.record_rest(x_BLD, w)
+        results.append(checkpoint_name(next(ys), MATMUL) if own else contract(x_BLD, w))
+    return tuple(results)
+
+
+def row_parallel(y_BLF: Array, w_FD: Array, names: Sequence[str]) -> Array:
+    """Multiplies y[B, L, F...] by w[F..., D], whose first dim devices split.
+
+    The result is as it is between blocks, with its length split. Communication: one
+    reduce_scatter of the result; backward one all_gather.
+
+    Args:
+      y_BLF: activations with the whole length.
+      w_FD: the weight.
+      names: of its dims, such as ("heads", "head_dim", "embed").
+    """
+    split = Split.of(y_BLF, names[-1], names[0])
+    if split is None:
+        return contract(y_BLF, w_FD, w_FD.ndim - 1)
+    split.record_scatter(y_BLF, w_FD)
+    return checkpoint_name(_row(split, *split.vary(y_BLF, w_FD)), MATMUL)
+
+
+def _specs(split: Split) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """Specs of arrays whose first, second or third dim devices split."""
+    axis = split.axis
+    return (
+        PartitionSpec(axis),
+        PartitionSpec(None, axis),
+        PartitionSpec(None, None, axis),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _columns(split: Split, x_BLD: Array, weights: Sequence[Array]) -> list[Array]:
+    return _columns_forward(split, x_BLD, weights)[0]
+
+
+def _columns_forward(
+    split: Split, x_BLD: Array, weights: Sequence[Array]
+) -> tuple[list[Array], tuple]:
+    _, second, third = _specs(split)
+    in_specs = second, (second,) * len(weights)
+    out_specs = [third] * len(weights), PartitionSpec()
+    run = split.mapped(split.gathered, in_specs, out_specs)
+    ys, x_BLD = run(x_BLD, weights)
+    return ys, (x_BLD, weights)
+
+
+def _columns_backward(
+    split: Split, saved: tuple, dys: list[Array]
+) -> tuple[Array, tuple[Array, ...]]:
+    x_BLD, weights = saved
+    _, second, third = _specs(split)
+
+    def scattered(dys: list[Array], weights: Sequence[Array]) -> Array:
+        return split.scattered(dys, [jnp.moveaxis(w, 0, -1) for w in weights])
+
+    in_specs = [third] * len(dys), (second,) * len(dys)
+    dx_BLD = split.mapped(scattered, in_specs, second)(dys, weights)
+    return dx_BLD, tuple(_weight_gradient(x_BLD, dy) for dy in dys)
+
+
+_columns.defvjp(_columns_forward, _columns_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _row(split: Split, y_BLF: Array, w_FD: Array) -> Array:
+    first, second, third = _specs(split)
+
+    def scattered(y_BLF: Array, w_FD: Array) -> Array:
+        return split.scattered([y_BLF], [w_FD])
+
+    return split.mapped(scattered, (third, first), second)(y_BLF, w_FD)
+
+
+def _row_forward(split: Split, y_BLF: Array, w_FD: Array) -> tuple[Array, tuple]:
+    return _row(split, y_BLF, w_FD), (y_BLF, w_FD)
+
+
+def _row_backward(split: Split, saved: tuple, dx_BLD: Array) -> tuple[Array, Array]:
+    y_BLF, w_FD = saved
+    first, second, third = _specs(split)
+
+    def gathered(dx_BLD: Array, w_FD: Array) -> tuple[Array, Array]:
+        weights = [jnp.moveaxis(w_FD, -1, 0)]
+        (dy,), dx_BLD = split.gathered(dx_BLD, weights, whole_later=True)
+        return dy, dx_BLD
+
+    run = split.mapped(gathered, (second, first), (third, PartitionSpec()))
+    dy_BLF, dx_BLD = run(dx_BLD, w_FD)
+    return dy_BLF, _weight_gradient(y_BLF, dx_BLD)
+
+
+_row.defvjp(_row_forward, _row_backward)
+
+
+def _weight_gradient(x: Array, dy: Array) -> Array:
+    """x[B, L, ...] and dy[B, L, ...] contracted over B and L: no device needs more."""
+    numbers = ((0, 1), (0, 1)), ((), ())
+    return lax.dot_general(x, dy, numbers, preferred_element_type=x.dtype)

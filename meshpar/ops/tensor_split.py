@@ -1,0 +1,201 @@
+"""How devices split column- and row-parallel matmuls, and what they move for them.
+
+Suffixes: B sequences, L their length, K a device's part of it, D features between
+blocks, F those that devices split: one dim or more.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from meshpar.arrays import Array, num_bytes, vary, zero_after
+from meshpar.collectives.collective_matmul import (
+    all_gather_matmul,
+    contract,
+    matmul_reduce_scatter,
+)
+from meshpar.collectives.transport import Transport, Transports, transports_for
+from meshpar.layouts.axes import PIPE
+from meshpar.layouts.moves import Move
+from meshpar.layouts.remat import KEEPS_MATMULS, MATMUL, NONE
+from meshpar.layouts.scope import activation_axes, current_scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How devices split a matmul.
+
+    Attributes:
+      axis: the mesh axis that splits the length between blocks, and the weight.
+      ways: its size.
+      automatic: all axes that are automatic around the matmul.
+      transports: how activations move along the axis.
+    """
+
+    axis: str
+    ways: int
+    automatic: frozenset[str]
+    transports: Transports
+
+    @classmethod
+    def of(cls, x: Array, embed: str, features: str) -> "Split | None":
+        """The split under the layout in use; None to leave it to the compiler.
+
+        Args:
+          x: [B, L, ...].
+          embed: name of the dim of features between blocks.
+          features: name of the dim of the weight that devices split.
+        """
+        scope = current_scope()
+        if scope is None or not scope.manual_axes or scope.mesh.shape[PIPE] > 1:
+            return None
+
+        def axes_of(name: str) -> tuple[str, ...]:
+            return activation_axes(scope, (name,), "tensor_parallel")[0]
+
+        between = axes_of("residual_length")
+        whole = not axes_of("length") and not axes_of(embed)
+        rules = dict(scope.layout.param_rules)
+        held = set(between) <= set(rules.get(features, ()))
+        if len(between) != 1 or axes_of(features) != between or not whole or not held:
+            return None
+        (axis,) = between
+        if x.shape[1] % (ways := scope.mesh.shape[axis]):
+            return None
+        automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes
+        return cls(axis, ways, automatic, transports_for(scope.mesh, between))
+
+    @property
+    def rings(self) -> bool:
+        """Whether the steps of a ring hide beside matmuls."""
+        return self.transports.gradients.covers((self.axis,))
+
+    def vary(self, *arrays: Array) -> tuple[Array, ...]:
+        """Arrays that vary over the same manual axes: gradients then add up outside."""
+        types = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+        axes = tuple(sorted(frozenset().union(*types)))
+        return tuple(vary(x, axes) for x in arrays)
+
+    def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Fn on the shards of each device."""
+
+        def run(*args: Any) -> Any:
+            # Steps of rings do not say that their result is equal on all devices.
+            mapped = jax.shard_map(
+                fn,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=self.automatic,
+                check_vma=False,
+            )
+            axes = jax.typeof(jax.tree.leaves(args)[0]).manual_axis_type.varying
+            return jax.tree.map(lambda x: vary(x, tuple(axes)), mapped(*args))
+
+        return run
+
+    # Inside shard_map.
+
+    def gathered(
+        self, x_BKD: Array, weights: Sequence[Array], whole_later: bool = False
+    ) -> tuple[list[Array], Array]:
+        """(y[B, L, F] of every weight w[D, F], x with the whole length).
+
+        With rings x comes once more as a whole, for the gradients of weights alone:
+        parts that are put together on their way cost more than a hidden transfer.
+
+        Args:
+          x_BKD: this device's part.
+          weights: this device's parts.
+          whole_later: whether that begins after the ring, where little compute stands
+            beside the ring.
+        """
+        if not self.rings:
+            x_BLD = self._whole(x_BKD)
+            return [contract(x_BLD, w) for w in weights], x_BLD
+        ys, last = all_gather_matmul(x_BKD, weights, self.axis)
+        if whole_later:
+            x_BKD += zero_after(last).astype(x_BKD.dtype)
+        return ys, self._whole(x_BKD)
+
+    def _whole(self, x_BKD: Array) -> Array:
+        x = x_BKD.astype(self.transports.wire_dtype(x_BKD.dtype))
+        transport = self.transports.weights.for_gathers(self.ways * num_bytes(x))
+        return transport.all_gather(x, (self.axis,), 1).astype(x_BKD.dtype)
+
+    def scattered(self, ys: Sequence[Array], weights: Sequence[Array]) -> Array:
+        """This device's part of the sum of all y[B, L, F] w[F, D]."""
+        if self.rings:
+            return matmul_reduce_scatter(ys, weights, self.axis)
+        dtype = self.transports.wire_dtype(ys[0].dtype)
+        pairs = zip(ys, weights, strict=True)
+        x = sum(contract(y, w, w.ndim - 1, dtype) for y, w in pairs)
+        x = self.transports.gradients.reduce_scatter(x, (self.axis,), 1)
+        return x.astype(ys[0].dtype)
+
+    # What a layer moves, for its contract.
+
+    def record_gather(self, x_BLD: Array) -> None:
+        """Notes what a column-parallel matmul of x moves."""
+        size, into = self._bytes(x_BLD, x_BLD.shape[2:]), "into column-parallel matmuls"
+        facts = {"optional": True, "half_sublayers": 1}
+        facts["saved_as"] = MATMUL if self.rings else ""
+        self._record("all_gather", size, into, **facts)
+        self._record("reduce_scatter", size, f"{into}, gradients", in_backward=True)
+        if self.rings:
+            in_backward = current_scope().layout.remat != NONE
+            self._record_whole(size, into, in_backward)
+
+    def record_rest(self, x_BLD: Array, w_DF: Array) -> None:
+        """Bounds what a compiler moves for x w, where the axis splits x alone.
+
+        That is the result, and the gradient of w.
+        """
+        y = jax.eval_shape(contract, x_BLD, w_DF)
+        size = 2 * (num_bytes(y) + 4 * w_DF.size)
+        why = "activations and gradients of weights that the axis does not split"
+        move = Move("any", (self.axis,), size, why, bound=True, saved_as="")
+        current_scope().moves.append(move)
+
+    def record_scatter(self, y_BLF: Array, w_FD: Array) -> None:
+        """Notes what a row-parallel matmul of y and w moves."""
+        size, out = self._bytes(y_BLF, w_FD.shape[-1:]), "out of row-parallel matmuls"
+        facts = {"is_saved": False, "half_sublayers": 1}
+        self._record("reduce_scatter", size, out, **facts)
+        if current_scope().layout.remat not in (NONE, *KEEPS_MATMULS):
+            # The last one of a layer is not needed again.
+            facts = {"in_backward": True, "optional": True}
+            self._record("reduce_scatter", size, f"{out}, again", **facts)
+        self._record("all_gather", size, f"{out}, gradients", in_backward=True)
+        if self.rings:
+            self._record_whole(size, out, in_backward=True)
+
+    def _bytes(self, x: Array, features: tuple[int, ...]) -> int:
+        """Bytes of whole activations [B, L, features] as they travel."""
+        dtype = self.transports.wire_dtype(x.dtype)
+        return num_bytes(jax.ShapeDtypeStruct((*x.shape[:2], *features), dtype))
+
+    def _record(self, kind: str, size: int, why: str, **facts: Any) -> None:
+        self._append(self.transports.gradients, kind, size, why, **facts)
+
+    def _record_whole(self, size: int, why: str, in_backward: bool) -> None:
+        facts = {"in_backward": in_backward, "is_saved": False, "optional": True}
+        transport = self.transports.weights.for_gathers(size)
+        why = f"{why}, for the gradients of weights"
+        self._append(transport, "all_gather", size, why, **facts)
+
+    def _append(
+        self, transport: Transport, kind: str, size: int, why: str, **facts: Any
+    ) -> None:
+        found = transport.declare(kind, (self.axis,), self.ways, size)
+        move = Move(
+            found.kind,
+            (self.axis,),
+            found.payload_bytes,
+            f"activations {why}",
+            has_gradient=False,
+            times=found.count,
+            saved_as="",
+        )
+        current_scope().moves.append(move._replace(**facts))
