@@ -9,6 +9,7 @@ Source: Wang et al., Overlap Communication with Dependent Computation via Decomp
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,17 +17,16 @@ from jax import lax
 from meshpar.arrays import Array
 
 
-def contract(x: Array, w: Array, dims: int = 1, dtype: object = None) -> Array:
+def contract(x: Array, w: Array, dims: int = 1, dtype: Any = None) -> Array:
     """Contracts the last dims of x with the first of w.
 
     Args:
       x: one operand.
       w: the other.
       dims: number of dims that are contracted.
-      dtype: of the result; by default that of x.
+      dtype: of the result; by default that of the operands.
     """
-    numbers = (tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))), ((), ())
-    return lax.dot_general(x, w, numbers, preferred_element_type=dtype or x.dtype)
+    return jnp.tensordot(x, w, dims, preferred_element_type=dtype)
 
 
 def all_gather_matmul(

@@ -72,6 +72,14 @@ class Split:
         """Whether the steps of a ring hide beside matmuls."""
         return self.transports.gradients.covers((self.axis,))
 
+    @property
+    def _both_rings(self) -> bool:
+        """Whether whole activations come round a ring, too.
+
+        A compiler would make one ring of both, and hold the whole from there on.
+        """
+        return self.rings and self.transports.weights.covers((self.axis,))
+
     def vary(self, *arrays: Array) -> tuple[Array, ...]:
         """Arrays that vary over the same manual axes: gradients then add up outside."""
         types = (jax.typeof(x).manual_axis_type.varying for x in arrays)
@@ -115,7 +123,7 @@ class Split:
             x_BLD = self._whole(x_BKD)
             return [contract(x_BLD, w) for w in weights], x_BLD
         ys, last = all_gather_matmul(x_BKD, weights, self.axis)
-        if whole_later:
+        if whole_later or self._both_rings:
             x_BKD += zero_after(last).astype(x_BKD.dtype)
         return ys, self._whole(x_BKD)
 
@@ -140,7 +148,7 @@ class Split:
         """Notes what a column-parallel matmul of x moves."""
         size, into = self._bytes(x_BLD, x_BLD.shape[2:]), "into column-parallel matmuls"
         facts = {"optional": True, "half_sublayers": 1}
-        facts["saved_as"] = MATMUL if self.rings else ""
+        facts["saved_as"] = MATMUL if self.rings and not self._both_rings else ""
         self._record("all_gather", size, into, **facts)
         self._record("reduce_scatter", size, f"{into}, gradients", in_backward=True)
         if self.rings:

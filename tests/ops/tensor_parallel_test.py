@@ -1,0 +1,151 @@
+"""Column- and row-parallel matmuls: gradients, and the bytes that they move."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.marks import slow
+from support.tiny_models import BATCH, LENGTH, batch, host, lower, model, relative_error
+
+from meshpar.collectives import transport
+from meshpar.ops import tensor_split
+from meshpar.ops.tensor_parallel import column_parallel, row_parallel
+
+TINY = model()
+DEPTH, EMBED = TINY.layered.depth, 32
+FORWARD, BACKWARD = 2 * DEPTH, 2 * DEPTH
+"""Gathers, and as many reduce_scatters: before and after attention and mlp."""
+
+RINGS = transport.Rings({"tensor": (4,)})
+
+
+def tensor_traffic(program, of=("permute", "all_gather", "reduce_scatter")):
+    """{kind: (runs, bytes of one run)} of the layers' collectives over tensor."""
+    found = {}
+    for c in program.collectives:
+        if c.axes == ("tensor",) and c.kind in of and c.executions % DEPTH == 0:
+            runs, size = found.setdefault(c.kind, (0, c.payload_bytes))
+            assert size == c.payload_bytes
+            found[c.kind] = runs + c.executions, size
+    return found
+
+
+def gradients(layout, of=TINY):
+    program = lower(layout, of)
+    return host(program.gradients(program.init(0), batch())[1])
+
+
+WANT = {}
+
+
+def one_device(of, key):
+    if key not in WANT:
+        WANT[key] = gradients("data=1", of)
+    return WANT[key]
+
+
+@pytest.mark.parametrize(
+    "remat, again", [slow("none", 0), ("full", 1), slow("dots", 1)]
+)
+def test_the_bytes_are_those_of_megatron(remat, again):
+    """Two gathers and two reduce_scatters of [B, L, D] in a layer and pass."""
+    program = lower(f"fsdp=2,tensor=4,remat={remat}", TINY)
+    assert program.violations() == []
+    moved = tensor_traffic(program)
+    size = BATCH // 2 * LENGTH * EMBED * 4
+    gathers = FORWARD + BACKWARD + again * FORWARD
+    assert moved["all_gather"] == (gathers, size)
+    # Recomputing a layer leaves out its last matmul.
+    scatters = FORWARD + BACKWARD + (DEPTH if remat == "full" else 0)
+    assert moved["reduce_scatter"] == (scatters, size)
+    assert "permute" not in moved
+    _, got = program.gradients(program.init(0), batch())
+    assert relative_error(host(got), one_device(TINY, "tiny")) < 1e-5
+
+
+@pytest.mark.parametrize("gathers_beside_compute", [True, False], ids=["v5e", "v5p"])
+@pytest.mark.parametrize("remat", ["full", slow("none"), slow("dots")])
+def test_around_rings(monkeypatch, gathers_beside_compute, remat):
+    """Transports as on TPUs; whole activations come once more, for weights alone."""
+    weights = transport.ONE_SHOT if gathers_beside_compute else RINGS
+    transports = transport.Transports(weights=weights, gradients=RINGS)
+    monkeypatch.setattr(transport, "LARGE_BYTES", 1)
+    monkeypatch.setattr(tensor_split, "transports_for", lambda *_: transports)
+    program = lower(f"fsdp=2,tensor=4,remat={remat}", TINY)
+    assert program.violations() == []
+    moved, part = tensor_traffic(program), BATCH // 2 * LENGTH * EMBED
+    # A ring for wholes begins after that of the parts, which is therefore run again.
+    parts = 0 if gathers_beside_compute else FORWARD
+    again = {"none": 0, "dots": parts, "full": FORWARD + DEPTH}[remat]
+    steps, wholes = 3 * (2 * FORWARD + 2 * BACKWARD + again), FORWARD + BACKWARD
+    if gathers_beside_compute:
+        assert moved["all_gather"] == (wholes, 4 * part)
+        assert moved["permute"] == (steps, part)
+    else:
+        assert moved == {"permute": (steps + 3 * wholes, part)}
+    _, got = program.gradients(program.init(0), batch())
+    assert relative_error(host(got), one_device(TINY, "tiny")) < 1e-5
+
+
+def test_no_matmul_is_done_twice():
+    def flops(layout, **options):
+        program = lower(layout, TINY, **options)
+        return program.compiled.cost_analysis()["flops"]
+
+    by_hand = flops("fsdp=2,tensor=4")
+    assert by_hand <= 1.01 * flops("fsdp=2,tensor=4", lowering="jit")
+
+
+def test_fewer_kv_heads_than_devices():
+    """Each device has all of them; queries and mlp go by hand."""
+    grouped = model(kv_heads=2)
+    layout = "fsdp=2,tensor=4,params.kv_heads=none,activations.kv_heads=none,remat=full"
+    program = lower(layout, grouped)
+    assert program.violations() == []
+    scattered = [c for c in program.collectives if c.kind == "reduce_scatter"]
+    by_hand = sum(c.executions for c in scattered if c.axes == ("tensor",))
+    assert by_hand >= FORWARD + DEPTH + BACKWARD
+    _, got = program.gradients(program.init(0), batch())
+    assert relative_error(host(got), one_device(grouped, "grouped")) < 1e-5
+
+
+def test_an_extra_gather_breaks_the_contract(monkeypatch):
+    gathered = tensor_split.Split.gathered
+
+    def twice(self, x_BKD, weights, whole_later=False):
+        ys, x_BLD = gathered(self, x_BKD, weights, whole_later)
+        return [y + 0 * jnp.sum(self._whole(2 * x_BKD)) for y in ys], x_BLD
+
+    monkeypatch.setattr(tensor_split.Split, "gathered", twice)
+    (line,) = lower("fsdp=2,tensor=4", model(depth=16)).violations()
+    assert line.startswith("all_gather over tensor")
+
+
+@pytest.mark.parametrize(
+    "layout, lowering",
+    [
+        ("fsdp=2,tensor=4", "jit"),
+        ("pipe=2,fsdp=2,tensor=2,microbatches=2", "shard_map"),
+        ("fsdp=2,tensor=4,activations.residual_length=none", "shard_map"),
+        ("fsdp=2,tensor=4,params.mlp=none,params.heads=none,params.kv_heads=none", ""),
+    ],
+)
+def test_elsewhere_the_compiler_moves_activations(monkeypatch, layout, lowering):
+    def by_hand(*_):
+        raise AssertionError("by hand")
+
+    monkeypatch.setattr(tensor_split.Split, "gathered", by_hand)
+    monkeypatch.setattr(tensor_split.Split, "scattered", by_hand)
+    options = {"lowering": lowering} if lowering else {}
+    assert lower(layout, TINY, **options).lowered.as_text()
+
+
+def test_outside_a_layout_they_are_matmuls():
+    draws = np.random.default_rng(0)
+    x, q, o = (draws.normal(size=s) for s in ((2, 3, 8), (8, 4, 2), (4, 2, 8)))
+    names = "heads", "head_dim"
+    y, z = column_parallel(x, (q, ("embed", *names)), (2 * q, ("embed", *names)))
+    want = np.einsum("BLD,DNH->BLNH", x, q)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(z, 2 * want, rtol=1e-5, atol=1e-6)
+    back = row_parallel(y, o, (*names, "embed"))
+    np.testing.assert_allclose(back, np.einsum("BLNH,NHD->BLD", want, o), 1e-5, 1e-5)
