@@ -31,7 +31,7 @@ def contract(x: Array, w: Array, dims: int = 1, dtype: Any = None) -> Array:
 
 def all_gather_matmul(
     x_BKD: Array, weights: Sequence[Array], axis: str
-) -> tuple[list[Array], Array]:
+) -> tuple[list[Array], list[Array]]:
     """Multiplies each part of x when it comes round the ring, while the next one comes.
 
     Args:
@@ -40,20 +40,32 @@ def all_gather_matmul(
       axis: mesh axis of n devices, in the order of the parts.
 
     Returns:
-      (y[B, L, F] of every weight, the part that came last).
+      (y[B, L, F] of every weight, the parts of x in the order in which they came).
     """
     place, size, ring = _ring(axis)
-    part = x_BKD.shape[1]
-    shape = len(x_BKD), size * part
+    length = x_BKD.shape[1]
+    shape = len(x_BKD), size * length
     ys = [lax.empty((*shape, *w.shape[1:]), x_BKD.dtype) for w in weights]
+    parts = [x_BKD]
     for step in range(size):
-        coming = lax.ppermute(x_BKD, axis, ring) if step < size - 1 else x_BKD
-        start = (place - step) % size * part
+        part = parts[step]
+        if step < size - 1:
+            parts.append(lax.ppermute(part, axis, ring))
         for i, w in enumerate(weights):
-            y = contract(x_BKD, w)
-            ys[i] = lax.dynamic_update_slice_in_dim(ys[i], y, start, 1)
-        x_BKD = coming
-    return ys, x_BKD
+            start = (place - step) % size * length
+            ys[i] = lax.dynamic_update_slice_in_dim(ys[i], contract(part, w), start, 1)
+    return ys, parts
+
+
+def in_order(parts: Sequence[Array], axis: str) -> Array:
+    """Joins the parts of x that `all_gather_matmul` returns: the whole x[B, L, D]."""
+    place, size, _ = _ring(axis)
+    rows, length, *features = parts[0].shape
+    whole = lax.empty((rows, size * length, *features), parts[0].dtype)
+    for step, part in enumerate(parts):
+        start = (place - step) % size * length
+        whole = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+    return whole
 
 
 def matmul_reduce_scatter(

@@ -142,7 +142,7 @@ def _row_backward(split: Split, saved: tuple, dx_BLD: Array) -> tuple[Array, Arr
 
     def gathered(dx_BLD: Array, w_FD: Array) -> tuple[Array, Array]:
         weights = [jnp.moveaxis(w_FD, -1, 0)]
-        (dy,), dx_BLD = split.gathered(dx_BLD, weights, whole_later=True)
+        (dy,), dx_BLD = split.gathered(dx_BLD, weights, used_at_once=True)
         return dy, dx_BLD
 
     run = split.mapped(gathered, (second, first), (third, PartitionSpec()))

@@ -14,6 +14,7 @@ from meshpar.arrays import Array, num_bytes, vary, zero_after
 from meshpar.collectives.collective_matmul import (
     all_gather_matmul,
     contract,
+    in_order,
     matmul_reduce_scatter,
 )
 from meshpar.collectives.transport import Transport, Transports, transports_for
@@ -106,26 +107,30 @@ class Split:
     # Inside shard_map.
 
     def gathered(
-        self, x_BKD: Array, weights: Sequence[Array], whole_later: bool = False
+        self, x_BKD: Array, weights: Sequence[Array], used_at_once: bool = False
     ) -> tuple[list[Array], Array]:
         """(y[B, L, F] of every weight w[D, F], x with the whole length).
 
-        With rings x comes once more as a whole, for the gradients of weights alone:
-        parts that are put together on their way cost more than a hidden transfer.
+        The whole is for gradients of weights alone. With rings it comes once more:
+        that hides, and to join its parts on their way costs passes over memory.
 
         Args:
           x_BKD: this device's part.
           weights: this device's parts.
-          whole_later: whether that begins after the ring, where little compute stands
-            beside the ring.
+          used_at_once: whether the whole is used before much else is computed.
         """
         if not self.rings:
             x_BLD = self._whole(x_BKD)
             return [contract(x_BLD, w) for w in weights], x_BLD
-        ys, last = all_gather_matmul(x_BKD, weights, self.axis)
-        if whole_later or self._both_rings:
-            x_BKD += zero_after(last).astype(x_BKD.dtype)
+        ys, parts = all_gather_matmul(x_BKD, weights, self.axis)
+        if self._joins(used_at_once):
+            return ys, in_order(parts, self.axis)
+        if used_at_once or self._both_rings:
+            x_BKD += zero_after(parts[-1]).astype(x_BKD.dtype)
         return ys, self._whole(x_BKD)
+
+    def _joins(self, used_at_once: bool) -> bool:
+        return used_at_once and self._both_rings
 
     def _whole(self, x_BKD: Array) -> Array:
         x = x_BKD.astype(self.transports.wire_dtype(x_BKD.dtype))
@@ -176,7 +181,7 @@ class Split:
             facts = {"in_backward": True, "optional": True}
             self._record("reduce_scatter", size, f"{out}, again", **facts)
         self._record("all_gather", size, f"{out}, gradients", in_backward=True)
-        if self.rings:
+        if self.rings and not self._joins(True):
             self._record_whole(size, out, in_backward=True)
 
     def _bytes(self, x: Array, features: tuple[int, ...]) -> int:

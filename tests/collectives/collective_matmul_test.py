@@ -8,6 +8,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives.collective_matmul import (
     all_gather_matmul,
+    in_order,
     matmul_reduce_scatter,
 )
 from meshpar.contracts import hlo
@@ -44,16 +45,16 @@ def test_all_gather_matmul():
     x, w, heads = arrays((2, 8, 6), (6, 12), (6, 4, 3))
 
     def fn(x, w, heads):
-        (y, z), last = all_gather_matmul(x, [w, heads], AXIS)
-        return y, z, last
+        (y, z), parts = all_gather_matmul(x, [w, heads], AXIS)
+        return y, z, in_order(parts, AXIS)
 
-    run = mapped(fn, (COLUMNS, COLUMNS, COLUMNS), (LAST, LAST, COLUMNS))
-    y, z, last = run(x, w, heads)
+    run = mapped(fn, (COLUMNS, COLUMNS, COLUMNS), (LAST, LAST, PartitionSpec()))
+    y, z, whole = run(x, w, heads)
     np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
     want = jnp.einsum("BLD,DNH->BLNH", x, heads)
     np.testing.assert_allclose(z, want, rtol=1e-5, atol=1e-5)
-    # The parts of the next devices came last: each came from the one before.
-    np.testing.assert_array_equal(last, np.roll(x, -2, axis=1))
+    for shard in whole.addressable_shards:
+        np.testing.assert_array_equal(shard.data, x)
     assert permutes(run, x, w, heads) == (N - 1, x.nbytes // N)
 
 

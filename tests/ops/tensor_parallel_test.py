@@ -76,12 +76,12 @@ def test_around_rings(monkeypatch, gathers_beside_compute, remat):
     # A ring for wholes begins after that of the parts, which is therefore run again.
     parts = 0 if gathers_beside_compute else FORWARD
     again = {"none": 0, "dots": parts, "full": FORWARD + DEPTH}[remat]
-    steps, wholes = 3 * (2 * FORWARD + 2 * BACKWARD + again), FORWARD + BACKWARD
+    steps = 3 * (2 * FORWARD + 2 * BACKWARD + again)
     if gathers_beside_compute:
-        assert moved["all_gather"] == (wholes, 4 * part)
+        assert moved["all_gather"] == (FORWARD + BACKWARD, 4 * part)
         assert moved["permute"] == (steps, part)
-    else:
-        assert moved == {"permute": (steps + 3 * wholes, part)}
+    else:  # Parts that rows use at once are joined.
+        assert moved == {"permute": (steps + 3 * FORWARD, part)}
     _, got = program.gradients(program.init(0), batch())
     assert relative_error(host(got), one_device(TINY, "tiny")) < 1e-5
 
@@ -111,8 +111,8 @@ def test_fewer_kv_heads_than_devices():
 def test_an_extra_gather_breaks_the_contract(monkeypatch):
     gathered = tensor_split.Split.gathered
 
-    def twice(self, x_BKD, weights, whole_later=False):
-        ys, x_BLD = gathered(self, x_BKD, weights, whole_later)
+    def twice(self, x_BKD, weights, used_at_once=False):
+        ys, x_BLD = gathered(self, x_BKD, weights, used_at_once)
         return [y + 0 * jnp.sum(self._whole(2 * x_BKD)) for y in ys], x_BLD
 
     monkeypatch.setattr(tensor_split.Split, "gathered", twice)
