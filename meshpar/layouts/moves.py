@@ -23,8 +23,8 @@ class Move(NamedTuple):
       group_size: devices that take part together, if those are only parts of the
         devices along `axes`; 0 for all.
       saved_as: name of what it brought, for policies of `remat`.
-      half_sublayers: halves of sublayers, such as the matmuls into attention, whose
-        activations a compiler need not move beside it.
+      into_sublayer: whether it moves activations into or out of a sublayer, which a
+        compiler need not do then (`ops.tensor_parallel`).
     """
 
     kind: str
@@ -39,4 +39,4 @@ class Move(NamedTuple):
     in_backward: bool = False
     group_size: int = 0
     saved_as: str = EXPERT_ROWS
-    half_sublayers: int = 0
+    into_sublayer: bool = False

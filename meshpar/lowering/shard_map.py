@@ -6,8 +6,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params
-from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer
@@ -29,8 +27,8 @@ from meshpar.fsdp.terms import (
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TOKEN_AXES
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.moves import Move
 from meshpar.layouts.offload import ACTIVATIONS
+from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_moves import declared_moves, traced_moves
@@ -42,15 +40,6 @@ from meshpar.lowering.totals import Gradients, Totals
 from meshpar.models.model import Model
 
 _METRICS = "loss and metrics", "metrics of kind Max"
-
-_SUBLAYERS = 2
-_FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
-"""Gathers of activations that one sublayer, and embedding with head, may cost.
-
-Megatron's sequence parallelism needs a gather before and a reduce_scatter after each
-sublayer. A compiler may reduce whole activations (twice the bytes), and in the backward
-pass once for each of up to three projections that read the same input.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +167,13 @@ class ShardMapLowering(Lowering):
             own = self.runner.declared_reductions()
             state = self.declared_state_moves(self._passes(batch))
             yield from state if own is None else own
-        moves, passes = traced_moves(self.frame, batch), self._passes(batch)
-        for move in declared_moves(self.frame, passes, moves):
+        passes, traced = self._passes(batch), traced_moves(self.frame, batch)
+        moves = list(declared_moves(self.frame, passes, traced))
+        for move in moves:
             if set(move.axes) <= set(manual) or not move.bound:
                 yield move
-        yield from self._declared_tensor(batch, moves)
+        runs = self.runner.layer_passes
+        yield from declared_bounds(self.frame, batch, runs, traced, moves)
         yield from self.runner.declared_beside(batch)
 
     def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
@@ -228,48 +219,6 @@ class ShardMapLowering(Lowering):
         why = "gradients, over the axes that replicate the tensor"
         shards = self.plan.trained(frame.stage_shards(dtype))
         yield from declare_all_reduces(shards, zero.shardings, sizes, why)
-
-    def _declared_tensor(
-        self, batch: Any, moves: Sequence[Move]
-    ) -> Iterator[DeclaredCollective]:
-        """A bound on the collectives over the axes that the compiler handles.
-
-        Args:
-          batch: abstract batch of one replica.
-          moves: what a layer moves itself; bounds over these axes are added.
-        """
-        manual = self.frame.manual_axes
-        axes = tuple(axis for axis in self.axes_in_use if axis not in manual)
-        if not axes:
-            return
-        ways, size = self.ways(axes), self.frame.activation_bytes(batch)
-        unit = cost.wire_bytes("all_gather", size, ways)
-        recomputed = _FORWARD if self.layout.remat != "none" else 0
-        by_hand = sum(move.half_sublayers for move in moves) // 2
-        units, sublayers = 0, _SUBLAYERS * self.model.layered.pattern - by_hand
-        for name, runs, depth in self.runner.layer_passes:
-            backward = _BACKWARD + recomputed if name == "backward" else 0
-            units += runs * depth * sublayers * (backward or _FORWARD)
-            units += runs * _OUTSIDE // 2
-        why = f"activations: at most {units} gathers of {unit:.0f} bytes"
-        size = units * unit
-        if by_hand:
-            size += self._whole_gradients(axes)
-            why = f"{why}, and gradients of weights that these axes do not split"
-        own = declared_moves(self.frame, self._passes(batch), moves)
-        own = [m for m in own if m.bound and set(m.axes) <= set(axes)]
-        if own := sum(move.wire_bytes for move in own):
-            size, why = size + own, f"{why}, and rows of experts"
-        yield DeclaredCollective("any", axes, ways, 0, int(size), why, bound=True)
-
-    def _whole_gradients(self, axes: tuple[str, ...]) -> float:
-        """Bytes sent for the gradients of layers' weights that axes do not split."""
-        stack, total = self.model.layered.split(self.plan.weights)[1], 0
-        for path, leaf in stack.items():
-            if not self.frame.shardings[path].automatic_axes & set(axes):
-                total += math.prod(leaf.shape) * 4
-        runs = self.layout.microbatches
-        return runs * cost.wire_bytes("all_reduce", total, self.ways(axes))
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""

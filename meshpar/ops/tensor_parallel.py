@@ -33,9 +33,9 @@ Named = tuple[Array, Sequence[str]]
 def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
     """Multiplies x[B, L, D] by weights w[D, F...] whose first dim of F devices split.
 
-    x comes as it is between blocks, with its length split. Communication: one
-    all_gather of x for all weights; backward one reduce_scatter, and one all_gather if
-    the layer is rematerialized.
+    x comes as it is between blocks, with its length split, and is saved so.
+    Communication: one all_gather of x for all weights; backward one all_gather and one
+    reduce_scatter.
 
     Args:
       x_BLD: activations.
@@ -91,18 +91,19 @@ def _specs(split: Split) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _columns(split: Split, x_BLD: Array, weights: Sequence[Array]) -> list[Array]:
-    return _columns_forward(split, x_BLD, weights)[0]
+    _, second, third = _specs(split)
+
+    def gathered(x_BKD: Array, weights: Sequence[Array]) -> list[Array]:
+        return split.gathered(x_BKD, weights)[0]
+
+    in_specs = second, (second,) * len(weights)
+    return split.mapped(gathered, in_specs, [third] * len(weights))(x_BLD, weights)
 
 
 def _columns_forward(
     split: Split, x_BLD: Array, weights: Sequence[Array]
 ) -> tuple[list[Array], tuple]:
-    _, second, third = _specs(split)
-    in_specs = second, (second,) * len(weights)
-    out_specs = [third] * len(weights), PartitionSpec()
-    run = split.mapped(split.gathered, in_specs, out_specs)
-    ys, x_BLD = run(x_BLD, weights)
-    return ys, (x_BLD, weights)
+    return _columns(split, x_BLD, weights), (x_BLD, weights)
 
 
 def _columns_backward(
@@ -111,11 +112,17 @@ def _columns_backward(
     x_BLD, weights = saved
     _, second, third = _specs(split)
 
-    def scattered(dys: list[Array], weights: Sequence[Array]) -> Array:
-        return split.scattered(dys, [jnp.moveaxis(w, 0, -1) for w in weights])
+    def backward(
+        x_BKD: Array, weights: Sequence[Array], dys: list[Array]
+    ) -> tuple[Array, Array]:
+        # Without `after` a compiler would make one ring of this and of the forward's,
+        # and hold the whole from there on.
+        x_BLD = split.whole(x_BKD, after=dys[0] if split.joins else None)
+        return split.scattered(dys, [jnp.moveaxis(w, 0, -1) for w in weights]), x_BLD
 
-    in_specs = [third] * len(dys), (second,) * len(dys)
-    dx_BLD = split.mapped(scattered, in_specs, second)(dys, weights)
+    in_specs = second, (second,) * len(dys), [third] * len(dys)
+    run = split.mapped(backward, in_specs, (second, PartitionSpec()))
+    dx_BLD, x_BLD = run(x_BLD, weights, dys)
     return dx_BLD, tuple(_weight_gradient(x_BLD, dy) for dy in dys)
 
 
@@ -141,8 +148,7 @@ def _row_backward(split: Split, saved: tuple, dx_BLD: Array) -> tuple[Array, Arr
     first, second, third = _specs(split)
 
     def gathered(dx_BLD: Array, w_FD: Array) -> tuple[Array, Array]:
-        weights = [jnp.moveaxis(w_FD, -1, 0)]
-        (dy,), dx_BLD = split.gathered(dx_BLD, weights, used_at_once=True)
+        (dy,), dx_BLD = split.gathered(dx_BLD, [jnp.moveaxis(w_FD, -1, 0)])
         return dy, dx_BLD
 
     run = split.mapped(gathered, (second, first), (third, PartitionSpec()))

@@ -74,10 +74,11 @@ class Split:
         return self.transports.gradients.covers((self.axis,))
 
     @property
-    def _both_rings(self) -> bool:
-        """Whether whole activations come round a ring, too.
+    def joins(self) -> bool:
+        """Whether whole activations are joined from the parts of a ring.
 
-        A compiler would make one ring of both, and hold the whole from there on.
+        Elsewhere an all_gather of their own, which hides, costs less than the passes
+        over memory that join parts.
         """
         return self.rings and self.transports.weights.covers((self.axis,))
 
@@ -107,32 +108,27 @@ class Split:
     # Inside shard_map.
 
     def gathered(
-        self, x_BKD: Array, weights: Sequence[Array], used_at_once: bool = False
+        self, x_BKD: Array, weights: Sequence[Array]
     ) -> tuple[list[Array], Array]:
-        """(y[B, L, F] of every weight w[D, F], x with the whole length).
+        """(y[B, L, F] of every weight w[D, F], x with the whole length)."""
+        if not self.rings:
+            x_BLD = self.whole(x_BKD)
+            return [contract(x_BLD, w) for w in weights], x_BLD
+        ys, parts = all_gather_matmul(x_BKD, weights, self.axis)
+        if self.joins:
+            return ys, in_order(parts, self.axis)
+        # Little compute may stand beside the ring; an all_gather beside it has none.
+        return ys, self.whole(x_BKD, after=parts[-1])
 
-        The whole is for gradients of weights alone. With rings it comes once more:
-        that hides, and to join its parts on their way costs passes over memory.
+    def whole(self, x_BKD: Array, after: Array | None = None) -> Array:
+        """An activation with the whole length.
 
         Args:
           x_BKD: this device's part.
-          weights: this device's parts.
-          used_at_once: whether the whole is used before much else is computed.
+          after: what the gather waits for, if anything.
         """
-        if not self.rings:
-            x_BLD = self._whole(x_BKD)
-            return [contract(x_BLD, w) for w in weights], x_BLD
-        ys, parts = all_gather_matmul(x_BKD, weights, self.axis)
-        if self._joins(used_at_once):
-            return ys, in_order(parts, self.axis)
-        if used_at_once or self._both_rings:
-            x_BKD += zero_after(parts[-1]).astype(x_BKD.dtype)
-        return ys, self._whole(x_BKD)
-
-    def _joins(self, used_at_once: bool) -> bool:
-        return used_at_once and self._both_rings
-
-    def _whole(self, x_BKD: Array) -> Array:
+        if after is not None:
+            x_BKD += zero_after(after).astype(x_BKD.dtype)
         x = x_BKD.astype(self.transports.wire_dtype(x_BKD.dtype))
         transport = self.transports.weights.for_gathers(self.ways * num_bytes(x))
         return transport.all_gather(x, (self.axis,), 1).astype(x_BKD.dtype)
@@ -150,15 +146,11 @@ class Split:
     # What a layer moves, for its contract.
 
     def record_gather(self, x_BLD: Array) -> None:
-        """Notes what a column-parallel matmul of x moves."""
+        """Notes what column-parallel matmuls of x move."""
         size, into = self._bytes(x_BLD, x_BLD.shape[2:]), "into column-parallel matmuls"
-        facts = {"optional": True, "half_sublayers": 1}
-        facts["saved_as"] = MATMUL if self.rings and not self._both_rings else ""
-        self._record("all_gather", size, into, **facts)
+        self._record("all_gather", size, into, optional=True, saved_as=MATMUL)
         self._record("reduce_scatter", size, f"{into}, gradients", in_backward=True)
-        if self.rings:
-            in_backward = current_scope().layout.remat != NONE
-            self._record_whole(size, into, in_backward)
+        self._record_whole(size, into)
 
     def record_rest(self, x_BLD: Array, w_DF: Array) -> None:
         """Bounds what a compiler moves for x w, where the axis splits x alone.
@@ -168,21 +160,20 @@ class Split:
         y = jax.eval_shape(contract, x_BLD, w_DF)
         size = 2 * (num_bytes(y) + 4 * w_DF.size)
         why = "activations and gradients of weights that the axis does not split"
-        move = Move("any", (self.axis,), size, why, bound=True, saved_as="")
+        move = Move("any", (self.axis,), size, why, bound=True, into_sublayer=True)
         current_scope().moves.append(move)
 
     def record_scatter(self, y_BLF: Array, w_FD: Array) -> None:
         """Notes what a row-parallel matmul of y and w moves."""
         size, out = self._bytes(y_BLF, w_FD.shape[-1:]), "out of row-parallel matmuls"
-        facts = {"is_saved": False, "half_sublayers": 1}
-        self._record("reduce_scatter", size, out, **facts)
+        self._record("reduce_scatter", size, out, is_saved=False)
         if current_scope().layout.remat not in (NONE, *KEEPS_MATMULS):
             # The last one of a layer is not needed again.
-            facts = {"in_backward": True, "optional": True}
-            self._record("reduce_scatter", size, f"{out}, again", **facts)
+            again = {"in_backward": True, "optional": True}
+            self._record("reduce_scatter", size, f"{out}, again", **again)
         self._record("all_gather", size, f"{out}, gradients", in_backward=True)
-        if self.rings and not self._joins(True):
-            self._record_whole(size, out, in_backward=True)
+        if self.rings and not self.joins:
+            self._record_whole(size, out)
 
     def _bytes(self, x: Array, features: tuple[int, ...]) -> int:
         """Bytes of whole activations [B, L, features] as they travel."""
@@ -192,8 +183,8 @@ class Split:
     def _record(self, kind: str, size: int, why: str, **facts: Any) -> None:
         self._append(self.transports.gradients, kind, size, why, **facts)
 
-    def _record_whole(self, size: int, why: str, in_backward: bool) -> None:
-        facts = {"in_backward": in_backward, "is_saved": False, "optional": True}
+    def _record_whole(self, size: int, why: str) -> None:
+        facts = {"in_backward": True, "is_saved": False, "optional": True}
         transport = self.transports.weights.for_gathers(size)
         why = f"{why}, for the gradients of weights"
         self._append(transport, "all_gather", size, why, **facts)
@@ -210,5 +201,6 @@ class Split:
             has_gradient=False,
             times=found.count,
             saved_as="",
+            into_sublayer=True,
         )
         current_scope().moves.append(move._replace(**facts))

@@ -1,0 +1,76 @@
+"""Bounds on what a compiler moves over the axes that are automatic inside shard_map."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshpar.contracts import cost
+from meshpar.contracts.contract import DeclaredCollective
+from meshpar.fsdp.terms import LayerPass
+from meshpar.layouts.axes import in_use
+from meshpar.layouts.moves import Move
+from meshpar.layouts.remat import NONE
+from meshpar.lowering.frame import Frame
+
+_SUBLAYERS = 2
+_FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
+"""Gathers of activations that one sublayer, and embedding with head, may cost.
+
+Megatron's sequence parallelism needs a gather before and a reduce_scatter after each
+sublayer. A compiler may reduce whole activations (twice the bytes), and in the backward
+pass once for each of up to three projections that read the same input.
+"""
+
+
+def declared_bounds(
+    frame: Frame,
+    batch: Any,
+    passes: Sequence[LayerPass],
+    moves: Sequence[Move],
+    declared: Sequence[DeclaredCollective],
+) -> Iterator[DeclaredCollective]:
+    """A bound on the collectives over the axes that the compiler handles.
+
+    What sublayers move by hand (`ops.tensor_parallel`) is declared exactly elsewhere.
+
+    Args:
+      frame: the shard_map program.
+      batch: abstract batch of one replica.
+      passes: all passes over the layers.
+      moves: what a layer moves itself.
+      declared: the same for all layers; bounds over these axes are added.
+    """
+    manual = (*frame.manual_axes, *frame.replica_axes)
+    sizes = frame.mesh.shape
+    axes = tuple(axis for axis in in_use(sizes, sizes) if axis not in manual)
+    if not axes:
+        return
+    ways, size = frame.ways(axes), frame.activation_bytes(batch)
+    unit = cost.wire_bytes("all_gather", size, ways)
+    again = _FORWARD if frame.layout.remat != NONE else 0
+    ways_out = (m for m in moves if m.into_sublayer and not (m.bound or m.in_backward))
+    by_hand = len(list(ways_out)) // 2
+    units, sublayers = 0, _SUBLAYERS * frame.layered.pattern - by_hand
+    for name, runs, depth in passes:
+        backward = _BACKWARD + again if name == "backward" else 0
+        units += runs * depth * sublayers * (backward or _FORWARD)
+        units += runs * _OUTSIDE // 2
+    why = f"activations: at most {units} gathers of {unit:.0f} bytes"
+    total = units * unit
+    if by_hand:
+        total += _whole_gradients(frame, axes)
+        why = f"{why}, and gradients of weights that these axes do not split"
+    own = (term for term in declared if term.bound and set(term.axes) <= set(axes))
+    if rest := sum(term.wire_bytes for term in own):
+        total, why = total + rest, f"{why}, and what layers move themselves"
+    yield DeclaredCollective("any", axes, ways, 0, int(total), why, bound=True)
+
+
+def _whole_gradients(frame: Frame, axes: tuple[str, ...]) -> float:
+    """Bytes sent for the gradients of layers' weights that axes do not split."""
+    total = 0
+    for path, leaf in frame.layered.split(frame.plan.weights)[1].items():
+        if not frame.shardings[path].automatic_axes & set(axes):
+            total += math.prod(leaf.shape) * 4
+    runs = frame.layout.microbatches
+    return runs * cost.wire_bytes("all_reduce", total, frame.ways(axes))
