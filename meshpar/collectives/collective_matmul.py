@@ -91,6 +91,9 @@ def matmul_reduce_scatter(
         for y, w in zip(ys, weights, strict=True):
             rows = lax.dynamic_slice_in_dim(y, start, part, 1)
             addends.append(contract(rows, w, w.ndim - 1))
+        if len(addends) == 2 and total is not None:
+            # Fused with the sum, the only matmul of a step would wait for what comes.
+            addends[1] = lax.optimization_barrier(addends[1])
         total = _sum(addends).astype(dtype)
     return total
 

@@ -118,7 +118,11 @@ class Candidates:
                 self._terms[key] = tuple(lowering.declared_state_moves(passes))
             yield from self._terms[key] if own is None else own
         if layout.expert > 1 or layout.context > 1:
-            yield from declared_moves(lowering.frame, passes, self._traced(lowering))
+            moves = self._traced(lowering)
+            moves = [
+                move for move in moves if not move.into_sublayer
+            ]  # `seconds` adds.
+            yield from declared_moves(lowering.frame, passes, moves)
 
     def _traced(self, lowering: ShardMapLowering) -> list[Move]:
         """What a layer moves itself; layouts that split tokens alike share it."""

@@ -15,6 +15,7 @@ from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
+from meshpar.mesh.platform import platform_of
 from meshpar.planner.facts import Facts
 
 _UPDATE_BYTES = 28
@@ -28,6 +29,10 @@ it holds; fitted to the cycles that compilers state (docs/planning.md)."""
 _TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
 """Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
 reduce_scatters each way, and two more for the gradients of weights that read them."""
+
+_EXPOSED_OF_RINGS = 0.25
+"""Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
+to llama2-7b on v5e (docs/planning.md)."""
 
 
 class Traffic(NamedTuple):
@@ -127,7 +132,10 @@ def step_seconds(
     saved = facts.layer(layout.remat, rows, layout.tensor).saved
     kept = 2 * needed * saved
     memory_bandwidth = machine.chip.memory_bandwidth
-    tensor, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
+    sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
+    by_hand = layout.pipe == 1 and lowering.frame.manual_axes
+    rings = by_hand and platform_of(lowering.mesh).hides_ring_steps
+    tensor = sent * _EXPOSED_OF_RINGS if rings else sent
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     wire = sum(term.wire_bytes for term in traffic.terms) + tensor_bytes + sends
     return Seconds(
@@ -178,7 +186,7 @@ def _state_seconds(
 def _tensor_seconds(
     lowering: ShardMapLowering, machine: Machine, traffic: Traffic
 ) -> tuple[float, float]:
-    """(seconds, bytes) of the transfers over `tensor`, which nothing hides."""
+    """(seconds, bytes) of the transfers over `tensor`, if nothing hides them."""
     layout = lowering.layout
     if layout.tensor == 1:
         return 0.0, 0.0
