@@ -42,6 +42,7 @@ from meshpar.models import Model as Model
 from meshpar.models import Sum as Sum
 from meshpar.models import from_linen as from_linen
 from meshpar.models import from_nnx as from_nnx
+from meshpar.ops import tensor_parallel as tensor_parallel
 from meshpar.ops import vocabulary as vocabulary
 from meshpar.planner import Plans as Plans
 from meshpar.planner import plan as plan

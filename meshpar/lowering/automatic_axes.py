@@ -48,9 +48,9 @@ def declared_bounds(
     ways, size = frame.ways(axes), frame.activation_bytes(batch)
     unit = cost.wire_bytes("all_gather", size, ways)
     again = _FORWARD if frame.layout.remat != NONE else 0
-    ways_out = (m for m in moves if m.into_sublayer and not (m.bound or m.in_backward))
-    by_hand = len(list(ways_out)) // 2
-    units, sublayers = 0, _SUBLAYERS * frame.layered.pattern - by_hand
+    ends = [m for m in moves if m.into_sublayer and not (m.bound or m.in_backward)]
+    by_hand = len(ends) // 2  # Each sublayer has a way in and a way out.
+    units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
     for name, runs, depth in passes:
         backward = _BACKWARD + again if name == "backward" else 0
         units += runs * depth * sublayers * (backward or _FORWARD)

@@ -42,7 +42,9 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
     def run(shared: Params, layer: Params, rows: Any) -> Array:
         with frame.scope() as scope:
             x = layered.embed(shared, rows, None)
-            layered.layer(layer, x, None, layered.context(shared, rows, None))
+            context = layered.context(shared, rows, None)
+            scope.moves.clear()  # A cut model may have run layers to find their inputs.
+            layered.layer(layer, x, None, context)
         moves.extend(scope.moves)
         return jnp.zeros(())
 

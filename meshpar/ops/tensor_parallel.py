@@ -44,7 +44,9 @@ def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
     Returns:
       y[B, L, F...] for every weight, with the whole length.
     """
-    splits = [Split.of(x_BLD, names[0], names[1]) for _, names in weights]
+    splits = []
+    for w, (embed, *features) in weights:
+        splits.append(Split.of(x_BLD, embed, features, w.shape[1]))
     split = next((split for split in splits if split is not None), None)
     if split is None:
         x_BLD = constrain(x_BLD, "batch", "length", weights[0][1][0])
@@ -72,7 +74,7 @@ def row_parallel(y_BLF: Array, w_FD: Array, names: Sequence[str]) -> Array:
       w_FD: the weight.
       names: of its dims, such as ("heads", "head_dim", "embed").
     """
-    split = Split.of(y_BLF, names[-1], names[0])
+    split = Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
     if split is None:
         return contract(y_BLF, w_FD, w_FD.ndim - 1)
     split.record_scatter(y_BLF, w_FD)

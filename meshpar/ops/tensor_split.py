@@ -41,29 +41,38 @@ class Split:
     transports: Transports
 
     @classmethod
-    def of(cls, x: Array, embed: str, features: str) -> "Split | None":
+    def of(
+        cls, x: Array, embed: str, features: Sequence[str], size: int
+    ) -> "Split | None":
         """The split under the layout in use; None to leave it to the compiler.
 
         Args:
           x: [B, L, ...].
           embed: name of the dim of features between blocks.
-          features: name of the dim of the weight that devices split.
+          features: names of the other dims of the weight; devices split the first.
+          size: of that.
         """
         scope = current_scope()
         if scope is None or not scope.manual_axes or scope.mesh.shape[PIPE] > 1:
             return None
 
-        def axes_of(name: str) -> tuple[str, ...]:
-            return activation_axes(scope, (name,), "tensor_parallel")[0]
+        def axes_of(*names: str) -> tuple[tuple[str, ...], ...]:
+            return activation_axes(scope, names, "tensor_parallel")
 
-        between = axes_of("residual_length")
-        whole = not axes_of("length") and not axes_of(embed)
-        rules = dict(scope.layout.param_rules)
-        held = set(between) <= set(rules.get(features, ()))
-        if len(between) != 1 or axes_of(features) != between or not whole or not held:
+        (between,) = axes_of("residual_length")
+        first, *others = axes_of(*features)
+        whole = not any((*axes_of("length", embed), *others))
+        rules = dict(scope.layout.param_rules).get(features[0], ())
+        if (
+            len(between) != 1
+            or first != between
+            or not whole
+            or between[0] not in rules
+        ):
             return None
         (axis,) = between
-        if x.shape[1] % (ways := scope.mesh.shape[axis]):
+        ways = scope.mesh.shape[axis]
+        if x.shape[1] % ways or size % ways:
             return None
         automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes
         return cls(axis, ways, automatic, transports_for(scope.mesh, between))
@@ -89,7 +98,7 @@ class Split:
         return tuple(vary(x, axes) for x in arrays)
 
     def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Fn on the shards of each device."""
+        """The function on the shards of each device."""
 
         def run(*args: Any) -> Any:
             # Steps of rings do not say that their result is equal on all devices.
