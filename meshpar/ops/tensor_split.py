@@ -17,7 +17,12 @@ from meshpar.collectives.collective_matmul import (
     in_order,
     matmul_reduce_scatter,
 )
-from meshpar.collectives.transport import Transport, Transports, transports_for
+from meshpar.collectives.transport import (
+    Rings,
+    Transport,
+    Transports,
+    transports_for,
+)
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import KEEPS_MATMULS, MATMUL, NONE
@@ -190,7 +195,9 @@ class Split:
         return num_bytes(jax.ShapeDtypeStruct((*x.shape[:2], *features), dtype))
 
     def _record(self, kind: str, size: int, why: str, **facts: Any) -> None:
-        self._append(self.transports.gradients, kind, size, why, **facts)
+        one = Rings({self.axis: (self.ways,)})
+        transport = one if self.rings else self.transports.gradients
+        self._append(transport, kind, size, why, **facts)
 
     def _record_whole(self, size: int, why: str) -> None:
         facts = {"in_backward": True, "is_saved": False, "optional": True}

@@ -54,6 +54,26 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
         assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
 
 
+@tpu
+@pytest.mark.parametrize("topology", ["v5e:2x4", slow("v5p:2x2x2")])
+def test_tpu_programs_hide_what_tensor_moves(topology):
+    program = building.make_program(
+        small(),
+        meshpar.layouts.parse("fsdp=2,tensor=4,remat=full"),
+        mesh.topology(topology),
+    )
+    assert program.violations() == []
+    over_tensor = [c for c in program.collectives if c.axes == ("tensor",)]
+    steps = [c for c in over_tensor if c.kind == "permute"]
+    assert all(c.asynchronous for c in steps)
+    depth = program.model.layered.depth  # 4 rings forward, and 7 backward.
+    # On v5p wholes come around the rings of a torus of 2 x 2 chips.
+    wholes = 0 if "v5e" in topology else 2 * 2
+    assert sum(c.executions for c in steps) == depth * (11 * 3 + wholes)
+    exposed = sum(c.wire_bytes for c in over_tensor if not c.overlapped)
+    assert exposed < 0.4 * sum(c.wire_bytes for c in over_tensor)
+
+
 @pytest.mark.slow
 @tpu
 @pytest.mark.parametrize("routing", ["capacity", "dropless"])
