@@ -53,6 +53,16 @@ def vary(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def vary_alike(*arrays: Array) -> tuple[Array, ...]:
+    """Arrays marked as varying over the same manual axes, those of all together.
+
+    A function with a vjp of its own then leaves sums over these axes to this mark.
+    """
+    types = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+    axes = tuple(sorted(frozenset().union(*types)))
+    return tuple(vary(x, axes) for x in arrays)
+
+
 def to_host(tree: Any) -> Any:
     """Arrays moved to host memory, each shard to its device's host; under jit alone."""
     return jax.device_put(tree, jax.memory.Space.Host)

@@ -12,6 +12,7 @@ from experiments.models.weights import bias, plus, weight
 from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.ops import experts
+from meshpar.ops.activations import gelu, swiglu
 from meshpar.ops.tensor_parallel import column_parallel, row_parallel
 
 
@@ -33,10 +34,7 @@ class Mlp(nnx.Module):
         named = ((w[...], ("embed", "mlp")) for w in weights)
         h_BLF, *gate_BLF = column_parallel(x_BLD, *named)
         h_BLF = plus(h_BLF, self.up_bias)
-        if not gate_BLF:
-            h_BLF = jax.nn.gelu(h_BLF)
-        else:
-            h_BLF *= jax.nn.silu(gate_BLF[0])
+        h_BLF = swiglu(*gate_BLF, h_BLF) if gate_BLF else gelu(h_BLF)
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
         h_BLF = checkpoint_name(h_BLF, "mlp_hidden")
         y_BLD = row_parallel(h_BLF, self.down[...], ("mlp", "embed"))

@@ -8,6 +8,7 @@ Source: Wang et al., Overlap Communication with Dependent Computation via Decomp
   in Large Deep Learning Models, ASPLOS 2023, section 3.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,18 +16,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.mesh.platform import traced_platform
 
 
 def contract(x: Array, w: Array, dims: int = 1, dtype: Any = None) -> Array:
     """Contracts the last dims of x with the first of w.
 
     Args:
-      x: one operand.
+      x: one operand, [B, L, ...]; no automatic axis splits L.
       w: the other.
       dims: number of dims that are contracted.
       dtype: of the result; by default that of the operands.
     """
-    return jnp.tensordot(x, w, dims, preferred_element_type=dtype)
+    if not traced_platform().multiplies_matrices:
+        return jnp.tensordot(x, w, dims, preferred_element_type=dtype)
+    size, free = math.prod(w.shape[:dims]), x.ndim - dims
+    matrices = x.reshape(-1, size), w.reshape(size, -1)
+    y = jnp.matmul(*matrices, preferred_element_type=dtype)
+    return y.reshape(*x.shape[:free], *w.shape[dims:])
+
+
+def weight_gradient(x: Array, dy: Array) -> Array:
+    """Contracts x[B, L, ...] with dy[B, L, ...] over B and L: no device needs more.
+
+    No automatic axis splits L.
+    """
+    if not traced_platform().multiplies_matrices:
+        return jnp.tensordot(x, dy, ((0, 1), (0, 1)))
+    rows = x.shape[0] * x.shape[1]
+    w = x.reshape(rows, -1).T @ dy.reshape(rows, -1)
+    return w.reshape(*x.shape[2:], *dy.shape[2:])
 
 
 def all_gather_matmul(

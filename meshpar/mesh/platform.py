@@ -27,6 +27,8 @@ class Platform:
         scattered by the native collectives.
       compiles_slowly: whether optimizing a program that runs once costs more time than
         it saves.
+      multiplies_matrices: whether matmuls of two dims take less time than those of more
+        (XLA:CPU calls a library for them).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -37,10 +39,17 @@ class Platform:
     reports_peak: bool = True
     tiles_vectors: bool = False
     compiles_slowly: bool = False
+    multiplies_matrices: bool = False
     shows_host_transfers: bool = False
 
 
-CPU = Platform("cpu", widens_collectives=True, reports_peak=False, compiles_slowly=True)
+CPU = Platform(
+    "cpu",
+    widens_collectives=True,
+    reports_peak=False,
+    compiles_slowly=True,
+    multiplies_matrices=True,
+)
 GPU = Platform(chips.GPU)
 TPU = Platform(
     chips.TPU, hides_ring_steps=True, tiles_vectors=True, shows_host_transfers=True

@@ -19,7 +19,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from meshpar.arrays import Array
-from meshpar.mesh.platform import GPU, TPU, platform_named, traced_platform
+from meshpar.mesh.platform import CPU, GPU, TPU, platform_named, traced_platform
+from meshpar.ops.attention_by_heads import attention_by_heads
 from meshpar.ops.kernels import on_shards
 
 _TILE = 128
@@ -68,6 +69,8 @@ def by_platform(
         kernel = functools.partial(splash, window=window)
     elif platform is GPU and half and platform_named(jax.default_backend()) is GPU:
         kernel = functools.partial(cudnn, window=window)
+    if platform is CPU:
+        return attention_by_heads(q_BLNH, k_BLKH, v_BLKH, segments_BL, window)
     if kernel is None:
         return reference(q_BLNH, k_BLKH, v_BLKH, segments_BL, window=window)
     segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array
-from meshpar.collectives.collective_matmul import contract
+from meshpar.arrays import Array, vary_alike
+from meshpar.collectives.collective_matmul import contract, weight_gradient
 from meshpar.layouts.remat import MATMUL
-from meshpar.layouts.scope import constrain
+from meshpar.layouts.scope import activation_axes, constrain, current_scope
+from meshpar.mesh.platform import traced_platform
 from meshpar.ops.tensor_split import Split
 
 Named = tuple[Array, Sequence[str]]
@@ -50,16 +50,17 @@ def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
     split = next((split for split in splits if split is not None), None)
     if split is None:
         x_BLD = constrain(x_BLD, "batch", "length", weights[0][1][0])
-        return tuple(contract(x_BLD, w) for w, _ in weights)
+        return tuple(_matmul(x_BLD, w) for w, _ in weights)
     by_hand = [w for own, (w, _) in zip(splits, weights, strict=True) if own]
     split.record_gather(x_BLD)
-    x, *arrays = split.vary(x_BLD, *by_hand)
+    x, *arrays = vary_alike(x_BLD, *by_hand)
     ys = iter(_columns(split, x, tuple(arrays)))
     results = []
     for own, (w, _) in zip(splits, weights, strict=True):
         if own is None:  # As on one device; each device multiplies its own tokens.
             split.record_rest(x_BLD, w)
-        results.append(checkpoint_name(next(ys), MATMUL) if own else contract(x_BLD, w))
+        y = checkpoint_name(next(ys), MATMUL) if own else jnp.tensordot(x_BLD, w, 1)
+        results.append(y)
     return tuple(results)
 
 
@@ -76,9 +77,40 @@ def row_parallel(y_BLF: Array, w_FD: Array, names: Sequence[str]) -> Array:
     """
     split = Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
     if split is None:
-        return contract(y_BLF, w_FD, w_FD.ndim - 1)
+        return _matmul(y_BLF, w_FD, w_FD.ndim - 1)
     split.record_scatter(y_BLF, w_FD)
-    return checkpoint_name(_row(split, *split.vary(y_BLF, w_FD)), MATMUL)
+    return checkpoint_name(_row(split, *vary_alike(y_BLF, w_FD)), MATMUL)
+
+
+def _matmul(x: Array, w: Array, dims: int = 1) -> Array:
+    """The matmul of x[B, L, ...], with collectives by the compiler."""
+    scope = current_scope()
+    split = scope is not None and activation_axes(scope, ("length",), "matmul")[0]
+    if split or not traced_platform().multiplies_matrices:
+        return jnp.tensordot(x, w, dims)
+    return checkpoint_name(_flat(*vary_alike(x, w), dims), MATMUL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _flat(x: Array, w: Array, dims: int) -> Array:
+    """`contract`, which saves its operands as they are for the backward pass."""
+    return contract(x, w, dims)
+
+
+def _flat_forward(x: Array, w: Array, dims: int) -> tuple[Array, tuple[Array, Array]]:
+    return contract(x, w, dims), (x, w)
+
+
+def _flat_backward(
+    dims: int, saved: tuple[Array, Array], dy: Array
+) -> tuple[Array, Array]:
+    x, w = saved
+    features = w.ndim - dims
+    order = *range(dims, w.ndim), *range(dims)
+    return contract(dy, w.transpose(order), features), weight_gradient(x, dy)
+
+
+_flat.defvjp(_flat_forward, _flat_backward)
 
 
 def _specs(split: Split) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
@@ -125,7 +157,7 @@ def _columns_backward(
     in_specs = second, (second,) * len(dys), [third] * len(dys)
     run = split.mapped(backward, in_specs, (second, PartitionSpec()))
     dx_BLD, x_BLD = run(x_BLD, weights, dys)
-    return dx_BLD, tuple(_weight_gradient(x_BLD, dy) for dy in dys)
+    return dx_BLD, tuple(weight_gradient(x_BLD, dy) for dy in dys)
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
@@ -155,13 +187,7 @@ def _row_backward(split: Split, saved: tuple, dx_BLD: Array) -> tuple[Array, Arr
 
     run = split.mapped(gathered, (second, first), (third, PartitionSpec()))
     dy_BLF, dx_BLD = run(dx_BLD, w_FD)
-    return dy_BLF, _weight_gradient(y_BLF, dx_BLD)
+    return dy_BLF, weight_gradient(y_BLF, dx_BLD)
 
 
 _row.defvjp(_row_forward, _row_backward)
-
-
-def _weight_gradient(x: Array, dy: Array) -> Array:
-    """x[B, L, ...] and dy[B, L, ...] contracted over B and L: no device needs more."""
-    numbers = ((0, 1), (0, 1)), ((), ())
-    return lax.dot_general(x, dy, numbers, preferred_element_type=x.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshpar.arrays import Array, num_bytes, vary, zero_after
 from meshpar.collectives.collective_matmul import (
@@ -96,12 +97,6 @@ class Split:
         """
         return self.rings and self.transports.weights.covers((self.axis,))
 
-    def vary(self, *arrays: Array) -> tuple[Array, ...]:
-        """Arrays that vary over the same manual axes: gradients then add up outside."""
-        types = (jax.typeof(x).manual_axis_type.varying for x in arrays)
-        axes = tuple(sorted(frozenset().union(*types)))
-        return tuple(vary(x, axes) for x in arrays)
-
     def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function on the shards of each device."""
 
@@ -171,7 +166,7 @@ class Split:
 
         That is the result, and the gradient of w.
         """
-        y = jax.eval_shape(contract, x_BLD, w_DF)
+        y = jax.eval_shape(lambda x, w: jnp.tensordot(x, w, 1), x_BLD, w_DF)
         size = 2 * (num_bytes(y) + 4 * w_DF.size)
         why = "activations and gradients of weights that the axis does not split"
         move = Move("any", (self.axis,), size, why, bound=True, into_sublayer=True)
