@@ -52,8 +52,8 @@ def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
         x_BLD = constrain(x_BLD, "batch", "length", weights[0][1][0])
         return tuple(_matmul(x_BLD, w) for w, _ in weights)
     by_hand = [w for own, (w, _) in zip(splits, weights, strict=True) if own]
-    split.record_gather(x_BLD)
-    x, *arrays = vary_alike(x_BLD, *by_hand)
+    x, *arrays = _alike(x_BLD, *by_hand)
+    split.record_gather(x)
     ys = iter(_columns(split, x, tuple(arrays)))
     results = []
     for own, (w, _) in zip(splits, weights, strict=True):
@@ -78,8 +78,9 @@ def row_parallel(y_BLF: Array, w_FD: Array, names: Sequence[str]) -> Array:
     split = Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
     if split is None:
         return _matmul(y_BLF, w_FD, w_FD.ndim - 1)
+    y_BLF, w_FD = _alike(y_BLF, w_FD)
     split.record_scatter(y_BLF, w_FD)
-    return checkpoint_name(_row(split, *vary_alike(y_BLF, w_FD)), MATMUL)
+    return checkpoint_name(_row(split, y_BLF, w_FD), MATMUL)
 
 
 def _matmul(x: Array, w: Array, dims: int = 1) -> Array:
@@ -88,7 +89,13 @@ def _matmul(x: Array, w: Array, dims: int = 1) -> Array:
     split = scope is not None and activation_axes(scope, ("length",), "matmul")[0]
     if split or not traced_platform().multiplies_matrices:
         return jnp.tensordot(x, w, dims)
-    return checkpoint_name(_flat(*vary_alike(x, w), dims), MATMUL)
+    return checkpoint_name(_flat(*_alike(x, w), dims), MATMUL)
+
+
+def _alike(*arrays: Array) -> tuple[Array, ...]:
+    """Arrays of one dtype that vary over the same axes, as operands of matmuls do."""
+    dtype = jnp.result_type(*arrays)
+    return vary_alike(*(jnp.asarray(x, dtype) for x in arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -1,5 +1,6 @@
 """Column- and row-parallel matmuls: gradients, and the bytes that they move."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,3 +146,15 @@ def test_outside_a_layout_they_are_matmuls():
     np.testing.assert_allclose(z, 2 * want, rtol=1e-5, atol=1e-6)
     back = row_parallel(y, o, (*names, "embed"))
     np.testing.assert_allclose(back, np.einsum("BLNH,NHD->BLD", want, o), 1e-5, 1e-5)
+
+
+def test_operands_may_have_two_dtypes():
+    x, w = jnp.ones((2, 3, 8), jnp.bfloat16), jnp.ones((8, 4), jnp.float32)
+
+    def loss(x, w):
+        (y,) = column_parallel(x, (w, ("embed", "mlp")))
+        assert y.dtype == jnp.float32
+        return row_parallel(y, w.T, ("mlp", "embed")).sum()
+
+    dx, dw = jax.grad(loss, argnums=(0, 1))(x, w)
+    assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
