@@ -8,8 +8,6 @@ Source: Raina, Madhavan and Ng, Large-scale Deep Unsupervised Learning using Gra
   (contrastive divergence); Beck and Teboulle, FISTA, 2009.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,13 +119,11 @@ def reconstruction(
     return loss, {"objective": loss + penalty}
 
 
-@functools.cache
 def boltzmann(visible: int, hidden: int) -> meshpar.Model:
     """The machine for `meshpar.lower`."""
     return meshpar.from_nnx(lambda rngs: Boltzmann(visible, hidden, rngs), divergence)
 
 
-@functools.cache
 def sparse_coder(visible: int, bases: int, penalty: float) -> meshpar.Model:
     """Sparse coding for `meshpar.lower`."""
     return meshpar.from_nnx(
