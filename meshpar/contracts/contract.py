@@ -166,7 +166,7 @@ def _violations(
         sources = ", ".join(sorted({c.source for c in group if c.source}))
         at = f", at {sources}" if sources else ""
         return [f"{name}: {actual} bytes found, {bytes_declared}{at}"]
-    executions, count = sum(c.executions for c in group), sum(t.count for t in terms)
+    executions, count = _runs(group), sum(t.count for t in terms)
     if not rewritten and executions > count:
         return [f"{name}: runs {executions} times, declared {count} ({why})"]
     return []
@@ -176,24 +176,38 @@ def _written_as_all_reduce(
     groups: dict[_Key, list[Collective]],
     declared: dict[_Key, list[DeclaredCollective]],
 ) -> dict[_Key, int]:
-    """Bytes of small gathers and reduce_scatters that occur as all_reduces, by key."""
+    """Bytes of small gathers and reduce_scatters that occur as all_reduces, by key.
+
+    Of gathers that a compiler may drop, some may be gone and others be all_reduces:
+    then those all_reduces run at most as often as the gathers that are missing.
+    """
     rewritten: dict[_Key, int] = {}
     for key, group in groups.items():
         kind, axes, partial = key
         if kind != "all_reduce" or partial:
             continue
         expected = sum(term.payload_bytes for term in declared.get(key, []))
+        runs = _runs(group) - sum(term.count for term in declared.get(key, []))
         small = sum(_payload(c) for c in group if c.payload_bytes <= SMALL_BYTES)
         left = min(small, max(0, sum(map(_payload, group)) - expected))
         for other in (("reduce_scatter", axes, False), ("all_gather", axes, False)):
             terms = declared.get(other, [])
             missing = sum(term.payload_bytes for term in terms)
             missing -= sum(map(_payload, groups.get(other, [])))
+            missing_runs = sum(term.count for term in terms)
+            missing_runs -= _runs(groups.get(other, []))
+            if runs <= missing_runs and all(term.gathers for term in terms):
+                missing = min(missing, left)
             if 0 < missing <= left:
                 rewritten[other] = missing
                 rewritten[key] = rewritten.get(key, 0) - missing
                 left -= missing
     return rewritten
+
+
+def _runs(group: list[Collective]) -> int:
+    """Executions of all of a group."""
+    return sum(collective.executions for collective in group)
 
 
 def _payload(collective: Collective) -> int:

@@ -114,6 +114,16 @@ def test_a_small_collective_may_be_written_as_an_all_reduce(kind):
     )
 
 
+def test_of_two_small_gathers_one_may_be_dropped_and_one_be_an_all_reduce():
+    term = DeclaredCollective("all_gather", ("fsdp",), 4, 4, 200, "weights")
+    contract = Contract((dataclasses.replace(term, gathers=True),))
+    found = [collective("all_gather", payload=120), collective(payload=40)]
+    assert contract.violations(found) == []
+    assert Contract((term,)).violations(found)
+    assert contract.violations([found[0], collective(payload=81)])
+    assert contract.violations([found[0], collective(payload=10, executions=4)])
+
+
 def test_state_bytes_are_exact():
     state_bytes = program().state_bytes(program().compiled)
     contract = program().contract
