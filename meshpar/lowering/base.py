@@ -33,6 +33,7 @@ from meshpar.lowering.gathered_weights import gathered_specs
 from meshpar.lowering.layer_trace import TracedLayer, trace_layer
 from meshpar.lowering.memory import Held, Memory, predicted_memory
 from meshpar.lowering.optimizer import Optimizer
+from meshpar.lowering.small_weights import gather_small
 from meshpar.lowering.state import TrainState, fetched_params
 from meshpar.lowering.totals import Gradients, Totals
 from meshpar.models.model import Model
@@ -157,20 +158,29 @@ class Lowering:
 
     def copies(self, params: Params) -> Params:
         """The copies of the parameters for the loss: whole over fsdp below zero=3."""
-        specs = {path: p.partition_spec for path, p in self.plan.weights.items()}
-        return self.shard(fetched_params(params, self.plan), specs)
+        leaves = self.plan.weights
+        params = fetched_params(params, self.plan)
+        after = {path: leaf.spec for path, leaf in leaves.items()}
+        before = self.plan.parameters
+        params = gather_small(params, before, after, self.ways, self.constrain)
+        specs = {path: leaf.partition_spec for path, leaf in leaves.items()}
+        return self.shard(params, specs)
 
     def gathered(self, copies: Params) -> Params:
-        """Copies that are whole over fsdp, where XLA's own gathers would go wrong."""
+        """Copies; whole over fsdp if small, or if XLA's own gathers would go wrong."""
+        before = self.plan.weights
+        after = {path: leaf.held for path, leaf in before.items()}
+        copies = gather_small(copies, before, after, self.ways, self.constrain)
         specs = gathered_specs(self.plan, self.axes_in_use)
         return self.shard(copies, specs) if specs else copies
 
     def shard(self, tree: Params, specs: dict[str, PartitionSpec]) -> Params:
         """Constrains {path: array} to specs."""
-        return {
-            path: jax.lax.with_sharding_constraint(x, self.sharding(specs[path]))
-            for path, x in tree.items()
-        }
+        return {path: self.constrain(x, specs[path]) for path, x in tree.items()}
+
+    def constrain(self, x: Array, spec: PartitionSpec) -> Array:
+        """Constrains an array to a spec."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
         """A spec on this mesh, or on the mesh in use, which knows its manual axes."""
