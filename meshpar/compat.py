@@ -28,6 +28,16 @@ def coordination_client():
     return distributed.global_state.client
 
 
+def has_cudnn() -> bool:
+    """Whether cuDNN is installed, which programs for NVIDIA GPUs are compiled with."""
+    from jax._src.lib import cuda_versions
+
+    try:
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except RuntimeError:  # The library is not found.
+        return False
+
+
 def backends_started() -> bool:
     """Whether jax has started its backends, after which settings have no effect."""
     from jax._src import xla_bridge

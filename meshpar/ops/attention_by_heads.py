@@ -25,7 +25,15 @@ def attention_by_heads(
 ) -> Array:
     """Causal attention; scores and their softmax are in float32 or wider.
 
-    Takes and returns what `attention_kernels.by_platform` does.
+    Args:
+      q_BLNH: queries.
+      k_BLKH: keys; K divides N (grouped-query attention).
+      v_BLKH: values.
+      segments_BL: number of the document of each token; None for one document.
+      window: tokens that each token sees, itself among them; 0 for all.
+
+    Returns:
+      y_BLNH, in the dtype of the queries.
     """
     rows, length, heads, width = q_BLNH.shape
     groups, dtype = heads // k_BLKH.shape[2], q_BLNH.dtype

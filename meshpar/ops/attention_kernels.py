@@ -18,8 +18,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
+from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.mesh.platform import CPU, GPU, TPU, platform_named, traced_platform
+from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
 from meshpar.ops.kernels import on_shards
 
@@ -67,14 +68,15 @@ def by_platform(
     half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
     if platform is TPU and splash_fits(q_BLNH):
         kernel = functools.partial(splash, window=window)
-    elif platform is GPU and half and platform_named(jax.default_backend()) is GPU:
+    elif platform is GPU and half and compat.has_cudnn():
         kernel = functools.partial(cudnn, window=window)
     if platform is CPU:
         return attention_by_heads(q_BLNH, k_BLKH, v_BLKH, segments_BL, window)
     if kernel is None:
         return reference(q_BLNH, k_BLKH, v_BLKH, segments_BL, window=window)
     segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
-    return on_shards(kernel, DIM_NAMES, q_BLNH, k_BLKH, v_BLKH, others=segments)
+    qkv = q_BLNH, k_BLKH, v_BLKH
+    return on_shards(kernel, DIM_NAMES, *qkv, others=segments, saves=True)
 
 
 def reference(

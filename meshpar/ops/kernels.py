@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary
-from meshpar.layouts.scope import activation_spec, constrain, current_scope
+from meshpar.layouts.scope import Scope, activation_spec, constrain, current_scope
 
 Names = Sequence[str | None]
 """Names of the dims of an array; None for a dim without a rule."""
@@ -24,11 +25,9 @@ def on_shards(
     names: Names,
     *arrays: Array,
     others: Sequence[tuple[Array, Names]] = (),
+    saves: bool = False,
 ) -> Array:
     """Runs a kernel on the shards of arrays under the layout in use.
-
-    The forward pass keeps only the arguments; the backward pass runs the kernel again
-    and differentiates it as a whole.
 
     Args:
       kernel: differentiable function of arrays to one array, all with the same dim
@@ -36,6 +35,9 @@ def on_shards(
       names: dim names of every array and of the result.
       *arrays: the arguments.
       others: (array, its dim names) of more arguments, which have no gradients.
+      saves: whether the forward pass keeps what the kernel's own derivative saves. By
+        default it keeps only the arguments: the backward pass runs the kernel again and
+        differentiates it as a whole.
 
     Returns:
       The global result, or its shard over the axes that were manual before.
@@ -53,38 +55,97 @@ def on_shards(
     if not axes:
         return kernel(*arrays, *more)
     spec = activation_spec(scope, arrays[0].shape, names)
-    more_specs = [activation_spec(scope, x.shape, names) for x, names in others]
-    num, manual_axes = len(arrays), scope.manual_axes
-
-    def mapped(fn: Callable, num: int, out_specs: Any) -> Callable:
-        # Kernels do not type the axes over which their results vary; `vary` does.
-        return jax.shard_map(
-            _untyped(fn),
-            mesh=None if manual_axes else scope.mesh,
-            in_specs=(*[spec] * num, *more_specs),
-            out_specs=out_specs,
-            axis_names=axes,
-            check_vma=False,
-        )
+    specs = (
+        *[spec] * len(arrays),
+        *(activation_spec(scope, x.shape, names) for x, names in others),
+    )
+    mapped = functools.partial(_mapped, scope, frozenset(axes))
+    # What a kernel saves has a row for each device.
+    rows = PartitionSpec(tuple(axis for axis in scope.mesh.axis_names if axis in axes))
+    vjp = _KernelVjp(kernel, len(arrays), len(specs), saves)
 
     @jax.custom_vjp
     def run(*arrays: Array) -> Array:
-        return vary(mapped(kernel, num, spec)(*arrays), tuple(manual_axes))
+        return mapped(kernel, specs, spec)(*arrays)
 
-    def forward(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
-        return run(*arrays), arrays
+    def forward(*arrays: Array) -> tuple[Array, tuple]:
+        if not saves:
+            return run(*arrays), (arrays, [])
+        y, saved = mapped(vjp.forward, specs, (spec, rows))(*arrays)
+        return y, (tuple(arrays[i] for i in vjp.kept), saved)
 
-    def backward(arrays: tuple[Array, ...], gradient: Array) -> tuple[Any, ...]:
-        def transposed(gradient: Array, *arrays: Array) -> tuple[Array, ...]:
-            of_arrays = functools.partial(_with_last, kernel, arrays[num:])
-            return jax.vjp(of_arrays, *arrays[:num])[1](gradient)
-
-        gradients = mapped(transposed, num + 1, (spec,) * num)(gradient, *arrays)
-        gradients = (vary(x, tuple(manual_axes)) for x in gradients)
+    def backward(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
+        kept, saved = residuals
+        in_specs = spec, *(specs[i] for i in vjp.kept), *[rows] * len(saved)
+        run_backward = mapped(vjp.backward, in_specs, (spec,) * vjp.num)
+        gradients = run_backward(gradient, *kept, *saved)
         return *gradients, *[None] * len(more)
 
     run.defvjp(forward, backward)
     return run(*arrays, *more)
+
+
+def _mapped(
+    scope: Scope, axes: frozenset[str], fn: Callable, in_specs: Any, out_specs: Any
+) -> Callable:
+    """A function on the shards of each device over axes that are automatic so far."""
+    # Kernels do not type the axes over which their results vary; `vary` does.
+    local = jax.shard_map(
+        _untyped(fn),
+        mesh=None if scope.manual_axes else scope.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes,
+        check_vma=False,
+    )
+    manual = tuple(scope.manual_axes)
+    return lambda *args: jax.tree.map(lambda x: vary(x, manual), local(*args))
+
+
+class _KernelVjp:
+    """The derivative of a kernel on one device, in two parts.
+
+    Args:
+      kernel: the kernel.
+      num: number of its first arguments, which have gradients.
+      total: number of all its arguments.
+      saves: whether `forward` returns what `backward` needs beside arguments.
+
+    Attributes:
+      kept: numbers of the arguments that `backward` needs.
+    """
+
+    def __init__(self, kernel: Callable[..., Array], num: int, total: int, saves: bool):
+        self.num, self.kept = num, tuple(range(total))
+        self._kernel, self._saves = kernel, saves
+        self._structure, self._places = None, ()
+
+    def _vjp(self, arrays: Sequence[Array]) -> tuple[Array, Callable]:
+        of_arrays = functools.partial(_with_last, self._kernel, arrays[self.num :])
+        return jax.vjp(of_arrays, *arrays[: self.num])
+
+    def forward(self, *arrays: Array) -> tuple[Array, list[Array]]:
+        """The result, and what the derivative saves, each with a dim of 1 in front."""
+        y, pull = self._vjp(arrays)
+        leaves, self._structure = jax.tree.flatten(pull)
+        self._places = tuple(
+            next((i for i, x in enumerate(arrays) if x is leaf), None)
+            for leaf in leaves
+        )
+        self.kept = tuple(sorted({i for i in self._places if i is not None}))
+        pairs = zip(leaves, self._places, strict=True)
+        return y, [x[None] for x, place in pairs if place is None]
+
+    def backward(self, gradient: Array, *needed: Array) -> tuple[Array, ...]:
+        """Gradients of the first arguments, from those kept and what was saved."""
+        if not self._saves:
+            return self._vjp(needed)[1](gradient)
+        kept = dict(zip(self.kept, needed, strict=False))
+        saved = iter(needed[len(kept) :])
+        leaves = [
+            next(saved)[0] if place is None else kept[place] for place in self._places
+        ]
+        return jax.tree.unflatten(self._structure, leaves)(gradient)
 
 
 def _with_last(kernel: Callable, last: Sequence[Array], *first: Array) -> Array:

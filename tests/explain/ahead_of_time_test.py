@@ -16,7 +16,7 @@ import meshpar
 from experiments import recipes
 from experiments.recipes import building
 from experiments.recipes.config import with_settings
-from meshpar import collectives, layouts, mesh
+from meshpar import collectives, compat, layouts, mesh
 from meshpar.arrays import rounded
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
@@ -51,7 +51,8 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
         # Only chips that gather beside compute do so in one collective.
         gathered = [c for c in hidden if c.kind == "all_gather"]
         assert bool(gathered) == ("v5e" in topology)
-        assert "tpu_custom_call" in program.compiled.as_text()  # Splash attention.
+        # Splash attention: forward, forward again (remat=full), and backward.
+        assert program.compiled.as_text().count('"tpu_custom_call"') == 3
 
 
 @tpu
@@ -282,3 +283,4 @@ def test_gpu_programs_keep_the_contract():
     )
     assert program.violations() == []
     assert all(c.axes for c in program.collectives)
+    assert ("cudnn$fmha" in program.compiled.as_text()) == compat.has_cudnn()

@@ -80,8 +80,9 @@ def test_splash_attention_of_a_part_of_the_queries(
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("manual", [(), ("data", "fsdp")])
-def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual):
+def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual, saves):
     layout = layouts.parse("data=2,fsdp=2,tensor=2")
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
@@ -97,7 +98,7 @@ def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual):
     def on_shards(*arrays):
         with layouts.use(layout, mesh, manual):
             names = ("batch", "length", "heads", "head_dim")
-            return kernels.on_shards(kernel, names, *arrays)
+            return kernels.on_shards(kernel, names, *arrays, saves=saves)
 
     def mapped(*arrays):
         if not manual:
