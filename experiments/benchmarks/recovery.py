@@ -145,7 +145,8 @@ def table(medians: Mapping[str, Seconds]) -> rich.table.Table:
             cells.append(f"{seconds[name]:.2f} s  {share:4.0%}")
         found.add_row(part, *cells)
     found.add_section()
-    for label, name in (("to the first step", startup.TOTAL), (FROM_KILL, FROM_KILL)):
+    sums = {"to the first step": startup.TOTAL, "of CPU": startup.CPU_TOTAL}
+    for label, name in (sums | {FROM_KILL: FROM_KILL}).items():
         cells = [f"{s[name]:.2f} s" if name in s else "" for s in medians.values()]
         found.add_row(label, *cells)
     return found

@@ -27,13 +27,13 @@ class DataError(MeshparError):
 
 def standard_library() -> list[pathlib.Path]:
     """The Python sources of the standard library, without its tests."""
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    return [
-        path
-        for path in root.rglob("*.py")
-        if not skip.intersection(path.relative_to(root).parts)
-    ]
+    paths = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in skip]
+        here = pathlib.Path(folder)
+        paths += [here / name for name in names if name.endswith(".py")]
+    return paths
 
 
 def find_files(path: str) -> list[pathlib.Path]:

@@ -5,7 +5,6 @@ import os
 import jax
 import numpy as np
 
-from experiments.reports import islands
 from experiments.training import metrics
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
 from experiments.training.progress import Progress
@@ -77,6 +76,8 @@ def finish(
         "plot": setup.folder / "loss.png",
     }
     if isinstance(setup.program, IslandsProgram):
+        from experiments.reports import islands  # Its plots delay the first step.
+
         paths["time lines"] = setup.folder / "time_lines.png"
         picture = islands.time_lines(setup.program.spans())
         picture.savefig(paths["time lines"], dpi=110, bbox_inches="tight")

@@ -32,6 +32,8 @@ PARTS = (IMPORTS, DEVICES, SETUP, RESTORE, TRACING, COMPILING, STEP)
 
 TOTAL = "startup_seconds"
 """Name of the sum of all parts in the metrics."""
+CPU_TOTAL = "startup_cpu_seconds"
+"""Name of the processor's seconds in the metrics, of all threads of the process."""
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _TRACE_EVENTS = (
@@ -52,10 +54,12 @@ class Startup:
     Attributes:
       num_compiled: number of programs compiled or loaded so far.
       num_cached: those of them that came from the compilation cache.
+      cpu_seconds: of all threads of the process, up to the end of the startup.
     """
 
     def __init__(self):
         self.num_compiled = self.num_cached = 0
+        self.cpu_seconds = 0.0
         self._entered = [(IMPORTS, _process_start())]
         self._compiled: list[tuple[float, float]] = []
         self._traced: list[tuple[float, float]] = []
@@ -82,6 +86,7 @@ class Startup:
         if not self._is_listening:
             return {}
         self.__exit__()
+        self.cpu_seconds = time.process_time()
         seconds = dict.fromkeys(PARTS, 0.0)
         ends = [*(begin for _, begin in self._entered[1:]), time.time()]
         for (part, begin), end in zip(self._entered, ends, strict=True):
@@ -99,7 +104,10 @@ class Startup:
             cached = f" ({self.num_cached} of {self.num_compiled} programs cached)"
             parts[PARTS.index(COMPILING)] += cached
         total = sum(seconds.values())
-        return f"first step after {total:.1f} s: {', '.join(parts)}"
+        return (
+            f"first step after {total:.1f} s ({self.cpu_seconds:.1f} s of CPU): "
+            f"{', '.join(parts)}"
+        )
 
     def _hear_span(self, event: str, begin: float, end: float, **_) -> None:
         if threading.get_ident() != self._thread:
@@ -120,10 +128,10 @@ def metric_name(part: str) -> str:
     return f"startup_{part.replace(' ', '_')}"
 
 
-def as_metrics(seconds: dict[str, float]) -> dict[str, float]:
+def as_metrics(seconds: dict[str, float], cpu_seconds: float) -> dict[str, float]:
     """The seconds of a startup as metrics, with their sum."""
     parts = {metric_name(part): seconds[part] for part in PARTS}
-    return {TOTAL: sum(seconds.values()), **parts}
+    return {TOTAL: sum(seconds.values()), CPU_TOTAL: cpu_seconds, **parts}
 
 
 def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:

@@ -129,7 +129,7 @@ class StepLog:
             return
         self._progress.say(self._startup.describe(seconds))
         if self._log:
-            self._log.write(step, **as_metrics(seconds))
+            self._log.write(step, **as_metrics(seconds, self._startup.cpu_seconds))
 
     def _check_finite(self, step: int, step_metrics: Any) -> None:
         loss, grad_norm = (float(step_metrics[k]) for k in ("loss", "grad_norm"))

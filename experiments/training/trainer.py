@@ -55,10 +55,8 @@ class _Due(NamedTuple):
 
 def _watchdog(config: Config) -> Watchdog:
     """A watchdog with the limits of a run, which watches the start first."""
-    limits = dataclasses.asdict(config.watchdog)
-    watchdog = Watchdog(
-        config.watchdog_seconds, limits=limits, note=progress_file.write
-    )
+    limits, note = dataclasses.asdict(config.watchdog), progress_file.write
+    watchdog = Watchdog(config.watchdog_seconds, limits=limits, note=note)
     watchdog.enter(START)
     return watchdog
 
@@ -240,7 +238,8 @@ class Trainer:
                 steps.add(step, step_metrics, any_process(stops))
                 record.look(steps.saved_step)
                 due = _Due.after(step, config)
-                stopping = steps.read(keep=0 if any(due) else 1)
+                first = step == start.step + 1  # Ends the startup.
+                stopping = steps.read(keep=0 if first or any(due) else 1)
                 if due.checkpoint or due.local_checkpoint or stopping:
                     watchdog.enter(SAVE)
                     if log:
