@@ -15,7 +15,7 @@ from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint import persistent
 
 _OF_TIME = {
-    *("tokens_per_second", "step_seconds", "mfu", startup.TOTAL),
+    *("tokens_per_second", "step_seconds", "mfu", startup.TOTAL, startup.CPU_TOTAL),
     *map(startup.metric_name, startup.PARTS),
 }
 """Metrics that two equal runs do not share."""

@@ -189,7 +189,7 @@ def claims_of(
     }
     better = [
         Claim(
-            f"{kind} lifts {name}" + f" by {_LIFTS[name]:.0%}" * bool(_LIFTS[name]),
+            f"{kind} lifts {name}{_points(_LIFTS[name])}",
             "features from unlabelled data help",
             f"{mean[kind]:.1%} against {mean[PIXELS]:.1%} of pixels",
             mean[kind] > mean[PIXELS] + _LIFTS[name],
@@ -263,6 +263,11 @@ def _run(setting: Setting) -> Result:
         {"accuracy": accuracies, "errors": errors, "flops": flops},
         draw,
     )
+
+
+def _points(lift: float) -> str:
+    """A least gain in words; "" if there is none."""
+    return f" by {100 * lift:.0f} points" if lift else ""
 
 
 def _mosaic(weight_VH: np.ndarray, across: int = 5) -> np.ndarray:

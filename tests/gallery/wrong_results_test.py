@@ -121,7 +121,7 @@ def test_features_that_do_not_help_or_depend_on_the_mesh_are_seen():
     assert text == "DBN, two RBMs lifts logistic regression"
     little = {**by_kind, unsupervised.MACHINE: [0.84]}
     (text,) = texts(claims(errors, {**both, RIDGE: little}, flops))
-    assert text == "RBM lifts ridge by 5%"
+    assert text == "RBM lifts ridge by 5 points"
     same = {**by_kind, unsupervised.RANDOM: by_kind[unsupervised.CODES]}
     (text,) = texts(claims(errors, {**both, RIDGE: same}, flops))
     assert text.startswith("learned bases")
