@@ -5,8 +5,8 @@ import math
 import matplotlib.figure
 
 from experiments.gallery.paper import Claim, Paper, Result, Setting
+from experiments.recipes import mixtures, published
 from experiments.recipes.config import Config
-from experiments.recipes.published import RECIPES as PUBLISHED
 from meshpar.collectives import sufficient_factors as factors
 
 _ROWS_PER_WORKER = 32
@@ -45,7 +45,7 @@ def language_layers(config: Config) -> dict[str, tuple[int, int]]:
 def picks_of_language_models() -> dict[str, set[str]]:
     """{recipe: what is picked for its layers}, at its published batch."""
     found = {}
-    for name, make in PUBLISHED.items():
+    for name, make in (published.RECIPES | mixtures.RECIPES).items():
         config = make()
         tokens = config.batch_size * config.model.length
         layers = language_layers(config).values()

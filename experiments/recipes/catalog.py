@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 
-from experiments.recipes import published, small
+from experiments.recipes import mixtures, published, small
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from meshpar.errors import nearest
 from meshpar.layouts.axes import DATA, FSDP, TENSOR
 
-RECIPES: dict[str, Callable[[], Config]] = small.RECIPES | published.RECIPES
+RECIPES: dict[str, Callable[[], Config]] = {
+    **small.RECIPES,
+    **published.RECIPES,
+    **mixtures.RECIPES,
+}
 
 
 def get(name: str) -> Config:
