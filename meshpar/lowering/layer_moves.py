@@ -78,28 +78,41 @@ def declared_moves(
     """
     passes = list(passes)
     for move in moves:
-        again = move.is_saved and moves_again(frame.layout.remat, move.saved_as)
-        runs = sum(p.runs * _runs_per_pass(p, move, again) for p in passes)
-        yield DeclaredCollective(
-            move.kind,
-            move.axes,
-            move.group_size or frame.ways(move.axes),
-            0 if move.bound else runs * move.times,
-            runs * move.payload_bytes,
-            move.why,
-            bound=move.bound,
-            gathers=move.optional,
-            partial=move.group_size > 0,
-        )
+        again = moves_again(frame.layout.remat, move.saved_as)
+        runs = {False: 0, True: 0}
+        for one in passes:
+            optional = move.optional or _is_optional_again(one, move)
+            runs[optional] += one.runs * _runs_per_pass(one, move, again)
+        for optional, count in runs.items():
+            if not count:
+                continue
+            yield DeclaredCollective(
+                move.kind,
+                move.axes,
+                move.group_size or frame.ways(move.axes),
+                0 if move.bound else count * move.times,
+                count * move.payload_bytes,
+                move.why,
+                bound=move.bound,
+                gathers=optional,
+                partial=move.group_size > 0,
+            )
+
+
+def _is_optional_again(layers: LayerPass, move: Move) -> bool:
+    """Whether a pass that runs once more may leave out a move of its last layer."""
+    unread = move.into_sublayer and not move.is_saved
+    return unread and layers.name == "forward again"
 
 
 def _runs_per_pass(layers: LayerPass, move: Move, again: bool) -> int:
-    """How often one pass over layers runs a move; `again` says whether remat does."""
+    """How often one pass over layers runs a move; `again` says whether remat would."""
     if layers.name == "backward":
-        return layers.depth * (move.in_backward or move.has_gradient + again)
+        repeated = move.is_saved and again
+        return layers.depth * (move.in_backward or move.has_gradient + repeated)
     if move.in_backward:
         return 0
     if layers.name == "forward again" and layers.depth == 1 and not move.bound:
         # Nothing reads the output of a single layer, nor what is computed once more.
-        return int(move.is_saved and not again)
+        return int((move.is_saved or move.into_sublayer) and not again)
     return layers.depth

@@ -24,7 +24,6 @@ from meshpar.collectives.transport import (
     Transports,
     transports_for,
 )
-from meshpar.layouts.axes import PIPE
 from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import KEEPS_MATMULS, MATMUL, NONE
 from meshpar.layouts.scope import activation_axes, current_scope
@@ -59,7 +58,7 @@ class Split:
           size: of that.
         """
         scope = current_scope()
-        if scope is None or not scope.manual_axes or scope.mesh.shape[PIPE] > 1:
+        if scope is None or not scope.manual_axes:
             return None
 
         def axes_of(*names: str) -> tuple[tuple[str, ...], ...]:
@@ -175,7 +174,7 @@ class Split:
     def record_scatter(self, y_BLF: Array, w_FD: Array) -> None:
         """Notes what a row-parallel matmul of y and w moves."""
         size, out = self._bytes(y_BLF, w_FD.shape[-1:]), "out of row-parallel matmuls"
-        self._record("reduce_scatter", size, out, is_saved=False)
+        self._record("reduce_scatter", size, out, is_saved=False, saved_as=MATMUL)
         if current_scope().layout.remat not in (NONE, *KEEPS_MATMULS):
             # The last one of a layer is not needed again.
             again = {"in_backward": True, "optional": True}
