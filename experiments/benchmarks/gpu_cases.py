@@ -36,6 +36,7 @@ class Case(NamedTuple):
       remat: what is computed again, as in a layout.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
       options: of the compiler.
+      float8: whether layers multiply by their weights in float8.
     """
 
     recipe: str
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     remat: str = "full"
     loss_block: int = 256
     options: Mapping[str, Any] = {}
+    float8: bool = False
 
     def describe(self) -> str:
         """The case in words, for tables."""
@@ -59,6 +61,7 @@ class Case(NamedTuple):
             changes = {**_REHEARSED, "length": self.length // _REHEARSED_BY}
             changes["loss_block"] = self.loss_block // _REHEARSED_BY
         model = dataclasses.replace(config.model, **changes)
+        model = dataclasses.replace(model, float8=self.float8)
         return dataclasses.replace(config, model=model, batch_size=self.rows)
 
 

@@ -127,6 +127,7 @@ class Attention(nnx.Module):
             (self.q[...], ("embed", "heads", "head_dim")),
             (self.k[...], ("embed", "kv_heads", "head_dim")),
             (self.v[...], ("embed", "kv_heads", "head_dim")),
+            matmul=self.config.matmul,
         )
         q_BLNH = plus(q_BLNH, self.q_bias)
         k_BLKH = plus(k_BLKH, self.k_bias)
@@ -144,4 +145,5 @@ class Attention(nnx.Module):
         y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
         y_BLNH = checkpoint_name(y_BLNH, "attention")
         names = "heads", "head_dim", "embed"
-        return plus(row_parallel(y_BLNH, self.o[...], names), self.o_bias)
+        matmul = self.config.matmul
+        return plus(row_parallel(y_BLNH, self.o[...], names, matmul), self.o_bias)

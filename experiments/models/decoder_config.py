@@ -1,7 +1,9 @@
 """Configuration of the decoder: its shape, and its kind (GPT-2 or Llama)."""
 
 import dataclasses
+from collections.abc import Callable
 
+from meshpar.ops import float8
 from meshpar.ops.experts.config import ROUTINGS, SCORES, MixtureConfig
 
 CHOICES = {
@@ -59,6 +61,7 @@ class DecoderConfig:
       global_every: every so many layers one sees whole sequences, in place of the
         window; 0 for none.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
+      float8: whether layers multiply by weights in float8, as in `meshpar.ops.float8`.
     """
 
     vocab: int = 256
@@ -82,6 +85,7 @@ class DecoderConfig:
     window: int = 0
     global_every: int = 0
     loss_block: int = 0
+    float8: bool = False
     num_experts: int = 0
     experts_per_token: int = 2
     shared_experts: int = 0
@@ -141,6 +145,15 @@ class DecoderConfig:
         _ = self.mixture  # Checks its own fields.
         if self.bias:
             raise ValueError("bias=True: experts have no biases; use bias=False")
+        if self.float8:
+            raise ValueError(
+                "float8=True: experts do not multiply in float8; use float8=False"
+            )
+
+    @property
+    def matmul(self) -> Callable | None:
+        """What multiplies by the weights of layers; None for jax itself."""
+        return float8.matmul if self.float8 else None
 
     @property
     def mixture(self) -> MixtureConfig:
@@ -164,9 +177,10 @@ class DecoderConfig:
     def depends_on_microbatches(self) -> bool:
         """Whether the loss of a batch changes with its number of microbatches.
 
-        Dropout draws a mask for each of them; experts are balanced within each.
+        Dropout draws a mask for each of them; experts are balanced within each, and
+        float8 has scales for each.
         """
-        return self.dropout > 0 or self.num_experts > 0
+        return self.dropout > 0 or self.num_experts > 0 or self.float8
 
     @property
     def head_dim(self) -> int:

@@ -16,7 +16,7 @@ from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 
 KIND = GPT2_KIND | {"bias": False, "norm_eps": 1e-6}
-KIND |= dict.fromkeys(("loss_block", "num_experts", "window"), 0)
+KIND |= dict.fromkeys(("loss_block", "num_experts", "window", "float8"), 0)
 """Fields of `DecoderConfig` that the Linen decoder requires."""
 
 

@@ -21,6 +21,7 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, f = config.embed, config.mlp
+        self.matmul = config.matmul
         gated = config.activation == "swiglu"
         self.gate = weight(rngs, config, d, embed=d, mlp=f) if gated else None
         self.up = weight(rngs, config, d, embed=d, mlp=f)
@@ -32,12 +33,12 @@ class Mlp(nnx.Module):
     def __call__(self, x_BLD: Array) -> Array:
         weights = [w for w in (self.up, self.gate) if w is not None]
         named = ((w[...], ("embed", "mlp")) for w in weights)
-        h_BLF, *gate_BLF = column_parallel(x_BLD, *named)
+        h_BLF, *gate_BLF = column_parallel(x_BLD, *named, matmul=self.matmul)
         h_BLF = plus(h_BLF, self.up_bias)
         h_BLF = swiglu(*gate_BLF, h_BLF) if gate_BLF else gelu(h_BLF)
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
         h_BLF = checkpoint_name(h_BLF, "mlp_hidden")
-        y_BLD = row_parallel(h_BLF, self.down[...], ("mlp", "embed"))
+        y_BLD = row_parallel(h_BLF, self.down[...], ("mlp", "embed"), self.matmul)
         return plus(y_BLD, self.down_bias)
 
 

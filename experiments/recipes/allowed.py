@@ -52,6 +52,7 @@ _MODEL: dict[str, Range] = {
     "mlp": Number(1, 2**22),
     "bias": Switch(),
     "tied": Switch(),
+    "float8": Switch(),
     "dropout": _real(0, 1, below=True),
     "rope_theta": _real(1, 1e12),
     "norm_eps": _real(_SMALLEST, 1),

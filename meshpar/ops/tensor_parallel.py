@@ -12,7 +12,7 @@ Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,13 @@ from meshpar.ops.tensor_split import Split
 Named = tuple[Array, Sequence[str]]
 """A weight, and the names of its dims."""
 
+Matmul = Callable[[Array, Array, int], Array]
+"""(x, w, dims) -> x with its last dims contracted with the first of w."""
 
-def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
+
+def column_parallel(
+    x_BLD: Array, *weights: Named, matmul: Matmul | None = None
+) -> tuple[Array, ...]:
     """Multiplies x[B, L, D] by weights w[D, F...] whose first dim of F devices split.
 
     x comes as it is between blocks, with its length split, and is saved so.
@@ -40,6 +45,7 @@ def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
     Args:
       x_BLD: activations.
       *weights: (w, the names of its dims), such as ("embed", "heads", "head_dim").
+      matmul: in place of that of jax; its collectives are left to the compiler.
 
     Returns:
       y[B, L, F...] for every weight, with the whole length.
@@ -47,10 +53,11 @@ def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
     splits = []
     for w, (embed, *features) in weights:
         splits.append(Split.of(x_BLD, embed, features, w.shape[1]))
+    splits = [None] * len(weights) if matmul else splits
     split = next((split for split in splits if split is not None), None)
     if split is None:
         x_BLD = constrain(x_BLD, "batch", "length", weights[0][1][0])
-        return tuple(_matmul(x_BLD, w) for w, _ in weights)
+        return tuple(_matmul(x_BLD, w, 1, matmul) for w, _ in weights)
     by_hand = [w for own, (w, _) in zip(splits, weights, strict=True) if own]
     x, *arrays = _alike(x_BLD, *by_hand)
     split.record_gather(x)
@@ -64,7 +71,9 @@ def column_parallel(x_BLD: Array, *weights: Named) -> tuple[Array, ...]:
     return tuple(results)
 
 
-def row_parallel(y_BLF: Array, w_FD: Array, names: Sequence[str]) -> Array:
+def row_parallel(
+    y_BLF: Array, w_FD: Array, names: Sequence[str], matmul: Matmul | None = None
+) -> Array:
     """Multiplies y[B, L, F...] by w[F..., D], whose first dim devices split.
 
     The result is as it is between blocks, with its length split. Communication: one
@@ -74,17 +83,20 @@ def row_parallel(y_BLF: Array, w_FD: Array, names: Sequence[str]) -> Array:
       y_BLF: activations with the whole length.
       w_FD: the weight.
       names: of its dims, such as ("heads", "head_dim", "embed").
+      matmul: in place of that of jax; its collectives are left to the compiler.
     """
     split = Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
-    if split is None:
-        return _matmul(y_BLF, w_FD, w_FD.ndim - 1)
+    if matmul or split is None:
+        return _matmul(y_BLF, w_FD, w_FD.ndim - 1, matmul)
     y_BLF, w_FD = _alike(y_BLF, w_FD)
     split.record_scatter(y_BLF, w_FD)
     return checkpoint_name(_row(split, y_BLF, w_FD), MATMUL)
 
 
-def _matmul(x: Array, w: Array, dims: int = 1) -> Array:
+def _matmul(x: Array, w: Array, dims: int, matmul: Matmul | None) -> Array:
     """The matmul of x[B, L, ...], with collectives by the compiler."""
+    if matmul:
+        return checkpoint_name(matmul(*_alike(x, w), dims), MATMUL)
     scope = current_scope()
     split = scope is not None and activation_axes(scope, ("length",), "matmul")[0]
     if split or not traced_platform().multiplies_matrices:
