@@ -30,7 +30,7 @@ from meshpar.ops import attention_kernels
 
 OURS, PAGE = "meshpar", "page of jax"
 FLOAT8 = "meshpar, float8"
-"""Reported apart: its MFU is that of the FLOPs in bfloat16, and its rounding coarser."""
+"""Reported apart: rounding is coarser, and MFU counts FLOPs in bfloat16."""
 _LARGE_COPY = 2**24
 """Bytes of copies and transposes that count as a surprise."""
 
