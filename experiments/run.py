@@ -5,6 +5,11 @@ r"""Trains a model under a layout.
 The same command resumes the run where it stopped, also under another layout.
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # Imports make objects that stay; `Startup` ends this.
+
 import dataclasses
 from collections.abc import Sequence
 

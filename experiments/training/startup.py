@@ -5,6 +5,7 @@ first step. Their time counts for them, not for the part around them, so that th
 add up to the whole.
 """
 
+import gc
 import os
 import pathlib
 import threading
@@ -49,7 +50,8 @@ class Startup:
     """The clock of a startup, which hears of what jax traces and compiles.
 
     It begins in `IMPORTS`, is a context, and listens until the first step is done or
-    the context ends.
+    the context ends. Until then Python collects no garbage: what is imported and traced
+    stays, and looking through it costs a tenth of a start.
 
     Attributes:
       num_compiled: number of programs compiled or loaded so far.
@@ -69,11 +71,13 @@ class Startup:
         jax.monitoring.register_event_listener(self._hear)
 
     def __enter__(self):
+        gc.disable()
         return self
 
     def __exit__(self, *_):
         if self._is_listening:
             self._is_listening = False
+            gc.enable()
             jax.monitoring.unregister_event_time_span_listener(self._hear_span)
             jax.monitoring.unregister_event_listener(self._hear)
 

@@ -1,5 +1,6 @@
 """Startups of processes: their parts, and the programs that a restart loads."""
 
+import gc
 import os
 import pathlib
 import re
@@ -42,8 +43,10 @@ def test_the_parts_add_up():
     with Startup() as clock:
         begin = clock._entered[0][1]
         clock.enter(SETUP)
+        assert not gc.isenabled()
         jax.jit(lambda x: jnp.sin(x) * 3 + 4)(jnp.ones(3))
         seconds = clock.finish()
+        assert gc.isenabled()
         assert sum(seconds.values()) == pytest.approx(time.time() - begin, abs=0.5)
         assert clock.finish() == {}
     assert clock.num_compiled and min(seconds[COMPILING], seconds[TRACING]) > 0
