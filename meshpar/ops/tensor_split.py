@@ -96,6 +96,15 @@ class Split:
         """
         return self.rings and self.transports.weights.covers((self.axis,))
 
+    @property
+    def merges_dims(self) -> bool:
+        """Whether matmuls of parts merge dims such as heads and head_dim.
+
+        Where an all_gather hides (v5e), a compiler then needs a fifth less time for the
+        step, which takes at most 0.8% longer. On v5p it would take 7% longer.
+        """
+        return self.rings and not self.joins
+
     def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function on the shards of each device."""
 
@@ -122,7 +131,10 @@ class Split:
         if not self.rings:
             x_BLD = self.whole(x_BKD)
             return [contract(x_BLD, w) for w in weights], x_BLD
-        ys, parts = all_gather_matmul(x_BKD, weights, self.axis)
+        merged = [w.reshape(len(w), -1) if self.merges_dims else w for w in weights]
+        ys, parts = all_gather_matmul(x_BKD, merged, self.axis)
+        pairs = zip(ys, weights, strict=True)
+        ys = [y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in pairs]
         if self.joins:
             return ys, in_order(parts, self.axis)
         # Little compute may stand beside the ring; an all_gather beside it has none.
@@ -143,6 +155,9 @@ class Split:
 
     def scattered(self, ys: Sequence[Array], weights: Sequence[Array]) -> Array:
         """This device's part of the sum of all y[B, L, F] w[F, D]."""
+        if self.merges_dims:
+            ys = [y.reshape(*y.shape[:2], -1) for y in ys]
+            weights = [w.reshape(-1, w.shape[-1]) for w in weights]
         if self.rings:
             return matmul_reduce_scatter(ys, weights, self.axis)
         dtype = self.transports.wire_dtype(ys[0].dtype)
