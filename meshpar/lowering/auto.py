@@ -1,15 +1,16 @@
 """lowering="auto": compiles both lowerings and takes the better program.
 
-The better one sends fewer bytes that no compute hides; where both expose about the
-same, it is the one that needs less memory.
+The better one takes less time, where the compiler says what its instructions take
+(TPUs). Elsewhere it sends fewer bytes that no compute hides. If both do about the same,
+it is the one that needs less memory.
 """
 
 import dataclasses
 
 from meshpar.lowering.train_program import TrainProgram
 
-_ABOUT = 1.05
-"""Exposed bytes within this factor of the least count as about the same."""
+_SAME_TIME, _SAME_TRAFFIC = 1.02, 1.05
+"""Figures within this factor of the least count as about the same."""
 
 
 def pick_lowering(candidates: list[TrainProgram]) -> TrainProgram:
@@ -22,14 +23,19 @@ def pick_lowering(candidates: list[TrainProgram]) -> TrainProgram:
         # Compiles the program, and keeps the compiler's lines for `explain`.
         _ = program.inspection.compiler_log
     inspections = [program.inspection for program in candidates]
-    figures = [(i.exposed_bytes, i.peak_bytes) for i in inspections]
-    least = min(exposed for exposed, _ in figures)
-    close = [i for i, (exposed, _) in enumerate(figures) if exposed <= _ABOUT * least]
-    chosen = candidates[min(close, key=lambda i: figures[i][1])]
+    times = [inspection.time for inspection in inspections]
+    if None not in times:
+        costs, about = [1e3 * time.seconds for time in times], _SAME_TIME
+        text = "needs {:.1f} ms a step by the compiler's schedule"
+    else:
+        costs, about = [i.exposed_bytes / 1e6 for i in inspections], _SAME_TRAFFIC
+        text = "exposes {:.1f} MB a step"
+    peaks = [inspection.peak_bytes for inspection in inspections]
+    close = [i for i, cost in enumerate(costs) if cost <= about * min(costs)]
+    chosen = candidates[min(close, key=peaks.__getitem__)]
     comparison = "; ".join(
-        f"{program.lowering.name} exposes {exposed / 1e6:.1f} MB a step and peaks at "
-        f"{peak / 1e6:.1f} MB"
-        for program, (exposed, peak) in zip(candidates, figures, strict=True)
+        f"{program.lowering.name} {text.format(cost)} and peaks at {peak / 1e6:.1f} MB"
+        for program, cost, peak in zip(candidates, costs, peaks, strict=True)
     )
     why = f"lowering=auto took {chosen.lowering.name}: {comparison}"
     return dataclasses.replace(chosen, why_auto=why)

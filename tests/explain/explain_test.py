@@ -12,6 +12,7 @@ from support.tiny_models import lower, model
 
 from experiments.reports import page, pictures
 from meshpar.contracts import collective, compiler_log
+from meshpar.contracts.step_time import StepTime
 from meshpar.explain.report import explain
 from meshpar.lowering import auto
 
@@ -103,7 +104,7 @@ def test_involuntary_rematerialization_is_named(capfd):
     assert capfd.readouterr().err.splitlines() == log == [line, line, "another line"]
 
 
-def test_auto_takes_the_program_that_exposes_less():
+def test_auto_takes_the_program_that_takes_less_time_or_exposes_less():
     program = lower("fsdp=8", TINY, lowering="auto")
     assert program.lowering.name == "shard_map"
     assert "jit exposes" in program.why_auto
@@ -115,6 +116,13 @@ def test_auto_takes_the_program_that_exposes_less():
     assert program.inspection.exposed_bytes < other.inspection.exposed_bytes
     chosen = auto.pick_lowering([other, program])
     assert chosen.inspection is program.inspection
+    # Where the compiler says what instructions take, time decides.
+    for one, seconds in ((program, 1.0), (other, 0.9)):
+        time = StepTime(0, seconds, 0.05, 0.05)
+        one.inspection.__dict__["time"] = time
+    chosen = auto.pick_lowering([other, program])
+    assert chosen.inspection is other.inspection
+    assert "jit needs 950.0 ms" in chosen.why_auto
 
 
 @pytest.mark.parametrize("remat, kept", [("none", 10), ("full", 1)])
