@@ -29,6 +29,9 @@ class Platform:
         it saves.
       multiplies_matrices: whether matmuls of two dims take less time than those of more
         (XLA:CPU calls a library for them).
+      turns_stacks: whether a gather along a later dim of a layer's weight makes the
+        compiler turn the stack of all layers, and hold it so for the whole step
+        (XLA:GPU, seen in jaxlib 0.12.0).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -40,6 +43,7 @@ class Platform:
     tiles_vectors: bool = False
     compiles_slowly: bool = False
     multiplies_matrices: bool = False
+    turns_stacks: bool = False
     shows_host_transfers: bool = False
 
 
@@ -50,7 +54,7 @@ CPU = Platform(
     compiles_slowly=True,
     multiplies_matrices=True,
 )
-GPU = Platform(chips.GPU)
+GPU = Platform(chips.GPU, turns_stacks=True)
 TPU = Platform(
     chips.TPU, hides_ring_steps=True, tiles_vectors=True, shows_host_transfers=True
 )
