@@ -15,8 +15,8 @@ from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 
-KIND = GPT2_KIND | {"bias": False, "norm_eps": 1e-6}
-KIND |= dict.fromkeys(("loss_block", "num_experts", "window", "float8"), 0)
+KIND = GPT2_KIND | {"bias": False, "norm_eps": 1e-6, "float8": False}
+KIND |= dict.fromkeys(("loss_block", "num_experts", "window"), 0)
 """Fields of `DecoderConfig` that the Linen decoder requires."""
 
 

@@ -262,6 +262,8 @@ class Lowering:
         moved = self.plan.host_bytes()
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
         held, host = self.held(traced), sum(moved.values())
+        if self.layout.tensor > 1:
+            held = held._replace(gathered=traced.x * self.layout.tensor)
         if ACTIVATIONS in self.layout.offloaded:
             host += held.activations
             held = held._replace(activations=_CHUNKS * traced.saved)

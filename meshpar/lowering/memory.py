@@ -45,6 +45,9 @@ class Memory:
 _RUNNING, _SAVED = 0.8, 0.3
 """Shares of what a layer holds, and saves, that are in memory at once."""
 
+_GATHERED = 5
+"""Whole activations beside them in a layer whose matmuls gather them over `tensor`."""
+
 _LARGEST, _EARLY = 4.35, 0.73
 """The head's phase: copies of its weight and its gradient, in the compute dtype, and
 the share of all gradients beside them."""
@@ -63,6 +66,7 @@ class Held(NamedTuple):
       weights: copies in the compute dtype.
       gradients: sums of gradients.
       activations: saved between forward and backward passes.
+      gathered: an activation between two layers, whole, if a layer gathers it.
       chunk: the largest part of what lives in host memory that is on the device at a
         time.
       in_ticks: whether whole gradients are added up from tick to tick, in float32.
@@ -72,6 +76,7 @@ class Held(NamedTuple):
     weights: int
     gradients: int
     activations: int
+    gathered: int = 0
     chunk: int = 0
     in_ticks: bool = False
     shards_state: bool = False
@@ -95,6 +100,7 @@ def predicted_memory(
         layer = _RUNNING * traced.running + _SAVED * traced.saved
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = _LARGEST * traced.largest - (1 - _EARLY) * held.gradients
+    layer += _GATHERED * held.gathered
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],
