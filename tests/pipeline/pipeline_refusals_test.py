@@ -52,7 +52,8 @@ def test_an_optimizer_that_mixes_layers_is_refused_if_they_are_reordered():
 def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
     """A layer that sums over tensor would wait for stages that skip it."""
     monkeypatch.setattr(runner, "reason_unsupported", lambda *_: "")
-    program = lower("pipe=2,tensor=2,microbatches=2,schedule=zb_h1", DEEP)
+    layout = "pipe=2,tensor=2,microbatches=2,schedule=zb_h1"
+    program = lower(f"{layout},activations.residual_length=none", DEEP)
     with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
         _ = program.compiled
     with pytest.raises(meshpar.MeshparError, match="only some stages take .*deadlock"):
