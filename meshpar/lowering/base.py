@@ -30,7 +30,7 @@ from meshpar.lowering.batches import natural_batch
 from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
 from meshpar.lowering.clipping import clipped
 from meshpar.lowering.gathered_weights import gathered_specs
-from meshpar.lowering.layer_trace import TracedLayer, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, gathered_bytes, trace_layer
 from meshpar.lowering.memory import Held, Memory, predicted_memory
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.small_weights import gather_small
@@ -262,8 +262,8 @@ class Lowering:
         moved = self.plan.host_bytes()
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
         held, host = self.held(traced), sum(moved.values())
-        if self.layout.tensor > 1:
-            held = held._replace(gathered=traced.x * self.layout.tensor)
+        gathered = gathered_bytes(traced, self.layout, self.mesh)
+        held = held._replace(gathered=gathered)
         if ACTIVATIONS in self.layout.offloaded:
             host += held.activations
             held = held._replace(activations=_CHUNKS * traced.saved)

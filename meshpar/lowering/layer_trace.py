@@ -17,10 +17,12 @@ from meshpar.arrays import (
     num_bytes,
     vary,
 )
+from meshpar.collectives.transport import transports_for
 from meshpar.fsdp.layer_scan import LayerScan, Rows
-from meshpar.layouts.axes import TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.axes import TENSOR, TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
-from meshpar.layouts.remat import wrap_remat
+from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
 from meshpar.lowering.batches import batch_specs
 from meshpar.mesh.chips import chip_of
 from meshpar.models.layer_stack import LayeredModel
@@ -134,6 +136,18 @@ def _trace(
         deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
         largest=largest_weight(layered, plan),
     )
+
+
+def gathered_bytes(traced: TracedLayer, layout: Layout, mesh: Mesh) -> int:
+    """Bytes of a whole activation, if layers hold such beside what the trace shows.
+
+    Matmuls over `tensor` gather them. Not where a policy of `remat` keeps the results
+    of matmuls, which are more, nor where rings use their parts at once (v5p).
+    """
+    if layout.tensor == 1 or layout.remat in (NONE, *KEEPS_MATMULS):
+        return 0
+    joins = transports_for(mesh, (TENSOR,)).weights.covers((TENSOR,))
+    return 0 if joins else traced.x * layout.tensor
 
 
 def largest_weight(layered: LayeredModel, plan: Plan) -> int:

@@ -45,8 +45,8 @@ class Memory:
 _RUNNING, _SAVED = 0.8, 0.3
 """Shares of what a layer holds, and saves, that are in memory at once."""
 
-_GATHERED = 5
-"""Whole activations beside them in a layer whose matmuls gather them over `tensor`."""
+_GATHERED = 4
+"""Whole activations beside them (`layer_trace.gathered_bytes`)."""
 
 _LARGEST, _EARLY = 4.35, 0.73
 """The head's phase: copies of its weight and its gradient, in the compute dtype, and
