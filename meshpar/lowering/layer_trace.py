@@ -141,13 +141,13 @@ def _trace(
 def gathered_bytes(traced: TracedLayer, layout: Layout, mesh: Mesh) -> int:
     """Bytes of a whole activation, if layers hold such beside what the trace shows.
 
-    Matmuls over `tensor` gather them. Not where a policy of `remat` keeps the results
-    of matmuls, which are more, nor where rings use their parts at once (v5p).
+    Matmuls over `tensor` gather them in one collective (GPUs). Where a policy of
+    `remat` keeps the results of matmuls those are more; rings (TPUs) use their parts.
     """
     if layout.tensor == 1 or layout.remat in (NONE, *KEEPS_MATMULS):
         return 0
-    joins = transports_for(mesh, (TENSOR,)).weights.covers((TENSOR,))
-    return 0 if joins else traced.x * layout.tensor
+    rings = transports_for(mesh, (TENSOR,)).gradients.covers((TENSOR,))
+    return 0 if rings else traced.x * layout.tensor
 
 
 def largest_weight(layered: LayeredModel, plan: Plan) -> int:
