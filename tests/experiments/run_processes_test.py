@@ -80,9 +80,11 @@ def test_launch_local_names_the_process_with_another_config(text, tmp_path):
         [*launch, "bash", *run], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    for process in range(3):
-        said = (logs / f"{process}.log").read_text()
-        assert "config: process 1 has" in said and "seed=7" in said, said
+    said = [(logs / f"{process}.log").read_text() for process in range(3)]
+    named = ["config: process 1 has" in log and "seed=7" in log for log in said]
+    # The first that ends makes the launcher stop the others, perhaps before they speak.
+    assert any(named), said
+    assert all(named) or "stopping the others" in done.stdout + done.stderr, said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
