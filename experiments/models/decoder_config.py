@@ -175,10 +175,10 @@ class DecoderConfig:
 
     @property
     def depends_on_microbatches(self) -> bool:
-        """Whether the loss of a batch changes with its number of microbatches.
+        """Whether a batch's loss or gradient changes with its number of microbatches.
 
-        Dropout draws a mask for each of them; experts are balanced within each, and
-        float8 has scales for each.
+        Dropout draws a mask for each of them; experts are balanced within each; float8
+        scales the gradients of weights for each.
         """
         return self.dropout > 0 or self.num_experts > 0 or self.float8
 

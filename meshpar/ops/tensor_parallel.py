@@ -50,10 +50,10 @@ def column_parallel(
     Returns:
       y[B, L, F...] for every weight, with the whole length.
     """
-    splits = []
-    for w, (embed, *features) in weights:
-        splits.append(Split.of(x_BLD, embed, features, w.shape[1]))
-    splits = [None] * len(weights) if matmul else splits
+    splits = [
+        None if matmul else Split.of(x_BLD, embed, features, w.shape[1])
+        for w, (embed, *features) in weights
+    ]
     split = next((split for split in splits if split is not None), None)
     if split is None:
         x_BLD = constrain(x_BLD, "batch", "length", weights[0][1][0])
@@ -85,8 +85,8 @@ def row_parallel(
       names: of its dims, such as ("heads", "head_dim", "embed").
       matmul: in place of that of jax; its collectives are left to the compiler.
     """
-    split = Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
-    if matmul or split is None:
+    split = None if matmul else Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
+    if split is None:
         return _matmul(y_BLF, w_FD, w_FD.ndim - 1, matmul)
     y_BLF, w_FD = _alike(y_BLF, w_FD)
     split.record_scatter(y_BLF, w_FD)
