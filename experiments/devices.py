@@ -1,6 +1,7 @@
 """The start of a command's devices: joins other processes and picks the layout."""
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,11 +20,13 @@ from experiments.command_line import (
 from experiments.recipes import building
 from experiments.recipes.config import AUTO, Config
 from experiments.recipes.errors import ConfigError
-from experiments.training import fallbacks
+from experiments.training import fallbacks, planned_layout
 from experiments.training.fallbacks import Fallbacks
+from experiments.training.planned_layout import PlannedLayout
 from meshpar.errors import shown
+from meshpar.mesh.machine import machine_of
 from meshpar.mesh.platform import GPU
-from meshpar.multihost import Membership, initialize, process_info
+from meshpar.multihost import Membership, agree, initialize, process_info
 
 _SIMULATED = 8
 """Number of simulated CPU devices without a layout."""
@@ -37,12 +40,14 @@ class Started(NamedTuple):
       devices: the devices that it fills.
       fallbacks: the layouts of fewer processes; None without any.
       membership: the processes that run.
+      planned: the layout, if the planner took it.
     """
 
     layout: meshpar.Layout
     devices: list[jax.Device]
     fallbacks: Fallbacks | None
     membership: Membership
+    planned: PlannedLayout | None
 
 
 def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
@@ -55,12 +60,15 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     return started.layout, started.devices
 
 
-def start(config: Config, fallback_layouts: str = "") -> Started:
+def start(
+    config: Config, fallback_layouts: str = "", folder: pathlib.Path | None = None
+) -> Started:
     """Starts jax in all processes of a run, or in those that have come.
 
     Args:
       config: the run.
       fallback_layouts: layouts for fewer processes, split by semicolons.
+      folder: of a run, which goes on under the layout that was planned for it.
 
     Raises:
       MeshparError: fewer devices than requested, or processes that do not fit.
@@ -98,15 +106,19 @@ def start(config: Config, fallback_layouts: str = "") -> Started:
     if membership.num_processes < processes:
         layout = fallback.layouts[membership.num_processes]
     devices = _devices(DEVICES.value // processes * membership.num_processes)
+    planned = None
     if layout is None:
         count = max(1, len(devices) // islands)
         layout = meshpar.layouts.parse(recipes.default_layout(count))
         if config.layout == AUTO:
-            layout = _planned(config, devices[:count])
-    return Started(layout, devices, fallback, membership)
+            planned = _planned(config, devices[:count], folder)
+            layout = meshpar.layouts.parse(planned.layout)
+    return Started(layout, devices, fallback, membership, planned)
 
 
-def _planned(config: Config, devices: Sequence[jax.Device]) -> meshpar.Layout:
+def _planned(
+    config: Config, devices: Sequence[jax.Device], folder: pathlib.Path | None
+) -> PlannedLayout:
     """The layout that the planner takes for --layout=auto; says which, and why.
 
     Raises:
@@ -114,15 +126,30 @@ def _planned(config: Config, devices: Sequence[jax.Device]) -> meshpar.Layout:
     """
     if config.model.vocab == 0:
         config = building.fit_vocabulary(config, data.load(config.data))
+    facts = planned_layout.facts_of(config, machine_of(devices))
+    found = planned_layout.read(folder) if folder else None
+    # All processes go by what the first one sees and plans.
+    found, facts = agree.allgather_objects("facts of the plan", (found, facts))[0]
+    if found and found.facts == facts:
+        ratio = planned_layout.step_over_predicted(folder)
+        note = f"; its steps took {ratio:.2f} times as long" if ratio else ""
+        _say(f"layout=auto goes on with {found}{note}")
+        return found
+    if found:
+        _say(f"layout=auto plans again: {planned_layout.changed(found.facts, facts)}")
     plans = building.make_plans(config, devices, top=1)
-    best, others = plans.best[0], len(plans.others)
+    best = plans.best[0]
+    number = 1 + len(plans.others)
+    sizes = best.seconds.total, best.memory.total, number
+    planned = PlannedLayout(str(best.layout), *sizes, facts)
+    planned = agree.allgather_objects("plan", planned)[0]
+    _say(f"layout=auto took {planned}")
+    return planned
+
+
+def _say(line: str) -> None:
     if jax.process_index() == 0:
-        print(
-            f"layout=auto took {best.layout}: predicted {1e3 * best.seconds.total:.3g} "
-            f"ms a step and {best.memory.total / 1e9:.3g} GB a device, the fastest of "
-            f"{1 + others} that fit"
-        )
-    return best.layout
+        print(line)
 
 
 def _devices(number: int) -> list[jax.Device]:

@@ -24,6 +24,7 @@ from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.ranges import Number
 from experiments.reports import pictures, plan_page, planning
+from experiments.training import planned_layout
 from meshpar.explain.report import explain
 
 flags.adopt_module_key_flags(command_line)
@@ -39,6 +40,9 @@ REQUIRE = flags.DEFINE_string(
 )
 FORBID = flags.DEFINE_string(
     "forbid", "", "Axes and options that layouts must not use, such as tensor,pipe."
+)
+MEASURED = flags.DEFINE_list(
+    "measured", [], "Folders of runs of --layout=auto, whose steps correct the times."
 )
 COMPILE = flags.DEFINE_integer("compile", 0, "Compile so many of the best layouts.")
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of tables.")
@@ -92,6 +96,8 @@ def main(_: Sequence[str]) -> int:
     devices = _devices(config)
     if config.model.vocab == 0:
         config = building.fit_vocabulary(config, data.load(config.data))
+    kind = devices[0].device_kind
+    slowdown = planned_layout.measured(MEASURED.value, kind) if MEASURED.value else 1.0
     plans = building.make_plans(
         config,
         devices,
@@ -99,6 +105,7 @@ def main(_: Sequence[str]) -> int:
         require=REQUIRE.value,
         forbid=FORBID.value,
         top=max(TOP.value, COMPILE.value),
+        slowdown=slowdown,
     )
     compiled = [
         explain(building.make_program(config, candidate.layout, devices))

@@ -17,6 +17,7 @@ from absl import flags
 
 from experiments import command_line
 from experiments.devices import start, with_layout
+from experiments.training.setup import folder_of
 from experiments.training.start import Consent
 from experiments.training.startup import DEVICES, SETUP, Startup
 from experiments.training.trainer import Trainer
@@ -61,7 +62,7 @@ def _train(startup: Startup) -> int:
     }
     given = {name: value for name, value in folders.items() if value is not None}
     config = dataclasses.replace(config, **given)
-    started = start(config, FALLBACK_LAYOUTS.value or "")
+    started = start(config, FALLBACK_LAYOUTS.value or "", folder_of(config))
     config = with_layout(config, started.layout)
     consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
     startup.enter(SETUP)
@@ -74,6 +75,7 @@ def _train(startup: Startup) -> int:
         fallbacks=started.fallbacks,
         can_grow=started.membership.can_grow,
         startup=startup,
+        planned=started.planned,
     ).run()
 
 

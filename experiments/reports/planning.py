@@ -95,6 +95,8 @@ def summary(plans: Plans) -> str:
         f"{readable_bytes(machine.memory_bytes)} each: {number} layouts fit, "
         f"{len(plans.too_large)} need more memory, {sum(plans.refused.values())} are "
         "refused"
+        + f"; times are {machine.slowdown:.2f} times those predicted, as measured"
+        * (machine.slowdown != 1)
     )
 
 
@@ -163,6 +165,7 @@ def as_dict(plans: Plans, compiled: Sequence[Explanation]) -> dict[str, Any]:
         "chip": plans.machine.chip.name,
         "devices": len(plans.machine.devices),
         "memory_bytes": plans.machine.memory_bytes,
+        "slowdown": plans.machine.slowdown,
         "fitting": len(plans.best) + len(plans.others),
         "too_large": len(plans.too_large),
         "refused": plans.refused,

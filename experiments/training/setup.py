@@ -15,6 +15,7 @@ from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.training import compiled
 from experiments.training.fallbacks import Fallbacks
+from experiments.training.planned_layout import PlannedLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Setup:
       program: the lowered program.
       folder: absolute path of metrics, checkpoints and plot.
       profile: whether to write a profiler trace of a few steps.
+      planned: the layout, if the planner took it.
     """
 
     config: Config
@@ -34,6 +36,7 @@ class Setup:
     program: meshpar.TrainProgram
     folder: pathlib.Path
     profile: bool
+    planned: PlannedLayout | None
 
     @functools.cached_property
     def unigram_loss(self) -> float:
@@ -55,12 +58,18 @@ class Setup:
         return building.identity(self.config, self.corpus)
 
 
+def folder_of(config: Config) -> pathlib.Path:
+    """The folder of a run, absolute."""
+    return pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
+
+
 def prepare(
     config: Config,
     layout: meshpar.Layout,
     devices: Sequence[jax.Device],
     profile: bool = False,
     fallbacks: Fallbacks | None = None,
+    planned: PlannedLayout | None = None,
 ) -> Setup:
     """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -70,6 +79,7 @@ def prepare(
       devices: the devices to fill.
       profile: whether to write a profiler trace of a few steps.
       fallbacks: layouts in which the run may go on in fewer processes.
+      planned: the layout, if the planner took it.
 
     Raises:
       MeshparError: folders, data, layout or model that do not fit.
@@ -85,7 +95,7 @@ def prepare(
             f"checkpoint_local_every={every}: use 0 or more, and name a "
             "--checkpoint_local_dir"
         )
-    folder = pathlib.Path(config.workdir or f"runs/{config.recipe}").absolute()
+    folder = folder_of(config)
     compiled.keep_programs(folder)
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
@@ -97,4 +107,4 @@ def prepare(
             ),
             layout.num_devices,
         )
-    return Setup(config, corpus, program, folder, profile)
+    return Setup(config, corpus, program, folder, profile, planned)

@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.recipes import building
 from experiments.training.metrics import MetricsLog
+from experiments.training.planned_layout import STEP_OVER_PREDICTED
 from experiments.training.progress import Progress
 from experiments.training.setup import Setup
 from experiments.training.startup import Startup, as_metrics
@@ -116,6 +117,8 @@ class StepLog:
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
         }
+        if (planned := self._setup.planned) and step > self._start + 1:
+            values[STEP_OVER_PREDICTED] = seconds / planned.seconds
         if self._peak_flops:
             flops = config.model.flops_per_token() * tokens
             values["mfu"] = flops / seconds / self._peak_flops

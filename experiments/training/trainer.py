@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -11,9 +11,11 @@ import meshpar
 from experiments import data
 from experiments.recipes.config import Config
 from experiments.training import compiled, progress_file, report
+from experiments.training.due import Due
 from experiments.training.fallbacks import Fallbacks
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
+from experiments.training.planned_layout import PlannedLayout
 from experiments.training.progress import Progress
 from experiments.training.run_record import RunRecord
 from experiments.training.setup import prepare
@@ -33,24 +35,6 @@ from meshpar.multihost.watchdog import (
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
-
-
-class _Due(NamedTuple):
-    """The actions that are due after a step."""
-
-    evaluation: bool
-    checkpoint: bool
-    local_checkpoint: bool
-
-    @classmethod
-    def after(cls, step: int, config: Config) -> "_Due":
-        last = step >= config.steps
-        every = config.checkpoint_local_every or config.checkpoint_every
-        return cls(
-            evaluation=last or step % config.evaluate_every == 0,
-            checkpoint=last or step % config.checkpoint_every == 0,
-            local_checkpoint=bool(config.checkpoint_local_dir) and step % every == 0,
-        )
 
 
 def _watchdog(config: Config) -> Watchdog:
@@ -74,6 +58,7 @@ class Trainer:
         fallbacks: Fallbacks | None = None,
         can_grow: Callable[[], bool] = lambda: False,
         startup: Startup | None = None,
+        planned: PlannedLayout | None = None,
     ):
         """Reads the data and lowers the program; nothing is written or compiled yet.
 
@@ -86,12 +71,14 @@ class Trainer:
           fallbacks: layouts in which the run may go on in fewer processes.
           can_grow: () -> whether a restart would have more processes.
           startup: the clock of the start of this process, if it is to be timed.
+          planned: the layout, if the planner took it.
 
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
         with _watchdog(config):
-            self._setup = setup = prepare(config, layout, devices, profile, fallbacks)
+            setup = prepare(config, layout, devices, profile, fallbacks, planned)
+        self._setup = setup
         self._config, self._program = setup.config, setup.program
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = data.held_out_batches(
@@ -111,6 +98,8 @@ class Trainer:
             stack.enter_context(own_folder(setup.folder))
             if jax.process_index() == 0:
                 compiled.remove_torn_programs(setup.folder)
+                if setup.planned:
+                    setup.planned.write(setup.folder)
             stack.callback(self._program.close)
             stop, record = stack.enter_context(StopFlag()), RunRecord(setup.folder)
             checkpoints = stack.enter_context(
@@ -198,7 +187,7 @@ class Trainer:
         if not start.persistent:
             watchdog.enter(SAVE)
             self._save(checkpoints, start.state, start.step, start.position, True)
-        if start.step and _Due.after(start.step, self._config).evaluation:
+        if start.step and Due.after(start.step, self._config).evaluation:
             evaluated = log.has_evaluation(start.step) if log else None
             if not agree.allgather_objects("evaluated", evaluated)[0]:
                 watchdog.enter(EVALUATION)
@@ -237,7 +226,7 @@ class Trainer:
                 stops = stop.signal is not None or self._can_grow()
                 steps.add(step, step_metrics, any_process(stops))
                 record.look(steps.saved_step)
-                due = _Due.after(step, config)
+                due = Due.after(step, config)
                 first = step == start.step + 1  # Ends the startup.
                 stopping = steps.read(keep=0 if first or any(due) else 1)
                 if due.checkpoint or due.local_checkpoint or stopping:

@@ -45,6 +45,7 @@ class Machine:
       memory_bytes: that a program may use on one device.
       efficiency: share of the chip's peak FLOP/s that matmuls of models reach.
       overlaps: whether transfers run beside compute.
+      slowdown: measured over predicted seconds of a step; 1 without measurements.
     """
 
     devices: tuple[jax.Device, ...]
@@ -52,6 +53,7 @@ class Machine:
     memory_bytes: int
     efficiency: float
     overlaps: bool
+    slowdown: float = 1.0
 
     @property
     def num_slices(self) -> int:
@@ -76,13 +78,16 @@ _EFFICIENCY = {"v6e": 0.37}
 the cycles that the compilers of v5e, v5p and v6e state (docs/planning.md)."""
 
 
-def machine_of(devices: Sequence[jax.Device], memory: int | None = None) -> Machine:
+def machine_of(
+    devices: Sequence[jax.Device], memory: int | None = None, slowdown: float = 1.0
+) -> Machine:
     """The machine that some devices make up.
 
     Args:
       devices: all of one kind.
       memory: bytes that a program may use on one device; by default the chip's memory
         less a share for the runtime, and for CPUs an equal part of this computer's.
+      slowdown: measured over predicted seconds of a step.
     """
     chip, kind = chip_of(devices[0].device_kind), devices[0].platform
     if chip is None:
@@ -90,7 +95,8 @@ def machine_of(devices: Sequence[jax.Device], memory: int | None = None) -> Mach
         memory = memory or _physical_memory() // len(devices)
     memory = memory or int((1 - _RESERVED) * chip.memory_bytes)
     efficiency = _EFFICIENCY.get(chip.name, 0.7)
-    return Machine(tuple(devices), chip, memory, efficiency, kind != _CPU.platform)
+    overlaps = kind != _CPU.platform
+    return Machine(tuple(devices), chip, memory, efficiency, overlaps, slowdown)
 
 
 def _physical_memory() -> int:

@@ -76,6 +76,7 @@ class Candidates:
         one_way = facts.layer(layout.remat, rows, 1).x
         traffic = Traffic(terms, one_way, self._sends(lowering))
         seconds = step_seconds(lowering, facts, self.machine, rows, traffic)
+        seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
         return Candidate(layout, memory, seconds, seconds.wire_bytes)
 

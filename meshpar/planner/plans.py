@@ -100,6 +100,7 @@ def plan(
     require: str = "",
     forbid: str = "",
     top: int = 5,
+    slowdown: float = 1.0,
 ) -> Plans:
     """Ranks the layouts of a model on a machine that need not be present.
 
@@ -115,6 +116,8 @@ def plan(
       require: items that layouts must have, such as "zero=3,remat=full".
       forbid: names of axes and options that they must not use, such as "tensor,pipe".
       top: number of layouts to lower.
+      slowdown: what steps took on such a machine over what was predicted; all times
+        become so many times as long, and their order stays.
 
     Returns:
       The plans, the best one first.
@@ -131,7 +134,7 @@ def plan(
         topology = topology_devices(topology)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     facts = Facts(model, optimizer, batch, compute_dtype, topology[0])
-    machine = machine_of(topology, memory)
+    machine = machine_of(topology, memory, slowdown)
     candidates, refused = _predicted(facts, machine, wanted)
     fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
     too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]

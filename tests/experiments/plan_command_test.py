@@ -12,7 +12,9 @@ from support import commands, tiny_stack
 from support.explanations import explanation
 
 import meshpar
+from experiments.recipes.errors import ConfigError
 from experiments.reports import plan_page
+from experiments.training import metrics, planned_layout
 
 
 @pytest.fixture
@@ -85,11 +87,77 @@ def test_bad_flags_are_refused_with_the_remedy(flag, command):
     assert done.code == 2 and BAD[flag] in done.err
 
 
-def test_a_run_takes_the_planners_layout_and_says_so(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def auto(tmp_path, monkeypatch, capsys):
+    """A run of --layout=auto in tmp_path/run."""
     text = tmp_path / "text.txt"
     text.write_text("A line of the data, and then another one. " * 400)
-    words = [f"--data={text}", f"--workdir={tmp_path / 'run'}", "--steps=1"]
-    words += ["--recipe=tiny", "--layout=auto", "--devices=2"]
-    done = commands.run("run", words, monkeypatch, capsys)
-    assert done.code == 0, done.err
-    assert "layout=auto took " in done.out
+    words = [f"--data={text}", f"--workdir={tmp_path / 'run'}", "--recipe=tiny"]
+    words += ["--layout=auto", "--devices=2"]
+    return lambda *more: commands.run("run", [*words, *more], monkeypatch, capsys)
+
+
+def test_a_run_takes_the_planners_layout_and_goes_on_with_it(auto, tmp_path, command):
+    first = auto("--steps=12")
+    assert first.code == 0, first.err
+    took = re.search(r"layout=auto took (\S+): predicted", first.out)[1]
+    assert json.loads((tmp_path / "run" / planned_layout.FILE).read_text())["facts"]
+    again = auto("--steps=13")
+    assert f"layout=auto goes on with {took}: predicted" in again.out, again.err
+    ratio = re.search(r"its steps took (\S+) times as long", again.out)[1]
+    # Other facts: another plan, and what has changed is said.
+    other = auto("--steps=14", "--batch_size=4")
+    assert other.code == 0, other.err
+    assert "layout=auto plans again: batch_size was " in other.out
+    # The planner takes the measured steps as they are.
+    small = (
+        "--recipe=tiny",
+        "--devices=2",
+        "--set=model.vocab=64",
+        "--forbid=pipe,tensor",
+    )
+    plain, slower = (
+        json.loads(command(*small, "--json", *more).out)
+        for more in ([], [f"--measured={tmp_path / 'run'}"])
+    )
+    assert slower["slowdown"] == pytest.approx(float(ratio), rel=0.2)
+    for before, after in zip(plain["best"], slower["best"], strict=True):
+        assert before["layout"] == after["layout"]
+        seconds = slower["slowdown"] * before["seconds"]["total"]
+        assert after["seconds"]["total"] == pytest.approx(seconds)
+
+
+def _run_folder(folder, ratios, devices="2 of cpu"):
+    folder.mkdir()
+    planned_layout.PlannedLayout("data=2", 0.5, 1, 1, {"devices": devices}).write(
+        folder
+    )
+    rows = [{"step": i, "step_over_predicted": r} for i, r in enumerate(ratios)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / metrics.METRICS).write_text(text)
+    return str(folder)
+
+
+def test_measured_steps_are_medians_of_runs_on_such_devices(tmp_path):
+    slow = _run_folder(tmp_path / "slow", [4.0] * 10 + [100.0])
+    fast = _run_folder(tmp_path / "fast", [1.0] * 10)
+    assert planned_layout.measured([slow, fast], "cpu") == pytest.approx(2.0)
+    few = _run_folder(tmp_path / "few", [1.0] * 9)
+    with pytest.raises(ConfigError, match="10 steps .*; metrics.jsonl has none"):
+        planned_layout.measured([few], "cpu")
+    with pytest.raises(ConfigError, match="plan.json has none"):
+        planned_layout.measured([str(tmp_path / "none")], "cpu")
+    with pytest.raises(ConfigError, match="was on cpu, and the plan is for TPU v5p"):
+        planned_layout.measured([slow], "TPU v5p")
+
+
+def test_a_broken_plan_is_made_again(tmp_path):
+    folder = tmp_path / "run"
+    _run_folder(folder, [])
+    assert planned_layout.read(folder).layout == "data=2"
+    for text in ("{", "[]", '{"layout": "data=2"}'):
+        (folder / planned_layout.FILE).write_text(text)
+        assert planned_layout.read(folder) is None
+    unknown = planned_layout.PlannedLayout("rows=2", 0.5, 1, 1, {})
+    unknown.write(folder)
+    assert planned_layout.read(folder) is None
