@@ -4,8 +4,9 @@ r"""Predicted memory and time of many programs against what compilers say of the
 
 Every row is planned, and then compiled ahead of time for a machine that need not be
 present; a row takes one to four minutes of a core. Prints one line a row, the mean and
-the worst error of the memory, and how well the order of the times agrees (Kendall's
-tau). The table stands in docs/planning.md.
+the worst error of the memory, how well the order of the times agrees (Kendall's tau),
+and between what found values lie over predicted ones for each kind of layouts
+(`meshpar.planner.uncertainty`). The table stands in docs/planning.md.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from meshpar import mesh
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
+from meshpar.planner.uncertainty import kind_of
 
 ONLY = flags.DEFINE_string("only", "", "Rows whose line matches this regex.")
 
@@ -121,6 +123,7 @@ def main(_: Sequence[str]) -> int:
     """Predicts and compiles the rows, and prints the errors."""
     meshpar.simulate(1)
     errors, times = [], []
+    kinds: dict[str, list[tuple[float, float]]] = {}
     for row in ROWS:
         name = f"{row.recipe}, {row.topology}, {row.batch_size}, {row.layout}"
         name += ", held out" if row.held_out else ""
@@ -134,6 +137,8 @@ def main(_: Sequence[str]) -> int:
         errors.append(candidate.memory.total / peak - 1)
         estimated = time.seconds if time else float("nan")
         times.append((candidate.seconds.total, estimated))
+        over = peak / candidate.memory.total, estimated / candidate.seconds.total
+        kinds.setdefault(kind_of(layout), []).append(over)
         print(
             f"{name}: memory {candidate.memory.total / 1e9:.2f} GB, compiled "
             f"{peak / 1e9:.2f} ({errors[-1]:+.1%}); step "
@@ -150,6 +155,12 @@ def main(_: Sequence[str]) -> int:
     if len(times) > 1:
         tau = stats.kendalltau(*zip(*times, strict=True)).statistic
         print(f"time: Kendall's tau {tau:.2f} over {len(times)} programs")
+    for kind, ratios in kinds.items():
+        memory, seconds = zip(*ratios, strict=True)
+        print(
+            f"{kind}: found over predicted: memory {min(memory):.2f} to "
+            f"{max(memory):.2f}, time {min(seconds):.2f} to {max(seconds):.2f}"
+        )
     return 0
 
 

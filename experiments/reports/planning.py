@@ -12,6 +12,7 @@ from experiments.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
+from meshpar.planner.uncertainty import Range
 
 
 def _candidates(
@@ -29,14 +30,20 @@ def _candidates(
 
 def candidate_row(plans: Plans, candidate: Candidate) -> tuple[str, ...]:
     """Layout, time, memory, bytes sent, largest terms, and what lost it."""
+    known, seconds = candidate.uncertainty, candidate.seconds.total
     return (
         str(candidate.layout),
-        readable_seconds(candidate.seconds.total),
-        readable_bytes(candidate.memory.total),
+        _with_range(readable_seconds(seconds), known and known.seconds),
+        _with_range(readable_bytes(candidate.memory.total), known and known.memory),
         readable_bytes(candidate.wire_bytes),
         _largest_terms(candidate),
         plans.why_not(candidate),
     )
+
+
+def _with_range(predicted: str, found: Range | None) -> str:
+    """A prediction, and how far compiled programs were from such, where it is known."""
+    return f"{predicted}\n{found}" if found else predicted
 
 
 def _largest_terms(candidate: Candidate) -> str:
@@ -153,11 +160,13 @@ def as_dict(plans: Plans, compiled: Sequence[Explanation]) -> dict[str, Any]:
     def plain(c: Candidate) -> dict[str, Any]:
         memory = dataclasses.asdict(c.memory) | {"total": c.memory.total}
         seconds = c.seconds.by_term | {"total": c.seconds.total}
+        known = c.uncertainty and dataclasses.asdict(c.uncertainty)
         return {
             "layout": str(c.layout),
             "memory": memory,
             "seconds": seconds,
             "wire_bytes": c.wire_bytes,
+            "found_over_predicted": known,
             "why_not": plans.why_not(c),
         }
 

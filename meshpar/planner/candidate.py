@@ -22,6 +22,7 @@ from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
 from meshpar.planner.seconds import Seconds, Traffic, step_seconds
+from meshpar.planner.uncertainty import Uncertainty, uncertainty_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,20 @@ class Candidate:
       memory: bytes on one device at the peak of a step, predicted.
       seconds: time of a step, predicted, by term.
       wire_bytes: bytes that one device sends per step.
+      uncertainty: of memory and time; None where nothing was compiled to tell.
     """
 
     layout: Layout
     memory: Memory
     seconds: Seconds
     wire_bytes: float
+    uncertainty: Uncertainty | None
+
+    @property
+    def most_memory(self) -> float:
+        """Bytes that the compiled program may need, as far as is known."""
+        known = self.uncertainty
+        return self.memory.total * (known.memory.high if known else 1.0)
 
 
 class Candidates:
@@ -78,7 +87,8 @@ class Candidates:
         seconds = step_seconds(lowering, facts, self.machine, rows, traffic)
         seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
-        return Candidate(layout, memory, seconds, seconds.wire_bytes)
+        known = uncertainty_of(layout, self.machine)
+        return Candidate(layout, memory, seconds, seconds.wire_bytes, known)
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:
         """The lowering of a layout, of which nothing is traced."""

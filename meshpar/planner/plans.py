@@ -68,17 +68,25 @@ class Plans:
         return tuple(sorted(front, key=lambda c: c.seconds.total))
 
     def why_not(self, candidate: Candidate) -> str:
-        """What lost a candidate against the best one; "" for the best itself."""
+        """What lost a candidate against the best one, and whether it may not fit."""
         if (lack := candidate.memory.total - self.machine.memory_bytes) > 0:
             return f"memory: {lack / 1e9:.1f} GB too much"
         ours, best = candidate.seconds, self.best[0].seconds
         if ours.total <= best.total:
-            return ""
+            return self.warning(candidate)
         lost = {t: s - best.by_term[t] for t, s in ours.by_term.items()}
         term = max(lost, key=lost.get)
         percent = 100 * (ours.total / best.total - 1)
         share = 100 * ours.by_term[term] / ours.total
-        return f"{percent:.0f}% slower: {term} takes {share:.0f}% of the step"
+        slower = f"{percent:.0f}% slower: {term} takes {share:.0f}% of the step"
+        return "; ".join(filter(None, (slower, self.warning(candidate))))
+
+    def warning(self, candidate: Candidate) -> str:
+        """That a compiled layout may not fit, though it is predicted to; or ""."""
+        most, budget = candidate.most_memory, self.machine.memory_bytes
+        if most <= budget or candidate.memory.total > budget:
+            return ""
+        return f"may need up to {most / 1e9:.1f} of {budget / 1e9:.1f} GB: compile it"
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:

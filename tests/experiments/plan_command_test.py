@@ -117,7 +117,7 @@ def test_a_run_takes_the_planners_layout_and_goes_on_with_it(auto, tmp_path, com
         "--forbid=pipe,tensor",
     )
     plain, slower = (
-        json.loads(command(*small, "--json", *more).out)
+        json.loads(command(*small, "--forbid=pipe,tensor", "--json", *more).out)
         for more in ([], [f"--measured={tmp_path / 'run'}"])
     )
     assert slower["slowdown"] == pytest.approx(float(ratio), rel=0.2)

@@ -16,6 +16,7 @@ from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.space import Wanted, layouts
+from meshpar.planner.uncertainty import MEASURED, Range
 
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -139,6 +140,28 @@ def test_the_budget_holds_and_more_memory_is_never_slower():
     for one, other in zip(front, front[1:], strict=False):
         assert one.seconds.total <= other.seconds.total
         assert one.memory.total > other.memory.total
+
+
+def test_a_prediction_has_a_range_and_says_if_it_may_not_fit():
+    devices = mesh.topology("v5e:2x2")
+    options = dict(forbid="tensor,expert,context", top=1)
+    roomy = meshpar.plan(standard_model(), OPTIMIZER, batch(), devices, **options)
+    stages, plain = (
+        next(c for c in roomy.fitting if (c.layout.pipe > 1) == piped)
+        for piped in (True, False)
+    )
+    for candidate, kind in ((stages, "pipe"), (plain, "others")):
+        assert candidate.uncertainty == MEASURED["tpu", kind]
+        assert candidate.most_memory > candidate.memory.total
+        assert roomy.warning(candidate) == ""
+        tight = dataclasses.replace(
+            roomy.machine, memory_bytes=int(candidate.most_memory) - 1
+        )
+        plans = dataclasses.replace(roomy, machine=tight)
+        assert "may need up to" in plans.why_not(candidate)
+    assert str(Range(0.9, 1.25)) == "-10% to +25%"
+    # No CPU program was held against its prediction.
+    assert plan().best[0].uncertainty is None
 
 
 def test_no_fitting_layout_says_what_comes_nearest():

@@ -1,0 +1,62 @@
+"""How far compiled programs have been from what was predicted of them.
+
+The ranges hold for kinds of layouts, and are those of the programs in docs/planning.md,
+which `experiments.benchmarks.predictions` compiles again.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from meshpar.layouts.axes import PIPE, TENSOR
+from meshpar.layouts.layout import Layout
+from meshpar.mesh.chips import GPU, TPU
+from meshpar.mesh.machine import Machine
+
+
+class Range(NamedTuple):
+    """The least and the most that was found over what was predicted."""
+
+    low: float
+    high: float
+
+    def __str__(self):
+        return f"{self.low - 1:+.0%} to {self.high - 1:+.0%}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncertainty:
+    """Found over predicted, for one kind of layouts.
+
+    Attributes:
+      memory: peak of the compiled program.
+      seconds: estimate of the compiler's schedule; None where it states none.
+    """
+
+    memory: Range
+    seconds: Range | None
+
+
+OTHERS = "others"
+"""Kind of layouts without the axes that make kinds of their own."""
+
+
+def kind_of(layout: Layout) -> str:
+    """The kind of a layout whose predictions err alike."""
+    if layout.pipe > 1:
+        return PIPE
+    return TENSOR if layout.tensor > 1 else OTHERS
+
+
+MEASURED: dict[tuple[str, str], Uncertainty] = {
+    (TPU, OTHERS): Uncertainty(Range(0.88, 1.04), Range(0.9, 1.9)),
+    (TPU, TENSOR): Uncertainty(Range(0.89, 1.10), Range(0.9, 1.7)),
+    (TPU, PIPE): Uncertainty(Range(0.90, 1.10), Range(0.9, 3.2)),
+    (GPU, OTHERS): Uncertainty(Range(0.97, 1.62), None),
+    (GPU, TENSOR): Uncertainty(Range(0.97, 1.12), None),
+}
+"""{(platform, kind of layouts): found over predicted}."""
+
+
+def uncertainty_of(layout: Layout, machine: Machine) -> Uncertainty | None:
+    """How far predictions of such a layout have been off; None if none was compiled."""
+    return MEASURED.get((machine.chip.platform, kind_of(layout)))
