@@ -1,6 +1,7 @@
 """Manual shardings: the dims of a tensor that manual mesh axes split."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class ManualSharding:
     automatic: PartitionSpec
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)
     def of(
         cls, path: str, spec: Spec, manual_axes: tuple[str, ...]
     ) -> "ManualSharding":

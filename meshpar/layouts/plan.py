@@ -5,6 +5,7 @@ that decided them, and its bytes per device. `resolve.make_plan` makes it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,7 +77,7 @@ class LeafPlan:
         """The spec as a PartitionSpec."""
         return partition_spec(self.spec)
 
-    @property
+    @functools.cached_property
     def held(self) -> Spec:
         """The spec without the axes along which the tensor is gathered before use."""
         names = self.names or (None,) * len(self.spec)

@@ -65,13 +65,13 @@ class Frame:
         """The layout."""
         return self.plan.layout
 
-    @property
+    @functools.cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which this lowering splits the batch."""
         axes = (axis for axis in TOKEN_AXES if axis in MANUAL_AXES)
         return in_use(axes, self.mesh.shape)
 
-    @property
+    @functools.cached_property
     def manual_axes(self) -> tuple[str, ...]:
         """The axes of the shard_map; all others stay automatic."""
         return (*self.stage_axes, *self.batch_axes)
@@ -120,12 +120,12 @@ class Frame:
 
         Without the axes along which it is held.
         """
-        shardings = {}
+        shardings, manual = {}, self.manual_axes
         for path, leaf in self.plan.parameters.items():
             dims = zip(leaf.spec, self.held[path], strict=True)
             spec = tuple(tuple(a for a in axes if a not in held) for axes, held in dims)
             own = {*itertools.chain(*self.held[path])}
-            axes = tuple(axis for axis in self.manual_axes if axis not in own)
+            axes = tuple(axis for axis in manual if axis not in own)
             shardings[path] = ManualSharding.of(path, spec, axes)
         return shardings
 

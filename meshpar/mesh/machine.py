@@ -1,6 +1,7 @@
 """The machine that a plan is for: its devices, and the rates at which they work."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 
@@ -55,7 +56,7 @@ class Machine:
     overlaps: bool
     slowdown: float = 1.0
 
-    @property
+    @functools.cached_property
     def num_slices(self) -> int:
         """Slices, which slow links connect."""
         return len({getattr(d, "slice_index", 0) or 0 for d in self.devices})

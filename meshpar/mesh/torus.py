@@ -6,6 +6,7 @@ along a line of chips and jumps back, the jump takes as many links as the line i
 So lines are folded: forward over every other chip, and back over the chips between.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def arrange_devices(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.n
     return mesh
 
 
+@functools.lru_cache(maxsize=256)
 def ring_shape(mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Shape of the torus whose rings make up a mesh axis, in row order.
 

@@ -83,8 +83,5 @@ def _make_spec(
             chunks = 1
         why = f"schedule=auto took {name} ({reason})"
     sizes = tuple(map(int, partition.split("/"))) if partition else ()
-    return PipelineSpec(
-        make_schedule(name, stages, num, chunks),
-        make_partition(depth, stages, chunks, sizes),
-        why,
-    )
+    made = make_partition(depth, stages, chunks, sizes)  # First: it refuses at once.
+    return PipelineSpec(make_schedule(name, stages, num, chunks), made, why)

@@ -75,6 +75,7 @@ class Facts:
         self.optimizer = optimizer_of(model, optimizer)
         self._device = device
         self._traces: dict[str, tuple[TracedLayer, TracedLayer]] = {}
+        self._layers: dict[tuple[str, float, int], TracedLayer] = {}
 
     @property
     def layered(self) -> LayeredModel:
@@ -124,6 +125,12 @@ class Facts:
             length is split.
           ways: devices that split the features of tensors.
         """
+        key = remat, rows, ways
+        if key not in self._layers:
+            self._layers[key] = self._layer(*key)
+        return self._layers[key]
+
+    def _layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
         few, many = self._traced(remat)
         scale = (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
 

@@ -73,7 +73,7 @@ class Schedule:
     def before(self, op: Op) -> Op | None:
         """The operation whose output this F reads; None reads the embedding."""
         if op.stage:
-            return op._replace(stage=op.stage - 1)
+            return Op(op.microbatch, op.chunk, op.stage - 1)
         if op.chunk:
             return Op(op.microbatch, op.chunk - 1, self.num_stages - 1)
         return None
@@ -81,7 +81,7 @@ class Schedule:
     def after(self, op: Op) -> Op | None:
         """The operation that reads the output of this F; None is the head."""
         if op.stage < self.num_stages - 1:
-            return op._replace(stage=op.stage + 1)
+            return Op(op.microbatch, op.chunk, op.stage + 1)
         if op.chunk < self.num_chunks - 1:
             return Op(op.microbatch, op.chunk + 1, 0)
         return None
