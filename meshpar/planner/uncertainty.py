@@ -48,9 +48,9 @@ def kind_of(layout: Layout) -> str:
 
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
-    (TPU, OTHERS): Uncertainty(Range(0.88, 1.04), Range(0.9, 1.9)),
+    (TPU, OTHERS): Uncertainty(Range(0.87, 1.04), Range(0.9, 1.9)),
     (TPU, TENSOR): Uncertainty(Range(0.89, 1.10), Range(0.9, 1.7)),
-    (TPU, PIPE): Uncertainty(Range(0.90, 1.10), Range(0.9, 3.2)),
+    (TPU, PIPE): Uncertainty(Range(0.89, 1.12), Range(0.9, 3.1)),
     (GPU, OTHERS): Uncertainty(Range(0.97, 1.62), None),
     (GPU, TENSOR): Uncertainty(Range(0.97, 1.12), None),
 }
