@@ -24,9 +24,9 @@ DEEP = model(depth=8)
         ("pipe=2,partition=3/3", {}, "give 2 numbers of layers"),
         ("pipe=2,partition=a", {}, "as in 3/3/2"),
         (
-            "pipe=8,microbatches=2,virtual_stages=2,schedule=interleaved",
+            "pipe=4,microbatches=2,virtual_stages=2,schedule=interleaved",
             {},
-            "not a multiple of pipe=8",
+            "not a multiple of pipe=4",
         ),
         ("pipe=4,params.layers=none,params.embed=pipe", {}, "name the first dim"),
         ("pipe=2,microbatches=4,params.vocab=pipe", {}, "no dim may be mapped to pipe"),
