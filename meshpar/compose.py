@@ -19,7 +19,6 @@ from meshpar.errors import LayoutError, nearest
 from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
 from meshpar.layouts.axes import BATCH_AXES, REPLICA
-from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.remat import check_marks
@@ -30,7 +29,7 @@ from meshpar.lowering.arguments import check_arguments, check_leaves
 from meshpar.lowering.auto import pick_lowering
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import abstract_batches
-from meshpar.lowering.chunked_update import check_layerwise
+from meshpar.lowering.chunked_update import offloaded_plan
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.mode import Mode
@@ -129,10 +128,7 @@ def lower(
     optimizer_state = optimizer.abstract_state
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     if layout.offloaded:
-        stack = model.layered.split(model.params)[1]
-        own = {path: x for path, x in trained.items() if path in stack}
-        check_layerwise(optimizer, own, layout.offload)
-        plan = with_host_leaves(plan, optimizer_state, stack)
+        plan = offloaded_plan(plan, model, optimizer)
     _check_trace(model, layout, mesh, step_batch)
     state = abstract_state(params, optimizer_state, plan, mesh)
     parts = Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)

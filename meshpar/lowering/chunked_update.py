@@ -22,9 +22,11 @@ from jax import lax
 from meshpar.arrays import Array, Params, parameter_path, to_device, to_host
 from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.errors import LayoutError
+from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.offload import PARAMETERS
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.optimizer import Optimizer
+from meshpar.models.model import Model
 
 _REMEDY = "use an elementwise optimizer, such as optax.adamw, or leave offload out"
 
@@ -34,7 +36,7 @@ def check_layerwise(optimizer: Optimizer, params: Params, offload: str) -> None:
 
     Args:
       optimizer: the optimizer.
-      params: the layers' parameters that it trains, stacked, as ShapeDtypeStructs.
+      params: the layers' parameters that it trains, stacked, with their shapes.
       offload: the value of `offload=`, for messages.
 
     Raises:
@@ -64,6 +66,23 @@ def check_layerwise(optimizer: Optimizer, params: Params, offload: str) -> None:
                 f"{text} the optimizer keeps {leaf.shape} for {path} "
                 f"{params[path].shape}: {_REMEDY}"
             )
+
+
+def offloaded_plan(plan: Plan, model: Model, optimizer: Optimizer) -> Plan:
+    """A plan with the state in host memory that `offload=` of its layout names.
+
+    Args:
+      plan: as `make_plan` makes it.
+      model: with layers.
+      optimizer: updates each layer by itself.
+
+    Raises:
+      LayoutError: it does not.
+    """
+    stack = model.layered.split(model.params)[1]
+    trained = {path: param for path, param in stack.items() if param.trained}
+    check_layerwise(optimizer, trained, plan.layout.offload)
+    return with_host_leaves(plan, optimizer.abstract_state, stack)
 
 
 def state_transfers(plan: Plan) -> Iterator[HostTransfer]:

@@ -176,12 +176,20 @@ class ShardMapLowering(Lowering):
         yield from declared_bounds(self.frame, batch, runs, traced, moves)
         yield from self.runner.declared_beside(batch)
 
-    def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
-        """What one device exchanges with host memory in one training step."""
+    def host_transfers(
+        self, batch: Any, traced: TracedLayer | None = None
+    ) -> Iterator[HostTransfer]:
+        """What one device exchanges with host memory in one training step.
+
+        Args:
+          batch: abstract batch of one replica.
+          traced: of one layer, if it was traced before.
+        """
         yield from super().host_transfers(batch)
         if ACTIVATIONS in self.layout.offloaded:
             layered, runs = self.model.layered, self.layout.microbatches
-            traced = trace_layer(layered, self.plan, self.mesh, batch)
+            if traced is None:
+                traced = trace_layer(layered, self.plan, self.mesh, batch)
             size = runs * layered.depth * traced.saved
             why = "activations of the layers, as traced"
             yield HostTransfer(why, size, size, bound=True)

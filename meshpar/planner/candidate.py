@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+
+from jax.sharding import Mesh
 
 from meshpar.compose import Parts, make_lowering, reason_unsupported
 from meshpar.contracts.contract import DeclaredCollective
@@ -11,6 +12,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
+from meshpar.lowering.chunked_update import offloaded_plan
 from meshpar.lowering.layer_moves import declared_moves, traced_moves
 from meshpar.lowering.layer_trace import largest_weight
 from meshpar.lowering.memory import Memory
@@ -61,8 +63,8 @@ class Candidates:
           machine: that it trains on.
         """
         self.facts, self.machine = facts, machine
-        self._meshes: dict[tuple[int, ...], Any] = {}
-        self._plans: dict[tuple, Plan] = {}
+        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._plans: dict[tuple, Plan | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves: dict[tuple, list[Move]] = {}
 
@@ -83,7 +85,8 @@ class Candidates:
         traced = traced._replace(largest=largest)
         terms = tuple(self._declared(lowering))
         one_way = facts.layer(layout.remat, rows, 1).x
-        traffic = Traffic(terms, one_way, self._sends(lowering))
+        host = tuple(lowering.host_transfers(None, traced))
+        traffic = Traffic(terms, host, one_way, self._sends(lowering))
         seconds = step_seconds(lowering, facts, self.machine, rows, traffic)
         seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
@@ -102,21 +105,38 @@ class Candidates:
         sizes = tuple(layout.sizes.values())
         if sizes not in self._meshes:
             self._meshes[sizes] = make_mesh(layout, self.machine.devices)
-        plan = self._plan(layout, model, spec if order else None)
+        mesh = self._meshes[sizes]
+        plan = self._plan(layout, model, mesh, spec if order else None)
         optimizer, dtype = facts.optimizer, facts.compute_dtype
-        parts = Parts(model, optimizer, plan, self._meshes[sizes], None, dtype)
+        parts = Parts(model, optimizer, plan, mesh, None, dtype)
         return make_lowering(ShardMapLowering.name, parts, spec, frozenset())
 
-    def _plan(self, layout: Layout, model: Model, spec: PipelineSpec | None) -> Plan:
-        """The plan of a layout; layouts that shard alike share it."""
+    def _plan(
+        self, layout: Layout, model: Model, mesh: Mesh, spec: PipelineSpec | None
+    ) -> Plan:
+        """The plan of a layout; layouts that shard alike share it, or its refusal."""
         chunks = spec.partition.sizes if spec else ()
         key = (*layout.sizes.values(), layout.zero_level, layout.vocab, chunks)
         key = *key, layout.params, layout.paths, layout.allow, layout.min_shard_size
+        key = *key, layout.offload
         if key not in self._plans:
-            state = self.facts.optimizer.abstract_state
-            dtype = self.facts.compute_dtype
-            self._plans[key] = make_plan(layout, model.params, state, dtype)
-        return dataclasses.replace(self._plans[key], layout=layout)
+            try:
+                self._plans[key] = self._new_plan(layout, model, mesh)
+            except LayoutError as error:
+                self._plans[key] = error
+        found = self._plans[key]
+        if isinstance(found, LayoutError):
+            raise found.with_traceback(None)
+        return dataclasses.replace(found, layout=layout)
+
+    def _new_plan(self, layout: Layout, model: Model, mesh: Mesh) -> Plan:
+        optimizer, dtype = self.facts.optimizer, self.facts.compute_dtype
+        plan = make_plan(layout, model.params, optimizer.abstract_state, dtype)
+        if layout.offloaded:
+            plan = offloaded_plan(plan, model, optimizer)
+            for leaf in (*plan.parameters.values(), *plan.optimizer):
+                leaf.sharding(mesh)  # Refuses devices that name no host memory.
+        return plan
 
     def _declared(self, lowering: ShardMapLowering) -> Iterator[DeclaredCollective]:
         """The collectives of a step that the layout declares exactly."""

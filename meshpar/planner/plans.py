@@ -23,7 +23,7 @@ from meshpar.mesh.topologies import topology as topology_devices
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
-from meshpar.planner.space import Wanted, layouts
+from meshpar.planner.space import Wanted, layouts, offloaded
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
@@ -180,11 +180,20 @@ def _predicted(
     made, found = Candidates(facts, machine), []
     refused: collections.Counter[str] = collections.Counter()
     count = len(machine.devices)
-    for layout in layouts(count, facts.model, facts.rows, facts.length, wanted):
+
+    def predict(layout: Layout) -> bool:
+        """Whether a layout fits, or is refused and counted."""
         try:
             found.append(made.candidate(layout))
         except LayoutError as error:
             refused[_kind(error)] += 1
+            return True
+        return found[-1].memory.total <= machine.memory_bytes
+
+    for layout in layouts(count, facts.model, facts.rows, facts.length, wanted):
+        if not predict(layout):
+            for less in offloaded(layout, wanted):
+                predict(less)
     return found, refused
 
 
@@ -206,7 +215,7 @@ def _nothing(
         lines.append(
             f"the smallest, {nearest.layout}, needs {nearest.memory.total / 1e9:.1f} "
             f"GB of {machine.memory_bytes / 1e9:.1f} GB a device; use more devices or "
-            "a smaller batch, or add offload=optimizer to that layout"
+            "a smaller batch"
         )
     for reason, number in itertools.islice(refused.most_common(), 3):
         lines.append(f"{number} layouts refused: {reason}")

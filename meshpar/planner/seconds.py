@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.remat import NONE
+from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_of
@@ -40,11 +42,13 @@ class Traffic(NamedTuple):
 
     Attributes:
       terms: collectives declared exactly.
+      host: transfers between device and host memory.
       activation_bytes: of one microbatch between two layers, on one device.
       sends: activations that a stage sends.
     """
 
     terms: tuple[DeclaredCollective, ...]
+    host: tuple[HostTransfer, ...]
     activation_bytes: int
     sends: int
 
@@ -63,6 +67,7 @@ class Seconds:
       state: exposed transfers of weights and gradients.
       tensor: exposed transfers of activations inside layers.
       sends: transfers between stages.
+      host: exposed transfers between device and host memory.
       wire_bytes: bytes that one device sends in all.
     """
 
@@ -75,6 +80,7 @@ class Seconds:
     state: float
     tensor: float
     sends: float
+    host: float
     wire_bytes: float
 
     def slower(self, times: float) -> "Seconds":
@@ -153,6 +159,7 @@ def step_seconds(
         state=_state_seconds(lowering, machine, traffic, compute),
         tensor=tensor,
         sends=sends / _bandwidth(lowering, machine, (PIPE,)),
+        host=_host_seconds(lowering, machine, traffic, compute),
         wire_bytes=wire,
     )
 
@@ -186,6 +193,25 @@ def _state_seconds(
         hidden = compute.get(name, 0.0) if machine.overlaps else 0.0
         exposed += max(0.0, seconds - hidden)
     return exposed
+
+
+def _host_seconds(
+    lowering: ShardMapLowering,
+    machine: Machine,
+    traffic: Traffic,
+    compute: dict[str, float],
+) -> float:
+    """Transfers to and from the host that outlast the compute beside them.
+
+    Those of the update have only the update beside them, which is short; all others
+    follow the layers.
+    """
+    update = set(state_transfers(lowering.plan))
+    beside = [transfer for transfer in traffic.host if transfer not in update]
+    bandwidth = machine.chip.host_bandwidth
+    hidden = sum(compute.values()) if machine.overlaps else 0.0
+    exposed = max(0.0, link_seconds(beside, bandwidth) - hidden)
+    return link_seconds(update, bandwidth) + exposed
 
 
 def _tensor_seconds(

@@ -15,7 +15,7 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
 from meshpar.layouts.grammar import REGEXES, RULES, read_items
 from meshpar.layouts.layout import DEFAULTS, Layout
-from meshpar.layouts.offload import NONE as OFF
+from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
 from meshpar.layouts.remat import NONE, REMAT_POLICIES
 from meshpar.models.model import Model
 
@@ -30,6 +30,12 @@ _MICROBATCHES = 1, 2, 4, 8
 
 _CHUNKS = 2, 4
 """Chunks of layers per stage of interleaved schedules."""
+
+_OFFLOADS = tuple(
+    "+".join(parts)
+    for parts in ((OPTIMIZER,), (OPTIMIZER, ACTIVATIONS), (OPTIMIZER, PARAMETERS))
+)
+"""Values of `offload=` that are tried where nothing less fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +56,9 @@ class Wanted:
         """Reads items such as "zero=3,remat=full" and names such as "tensor,pipe".
 
         Raises:
-          LayoutError: a name that no layout has, one that is required as well, or an
-            option that is not predicted.
+          LayoutError: a name that no layout has, or one that is required as well.
         """
         required = read_items(require, DEFAULTS) if require else {}
-        if (offload := required.get("offload", OFF)) != OFF:
-            raise LayoutError(
-                f"require=offload={offload}: transfers between device and host are not "
-                "predicted; plan without it, and add it to the layout"
-            )
         forbidden = frozenset(name for name in forbid.split(",") if name)
         for name in forbidden:
             if name not in DEFAULTS:
@@ -116,6 +116,21 @@ def layouts(
             seen.add(layout)
             if wanted.keeps(layout):
                 yield layout
+
+
+def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
+    """A layout with parts of training in host memory.
+
+    It needs less memory of the device than the layout itself, and is never faster: it
+    is worth predicting where the layout does not fit.
+    """
+    for offload in _OFFLOADS:
+        try:
+            variant = dataclasses.replace(layout, offload=offload)
+        except LayoutError:
+            continue
+        if not layout.offloaded and wanted.keeps(variant):
+            yield variant
 
 
 def _dims(axis: str) -> set[str]:
