@@ -40,7 +40,9 @@ def failed_write(
             f"another process was lost while a checkpoint was written to {folder}: "
             f"{text}; start the run again"
         )
-    if not folder.is_dir() or any(words in text for words in _GONE):
+    # The write itself may have made the folder anew, without what it held.
+    held = folder.is_dir() and all((folder / str(step)).is_dir() for step in steps)
+    if not held or any(words in text for words in _GONE):
         remedy = _gone(folder)
     else:
         remedy = (

@@ -87,9 +87,15 @@ def test_a_folder_that_is_removed_during_a_write_is_one_error(
     ],
 )
 def test_each_cause_has_its_remedy(text, remedy, tmp_path):
+    (tmp_path / "1").mkdir()
     error = write_problems.failed_write(tmp_path, ValueError(text), [1])
     assert remedy in str(error)
     assert ("make room" in str(error)) == ("make room" in remedy)
+
+
+def test_a_folder_that_the_write_made_anew_is_not_said_to_be_unchanged(tmp_path):
+    error = write_problems.failed_write(tmp_path, ValueError("No ArrayMetadata"), [1])
+    assert "mount or restore" in str(error) and "unchanged" not in str(error)
 
 
 @pytest.mark.parametrize(
