@@ -95,8 +95,8 @@ def host_transfers(text: str) -> HostTransfer:
                 if once := list(moves(body)):
                     times = trip_count(instruction, computations)
                     yield from ((times * down, times * up) for down, up in once)
-            elif instruction.opcode in _MOVES and _ON_HOST in instruction.type:
-                yield _moved(instruction)
+            elif any(moved := host_bytes(instruction)):
+                yield moved
             elif not instruction.opcode.endswith("-done"):
                 for callee in callees(instruction):
                     yield from moves(callee)
@@ -106,8 +106,10 @@ def host_transfers(text: str) -> HostTransfer:
     return HostTransfer("as compiled", to_device, to_host)
 
 
-def _moved(instruction: Instruction) -> tuple[int, int]:
-    """(bytes to the device, bytes to the host) of one transfer."""
+def host_bytes(instruction: Instruction) -> tuple[int, int]:
+    """(bytes to the device, bytes to the host) that an instruction begins to move."""
+    if instruction.opcode not in _MOVES or _ON_HOST not in instruction.type:
+        return 0, 0
     arrays = _ARRAY.findall(instruction.type)
     if instruction.opcode == "dynamic-slice-start":
         # ((whole, indices...), slice, context)

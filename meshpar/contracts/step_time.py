@@ -18,6 +18,7 @@ from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.hlo import Call, Program
 from meshpar.contracts.hlo_text import Instruction, callees, trip_count
+from meshpar.contracts.host_transfers import host_bytes
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -69,23 +70,34 @@ _MOST = 8
 """Loops and source lines that are listed."""
 
 
-def estimate(
-    text: str, mesh: Mapping[str, int], clock_rate: float, link_bandwidth: float
-) -> StepTime | None:
+class Rates(NamedTuple):
+    """What a chip does per second.
+
+    Attributes:
+      clock: cycles.
+      link: bytes over one link to another chip, one way.
+      host: bytes over the link to the host, one way.
+    """
+
+    clock: float
+    link: float
+    host: float
+
+
+def estimate(text: str, mesh: Mapping[str, int], rates: Rates) -> StepTime | None:
     """Estimates the time of a compiled program.
 
     Args:
       text: `jax.stages.Compiled.as_text()`.
       mesh: {axis: size}, outer to inner.
-      clock_rate: cycles per second of a device.
-      link_bandwidth: bytes per second over one link, one way.
+      rates: of a device.
 
     Returns:
       The estimate; None if the text states no cycles.
     """
     if not _CYCLES.search(text):
         return None
-    return _Schedule(text, mesh, clock_rate, link_bandwidth).estimate()
+    return _Schedule(text, mesh, rates).estimate()
 
 
 class _Time(NamedTuple):
@@ -106,25 +118,37 @@ class _Time(NamedTuple):
         return _Time(*map(sum, zip(self, other, strict=True)))
 
 
+class _Transfer(NamedTuple):
+    """One run of a transfer.
+
+    Attributes:
+      end: index of the instruction that waits for it; that of its start if it waits.
+      link: that it occupies.
+      seconds: if it has the link for itself.
+    """
+
+    end: int
+    link: str
+    seconds: float
+
+
 class _Schedule:
     """The instructions of a program, with the cycles and transfers of each."""
 
-    def __init__(
-        self,
-        text: str,
-        mesh: Mapping[str, int],
-        clock_rate: float,
-        link_bandwidth: float,
-    ):
-        self.program = Program(text, mesh)
-        self.clock_rate, self.link_bandwidth = clock_rate, link_bandwidth
+    def __init__(self, text: str, mesh: Mapping[str, int], rates: Rates):
+        self.program, self.rates = Program(text, mesh), rates
         self.loops: list[LoopTime] = []
         self.sources: collections.Counter[str] = collections.Counter()
-        # {computation: {index of the start: [(index of the end, seconds)]}}
-        self.transfers: dict[str, dict[int, list[tuple[int, float]]]] = {}
-        self._read_transfers()
+        # {computation: {index of the start: transfers}}
+        self.transfers: dict[str, dict[int, list[_Transfer]]] = {}
+        self._read_collectives()
+        self._read_host_transfers()
 
-    def _read_transfers(self) -> None:
+    def _add(self, computation: str, start: int, transfer: _Transfer) -> None:
+        starts = self.transfers.setdefault(computation, {})
+        starts.setdefault(start, []).append(transfer)
+
+    def _read_collectives(self) -> None:
         """Fills `transfers`; a computation that is called twice has its own once."""
         seen = set()
         for fragments in self.program.chains(Call(self.program.entry)):
@@ -137,14 +161,25 @@ class _Schedule:
             if key in seen:
                 continue
             seen.add(key)
-            starts = self.transfers.setdefault(first.computation, {})
-            starts.setdefault(start, []).append((end, self._seconds(first.collective)))
+            transfer = _Transfer(end, "chips", self._seconds(first.collective))
+            self._add(first.computation, start, transfer)
+
+    def _read_host_transfers(self) -> None:
+        """Adds transfers between device and host memory to `transfers`."""
+        for name, computation in self.program.computations.items():
+            schedule = list(computation.values())
+            for start, instruction in enumerate(schedule):
+                sizes = host_bytes(instruction)
+                for link, size in zip(("to device", "to host"), sizes, strict=True):
+                    if size:
+                        end, seconds = _done(schedule, start), size / self.rates.host
+                        self._add(name, start, _Transfer(end, link, seconds))
 
     def _seconds(self, collective: Collective) -> float:
         """Time of one run of a collective that has the links for itself."""
         kind, size = collective.kind, collective.payload_bytes
         sent = cost.wire_bytes(kind, size, collective.group_size)
-        return sent / (2 * self.link_bandwidth)
+        return sent / (2 * self.rates.link)
 
     def estimate(self) -> StepTime:
         """The time of the whole program."""
@@ -152,7 +187,7 @@ class _Schedule:
         self.loops.sort(key=lambda loop: loop.cycles, reverse=True)
         return StepTime(
             cycles=time.cycles,
-            compute_seconds=time.cycles / self.clock_rate,
+            compute_seconds=time.cycles / self.rates.clock,
             exposed_seconds=time.exposed,
             transfer_seconds=time.transfers,
             loops=tuple(self.loops[:_MOST]),
@@ -166,20 +201,20 @@ class _Schedule:
           computation: its name.
           executions: number of its runs, for `loops` and `sources`.
         """
-        rate = self.clock_rate
         starts = self.transfers.get(computation, {})
         ends: dict[int, list[float]] = {}
-        total, now, free = _Time(), 0.0, 0.0
+        total, now = _Time(), 0.0
+        free: dict[str, float] = {}  # {link: when it is}
         schedule = self.program.computations[computation].values()
         for index, instruction in enumerate(schedule):
             for finish in ends.pop(index, ()):
                 wait = max(0.0, finish - now)
                 now += wait
                 total = total.plus(_Time(exposed=wait))
-            for end, seconds in starts.get(index, ()):
-                finish = max(now, free) + seconds
+            for end, link, seconds in starts.get(index, ()):
+                finish = max(now, free.get(link, 0.0)) + seconds
                 total = total.plus(_Time(transfers=seconds))
-                free = finish
+                free[link] = finish
                 if end > index:
                     ends.setdefault(end, []).append(finish)
                 else:
@@ -187,9 +222,7 @@ class _Schedule:
                     now = finish
             inner = self._inside(instruction, executions)
             total = total.plus(inner)
-            now += inner.seconds(rate)
-            if inner.transfers:
-                free = max(free, now)
+            now += inner.seconds(self.rates.clock)
         return total
 
     def _inside(self, instruction: Instruction, executions: int) -> _Time:
@@ -229,7 +262,17 @@ class _Schedule:
             time = self._run(name, executions)
             found.append((time, self.loops, self.sources))
         self.loops, self.sources = outside
-        time, loops, sources = max(found, key=lambda b: b[0].seconds(self.clock_rate))
+        time, loops, sources = max(found, key=lambda b: b[0].seconds(self.rates.clock))
         self.loops += loops
         self.sources.update(sources)
         return time
+
+
+def _done(schedule: list[Instruction], start: int) -> int:
+    """Index of the instruction that waits for a transfer; `start` if none does."""
+    name = schedule[start].name
+    for index in range(start + 1, len(schedule)):
+        instruction = schedule[index]
+        if instruction.opcode.endswith("-done") and name in instruction.operands:
+            return index
+    return start

@@ -13,7 +13,7 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.hlo import parse_hlo
 from meshpar.contracts.host_transfers import HostTransfer, host_transfers
-from meshpar.contracts.step_time import StepTime, estimate
+from meshpar.contracts.step_time import Rates, StepTime, estimate
 from meshpar.lowering.base import Lowering
 from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of
@@ -33,8 +33,8 @@ def read_time(compiled: jax.stages.Compiled, mesh: Mesh) -> StepTime | None:
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if chip is None:
         return None
-    rates = chip.clock_rate, chip.link_bandwidth
-    return estimate(compiled.as_text(), dict(mesh.shape), *rates)
+    rates = Rates(chip.clock_rate, chip.link_bandwidth, chip.host_bandwidth)
+    return estimate(compiled.as_text(), dict(mesh.shape), rates)
 
 
 class _Compilation(NamedTuple):

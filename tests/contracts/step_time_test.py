@@ -5,8 +5,8 @@ import pytest
 from meshpar.contracts import step_time
 
 MESH = {"data": 2}
-CLOCK, LINK = 1e6, 500.0
-"""Cycles per second, and bytes per second one way: 1000 bytes take one second."""
+RATES = step_time.Rates(clock=1e6, link=500.0, host=1000.0)
+"""1000 bytes take one second between chips (both ways), and as long to the host."""
 
 CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
 
@@ -20,6 +20,11 @@ START = """  %s = (f32[500]{0}, f32[500]{0}) collective-permute-start(%q), \
 source_target_pairs={{0,1},{1,0}}
 """
 DONE = "  %d = f32[500]{0} collective-permute-done(%s)\n"
+FETCH = "  %f = (f32[500]{0}, f32[500]{0:S(5)}, u32[]) copy-start(%h)\n"
+FETCHED = "  %g = f32[500]{0} copy-done(%f)\n"
+STORE = "  %u = (f32[500]{0:S(5)}, f32[500]{0}, u32[]) copy-start(%q)\n"
+STORED = "  %v = f32[500]{0:S(5)} copy-done(%u)\n"
+ALL_DONE = FETCHED + DONE + STORED
 REDUCTION = "  %r = f32[500]{0} all-reduce(%q), replica_groups={{0,1}}\n"
 
 
@@ -29,7 +34,7 @@ def program(entry, more=""):
 
 
 def estimate(text):
-    return step_time.estimate(text, MESH, CLOCK, LINK)
+    return step_time.estimate(text, MESH, RATES)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +46,11 @@ def estimate(text):
         (busy("a", 3_000_000) + START + DONE, 3, 2),
         # The reduction waits for the link, which the permute has.
         (START + busy("a", 1_000_000) + REDUCTION + DONE, 1, 3),
+        # Chips, and each direction of the host's link, do not wait for each other.
+        (FETCH + START + STORE + busy("a", 500_000) + ALL_DONE, 0.5, 1.5),
+        (FETCH + FETCH.replace("%f", "%x") + FETCHED + busy("a", 1_000_000), 1, 4),
     ],
-    ids=["hidden", "half", "before", "after", "shared link"],
+    ids="hidden half before after shared_link own_links host_link".split(),
 )
 def test_a_transfer_hides_as_long_as_the_compute_beside_it(entry, compute, exposed):
     found = estimate(program(entry))
