@@ -87,7 +87,7 @@ class Candidates:
         one_way = facts.layer(layout.remat, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
         traffic = Traffic(terms, host, one_way, self._sends(lowering))
-        seconds = step_seconds(lowering, facts, self.machine, rows, traffic)
+        seconds = step_seconds(lowering, facts, self.machine, rows, traced, traffic)
         seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
         known = uncertainty_of(layout, self.machine)

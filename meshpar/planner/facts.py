@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from meshpar.arrays import abstract, abstract_layer
+from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.compat import inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
@@ -32,14 +33,18 @@ _ROWS = 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs of matmuls in one forward pass of one row.
+    """FLOPs of matmuls for one row.
 
     Attributes:
-      layer: of one layer.
-      outside: of embedding and head.
+      layer: of one layer's forward pass, kernels aside.
+      kernels: of the same pass, inside of kernels written by hand (attention), as if
+        they skipped nothing.
+      outside: of embedding and head, forward and backward; a head that computes its
+        logits again for the backward pass counts them twice.
     """
 
     layer: float
+    kernels: float
     outside: float
 
 
@@ -145,31 +150,46 @@ class Facts:
         """FLOPs of one row, counted in the traces of one layer, embedding and head."""
         layered = self.layered
         batch, layout = self._batch_of(_ROWS[0]), Layout()
-        mesh = make_mesh(layout, jax.devices(CPU.name)[:1])
+        # Kernels are written out as matmuls there.
+        cpu = jax.devices(CPU.name)[0]
         shared, stack = layered.split(abstract(self.model.params))
 
-        def count(fn: Callable, *args: Any) -> float:
+        def count(device: jax.Device, fn: Callable, *args: Any) -> float:
+            mesh = make_mesh(layout, [device])
             with jax.set_mesh(mesh), model_scope(layout, mesh):
                 jaxpr = jax.make_jaxpr(fn)(*args)
             return matmul_flops(jaxpr.jaxpr) / _ROWS[0]
 
         key = jax.eval_shape(lambda: jax.random.key(0))
+        mesh = make_mesh(layout, [cpu])
         with jax.set_mesh(mesh), model_scope(layout, mesh):
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
-        layer = count(layered.layer, abstract_layer(stack), x, key, context)
+        args = layered.layer, abstract_layer(stack), x, key, context
+        every, layer = count(cpu, *args), count(self._device, *args)
 
         def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
-            return layered.head_loss(shared, x, batch, key)[0]
+            def loss(trained: Any, x: Any) -> Any:
+                return layered.head_loss(shared | trained, x, batch, key)[0]
 
-        outside = count(layered.embed, shared, batch, key)
-        return Flops(layer, outside + count(head, shared, x, batch, key))
+            return jax.grad(loss, argnums=(0, 1))(_floats(shared), x)
+
+        outside = 3 * count(cpu, layered.embed, shared, batch, key)
+        outside += count(cpu, head, shared, x, batch, key)
+        return Flops(layer, every - layer, outside)
+
+
+def _floats(params: Params) -> Params:
+    """The parameters that can have a gradient."""
+    return {p: w for p, w in params.items() if jnp.issubdtype(w.dtype, jnp.floating)}
 
 
 def matmul_flops(jaxpr: Any) -> float:
-    """FLOPs of the matmuls of a jaxpr; those of a loop count for every round."""
+    """FLOPs of the matmuls of a jaxpr, kernels aside; loops count every round."""
     total = 0.0
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            continue
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lhs = eqn.invars[0].aval.shape
@@ -180,5 +200,5 @@ def matmul_flops(jaxpr: Any) -> float:
         else:
             inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
             is_branch = eqn.primitive.name == "cond"
-            total += max(inner) if is_branch else sum(inner)
+            total += max(inner, default=0) if is_branch else sum(inner)
     return total

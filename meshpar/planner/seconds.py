@@ -15,6 +15,7 @@ from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.chunked_update import state_transfers
+from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_of
@@ -24,9 +25,11 @@ _UPDATE_BYTES = 28
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
 and two moments both ways, and the gradient."""
 
-_FLOPS_PER_BYTE = 230
-"""FLOPs of matmuls that take as long as what else a layer computes for each byte that
-it holds; fitted to the cycles that compilers state (docs/planning.md)."""
+_HELD, _SAVED, _VOCABULARY = 2.3, 2.2, 35.0
+"""Bytes that a pass moves between a chip and its memory: for each byte that a layer
+holds, for each that it saves, and in the head for each byte of its weight, of which
+float32 copies and a gradient are written and read block by block. All are fitted to the
+cycles that compilers state (docs/planning.md)."""
 
 _TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
 """Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
@@ -69,6 +72,8 @@ class Seconds:
       sends: transfers between stages.
       host: exposed transfers between device and host memory.
       wire_bytes: bytes that one device sends in all.
+      kernels: part of the total that kernels written by hand take; estimates of
+        compiled programs leave them out.
     """
 
     layers: float
@@ -82,17 +87,18 @@ class Seconds:
     sends: float
     host: float
     wire_bytes: float
+    kernels: float
 
     def slower(self, times: float) -> "Seconds":
         """All terms so many times as long; the bytes stay."""
         terms = {name: times * value for name, value in self.by_term.items()}
-        return dataclasses.replace(self, **terms)
+        return dataclasses.replace(self, kernels=times * self.kernels, **terms)
 
     @property
     def by_term(self) -> dict[str, float]:
         """{term: seconds}."""
         terms = dataclasses.asdict(self)
-        terms.pop("wire_bytes")
+        del terms["wire_bytes"], terms["kernels"]
         return terms
 
     @property
@@ -106,6 +112,7 @@ def step_seconds(
     facts: Facts,
     machine: Machine,
     rows: float,
+    traced: TracedLayer,
     traffic: Traffic,
 ) -> Seconds:
     """Predicts the time of a step.
@@ -115,20 +122,29 @@ def step_seconds(
       facts: of the model.
       machine: that it runs on.
       rows: of a microbatch on one device.
+      traced: bytes of one layer and of the head on one device.
       traffic: what a step moves.
     """
     layout, layered, runner = lowering.layout, lowering.model.layered, lowering.runner
     # What a layer holds is what its elementwise operations make.
     held = facts.layer(NONE, rows, layout.tensor).running
-    elementwise = _FLOPS_PER_BYTE * held / machine.flops
-    forward = rows * facts.flops.layer / layout.tensor / machine.flops + elementwise
-    outside = 3 * rows * facts.flops.outside / layout.tensor / machine.flops
-    repeated = {NONE: 0.0, "dots": elementwise}.get(layout.remat, forward)
+    memory_bandwidth, flops = machine.chip.memory_bandwidth, facts.flops
+    elementwise = _HELD * held / memory_bandwidth
+    row_seconds = rows / layout.tensor / machine.flops
+    kernels = row_seconds * flops.kernels
+    forward = row_seconds * flops.layer + kernels + elementwise
+    outside = row_seconds * flops.outside
+    # A policy that keeps the results of matmuls does not keep those of kernels.
+    repeated = {NONE: 0.0, "dots": kernels + elementwise}.get(layout.remat, forward)
+    again_kernels = 0.0 if layout.remat == NONE else kernels
     compute: dict[str, float] = {}
+    passes, in_kernels = 0, 0.0
     for run in runner.layer_passes:
-        once = 2 * forward + repeated if run.name == "backward" else forward
-        seconds = run.runs * run.depth * once
-        compute[run.name] = compute.get(run.name, 0.0) + seconds
+        backward, runs = run.name == "backward", run.runs * run.depth
+        once = 2 * forward + repeated if backward else forward
+        compute[run.name] = compute.get(run.name, 0.0) + runs * once
+        in_kernels += runs * (2 * kernels + again_kernels if backward else kernels)
+        passes += runs
     depth = layered.depth / layout.pipe
     needed = layout.microbatches * depth
     layers, again = 3 * needed * forward, needed * repeated
@@ -137,12 +153,9 @@ def step_seconds(
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
         outside /= layout.pipe if layout.splits_vocabulary else 1
+    outside += _VOCABULARY * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
-    # Saved once, and read once.
-    saved = facts.layer(layout.remat, rows, layout.tensor).saved
-    kept = 2 * needed * saved
-    memory_bandwidth = machine.chip.memory_bandwidth
     sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
     by_hand = layout.pipe == 1 and lowering.frame.manual_axes
     rings = by_hand and platform_of(lowering.mesh).hides_ring_steps
@@ -155,12 +168,13 @@ def step_seconds(
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
         update=update / memory_bandwidth,
-        saved=kept / memory_bandwidth,
+        saved=_SAVED * passes * traced.saved / memory_bandwidth,
         state=_state_seconds(lowering, machine, traffic, compute),
         tensor=tensor,
         sends=sends / _bandwidth(lowering, machine, (PIPE,)),
         host=_host_seconds(lowering, machine, traffic, compute),
         wire_bytes=wire,
+        kernels=in_kernels,
     )
 
 
