@@ -49,8 +49,9 @@ def by_platform(
     """Causal attention by the kernel of the platform that the program is traced for.
 
     Args:
-      q_BLNH: queries, any float dtype; cuDNN needs bfloat16 or float16, splash a length
-        that is a multiple of 128, and other arrays take plain jnp.
+      q_BLNH: queries, any float dtype; cuDNN needs bfloat16 or float16 and a head_dim
+        that it supports, splash a length that is a multiple of 128, and other arrays
+        take plain jnp.
       k_BLKH: keys; K divides N (grouped-query attention).
       v_BLKH: values.
       segments_BL: number of the document of each token; None for one document.
@@ -69,7 +70,8 @@ def by_platform(
     if platform is TPU and splash_fits(q_BLNH):
         kernel = functools.partial(splash, window=window)
     elif platform is GPU and half and compat.has_cudnn():
-        kernel = functools.partial(cudnn, window=window)
+        if cudnn_fits(q_BLNH, k_BLKH, v_BLKH):
+            kernel = functools.partial(cudnn, window=window)
     if platform is CPU:
         return attention_by_heads(q_BLNH, k_BLKH, v_BLKH, segments_BL, window)
     if kernel is None:
@@ -105,6 +107,15 @@ def reference(
 
 cudnn = functools.partial(reference, implementation="cudnn")
 """Flash attention by cuDNN; half precision only."""
+
+
+def cudnn_fits(q_BLNH: Array, k_BLKH: Array, v_BLKH: Array) -> bool:
+    """Whether jax calls cuDNN for these shapes: it refuses some values of head_dim."""
+    try:
+        jax.eval_shape(cudnn, q_BLNH, k_BLKH, v_BLKH)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def splash_fits(q_BLNH: Array) -> bool:

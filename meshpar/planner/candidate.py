@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -52,6 +53,22 @@ class Candidate:
         return self.memory.total * (known.memory.high if known else 1.0)
 
 
+class _Shared(NamedTuple):
+    """What layouts share that differ in `remat` alone.
+
+    Attributes:
+      lowering: of one of them.
+      terms: the collectives that it declares exactly.
+      sends: activations and gradients that one stage sends in a step.
+      largest: bytes of the largest weight outside the stack, on one device.
+    """
+
+    lowering: ShardMapLowering
+    terms: tuple[DeclaredCollective, ...]
+    sends: int
+    largest: int
+
+
 class Candidates:
     """Makes the candidates of one model on one machine."""
 
@@ -67,6 +84,7 @@ class Candidates:
         self._plans: dict[tuple, Plan | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves: dict[tuple, list[Move]] = {}
+        self._last: tuple[tuple, _Shared | None] = (), None
 
     def candidate(self, layout: Layout) -> Candidate:
         """What a layout costs.
@@ -76,22 +94,39 @@ class Candidates:
         """
         facts = self.facts
         layout.check_batch_size(facts.rows)
-        if reason := reason_unsupported(facts.model, layout):
-            raise LayoutError(reason)
-        lowering = self._lowering(layout)
+        shared = self._shared(layout)
+        plan = dataclasses.replace(shared.lowering.plan, layout=layout)
+        # Its runner has the `remat` of another layout, which nothing here reads.
+        lowering = dataclasses.replace(shared.lowering, plan=plan)
         rows = facts.rows / layout.num_token_shards / layout.microbatches
         traced = facts.layer(layout.remat, rows, layout.tensor)
-        largest = largest_weight(facts.layered, lowering.plan)
-        traced = traced._replace(largest=largest)
-        terms = tuple(self._declared(lowering))
+        traced = traced._replace(largest=shared.largest)
         one_way = facts.layer(layout.remat, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
-        traffic = Traffic(terms, host, one_way, self._sends(lowering))
+        traffic = Traffic(shared.terms, host, one_way, shared.sends)
         seconds = step_seconds(lowering, facts, self.machine, rows, traced, traffic)
         seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
         known = uncertainty_of(layout, self.machine)
         return Candidate(layout, memory, seconds, seconds.wire_bytes, known)
+
+    def _shared(self, layout: Layout) -> _Shared:
+        """What a layout shares with those that differ in `remat` alone.
+
+        Layers that move tokens or experts move some again under some policies, so
+        those of other layouts alone share anything.
+        """
+        moves = layout.expert > 1 or layout.context > 1
+        fields = vars(layout).items()
+        key = tuple(v for name, v in fields if moves or name != "remat")
+        if key != self._last[0]:  # Layouts come in such an order that one is enough.
+            if reason := reason_unsupported(self.facts.model, layout):
+                raise LayoutError(reason)
+            lowering = self._lowering(layout)
+            terms, sends = tuple(self._declared(lowering)), self._sends(lowering)
+            largest = largest_weight(self.facts.layered, lowering.plan)
+            self._last = key, _Shared(lowering, terms, sends, largest)
+        return self._last[1]
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:
         """The lowering of a layout, of which nothing is traced."""
@@ -107,7 +142,7 @@ class Candidates:
             self._meshes[sizes] = make_mesh(layout, self.machine.devices)
         mesh = self._meshes[sizes]
         plan = self._plan(layout, model, mesh, spec if order else None)
-        optimizer, dtype = facts.optimizer, facts.compute_dtype
+        optimizer, dtype = facts.optimizer_of(model), facts.compute_dtype
         parts = Parts(model, optimizer, plan, mesh, None, dtype)
         return make_lowering(ShardMapLowering.name, parts, spec, frozenset())
 
@@ -130,7 +165,8 @@ class Candidates:
         return dataclasses.replace(found, layout=layout)
 
     def _new_plan(self, layout: Layout, model: Model, mesh: Mesh) -> Plan:
-        optimizer, dtype = self.facts.optimizer, self.facts.compute_dtype
+        facts = self.facts
+        optimizer, dtype = facts.optimizer_of(model), facts.compute_dtype
         plan = make_plan(layout, model.params, optimizer.abstract_state, dtype)
         if layout.offloaded:
             plan = offloaded_plan(plan, model, optimizer)

@@ -20,7 +20,7 @@ from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import TracedLayer, trace_layer
-from meshpar.lowering.optimizer import optimizer_of
+from meshpar.lowering.optimizer import Optimizer, optimizer_of
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
@@ -77,8 +77,8 @@ class Facts:
                 "predicted; name its layers by layers= (docs/your_model.md)"
             )
         self.model, self.batch, self.compute_dtype = model, batch, compute_dtype
-        self.optimizer = optimizer_of(model, optimizer)
-        self._device = device
+        self._transformation, self._device = optimizer, device
+        self._optimizers: dict[int, Optimizer] = {}
         self._traces: dict[str, tuple[TracedLayer, TracedLayer]] = {}
         self._layers: dict[tuple[str, float, int], TracedLayer] = {}
 
@@ -86,6 +86,19 @@ class Facts:
     def layered(self) -> LayeredModel:
         """The model layer by layer."""
         return self.model.layered
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the model."""
+        return self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: Model) -> Optimizer:
+        """The optimizer of the model, whose stack may have padding between stages."""
+        stack = self.layered.split(model.params)[1]
+        depth = next(iter(stack.values())).shape[0]
+        if depth not in self._optimizers:
+            self._optimizers[depth] = optimizer_of(model, self._transformation)
+        return self._optimizers[depth]
 
     @property
     def rows(self) -> int:

@@ -145,9 +145,10 @@ def step_seconds(
         compute[run.name] = compute.get(run.name, 0.0) + runs * once
         in_kernels += runs * (2 * kernels + again_kernels if backward else kernels)
         passes += runs
-    depth = layered.depth / layout.pipe
-    needed = layout.microbatches * depth
-    layers, again = 3 * needed * forward, needed * repeated
+    needed = layout.microbatches * layered.depth / layout.pipe
+    # Stages that save their inputs run forward once more.
+    stages_again = forward if "forward again" in compute else 0.0
+    layers, again = 3 * needed * forward, needed * (repeated + stages_again)
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
     if layout.pipe > 1:

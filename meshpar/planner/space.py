@@ -163,27 +163,30 @@ def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
     counts = [stages * n if stages > 1 else n for n in _MICROBATCHES]
     tried: dict[str, list[Any]] = {
         "zero": [1, 2, 3] if sizes[FSDP] > 1 else [None],
-        "remat": [NONE, *(name for name in REMAT_POLICIES if name != "experts")],
         "microbatches": [n for n in counts if rows % (n * split) == 0],
     }
-    if sizes[EXPERT] > 1:
-        tried["remat"].append("experts")
     if sizes[CONTEXT] > 1:
         tried["context_mode"] = ["allgather", "ulysses"]
-    plain = list(_combinations(tried))
+    remat = [NONE, *(name for name in REMAT_POLICIES if name != "experts")]
+    if sizes[EXPERT] > 1:
+        remat.append("experts")
+    # Layouts that differ in `remat` alone follow each other: they share most costs.
+    for values in itertools.product(_combinations(tried), _pipelines(stages), remat):
+        yield values[0] | values[1] | {"remat": values[2]}
+
+
+def _pipelines(stages: int) -> list[dict[str, Any]]:
+    """The options of a pipeline that are tried with a number of stages."""
     if stages == 1:
-        yield from plain
-        return
-    more = [
+        return [{}]
+    return [
         {"schedule": "1f1b"},
         {"schedule": "1f1b", "vocab": PIPE},
         {"schedule": "1f1b", "save": "residuals"},
         {"schedule": "gpipe"},
         {"schedule": "zb_h1"},
+        *({"schedule": "interleaved", "virtual_stages": v} for v in _CHUNKS),
     ]
-    more += [{"schedule": "interleaved", "virtual_stages": v} for v in _CHUNKS]
-    for first, second in itertools.product(plain, more):
-        yield first | second
 
 
 def _combinations(tried: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
