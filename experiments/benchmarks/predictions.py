@@ -1,17 +1,19 @@
-r"""Predicted memory and time of many programs against what compilers say of them.
+r"""The planner's predictions against what compilers say of the same programs.
 
     python -m experiments.benchmarks.predictions --only=llama-1b
+    python -m experiments.benchmarks.predictions --only=v5p:2x2x1 --compile
 
-Every row is planned, and then compiled ahead of time for a machine that need not be
-present; a row takes one to four minutes of a core. Prints one line a row, the mean and
-the worst error of the memory, how well the order of the times agrees (Kendall's tau),
-and between what found values lie over predicted ones for each kind of layouts
-(`meshpar.planner.uncertainty`). The table stands in docs/planning.md.
+Predicts every program of `compiled_programs.json` in seconds; --compile compiles those
+that match anew before (half a minute to three minutes of a core each, with the
+installed version of jax). Prints one line a program, the mean and the worst error of
+the memory, how well the order of the times agrees (Kendall's tau), how far the layout
+that the planner would take is from the best one of an exhaustive set, and between what
+found values lie over predicted ones for each kind of layouts
+(`meshpar.planner.uncertainty`). --markdown prints the table of docs/planning.md.
 """
 
-import dataclasses
-import re
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,147 +22,161 @@ from absl import flags
 from scipy import stats
 
 import meshpar
-from experiments import command_line, recipes
+from experiments import command_line
+from experiments.benchmarks import compiled_programs
+from experiments.benchmarks.compiled_programs import EXHAUSTIVE, Case, Compiled
 from experiments.recipes import building
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from meshpar import mesh
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.uncertainty import kind_of
 
-ONLY = flags.DEFINE_string("only", "", "Rows whose line matches this regex.")
+ONLY = flags.DEFINE_string("only", "", "Programs whose line matches this regex.")
+COMPILE = flags.DEFINE_bool("compile", False, "Compile them anew, and store that.")
+MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documentation.")
 
 
 class Row(NamedTuple):
-    """A program: recipe, sequences of a batch, layout and machine."""
+    """One program: what was predicted, and what its compiler said."""
 
-    recipe: str
-    batch_size: int
-    layout: str
-    topology: str
-    vocab: int = 0
-    held_out: bool = False
-    """Whether the shares of the prediction were fitted without it."""
+    compiled: Compiled
+    candidate: Candidate
 
+    @property
+    def error(self) -> float:
+        """Predicted memory over that of the compiled program, less one."""
+        return self.candidate.memory.total / self.compiled.peak_bytes - 1
 
-GPT, LLAMA = "gpt2-124m", "llama-1b"
-_PADDED = 50304
-"""A vocabulary of GPT-2 that `tensor` and `vocab=pipe` can split."""
+    @property
+    def seconds(self) -> float:
+        """Predicted time without the kernels, which compilers' estimates leave out."""
+        return self.candidate.seconds.total - self.candidate.seconds.kernels
 
-ROWS = (
-    Row(GPT, 32, "fsdp=8,remat=full", "v5e:2x4"),
-    Row(GPT, 32, "fsdp=8,remat=dots", "v5e:2x4"),
-    Row(GPT, 32, "data=8", "v5e:2x4"),
-    Row(GPT, 32, "fsdp=8,microbatches=4", "v5e:2x4"),
-    Row(GPT, 32, "fsdp=2,tensor=4", "v5e:2x4", _PADDED),
-    Row(GPT, 32, "data=2,fsdp=2,tensor=2,remat=full", "v5e:2x4", _PADDED),
-    Row(GPT, 16, "tensor=4", "v5e:2x2", _PADDED),
-    Row(GPT, 32, "fsdp=4", "v5p:2x2x1"),
-    Row(GPT, 32, "fsdp=4,remat=full", "v6e:2x2"),
-    Row(GPT, 64, "pipe=4,fsdp=4,microbatches=8,remat=full", "v5e:4x4"),
-    Row(GPT, 64, "pipe=4,data=2,microbatches=8,schedule=gpipe,remat=full", "v5e:2x4"),
-    Row(
-        GPT,
-        64,
-        "pipe=4,data=2,microbatches=8,schedule=interleaved,virtual_stages=3",
-        "v5e:2x4",
-    ),
-    Row(GPT, 64, "pipe=4,data=2,microbatches=8,schedule=zb_h1", "v5e:2x4"),
-    Row(GPT, 64, "pipe=2,data=4,microbatches=4,save=residuals,remat=full", "v5e:2x4"),
-    Row(GPT, 64, "pipe=2,fsdp=4,microbatches=4,vocab=pipe", "v5e:2x4", _PADDED),
-    Row(GPT, 64, "pipe=4,fsdp=2,microbatches=8,zero=1", "v5e:2x4"),
-    Row(GPT, 64, "pipe=4,fsdp=2,microbatches=8,zero=3", "v5e:2x4"),
-    Row(LLAMA, 16, "fsdp=8,remat=full", "v5e:2x4"),
-    Row(LLAMA, 16, "fsdp=8,remat=dots", "v5e:2x4"),
-    Row(LLAMA, 8, "fsdp=8", "v5e:2x4"),
-    Row(LLAMA, 16, "fsdp=2,tensor=4,remat=full", "v5e:2x4"),
-    Row(LLAMA, 32, "pipe=2,fsdp=4,microbatches=8,remat=full", "v5e:2x4"),
-    Row(LLAMA, 32, "fsdp=4,zero=2,remat=full", "v5p:2x2x1"),
-    Row(LLAMA, 32, "fsdp=4,zero=1,remat=full", "v5p:2x2x1"),
-    Row(LLAMA, 32, "data=4,remat=full", "v5p:2x2x1"),
-    Row(LLAMA, 32, "fsdp=4,tensor=2,remat=full", "v6e:2x4"),
-    Row(LLAMA, 16, "fsdp=4,context=2,remat=full", "v5p:2x2x2"),
-    Row(GPT, 64, "pipe=2,fsdp=4,microbatches=4", "v5e:2x4", held_out=True),
-    Row(LLAMA, 16, "data=2,fsdp=4,remat=full", "v5e:2x4", held_out=True),
-    Row(LLAMA, 16, "fsdp=4,tensor=2,remat=dots", "v5e:2x4", held_out=True),
-    Row(
-        LLAMA,
-        32,
-        "pipe=2,data=4,microbatches=8,remat=full",
-        "v5e:2x4",
-        held_out=True,
-    ),
-    Row(GPT, 32, "fsdp=8,zero=2,remat=full", "v5e:2x4", held_out=True),
-)
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Platform, and kind of layouts, whose predictions err alike."""
+        platform = mesh.topology(self.compiled.case.topology)[0].platform
+        layout = self.candidate.layout
+        return platform, kind_of(layout)
 
 
-def _config(row: Row) -> Config:
-    """The configuration of a row."""
-    config = recipes.get(row.recipe)
-    vocab = row.vocab or config.model.vocab
-    model = dataclasses.replace(config.model, vocab=vocab)
-    return dataclasses.replace(config, model=model, batch_size=row.batch_size)
-
-
-def predict(row: Row, devices: Sequence[jax.Device]) -> Candidate:
-    """What the planner says of a row."""
-    config = _config(row)
+@functools.cache
+def _facts(recipe: str, batch_size: int, device: jax.Device) -> Facts:
+    """Facts about a recipe for devices of a kind."""
+    config = Case(recipe, "", batch_size, "").config
     model = building.make_model(config)
-    facts = Facts(
+    return Facts(
         model,
         building.make_optimizer(config.optimizer, config.steps, model),
         building.abstract_batch(config),
         building.compute_dtype(config),
-        devices[0],
+        device,
     )
-    made = Candidates(facts, machine_of(devices))
-    return made.candidate(meshpar.layouts.parse(row.layout))
+
+
+@functools.cache
+def _device(topology: str) -> jax.Device:
+    """The first device of the first topology asked for that has devices of its kind."""
+    device = mesh.topology(topology)[0]
+    return _FIRST.setdefault(device.device_kind, device)
+
+
+_FIRST: dict[str, jax.Device] = {}
+
+
+def predict(case: Case) -> Candidate:
+    """What the planner says of a program."""
+    facts = _facts(case.recipe, case.batch_size, _device(case.topology))
+    made = Candidates(facts, machine_of(mesh.topology(case.topology)))
+    return made.candidate(meshpar.layouts.parse(case.layout))
+
+
+def predicted(compiled: Iterable[Compiled]) -> list[Row]:
+    """Rows of programs that were compiled."""
+    return [Row(program, predict(program.case)) for program in compiled]
+
+
+def kendall_tau(rows: Iterable[Row]) -> tuple[float, int]:
+    """Kendall's tau of the times, and the number of programs that have one."""
+    times = [(row.seconds, row.compiled.seconds) for row in rows]
+    times = [pair for pair in times if pair[1] is not None]
+    return stats.kendalltau(*zip(*times, strict=True)).statistic, len(times)
+
+
+def loss_of_choice(rows: Iterable[Row]) -> float:
+    """Time of the exhaustive set's predicted best layout over its best one, less one.
+
+    Times are the compiler's.
+    """
+    chosen = [
+        row for row in rows if row.compiled.case in compiled_programs.exhaustive()
+    ]
+    choice = min(chosen, key=lambda row: row.candidate.seconds.total)
+    return choice.compiled.seconds / min(r.compiled.seconds for r in chosen) - 1
+
+
+def _line(row: Row) -> str:
+    compiled, candidate = row.compiled, row.candidate
+    estimated = compiled.seconds
+    time = f"step {1e3 * row.seconds:.0f} ms"
+    if estimated is not None:
+        time += f", estimated {1e3 * estimated:.0f} ({row.seconds / estimated - 1:+.0%})"
+    return (
+        f"{compiled.case}, jax {compiled.jax_line}: memory "
+        f"{candidate.memory.total / 1e9:.2f} GB, compiled "
+        f"{compiled.peak_bytes / 1e9:.2f} ({row.error:+.1%}); {time}; "
+        f"{compiled.violations} violations"
+    )
+
+
+def _markdown(row: Row) -> str:
+    case, estimated = row.compiled.case, row.compiled.seconds
+    found = "-" if estimated is None else f"{1e3 * estimated:.0f}"
+    return (
+        f"| {case.recipe}, {case.topology}, {case.batch_size}, `{case.layout}` | "
+        f"{row.compiled.jax_line} | {row.compiled.peak_bytes / 1e9:.2f} | "
+        f"{row.error:+.1%} | {found} | {1e3 * row.seconds:.0f} |"
+    )
+
+
+def _print_ranges(rows: Sequence[Row]) -> None:
+    """Prints found over predicted values by kind of layouts."""
+    for kind in dict.fromkeys(row.kind for row in rows):
+        own = [row for row in rows if row.kind == kind]
+        memory = [1 / (1 + row.error) for row in own]
+        line = f"{', '.join(kind)}: found over predicted: memory "
+        line += f"{min(memory):.2f} to {max(memory):.2f}"
+        times = [r.compiled.seconds / r.seconds for r in own if r.compiled.seconds]
+        if times:
+            line += f", time {min(times):.2f} to {max(times):.2f}"
+        print(f"{line}; {len(own)} programs")
 
 
 def main(_: Sequence[str]) -> int:
-    """Predicts and compiles the rows, and prints the errors."""
+    """Predicts the programs, and prints the errors."""
     meshpar.simulate(1)
-    errors, times = [], []
-    kinds: dict[str, list[tuple[float, float]]] = {}
-    for row in ROWS:
-        name = f"{row.recipe}, {row.topology}, {row.batch_size}, {row.layout}"
-        name += ", held out" if row.held_out else ""
-        if not re.search(ONLY.value, name):
-            continue
-        devices = mesh.topology(row.topology)
-        candidate = predict(row, devices)
-        layout = meshpar.layouts.parse(row.layout)
-        program = building.make_program(_config(row), layout, devices)
-        peak, time = program.inspection.peak_bytes, program.inspection.time
-        errors.append(candidate.memory.total / peak - 1)
-        estimated = time.seconds if time else float("nan")
-        times.append((candidate.seconds.total, estimated))
-        over = peak / candidate.memory.total, estimated / candidate.seconds.total
-        kinds.setdefault(kind_of(layout), []).append(over)
-        print(
-            f"{name}: memory {candidate.memory.total / 1e9:.2f} GB, compiled "
-            f"{peak / 1e9:.2f} ({errors[-1]:+.1%}); step "
-            f"{1e3 * candidate.seconds.total:.0f} ms, estimated {1e3 * estimated:.0f}; "
-            f"{len(program.violations())} violations",
-            flush=True,
-        )
-    if not errors:
-        raise ConfigError(
-            f"--only={ONLY.value} matches no row; rows are lines such as {name!r}"
-        )
+    cases = list(compiled_programs.matching(ONLY.value))
+    if COMPILE.value:
+        for case in cases:
+            compiled_programs.write([compiled_programs.compile_case(case)])
+    rows = predicted(c for c in compiled_programs.read() if c.case in cases)
+    for row in rows:
+        print(_markdown(row) if MARKDOWN.value else _line(row), flush=True)
+    errors = [row.error for row in rows]
     mean = float(np.mean(np.abs(errors)))
-    print(f"memory: mean error {mean:.1%}, {min(errors):+.1%} to {max(errors):+.1%}")
-    if len(times) > 1:
-        tau = stats.kendalltau(*zip(*times, strict=True)).statistic
-        print(f"time: Kendall's tau {tau:.2f} over {len(times)} programs")
-    for kind, ratios in kinds.items():
-        memory, seconds = zip(*ratios, strict=True)
-        print(
-            f"{kind}: found over predicted: memory {min(memory):.2f} to "
-            f"{max(memory):.2f}, time {min(seconds):.2f} to {max(seconds):.2f}"
-        )
+    print(
+        f"memory: mean error {mean:.1%}, {min(errors):+.1%} to {max(errors):+.1%} over "
+        f"{len(errors)} programs"
+    )
+    if sum(row.compiled.seconds is not None for row in rows) > 1:
+        tau, count = kendall_tau(rows)
+        print(f"time: Kendall's tau {tau:.2f} over {count} programs")
+    if set(compiled_programs.exhaustive()) <= {row.compiled.case for row in rows}:
+        loss = loss_of_choice(rows)
+        print(f"{', '.join(map(str, EXHAUSTIVE[:3]))}: {len(EXHAUSTIVE[3])} layouts, ")
+        print(f"the predicted best one takes {loss:+.1%} of the best one's time")
+    _print_ranges(rows)
     return 0
 
 

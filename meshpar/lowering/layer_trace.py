@@ -38,6 +38,7 @@ class TracedLayer(NamedTuple):
       running: held by a layer while it runs backward.
       deferred: held from the gradient of a layer's input to that of its weights, where
         a schedule splits the two.
+      padding: added to what is saved, where the compiler pads it (`with_padding`).
       largest: the largest weight outside the stack, as a device computes with it.
     """
 
@@ -45,6 +46,7 @@ class TracedLayer(NamedTuple):
     saved: int
     running: int
     deferred: int
+    padding: int
     largest: int
 
 
@@ -59,6 +61,13 @@ def trace_layer(
       mesh: the device mesh.
       batch: abstract batch of one replica.
     """
+    return with_padding(trace_unpadded(layered, plan, mesh, batch), plan.layout)
+
+
+def trace_unpadded(
+    layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any
+) -> TracedLayer:
+    """`trace_layer` without padding in what is saved; takes the same arguments."""
     layout = plan.layout
     shared, stack = layered.split(abstract(plan.weights))
     rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
@@ -82,6 +91,18 @@ def trace_layer(
         args = shared, abstract_layer(stack), rows, key
         jax.eval_shape(_on_one_device(run, layered, plan, rows, axes), *args)
     return traced[0]
+
+
+def with_padding(traced: TracedLayer, layout: Layout) -> TracedLayer:
+    """Adds the padding of what a layer saves, under layouts whose programs pad it.
+
+    TPUs pad the last dim of an array to whole lanes. Compilers put another dim last
+    where padding would double an array, but for the results of matmuls that a policy of
+    `remat` keeps; those of rings over `tensor` have another dim last as well.
+    """
+    if layout.remat in KEEPS_MATMULS and layout.tensor == 1:
+        return traced._replace(saved=traced.saved + traced.padding)
+    return traced
 
 
 def _on_one_device(
@@ -129,11 +150,13 @@ def _trace(
     wrapped = wrap_remat(layer, layout.remat)
     trained, kept = frozenset(plan.gradients), layered.kept
     args = trained, layer_weights, x, key, context
+    saved = _residuals(wrapped, *args, kept=kept)
     return TracedLayer(
         x=_tree_bytes(x) // ways,
-        saved=_residual_bytes(lanes, wrapped, *args, kept=kept) // ways,
-        running=_residual_bytes(lanes, layer, *args, kept=kept) // ways,
+        saved=_tree_bytes(saved) // ways,
+        running=_tree_bytes(_residuals(layer, *args, kept=kept)) // ways,
         deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
+        padding=(_tree_bytes(saved, lanes) - _tree_bytes(saved)) // ways,
         largest=largest_weight(layered, plan),
     )
 
@@ -165,18 +188,16 @@ def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype)
 
 
-def _residual_bytes(
-    lanes: int,
+def _residuals(
     fn: Callable,
     trained: frozenset[str],
     weights: Any,
     *args: Any,
     kept: Callable[[Any], Any] = lambda x: (),
-) -> int:
-    """Bytes that the backward pass of fn(weights, x, ...) saves, but for arguments.
+) -> list[Any]:
+    """What the backward pass of fn(weights, x, ...) saves, but for arguments.
 
     Args:
-      lanes: as for `_tree_bytes`.
       fn: the function.
       trained: paths of the weights that have a gradient.
       weights: its weights.
@@ -192,7 +213,7 @@ def _residual_bytes(
         own = jax.tree.leaves((weights, rest, kept(x)))
         return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
 
-    return _tree_bytes(residuals(weights, *args), lanes)
+    return residuals(weights, *args)
 
 
 def _deferred_bytes(
@@ -207,7 +228,7 @@ def _deferred_bytes(
 ) -> int:
     """Bytes that the first part of a backward pass hands over to the second part.
 
-    Takes the arguments of `_residual_bytes`, and the key and context of the layer.
+    Takes the arguments of `_residuals`, and the key and context of the layer.
     """
     stack = {path: w[None] for path, w in weights.items()}
     leaves = {path: w for path, w in stack.items() if path in trained}

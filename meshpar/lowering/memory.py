@@ -42,17 +42,18 @@ class Memory:
         return sum(dataclasses.astuple(self)) - self.host
 
 
-_RUNNING, _SAVED = 0.8, 0.3
-"""Shares of what a layer holds, and saves, that are in memory at once."""
+_RUNNING, _RUNNING_IN_TICKS = 0.7, 0.5
+"""Shares of what a layer holds while it runs backward that are in memory at once: of
+layers one after the other, and of those in the ticks of a pipeline."""
 
 _GATHERED = 4
 """Whole activations beside them (`layer_trace.gathered_bytes`)."""
 
-_LARGEST, _EARLY = 4.35, 0.73
-"""The head's phase: copies of its weight and its gradient, in the compute dtype, and
-the share of all gradients beside them."""
+_HEAD, _HEAD_IN_TICKS = 3.4, 2.0
+"""The head's phase: copies of its weight, in the compute dtype, that its gradient and
+its sums in float32 take."""
 
-_REDUCED = 7.6
+_REDUCED = 6.3
 """Copies of the largest gradient of a pipeline while it is scattered.
 
 All are fitted to the peaks of compiled programs (docs/planning.md).
@@ -64,20 +65,24 @@ class Held(NamedTuple):
 
     Attributes:
       weights: copies in the compute dtype.
-      gradients: sums of gradients.
+      gradients: of the backward pass.
+      sums: float32 sums of gradients over microbatches or ticks.
       activations: saved between forward and backward passes.
       gathered: an activation between two layers, whole, if a layer gathers it.
       chunk: the largest part of what lives in host memory that is on the device at a
         time.
-      in_ticks: whether whole gradients are added up from tick to tick, in float32.
+      gathers_head: whether the head's weight is gathered for it, beside `weights`.
+      in_ticks: whether gradients are added up from tick to tick.
       shards_state: whether these are scattered at the end.
     """
 
     weights: int
     gradients: int
     activations: int
+    sums: int = 0
     gathered: int = 0
     chunk: int = 0
+    gathers_head: bool = False
     in_ticks: bool = False
     shards_state: bool = False
 
@@ -94,18 +99,19 @@ def predicted_memory(
       host: bytes in host memory.
     """
     if held.in_ticks:
-        layer = _RUNNING * traced.running
-        head = _REDUCED * traced.largest if held.shards_state else 0
+        layer = _RUNNING_IN_TICKS * traced.running
+        copies = max(_HEAD_IN_TICKS, _REDUCED if held.shards_state else 0)
+        head = copies * traced.largest
     else:
-        layer = _RUNNING * traced.running + _SAVED * traced.saved
+        layer = _RUNNING * traced.running
         # The gradients of the layers are not there yet, and nearly all in the layers.
-        head = _LARGEST * traced.largest - (1 - _EARLY) * held.gradients
+        head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
     layer += _GATHERED * held.gathered
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],
         weights=held.weights,
-        gradients=held.gradients,
+        gradients=held.gradients + held.sums,
         activations=held.activations,
         working=int(max(layer, head, held.chunk)),
         synchronization=state["synchronization"],

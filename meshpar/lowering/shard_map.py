@@ -235,6 +235,7 @@ class ShardMapLowering(Lowering):
             shared = self.model.layered.split(self.plan.weights)[0]
             copies = sum(leaf.bytes_per_device for leaf in shared.values())
             held = held._replace(weights=copies)
+        held = held._replace(gathers_head=self.zero.gathers_layers)
         return self.runner.held(traced, held)
 
     def report(self, batch: Any) -> dict[str, Any]:

@@ -254,7 +254,8 @@ class PipelineRunner(Runner):
         recomputed = rows * traced.saved if self.layout.save == "inputs" else 0
         return Held(
             weights=weights,
-            gradients=gradients,
+            gradients=0,
+            sums=gradients,
             activations=saved + self.loop.num_backward_buffers * recomputed,
             in_ticks=True,
             shards_state=self.zero.splits_any,

@@ -19,7 +19,7 @@ from meshpar.compat import inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
-from meshpar.lowering.layer_trace import TracedLayer, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, trace_unpadded, with_padding
 from meshpar.lowering.optimizer import Optimizer, optimizer_of
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
@@ -129,7 +129,7 @@ class Facts:
         plan = make_plan(layout, self.model.params, state, self.compute_dtype)
         mesh = make_mesh(layout, [self._device])
         few, many = (
-            trace_layer(self.layered, plan, mesh, self._batch_of(rows))
+            trace_unpadded(self.layered, plan, mesh, self._batch_of(rows))
             for rows in _ROWS
         )
         return few, many
@@ -156,7 +156,8 @@ class Facts:
             first, second = getattr(few, name), getattr(many, name)
             return max(0, round((first + scale * (second - first)) / ways))
 
-        return TracedLayer(*(grown(name) for name in TracedLayer._fields))
+        traced = TracedLayer(*(grown(name) for name in TracedLayer._fields))
+        return with_padding(traced, Layout(remat=remat, tensor=ways))
 
     @functools.cached_property
     def flops(self) -> Flops:

@@ -101,6 +101,17 @@ def test_more_executions_than_declared_are_a_violation():
     assert "runs 4 times, declared 2" in line
 
 
+def test_runs_beyond_those_declared_are_taken_from_a_bound():
+    term = DeclaredCollective("all_gather", ("fsdp",), 4, 2, 200, "x", gathers=True)
+    found = [collective("all_gather", payload=50, executions=2)]
+    found.append(collective("all_gather", payload=20))  # 15 bytes on the wire.
+    bound = DeclaredCollective("any", ("fsdp",), 4, 0, 15, "activations", bound=True)
+    assert Contract((term, bound)).violations(found) == []
+    tight = dataclasses.replace(bound, payload_bytes=14)
+    (line,) = Contract((term, tight)).violations(found)
+    assert "runs 3 times, declared 2" in line
+
+
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
 def test_a_small_collective_may_be_written_as_an_all_reduce(kind):
     contract = Contract((DeclaredCollective(kind, ("fsdp",), 4, 2, 100, "gradients"),))
