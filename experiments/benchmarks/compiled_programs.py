@@ -1,11 +1,9 @@
-r"""Programs that real compilers have compiled, and what they said of them.
+"""Programs that real compilers have compiled, and what they said of them.
 
-    python -m experiments.benchmarks.compiled_programs --only=llama-1b
-
-Compiles the programs of `CASES` whose line matches, ahead of time for machines that
-need not be present, and writes what the compiler says into `compiled_programs.json`
-beside this file; a program takes half a minute to three minutes of a core.
-`experiments.benchmarks.predictions` holds the planner's predictions against the file.
+`CASES` are compiled ahead of time for machines that need not be present, and what the
+compiler says stands in `compiled_programs.json` beside this file.
+`experiments.benchmarks.predictions` holds the planner's predictions against it, and
+compiles them anew.
 """
 
 import dataclasses
@@ -14,13 +12,12 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
-from absl import flags
 
 import meshpar
-from experiments import command_line, recipes
+from experiments import recipes
 from experiments.recipes import building
 from experiments.recipes.config import Config, with_settings
 from experiments.recipes.errors import ConfigError
@@ -112,11 +109,10 @@ _SIZES = (
     "data=2,tensor=4",
     "fsdp=2,tensor=4",
 )
-EXHAUSTIVE = "llama-1b", "v5p:2x2x2", 16, tuple(
+_EVERY_SIZE = tuple(
     f"{sizes},remat={remat}"
     for sizes, remat in itertools.product(_SIZES, ("none", "dots", "full"))
 )
-"""All sizes of data, fsdp and tensor with every policy of rematerialization."""
 
 _CASES = (
     (
@@ -133,7 +129,12 @@ _CASES = (
     ),
     (PADDED, "v5e:2x4", 32, ("fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2,remat=full")),
     (PADDED, "v5e:2x2", 16, ("tensor=4",)),
-    ("gpt2-124m", "v5p:2x2x1", 32, ("fsdp=4",)),
+    (
+        "gpt2-124m",
+        "v5p:2x2x1",
+        32,
+        ("fsdp=4", "pipe=2,fsdp=2,microbatches=4", "fsdp=4,remat=full"),
+    ),
     ("gpt2-124m", "v6e:2x2", 32, ("fsdp=4,remat=full",)),
     ("gpt2-124m", "v5e:4x4", 64, ("pipe=4,fsdp=4,microbatches=8,remat=full",)),
     (
@@ -172,6 +173,7 @@ _CASES = (
             "pipe=2,fsdp=4,microbatches=8,remat=full",
             "pipe=2,data=4,microbatches=8,remat=full",
             "pipe=2,fsdp=2,tensor=2,microbatches=8,remat=full",
+            "pipe=2,fsdp=4,microbatches=4,remat=dots",
         ),
     ),
     (
@@ -192,7 +194,7 @@ _CASES = (
         ("fsdp=4,tensor=2,remat=full", "fsdp=8,remat=dots", "data=8,remat=full"),
     ),
     ("llama-1b", "v5p:2x2x2", 16, ("fsdp=4,context=2,remat=full",)),
-    EXHAUSTIVE,
+    ("llama-1b", "v5p:2x2x2", 16, _EVERY_SIZE),
     (_LLAMA2, "v5e:4x4", 16, ("fsdp=16,remat=full", "fsdp=4,tensor=4,remat=full")),
     (_LLAMA2, "v5e:8x8", 64, ("fsdp=16,tensor=4,remat=full",)),
     (_LLAMA2, "v6e:4x4", 32, ("fsdp=16,remat=full",)),
@@ -256,8 +258,11 @@ CASES = tuple(
 )
 """Programs whose predictions are held against the compilers."""
 
+EXHAUSTIVE = tuple(case for case in CASES if case.layout in _EVERY_SIZE)
+"""All sizes of data, fsdp and tensor over 8 chips, with every uniform `remat`."""
 
-def matching(regex: str) -> Iterator[Case]:
+
+def matching(regex: str) -> list[Case]:
     """The cases whose line matches a regex.
 
     Raises:
@@ -269,7 +274,7 @@ def matching(regex: str) -> Iterator[Case]:
             f"--only={regex} matches no program; programs are lines such as "
             f"{str(CASES[0])!r}"
         )
-    return iter(found)
+    return found
 
 
 def read() -> list[Compiled]:

@@ -82,7 +82,7 @@ def trace_unpadded(
             weights = jax.tree.map(lambda x: vary(x, axes), weights)
         with model_scope(layout, mesh, axes):
             shards = 1 if axes else layout.num_token_shards
-            lanes = _lanes(mesh)
+            lanes = lanes_of(mesh)
             traced.append(_trace(layered, plan, shards, lanes, *weights, rows, key))
         return jnp.zeros(())
 
@@ -246,7 +246,7 @@ def _deferred_bytes(
     return _tree_bytes(state.arrays, lanes)
 
 
-def _lanes(mesh: Mesh) -> int:
+def lanes_of(mesh: Mesh) -> int:
     """Elements to which the devices of a mesh pad the last dim of an array."""
     chip = chip_of(mesh.devices.flat[0].device_kind)
     return chip.tile[1] if chip else 1

@@ -42,7 +42,7 @@ class Memory:
         return sum(dataclasses.astuple(self)) - self.host
 
 
-_RUNNING, _RUNNING_IN_TICKS = 0.7, 0.5
+_RUNNING, _RUNNING_IN_TICKS = 0.7, 0.4
 """Shares of what a layer holds while it runs backward that are in memory at once: of
 layers one after the other, and of those in the ticks of a pipeline."""
 
@@ -53,7 +53,7 @@ _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
 its sums in float32 take."""
 
-_REDUCED = 6.3
+_SCATTERED = 6.8
 """Copies of the largest gradient of a pipeline while it is scattered.
 
 All are fitted to the peaks of compiled programs (docs/planning.md).
@@ -73,7 +73,9 @@ class Held(NamedTuple):
         time.
       gathers_head: whether the head's weight is gathered for it, beside `weights`.
       in_ticks: whether gradients are added up from tick to tick.
-      shards_state: whether these are scattered at the end.
+      head_beside_layers: whether ticks run the head and layers backward.
+      scattered: how many times its own bytes the largest gradient takes as a shard,
+        with the padding of its last dim; 0 if it is not scattered.
     """
 
     weights: int
@@ -84,7 +86,8 @@ class Held(NamedTuple):
     chunk: int = 0
     gathers_head: bool = False
     in_ticks: bool = False
-    shards_state: bool = False
+    head_beside_layers: bool = False
+    scattered: float = 0.0
 
 
 def predicted_memory(
@@ -100,8 +103,8 @@ def predicted_memory(
     """
     if held.in_ticks:
         layer = _RUNNING_IN_TICKS * traced.running
-        copies = max(_HEAD_IN_TICKS, _REDUCED if held.shards_state else 0)
-        head = copies * traced.largest
+        layer += _HEAD_IN_TICKS * traced.largest * held.head_beside_layers
+        head = _SCATTERED * held.scattered * traced.largest
     else:
         layer = _RUNNING * traced.running
         # The gradients of the layers are not there yet, and nearly all in the layers.

@@ -74,7 +74,7 @@ class Machine:
         return 2 * self.chip.link_bandwidth
 
 
-_EFFICIENCY = {"v5e": 0.88, "v5p": 0.67, "v6e": 0.41}
+_EFFICIENCY = {"v5e": 0.84, "v5p": 0.56, "v6e": 0.33}
 """{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others. Fitted to
 the cycles that the compilers of v5e, v5p and v6e state (docs/planning.md)."""
 

@@ -125,6 +125,13 @@ class TickLoop:
         ticks = [phase.stop - phase.start for phase in self.phases if phase.backward]
         return ticks.count(1) + any(count > 1 for count in ticks)
 
+    @property
+    def runs_head_beside_layers(self) -> bool:
+        """Whether all stages run the head, and layers backward, in one tick."""
+        return any(
+            phase.head is True and phase.backward is True for phase in self.phases
+        )
+
     def _count_ticks(self, condition: Callable[[Phase], bool]) -> int:
         phases = (phase for phase in self.phases if condition(phase))
         return sum(phase.stop - phase.start for phase in phases)

@@ -258,7 +258,8 @@ class PipelineRunner(Runner):
             sums=gradients,
             activations=saved + self.loop.num_backward_buffers * recomputed,
             in_ticks=True,
-            shards_state=self.zero.splits_any,
+            head_beside_layers=self.loop.runs_head_beside_layers,
+            scattered=terms.scattered(self.frame) if self.zero.splits_any else 0.0,
         )
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:

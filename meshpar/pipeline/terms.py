@@ -12,7 +12,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer, lanes_of
 from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
 
@@ -98,3 +98,12 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
         weights += size * jnp.dtype(leaf.dtype).itemsize
         gradients += size * 4 if path in frame.plan.gradients else 0
     return weights, gradients
+
+
+def scattered(frame: Frame) -> float:
+    """How many times its bytes the largest shared weight takes in padded shards."""
+    parameters = frame.layered.split(frame.plan.parameters)[0]
+    largest = max(parameters.values(), key=lambda leaf: math.prod(leaf.shape))
+    last = largest.shape[-1] // frame.ways(largest.spec[-1])
+    lanes = lanes_of(frame.mesh)
+    return -(-last // lanes) * lanes / last

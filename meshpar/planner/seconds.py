@@ -13,6 +13,7 @@ from meshpar.contracts import cost
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
+from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer
@@ -25,11 +26,13 @@ _UPDATE_BYTES = 28
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
 and two moments both ways, and the gradient."""
 
-_HELD, _SAVED, _VOCABULARY = 2.3, 2.2, 35.0
+_HELD, _SAVED, _VOCABULARY, _STATE_MOVES, _TENSOR_MOVES = 1.7, 2.1, 56.0, 4.4, 5.6
 """Bytes that a pass moves between a chip and its memory: for each byte that a layer
 holds, for each that it saves, and in the head for each byte of its weight, of which
-float32 copies and a gradient are written and read block by block. All are fitted to the
-cycles that compilers state (docs/planning.md)."""
+float32 copies and a gradient are written and read block by block; for each byte of
+weights and gradients, and of activations over `tensor`, that the device sends, which is
+sliced, copied and added to. All are fitted to the cycles that compilers state
+(docs/planning.md)."""
 
 _TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
 """Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
@@ -67,6 +70,7 @@ class Seconds:
       outside: compute of embedding and head.
       update: the optimizer.
       saved: activations on their way to memory and back.
+      moves: slices, copies and additions of what devices send.
       state: exposed transfers of weights and gradients.
       tensor: exposed transfers of activations inside layers.
       sends: transfers between stages.
@@ -82,6 +86,7 @@ class Seconds:
     outside: float
     update: float
     saved: float
+    moves: float
     state: float
     tensor: float
     sends: float
@@ -125,44 +130,35 @@ def step_seconds(
       traced: bytes of one layer and of the head on one device.
       traffic: what a step moves.
     """
-    layout, layered, runner = lowering.layout, lowering.model.layered, lowering.runner
-    # What a layer holds is what its elementwise operations make.
-    held = facts.layer(NONE, rows, layout.tensor).running
-    memory_bandwidth, flops = machine.chip.memory_bandwidth, facts.flops
-    elementwise = _HELD * held / memory_bandwidth
-    row_seconds = rows / layout.tensor / machine.flops
-    kernels = row_seconds * flops.kernels
-    forward = row_seconds * flops.layer + kernels + elementwise
-    outside = row_seconds * flops.outside
-    # A policy that keeps the results of matmuls does not keep those of kernels.
-    repeated = {NONE: 0.0, "dots": kernels + elementwise}.get(layout.remat, forward)
-    again_kernels = 0.0 if layout.remat == NONE else kernels
+    layout, runner = lowering.layout, lowering.runner
+    layer = _layer_seconds(layout, facts, machine, rows)
     compute: dict[str, float] = {}
     passes, in_kernels = 0, 0.0
     for run in runner.layer_passes:
-        backward, runs = run.name == "backward", run.runs * run.depth
-        once = 2 * forward + repeated if backward else forward
-        compute[run.name] = compute.get(run.name, 0.0) + runs * once
-        in_kernels += runs * (2 * kernels + again_kernels if backward else kernels)
-        passes += runs
-    needed = layout.microbatches * layered.depth / layout.pipe
+        times = run.runs * run.depth
+        seconds, kernels = layer.of(run.name)
+        compute[run.name] = compute.get(run.name, 0.0) + times * seconds
+        in_kernels += times * kernels
+        passes += times
+    needed = layout.microbatches * lowering.model.layered.depth / layout.pipe
     # Stages that save their inputs run forward once more.
-    stages_again = forward if "forward again" in compute else 0.0
-    layers, again = 3 * needed * forward, needed * (repeated + stages_again)
+    stages_again = layer.forward if "forward again" in compute else 0.0
+    layers, again = 3 * needed * layer.forward, needed * (layer.again + stages_again)
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
+    outside = rows / layout.tensor * facts.flops.outside / machine.flops
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
         outside /= layout.pipe if layout.splits_vocabulary else 1
+    memory_bandwidth = machine.chip.memory_bandwidth
     outside += _VOCABULARY * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
     sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
-    by_hand = layout.pipe == 1 and lowering.frame.manual_axes
-    rings = by_hand and platform_of(lowering.mesh).hides_ring_steps
-    tensor = sent * _EXPOSED_OF_RINGS if rings else sent
+    rings = lowering.frame.manual_axes and platform_of(lowering.mesh).hides_ring_steps
+    state_bytes = sum(term.wire_bytes for term in traffic.terms)
+    moves = _STATE_MOVES * state_bytes + _TENSOR_MOVES * tensor_bytes
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
-    wire = sum(term.wire_bytes for term in traffic.terms) + tensor_bytes + sends
     return Seconds(
         layers=layers,
         again=again,
@@ -170,13 +166,53 @@ def step_seconds(
         outside=heads * outside,
         update=update / memory_bandwidth,
         saved=_SAVED * passes * traced.saved / memory_bandwidth,
+        moves=moves / memory_bandwidth,
         state=_state_seconds(lowering, machine, traffic, compute),
-        tensor=tensor,
+        tensor=sent * _EXPOSED_OF_RINGS if rings else sent,
         sends=sends / _bandwidth(lowering, machine, (PIPE,)),
         host=_host_seconds(lowering, machine, traffic, compute),
-        wire_bytes=wire,
+        wire_bytes=state_bytes + tensor_bytes + sends,
         kernels=in_kernels,
     )
+
+
+class _LayerSeconds(NamedTuple):
+    """Compute of one layer on one device.
+
+    Attributes:
+      forward: of its forward pass.
+      kernels: the part of that in kernels written by hand.
+      again: that its backward pass repeats.
+      kernels_again: the part of that in kernels.
+    """
+
+    forward: float
+    kernels: float
+    again: float
+    kernels_again: float
+
+    def of(self, name: str) -> tuple[float, float]:
+        """(all, in kernels) of a pass by its name."""
+        if name != "backward":
+            return self.forward, self.kernels
+        all_seconds = 2 * self.forward + self.again
+        return all_seconds, 2 * self.kernels + self.kernels_again
+
+
+def _layer_seconds(
+    layout: Layout, facts: Facts, machine: Machine, rows: float
+) -> _LayerSeconds:
+    """The compute of one layer with some rows."""
+    # What a layer holds is what its elementwise operations make.
+    held = facts.layer(NONE, rows, layout.tensor).running
+    elementwise = _HELD * held / machine.chip.memory_bandwidth
+    row_seconds = rows / layout.tensor / machine.flops
+    kernels = row_seconds * facts.flops.kernels
+    forward = row_seconds * facts.flops.layer + kernels + elementwise
+    # A policy that keeps the results of matmuls does not keep those of kernels.
+    again = {NONE: 0.0, "dots": kernels + elementwise}.get(layout.remat, forward)
+    kernels_again = 0.0 if layout.remat == NONE else kernels
+    return _LayerSeconds(forward, kernels, again, kernels_again)
 
 
 def _bandwidth(
