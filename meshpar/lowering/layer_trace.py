@@ -18,6 +18,7 @@ from meshpar.arrays import (
     vary,
 )
 from meshpar.collectives.transport import transports_for
+from meshpar.compat import equations
 from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.layouts.axes import TENSOR, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
@@ -25,6 +26,7 @@ from meshpar.layouts.plan import Plan, partition_spec
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
 from meshpar.lowering.batches import batch_specs
 from meshpar.mesh.chips import chip_of
+from meshpar.mesh.platform import platform_of
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 
@@ -39,6 +41,7 @@ class TracedLayer(NamedTuple):
       deferred: held from the gradient of a layer's input to that of its weights, where
         a schedule splits the two.
       padding: added to what is saved, where the compiler pads it (`with_padding`).
+      logits: of one block of the loss, in float32, if the platform holds them.
       largest: the largest weight outside the stack, as a device computes with it.
     """
 
@@ -47,6 +50,7 @@ class TracedLayer(NamedTuple):
     running: int
     deferred: int
     padding: int
+    logits: int
     largest: int
 
 
@@ -82,8 +86,7 @@ def trace_unpadded(
             weights = jax.tree.map(lambda x: vary(x, axes), weights)
         with model_scope(layout, mesh, axes):
             shards = 1 if axes else layout.num_token_shards
-            lanes = lanes_of(mesh)
-            traced.append(_trace(layered, plan, shards, lanes, *weights, rows, key))
+            traced.append(_trace(layered, plan, mesh, shards, *weights, rows, key))
         return jnp.zeros(())
 
     with jax.set_mesh(mesh):
@@ -131,15 +134,15 @@ def _on_one_device(
 def _trace(
     layered: LayeredModel,
     plan: Plan,
+    mesh: Mesh,
     token_shards: int,
-    lanes: int,
     shared: Any,
     layer_weights: Any,
     rows: Any,
     key: Array,
 ) -> TracedLayer:
     """`trace_layer` of the rows of several devices."""
-    layout = plan.layout
+    layout, lanes = plan.layout, lanes_of(mesh)
     ways = token_shards * layout.tensor
 
     def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
@@ -157,8 +160,25 @@ def _trace(
         running=_tree_bytes(_residuals(layer, *args, kept=kept)) // ways,
         deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
         padding=(_tree_bytes(saved, lanes) - _tree_bytes(saved)) // ways,
+        logits=_logits_bytes(layered, mesh, shared, x, rows, key) // ways,
         largest=largest_weight(layered, plan),
     )
+
+
+def _logits_bytes(layered: LayeredModel, mesh: Mesh, *args: Any) -> int:
+    """Bytes of the largest result of a matmul in head_loss(*args), in float32.
+
+    0 where the results of such matmuls stay on the chip.
+    """
+    if not platform_of(mesh).holds_logits:
+        return 0
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(layered.head_loss(*args)))
+    matmuls = (
+        eqn.outvars[0].aval.size
+        for eqn in equations(jaxpr(*args).jaxpr)
+        if eqn.primitive.name == "dot_general"
+    )
+    return 4 * max(matmuls, default=0)
 
 
 def gathered_bytes(traced: TracedLayer, layout: Layout, mesh: Mesh) -> int:

@@ -53,6 +53,9 @@ _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
 its sums in float32 take."""
 
+_LOGITS = 1.5
+"""Copies of the logits of a block, in float32, beside them."""
+
 _SCATTERED = 6.8
 """Copies of the largest gradient of a pipeline while it is scattered.
 
@@ -109,6 +112,7 @@ def predicted_memory(
         layer = _RUNNING * traced.running
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
+        head += _LOGITS * traced.logits
     layer += _GATHERED * held.gathered
     return Memory(
         parameters=state["parameters"],

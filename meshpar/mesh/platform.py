@@ -32,6 +32,8 @@ class Platform:
       turns_stacks: whether a gather along a later dim of a layer's weight makes the
         compiler turn the stack of all layers, and hold it so for the whole step
         (XLA:GPU, seen in jaxlib 0.12.0).
+      holds_logits: whether the logits of a block of the loss are written to memory, and
+        do not stay on the chip.
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -44,6 +46,7 @@ class Platform:
     compiles_slowly: bool = False
     multiplies_matrices: bool = False
     turns_stacks: bool = False
+    holds_logits: bool = True
     shows_host_transfers: bool = False
 
 
@@ -56,7 +59,11 @@ CPU = Platform(
 )
 GPU = Platform(chips.GPU, turns_stacks=True)
 TPU = Platform(
-    chips.TPU, hides_ring_steps=True, tiles_vectors=True, shows_host_transfers=True
+    chips.TPU,
+    hides_ring_steps=True,
+    tiles_vectors=True,
+    holds_logits=False,
+    shows_host_transfers=True,
 )
 
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}
