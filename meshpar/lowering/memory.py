@@ -68,9 +68,9 @@ class Held(NamedTuple):
 
     Attributes:
       weights: copies in the compute dtype.
+      activations: saved between forward and backward passes.
       gradients: of the backward pass.
       sums: float32 sums of gradients over microbatches or ticks.
-      activations: saved between forward and backward passes.
       gathered: an activation between two layers, whole, if a layer gathers it.
       chunk: the largest part of what lives in host memory that is on the device at a
         time.
@@ -82,8 +82,8 @@ class Held(NamedTuple):
     """
 
     weights: int
-    gradients: int
     activations: int
+    gradients: int = 0
     sums: int = 0
     gathered: int = 0
     chunk: int = 0

@@ -251,12 +251,12 @@ class PipelineRunner(Runner):
         del held  # A stage holds its own layers alone.
         weights, gradients = terms.stage_bytes(self.frame, self.zero)
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
-        recomputed = rows * traced.saved if self.layout.save == "inputs" else 0
+        if self.layout.save == "inputs":
+            saved += rows * traced.saved * terms.backward_buffers(self.frame, self.loop)
         return Held(
             weights=weights,
-            gradients=0,
             sums=gradients,
-            activations=saved + self.loop.num_backward_buffers * recomputed,
+            activations=saved,
             in_ticks=True,
             head_beside_layers=self.loop.runs_head_beside_layers,
             scattered=terms.scattered(self.frame) if self.zero.splits_any else 0.0,

@@ -13,6 +13,7 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_trace import TracedLayer, lanes_of
+from meshpar.mesh.chips import chip_of
 from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
 
@@ -98,6 +99,13 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
         weights += size * jnp.dtype(leaf.dtype).itemsize
         gradients += size * 4 if path in frame.plan.gradients else 0
     return weights, gradients
+
+
+def backward_buffers(frame: Frame, loop: TickLoop) -> int:
+    """Backward passes whose recomputed residuals have memory at the same time."""
+    chip = chip_of(frame.mesh.devices.flat[0].device_kind)
+    early = chip is None or chip.allocates_early
+    return loop.num_backward_buffers if early else min(1, loop.num_backward_buffers)
 
 
 def scattered(frame: Frame) -> float:

@@ -45,6 +45,7 @@ EQUAL_TO_A_LOWERED_PROGRAM = (
     "fsdp=4,tensor=2,remat=dots",
     "pipe=2,fsdp=4,microbatches=2,zero=1",
     "pipe=4,data=2,microbatches=4,schedule=interleaved,virtual_stages=2",
+    "pipe=2,fsdp=4,microbatches=2,partition=5/3",
 )
 
 
