@@ -9,9 +9,7 @@ are compared. Prints medians of CPU seconds and of wall time of a step, and the 
 the page's over ours. Aim: 1.00, at least 0.98.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +21,7 @@ from absl import flags
 import meshpar
 from experiments import command_line
 from experiments.benchmarks import decoder_page
+from experiments.benchmarks.timed_steps import WARM_STEPS, Timed
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.language_model import language_model
 from experiments.recipes.ranges import Number
@@ -32,7 +31,7 @@ ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
 ONLY = flags.DEFINE_string("only", "", "Rows whose name holds this text.")
 command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 
-_DEVICES, _ROWS, _WARM = 8, 8, 3
+_DEVICES, _ROWS = 8, 8
 _SIZES = dict(vocab=1024, embed=256, depth=4, mlp=1024, length=256, heads=4, kv_heads=4)
 _MODELS = {
     "gpt2": DecoderConfig(**_SIZES, **GPT2_KIND),
@@ -40,34 +39,6 @@ _MODELS = {
 }
 _LAYOUTS = "data=1", "data=8", "fsdp=8", "fsdp=2,tensor=4"
 _TOLERANCE = 1e-4
-
-
-class Timed:
-    """Steps of one program, with the seconds that they took.
-
-    Args:
-      step: (state, batch) -> (state, loss).
-      state: of the program.
-      batch: on the devices.
-    """
-
-    def __init__(self, step: Callable[[Any, Any], Any], state: Any, batch: Any):
-        self._step, self._state, self._batch = step, state, batch
-        self.cpu: list[float] = []
-        self.wall: list[float] = []
-
-    def run(self) -> float:
-        """Does one step, and returns its loss."""
-        cpu, wall = time.process_time(), time.perf_counter()
-        self._state, loss = self._step(self._state, self._batch)
-        jax.block_until_ready((self._state, loss))
-        self.cpu.append(time.process_time() - cpu)
-        self.wall.append(time.perf_counter() - wall)
-        return float(loss)
-
-    def medians(self) -> tuple[float, float]:
-        """(CPU seconds, seconds) of a step, without the first ones."""
-        return tuple(statistics.median(x[_WARM:]) for x in (self.cpu, self.wall))
 
 
 def _pair(config: DecoderConfig, layout: str) -> tuple[Timed, Timed]:
@@ -111,7 +82,7 @@ def main(_: Sequence[str]) -> int:
             if ONLY.value not in (name := f"{kind}/{layout}"):
                 continue
             pair = _pair(config, layout)
-            for _ in range(ROUNDS.value + _WARM):
+            for _ in range(ROUNDS.value + WARM_STEPS):
                 ours, theirs = (timed.run() for timed in pair)
                 if abs(ours - theirs) > _TOLERANCE:
                     differ.append(f"{name}: loss {ours:.6f}, page {theirs:.6f}")
