@@ -109,6 +109,7 @@ _SIZES = (
     "data=2,tensor=4",
     "fsdp=2,tensor=4",
 )
+_EXHAUSTIVE = "llama-1b", "v5p:2x2x2", 16
 _EVERY_SIZE = tuple(
     f"{sizes},remat={remat}"
     for sizes, remat in itertools.product(_SIZES, ("none", "dots", "full"))
@@ -194,7 +195,7 @@ _CASES = (
         ("fsdp=4,tensor=2,remat=full", "fsdp=8,remat=dots", "data=8,remat=full"),
     ),
     ("llama-1b", "v5p:2x2x2", 16, ("fsdp=4,context=2,remat=full",)),
-    ("llama-1b", "v5p:2x2x2", 16, _EVERY_SIZE),
+    (*_EXHAUSTIVE, _EVERY_SIZE),
     (_LLAMA2, "v5e:4x4", 16, ("fsdp=16,remat=full", "fsdp=4,tensor=4,remat=full")),
     (_LLAMA2, "v5e:8x8", 64, ("fsdp=16,tensor=4,remat=full",)),
     (_LLAMA2, "v6e:4x4", 32, ("fsdp=16,remat=full",)),
@@ -258,7 +259,7 @@ CASES = tuple(
 )
 """Programs whose predictions are held against the compilers."""
 
-EXHAUSTIVE = tuple(case for case in CASES if case.layout in _EVERY_SIZE)
+EXHAUSTIVE = tuple(Case(*_EXHAUSTIVE, layout) for layout in _EVERY_SIZE)
 """All sizes of data, fsdp and tensor over 8 chips, with every uniform `remat`."""
 
 

@@ -36,6 +36,7 @@ from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.small_weights import gather_small
 from meshpar.lowering.state import TrainState, fetched_params
 from meshpar.lowering.totals import Gradients, Totals
+from meshpar.mesh.platform import platform_of
 from meshpar.models.model import Model
 
 _CHUNKS = 2
@@ -262,8 +263,9 @@ class Lowering:
         moved = self.plan.host_bytes()
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
         held, host = self.held(traced), sum(moved.values())
-        gathered = gathered_bytes(traced, self.layout, self.mesh)
-        held = held._replace(gathered=gathered)
+        gathered = gathered_bytes(traced, self.layout)
+        logits = platform_of(self.mesh).logits_in_memory(traced.logits)
+        held = held._replace(gathered=gathered, logits=logits)
         if ACTIVATIONS in self.layout.offloaded:
             host += held.activations
             held = held._replace(activations=_CHUNKS * traced.saved)

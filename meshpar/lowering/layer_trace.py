@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +17,14 @@ from meshpar.arrays import (
     num_bytes,
     vary,
 )
-from meshpar.collectives.transport import transports_for
 from meshpar.compat import equations
 from meshpar.fsdp.layer_scan import LayerScan, Rows
-from meshpar.layouts.axes import TENSOR, TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.axes import TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.plan import Plan, partition_spec
+from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
 from meshpar.lowering.batches import batch_specs
 from meshpar.mesh.chips import chip_of
-from meshpar.mesh.platform import platform_of
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 
@@ -41,7 +39,7 @@ class TracedLayer(NamedTuple):
       deferred: held from the gradient of a layer's input to that of its weights, where
         a schedule splits the two.
       padding: added to what is saved, where the compiler pads it (`with_padding`).
-      logits: of one block of the loss, in float32, if the platform holds them.
+      logits: of one block of the loss, in float32.
       largest: the largest weight outside the stack, as a device computes with it.
     """
 
@@ -65,7 +63,8 @@ def trace_layer(
       mesh: the device mesh.
       batch: abstract batch of one replica.
     """
-    return with_padding(trace_unpadded(layered, plan, mesh, batch), plan.layout)
+    traced = trace_unpadded(layered, plan, mesh, batch)
+    return with_padding(traced, plan.layout, mesh.devices.flat[0])
 
 
 def trace_unpadded(
@@ -96,14 +95,18 @@ def trace_unpadded(
     return traced[0]
 
 
-def with_padding(traced: TracedLayer, layout: Layout) -> TracedLayer:
+def with_padding(
+    traced: TracedLayer, layout: Layout, device: jax.Device
+) -> TracedLayer:
     """Adds the padding of what a layer saves, under layouts whose programs pad it.
 
     TPUs pad the last dim of an array to whole lanes. Compilers put another dim last
     where padding would double an array, but for the results of matmuls that a policy of
-    `remat` keeps; those of rings over `tensor` have another dim last as well.
+    `remat` keeps. Rings over `tensor` that merge heads with head_dim leave no such dim.
     """
-    if layout.remat in KEEPS_MATMULS and layout.tensor == 1:
+    chip = chip_of(device.device_kind)
+    merges = layout.tensor > 1 and chip is not None and chip.gathers_beside_compute
+    if layout.remat in KEEPS_MATMULS and not merges:
         return traced._replace(saved=traced.saved + traced.padding)
     return traced
 
@@ -160,18 +163,13 @@ def _trace(
         running=_tree_bytes(_residuals(layer, *args, kept=kept)) // ways,
         deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
         padding=(_tree_bytes(saved, lanes) - _tree_bytes(saved)) // ways,
-        logits=_logits_bytes(layered, mesh, shared, x, rows, key) // ways,
+        logits=_logits_bytes(layered, shared, x, rows, key) // ways,
         largest=largest_weight(layered, plan),
     )
 
 
-def _logits_bytes(layered: LayeredModel, mesh: Mesh, *args: Any) -> int:
-    """Bytes of the largest result of a matmul in head_loss(*args), in float32.
-
-    0 where the results of such matmuls stay on the chip.
-    """
-    if not platform_of(mesh).holds_logits:
-        return 0
+def _logits_bytes(layered: LayeredModel, *args: Any) -> int:
+    """Bytes of the largest result of a matmul in head_loss(*args), in float32."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(layered.head_loss(*args)))
     matmuls = (
         eqn.outvars[0].aval.size
@@ -181,27 +179,26 @@ def _logits_bytes(layered: LayeredModel, mesh: Mesh, *args: Any) -> int:
     return 4 * max(matmuls, default=0)
 
 
-def gathered_bytes(traced: TracedLayer, layout: Layout, mesh: Mesh) -> int:
+def gathered_bytes(traced: TracedLayer, layout: Layout) -> int:
     """Bytes of a whole activation, if layers hold such beside what the trace shows.
 
-    Matmuls over `tensor` gather them in one collective (GPUs). Where a policy of
-    `remat` keeps the results of matmuls those are more; rings (TPUs) use their parts.
+    What matmuls over `tensor` gather is traced where nothing is rematerialized.
     """
-    if layout.tensor == 1 or layout.remat in (NONE, *KEEPS_MATMULS):
+    if layout.tensor == 1 or layout.remat == NONE:
         return 0
-    rings = transports_for(mesh, (TENSOR,)).gradients.covers((TENSOR,))
-    return 0 if rings else traced.x * layout.tensor
+    return traced.x * layout.tensor
+
+
+def whole_bytes(leaf: LeafPlan, sizes: Mapping[str, int]) -> int:
+    """Bytes of a weight as a device computes with it."""
+    ways = ways_of(itertools.chain(*leaf.held), sizes)
+    return math.prod(leaf.shape) // ways * jnp.dtype(leaf.dtype).itemsize
 
 
 def largest_weight(layered: LayeredModel, plan: Plan) -> int:
     """Bytes of the largest weight outside the stack, as a device computes with it."""
-
-    def whole(path: str) -> int:
-        leaf = plan.weights[path]
-        ways = ways_of(itertools.chain(*leaf.held), plan.layout.sizes)
-        return math.prod(leaf.shape) // ways * jnp.dtype(leaf.dtype).itemsize
-
-    return max(map(whole, layered.split(plan.weights)[0]), default=0)
+    shared = layered.split(plan.weights)[0].values()
+    return max((whole_bytes(leaf, plan.layout.sizes) for leaf in shared), default=0)
 
 
 def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:

@@ -42,19 +42,19 @@ class Memory:
         return sum(dataclasses.astuple(self)) - self.host
 
 
-_RUNNING, _RUNNING_IN_TICKS = 0.7, 0.4
+_RUNNING, _RUNNING_IN_TICKS = 0.5, 0.4
 """Shares of what a layer holds while it runs backward that are in memory at once: of
 layers one after the other, and of those in the ticks of a pipeline."""
 
-_GATHERED = 4
+_GATHERED = 3.5
 """Whole activations beside them (`layer_trace.gathered_bytes`)."""
+
+_LAYER = 1.7
+"""Copies of a layer's weights that are gathered for it: whole, and as a gradient."""
 
 _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
 its sums in float32 take."""
-
-_LOGITS = 1.5
-"""Copies of the logits of a block, in float32, beside them."""
 
 _SCATTERED = 6.8
 """Copies of the largest gradient of a pipeline while it is scattered.
@@ -72,6 +72,8 @@ class Held(NamedTuple):
       gradients: of the backward pass.
       sums: float32 sums of gradients over microbatches or ticks.
       gathered: an activation between two layers, whole, if a layer gathers it.
+      layer: whole weights of one layer, if they are gathered for it.
+      logits: copies of the logits of a block of the loss, in memory.
       chunk: the largest part of what lives in host memory that is on the device at a
         time.
       gathers_head: whether the head's weight is gathered for it, beside `weights`.
@@ -86,6 +88,8 @@ class Held(NamedTuple):
     gradients: int = 0
     sums: int = 0
     gathered: int = 0
+    layer: int = 0
+    logits: int = 0
     chunk: int = 0
     gathers_head: bool = False
     in_ticks: bool = False
@@ -109,10 +113,10 @@ def predicted_memory(
         layer += _HEAD_IN_TICKS * traced.largest * held.head_beside_layers
         head = _SCATTERED * held.scattered * traced.largest
     else:
-        layer = _RUNNING * traced.running
+        layer = _RUNNING * traced.running + _LAYER * held.layer
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
-        head += _LOGITS * traced.logits
+        head += held.logits
     layer += _GATHERED * held.gathered
     return Memory(
         parameters=state["parameters"],

@@ -32,7 +32,7 @@ from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_moves import declared_moves, traced_moves
-from meshpar.lowering.layer_trace import TracedLayer, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, trace_layer, whole_bytes
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
@@ -235,7 +235,11 @@ class ShardMapLowering(Lowering):
             shared = self.model.layered.split(self.plan.weights)[0]
             copies = sum(leaf.bytes_per_device for leaf in shared.values())
             held = held._replace(weights=copies)
-        held = held._replace(gathers_head=self.zero.gathers_layers)
+        if self.zero.gathers_layers:
+            stack = self.model.layered.split(self.plan.weights)[1].values()
+            whole = sum(whole_bytes(leaf, self.layout.sizes) for leaf in stack)
+            layer = whole // self.model.layered.depth
+            held = held._replace(gathers_head=True, layer=layer)
         return self.runner.held(traced, held)
 
     def report(self, batch: Any) -> dict[str, Any]:

@@ -32,8 +32,9 @@ class Platform:
       turns_stacks: whether a gather along a later dim of a layer's weight makes the
         compiler turn the stack of all layers, and hold it so for the whole step
         (XLA:GPU, seen in jaxlib 0.12.0).
-      holds_logits: whether the logits of a block of the loss are written to memory, and
-        do not stay on the chip.
+      logits_copies: copies of the logits of a block of the loss, in float32, that are
+        in memory beside the head's gradient, where they do not stay on the chip.
+      on_chip_bytes: logits in float32 of which the copy in bfloat16 stays on the chip.
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -46,8 +47,13 @@ class Platform:
     compiles_slowly: bool = False
     multiplies_matrices: bool = False
     turns_stacks: bool = False
-    holds_logits: bool = True
+    logits_copies: float = 1.5
+    on_chip_bytes: int = 0
     shows_host_transfers: bool = False
+
+    def logits_in_memory(self, size: int) -> int:
+        """Bytes in memory for logits that take `size` bytes in float32."""
+        return int(self.logits_copies * size) if size > self.on_chip_bytes else 0
 
 
 CPU = Platform(
@@ -62,7 +68,8 @@ TPU = Platform(
     chips.TPU,
     hides_ring_steps=True,
     tiles_vectors=True,
-    holds_logits=False,
+    logits_copies=0.33,
+    on_chip_bytes=2**28,
     shows_host_transfers=True,
 )
 

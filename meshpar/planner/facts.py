@@ -157,7 +157,7 @@ class Facts:
             return max(0, round((first + scale * (second - first)) / ways))
 
         traced = TracedLayer(*(grown(name) for name in TracedLayer._fields))
-        return with_padding(traced, Layout(remat=remat, tensor=ways))
+        return with_padding(traced, Layout(remat=remat, tensor=ways), self._device)
 
     @functools.cached_property
     def flops(self) -> Flops:
