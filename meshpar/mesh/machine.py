@@ -45,6 +45,8 @@ class Machine:
       chip: their kind.
       memory_bytes: that a program may use on one device.
       efficiency: share of the chip's peak FLOP/s that matmuls of models reach.
+      narrow: what matmuls with a dim that fills no row of a tile, such as a head_dim of
+        64, take in addition, over their time at the chip's peak.
       overlaps: whether transfers run beside compute.
       slowdown: measured over predicted seconds of a step; 1 without measurements.
     """
@@ -53,6 +55,7 @@ class Machine:
     chip: Chip
     memory_bytes: int
     efficiency: float
+    narrow: float
     overlaps: bool
     slowdown: float = 1.0
 
@@ -74,9 +77,15 @@ class Machine:
         return 2 * self.chip.link_bandwidth
 
 
-_EFFICIENCY = {"v5e": 0.84, "v5p": 0.56, "v6e": 0.33}
-"""{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others. Fitted to
-the cycles that the compilers of v5e, v5p and v6e state (docs/planning.md)."""
+_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6}
+"""{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others."""
+
+_NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
+"""{chip: how many times as long at its peak narrow matmuls take in addition}.
+
+Both are fitted to the cycles that the compilers of v5e, v5p and v6e state
+(docs/planning.md), which do not tell what else slows down real chips.
+"""
 
 
 def machine_of(
@@ -96,8 +105,8 @@ def machine_of(
         memory = memory or _physical_memory() // len(devices)
     memory = memory or int((1 - _RESERVED) * chip.memory_bytes)
     efficiency = _EFFICIENCY.get(chip.name, 0.7)
-    overlaps = kind != _CPU.platform
-    return Machine(tuple(devices), chip, memory, efficiency, overlaps, slowdown)
+    narrow, overlaps = _NARROW.get(chip.name, 0.0), kind != _CPU.platform
+    return Machine(tuple(devices), chip, memory, efficiency, narrow, overlaps, slowdown)
 
 
 def _physical_memory() -> int:

@@ -19,7 +19,12 @@ from meshpar.compat import inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.resolve import make_plan
-from meshpar.lowering.layer_trace import TracedLayer, trace_unpadded, with_padding
+from meshpar.lowering.layer_trace import (
+    TracedLayer,
+    lanes_of,
+    trace_unpadded,
+    with_padding,
+)
 from meshpar.lowering.optimizer import Optimizer, optimizer_of
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
@@ -37,6 +42,8 @@ class Flops:
 
     Attributes:
       layer: of one layer's forward pass, kernels aside.
+      narrow: the part of these in matmuls with an operand or a result whose last dim,
+        such as head_dim, fills no row of a tile.
       kernels: of the same pass, inside of kernels written by hand (attention), as if
         they skipped nothing.
       outside: of embedding and head, forward and backward; a head that computes its
@@ -44,6 +51,7 @@ class Flops:
     """
 
     layer: float
+    narrow: float
     kernels: float
     outside: float
 
@@ -168,11 +176,13 @@ class Facts:
         cpu = jax.devices(CPU.name)[0]
         shared, stack = layered.split(abstract(self.model.params))
 
-        def count(device: jax.Device, fn: Callable, *args: Any) -> float:
+        def trace(device: jax.Device, fn: Callable, *args: Any) -> Any:
             mesh = make_mesh(layout, [device])
             with jax.set_mesh(mesh), model_scope(layout, mesh):
-                jaxpr = jax.make_jaxpr(fn)(*args)
-            return matmul_flops(jaxpr.jaxpr) / _ROWS[0]
+                return jax.make_jaxpr(fn)(*args).jaxpr
+
+        def count(*args: Any) -> float:
+            return matmul_flops(trace(*args)) / _ROWS[0]
 
         key = jax.eval_shape(lambda: jax.random.key(0))
         mesh = make_mesh(layout, [cpu])
@@ -180,7 +190,10 @@ class Facts:
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
         args = layered.layer, abstract_layer(stack), x, key, context
-        every, layer = count(cpu, *args), count(self._device, *args)
+        traced = trace(self._device, *args)
+        every, layer = count(cpu, *args), matmul_flops(traced) / _ROWS[0]
+        lanes = lanes_of(make_mesh(layout, [self._device]))
+        narrow = matmul_flops(traced, lanes) / _ROWS[0]
 
         def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
             def loss(trained: Any, x: Any) -> Any:
@@ -190,7 +203,7 @@ class Facts:
 
         outside = 3 * count(cpu, layered.embed, shared, batch, key)
         outside += count(cpu, head, shared, x, batch, key)
-        return Flops(layer, every - layer, outside)
+        return Flops(layer, narrow, every - layer, outside)
 
 
 def _floats(params: Params) -> Params:
@@ -198,8 +211,14 @@ def _floats(params: Params) -> Params:
     return {p: w for p, w in params.items() if jnp.issubdtype(w.dtype, jnp.floating)}
 
 
-def matmul_flops(jaxpr: Any) -> float:
-    """FLOPs of the matmuls of a jaxpr, kernels aside; loops count every round."""
+def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
+    """FLOPs of the matmuls of a jaxpr, kernels aside; loops count every round.
+
+    Args:
+      jaxpr: of any function.
+      narrower_than: if given, only matmuls count that have an operand or a result whose
+        last dim is smaller.
+    """
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
@@ -207,12 +226,16 @@ def matmul_flops(jaxpr: Any) -> float:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lhs = eqn.invars[0].aval.shape
-            size = math.prod(lhs[dim] for dim in contracted)
-            total += 2.0 * size * math.prod(eqn.outvars[0].aval.shape)
-        elif eqn.primitive.name == "scan":
-            total += eqn.params["length"] * sum(map(matmul_flops, inner_jaxprs(eqn)))
+            shared = math.prod(lhs[dim] for dim in contracted)
+            shapes = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+            least = min((shape[-1] for shape in shapes if shape), default=0)
+            if not narrower_than or least < narrower_than:
+                total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * shared
+            continue
+        inner = [matmul_flops(j, narrower_than) for j in inner_jaxprs(eqn)]
+        if eqn.primitive.name == "scan":
+            total += eqn.params["length"] * sum(inner)
         else:
-            inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
             is_branch = eqn.primitive.name == "cond"
             total += max(inner, default=0) if is_branch else sum(inner)
     return total

@@ -22,11 +22,11 @@ from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_of
 from meshpar.planner.facts import Facts
 
-_UPDATE_BYTES = 28
+_UPDATE_BYTES = 32
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
-and two moments both ways, and the gradient."""
+and two moments both ways, and the gradient, which is clipped."""
 
-_HELD, _SAVED, _VOCABULARY, _STATE_MOVES, _TENSOR_MOVES = 1.7, 2.1, 56.0, 4.4, 5.6
+_HELD, _SAVED, _VOCABULARY, _STATE_MOVES, _TENSOR_MOVES = 1.7, 2.5, 52.0, 2.3, 5.2
 """Bytes that a pass moves between a chip and its memory: for each byte that a layer
 holds, for each that it saves, and in the head for each byte of its weight, of which
 float32 copies and a gradient are written and read block by block; for each byte of
@@ -209,6 +209,8 @@ def _layer_seconds(
     row_seconds = rows / layout.tensor / machine.flops
     kernels = row_seconds * facts.flops.kernels
     forward = row_seconds * facts.flops.layer + kernels + elementwise
+    narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
+    forward += machine.narrow * narrow
     # A policy that keeps the results of matmuls does not keep those of kernels.
     again = {NONE: 0.0, "dots": kernels + elementwise}.get(layout.remat, forward)
     kernels_again = 0.0 if layout.remat == NONE else kernels
