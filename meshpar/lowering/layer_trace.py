@@ -22,7 +22,8 @@ from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.layouts.axes import TENSOR, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, partition_spec
-from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
+from meshpar.layouts.remat import KEEPS_MATMULS, NONE, average, segments
+from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.mesh.chips import chip_of
 from meshpar.models.layer_stack import LayeredModel
@@ -34,10 +35,11 @@ class TracedLayer(NamedTuple):
 
     Attributes:
       x: activations between two layers.
-      saved: saved by a layer for its backward pass.
+      saved: saved by a layer for its backward pass; by layers whose policies differ, on
+        average.
       running: held by a layer while it runs backward.
       deferred: held from the gradient of a layer's input to that of its weights, where
-        a schedule splits the two.
+        a schedule splits the two; on average, too.
       largest: the largest weight outside the stack, as a device computes with it.
     """
 
@@ -126,14 +128,21 @@ def _trace(
 
     x = layered.embed(shared, rows, key)
     context = layered.context(shared, rows, key)
-    wrapped = wrap_remat(layer, layout.remat)
     trained, kept = frozenset(plan.gradients), layered.kept
     args = trained, layer_weights, x, key, context
+
+    def mean(bytes_of: Callable[..., int]) -> int:
+        def of_policy(policy: str) -> int:
+            wrapped = with_policy(layer, policy)
+            return bytes_of(lanes, wrapped, *args, kept=kept) // ways
+
+        return math.ceil(average(layout.remat, layered.depth, of_policy))
+
     return TracedLayer(
         x=_tree_bytes(x) // ways,
-        saved=_residual_bytes(lanes, wrapped, *args, kept=kept) // ways,
+        saved=mean(_residual_bytes),
         running=_residual_bytes(lanes, layer, *args, kept=kept) // ways,
-        deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
+        deferred=mean(_deferred_bytes),
         largest=largest_weight(layered, plan),
     )
 
@@ -144,7 +153,8 @@ def gathered_bytes(traced: TracedLayer, layout: Layout, mesh: Mesh) -> int:
     Matmuls over `tensor` gather them in one collective (GPUs). Where a policy of
     `remat` keeps the results of matmuls those are more; rings (TPUs) use their parts.
     """
-    if layout.tensor == 1 or layout.remat in (NONE, *KEEPS_MATMULS):
+    policies = {policy for policy, _ in segments(layout.remat, 1)}
+    if layout.tensor == 1 or policies <= {NONE, *KEEPS_MATMULS}:
         return 0
     rings = transports_for(mesh, (TENSOR,)).gradients.covers((TENSOR,))
     return 0 if rings else traced.x * layout.tensor
