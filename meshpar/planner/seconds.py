@@ -13,7 +13,7 @@ from meshpar.contracts import cost
 from meshpar.contracts.contract import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
-from meshpar.layouts.remat import NONE
+from meshpar.layouts.remat import NONE, average, repeated_share
 from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.shard_map import ShardMapLowering
@@ -135,8 +135,10 @@ def step_seconds(
     forward = row_seconds * flops.layer + kernels + elementwise
     outside = row_seconds * flops.outside
     # A policy that keeps the results of matmuls does not keep those of kernels.
-    repeated = {NONE: 0.0, "dots": kernels + elementwise}.get(layout.remat, forward)
-    again_kernels = 0.0 if layout.remat == NONE else kernels
+    kinds = {NONE: 0.0, "dots": kernels + elementwise}
+    policies = layout.remat, layered.depth
+    repeated = average(*policies, lambda policy: kinds.get(policy, forward))
+    again_kernels = repeated_share(*policies) * kernels
     compute: dict[str, float] = {}
     passes, in_kernels = 0, 0.0
     for run in runner.layer_passes:
@@ -235,7 +237,8 @@ def _tensor_seconds(
     layout = lowering.layout
     if layout.tensor == 1:
         return 0.0, 0.0
-    again = _TENSOR_FORWARD if layout.remat != "none" else 0
+    depth = lowering.model.layered.depth
+    again = _TENSOR_FORWARD * repeated_share(layout.remat, depth)
     gathers = 0
     for run in lowering.runner.layer_passes:
         backward = run.name == "backward"
