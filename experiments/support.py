@@ -98,6 +98,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(f"{TENSOR}=N", f"{TENSOR}=2"),
     Feature("microbatches=M", "microbatches=8"),
     Feature("remat", "remat=full"),
+    Feature("remat by layer", "remat=3*full+5*none"),
     Feature("prefetch", f"{FSDP}=2,zero=3,prefetch=mlp"),
     *(Feature(f"offload={part}", f"offload={part}") for part in OFFLOADS),
     Feature("virtual_stages", "virtual_stages=2"),

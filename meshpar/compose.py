@@ -21,7 +21,7 @@ from meshpar.islands.mode import Islands
 from meshpar.layouts.axes import BATCH_AXES, REPLICA
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.plan import Plan
-from meshpar.layouts.remat import check_marks
+from meshpar.layouts.remat import check_marks, reason_depth
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
@@ -227,6 +227,9 @@ def reason_unsupported(
                 why = f"lowering=shard_map is not possible: {no_shard_map}"
                 return f"{reason}; leave it out ({why})"
             return f"{reason}; leave it out, or use lowering=shard_map"
+    if layered := model.layered:
+        if reason := reason_depth(layout.remat, layered.depth, layered.pattern):
+            return reason
     pipe: dict[str, bool] = {}
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)
@@ -270,7 +273,7 @@ def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
             "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
             "vocabulary.token_losses for its loss (meshpar.vocabulary)"
         )
-    check_marks(layout.remat, jaxpr, scope.remat_used)
+    check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
 
 
 def _check_parts(

@@ -76,10 +76,19 @@ BY_US = [
     Row("fsdp=2,remat=full,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"),
     Row("fsdp=4,prefetch=attention/[qkv]$,prefetch=mlp", slow=True),
     Row("data=2,fsdp=2,tensor=2,remat=full,microbatches=2", "linen"),
+    Row("data=2,fsdp=2,tensor=2,remat=3*full+3*none+2*dots"),
+    Row("fsdp=4,zero=1,remat=1*full+6*dots+1*none"),
+    Row("fsdp=4,zero=2,remat=4*none+4*full", slow=True),
+    Row("fsdp=2,remat=5*full+3*none,offload=activations", slow=True),
+    Row(
+        "fsdp=2,remat=5*full+3*none,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"
+    ),
+    Row("fsdp=2,tensor=2,remat=1*none+7*full,microbatches=2", "linen", slow=True),
 ]
 BY_THE_COMPILER = [
     Row("data=2,fsdp=2,tensor=2", lowering="jit"),
     Row("fsdp=8,zero=2", lowering="jit"),
+    Row("data=2,fsdp=2,tensor=2,remat=3*full+5*none", lowering="jit"),
     Row("fsdp=8,zero=3", "plain", slow=True),
     Row("data=2,fsdp=2,tensor=2", "plain"),
     Row("data=8", "plain", slow=True),

@@ -1,42 +1,84 @@
-"""A stack of layers as one function, which jax differentiates by `LayerScan`."""
+"""A stack of layers as one function, which jax differentiates by `LayerScan.backward`.
 
-from collections.abc import Callable
-from typing import Any
+Consecutive layers that save alike for their backward pass are a segment, with a scan of
+its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.arrays import Params
+from meshpar.arrays import Array, Params, vary
 from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.fsdp.saved import Residuals
 
 
-def differentiable(layers: LayerScan) -> Callable[[Params, Params, Any], Any]:
+class Segment(NamedTuple):
+    """Consecutive layers that one scan runs.
+
+    Attributes:
+      layers: runs them, rows of a stack in which row i is layer i.
+      count: number of layers.
+    """
+
+    layers: LayerScan
+    count: int
+
+
+def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
     """The whole stack as a function that jax differentiates by `LayerScan.backward`.
 
+    Several segments write their gradients in place into those of the whole stack.
+
     Args:
-      layers: runs a stack in which row i is layer i.
+      *segments: all layers of the stack, in the order in which they run.
 
     Returns:
       (leaves {path: [depth, ...]}, constants {path: [depth, ...]}, x) -> x.
     """
 
-    def rows(*trees: Params) -> Rows:
-        stacked = next(x for tree in trees for x in tree.values())
-        return Rows(0, jnp.arange(len(stacked)))
-
     @jax.custom_vjp
     def run(leaves: Params, constants: Params, x: Any) -> Any:
-        return layers.run(leaves, constants, x, rows(leaves, constants))
+        for layers, rows in _with_rows(segments):
+            x = layers.run(leaves, constants, x, rows)
+        return x
 
     def forward(leaves: Params, constants: Params, x: Any) -> tuple[Any, Any]:
-        x, saved = layers.forward(leaves, constants, x, rows(leaves, constants))
+        saved: list[Residuals] = []
+        for layers, rows in _with_rows(segments):
+            x, residuals = layers.forward(leaves, constants, x, rows)
+            saved.append(residuals)
         return x, (leaves, constants, saved)
 
     def backward(residuals: Any, dx: Any) -> tuple[Params, None, Any]:
         leaves, constants, saved = residuals
-        both = rows(leaves, constants)
-        dx, dleaves = layers.backward(leaves, constants, saved, dx, both)
+        dleaves = None
+        if len(segments) > 1:
+            dleaves = {path: _zeros_like(x) for path, x in leaves.items()}
+        pairs = zip(_with_rows(segments), saved, strict=True)
+        for (layers, rows), own in reversed(list(pairs)):
+            given = leaves, constants, own, dx
+            if len(segments) > 1 and len(rows.numbers) == 1:
+                # Compilers write a loop of one round out, and would share what it
+                # gathers and computes with the forward pass.
+                given = jax.lax.optimization_barrier(given)
+            dx, dleaves = layers.backward(*given, rows, into=dleaves)
         return dleaves, None, dx
 
     run.defvjp(forward, backward)
     return run
+
+
+def _with_rows(segments: Sequence[Segment]) -> Iterator[tuple[LayerScan, Rows]]:
+    """(scan, its rows of the stack) of every segment."""
+    start = 0
+    for layers, count in segments:
+        yield layers, Rows(start, jnp.arange(start, start + count))
+        start += count
+
+
+def _zeros_like(x: Array) -> Array:
+    """Zeros that differ over the manual axes over which x differs."""
+    return vary(jnp.zeros_like(x), tuple(jax.typeof(x).manual_axis_type.varying))

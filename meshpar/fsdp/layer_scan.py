@@ -176,6 +176,7 @@ class LayerScan:
         rows: Rows,
         sums: Params | None = None,
         on: Array | None = None,
+        into: Params | None = None,
     ) -> tuple[Any, Params]:
         """The backward pass: (gradient of the input, gradient of the leaves).
 
@@ -186,29 +187,33 @@ class LayerScan:
           dx: gradient of the output.
           rows: as given to `forward`.
           sums: {path: [depth of the whole stack, ...]} to which the gradients of these
-            rows are added in place; without it they are returned, [rows, ...].
+            rows are added in place.
           on: whether to add them; by default they are added.
+          into: {path: [depth of the whole stack, ...]} into which they are written in
+            place. Without it and `sums` they are returned, [rows, ...].
         """
 
         def run_layer(
             carry: tuple, weights: Params, row: Array, number: Array, saved: Saved
         ) -> tuple[tuple, Params]:
-            dy, sums = carry
+            dy, stack = carry
             known = weights | self._beside(residuals.kept)
             saved = saved.on_device() if self.saves_on_host else saved
             dweights, dx = self._vjp(known, saved, dy)
             dweights = self._mask_gradient(number, dweights)
             dx = self._unless_padding(number, dx, dy)
             gradient = self.reduce(dweights)
-            if sums is None:
+            if stack is None:
                 return (dx, None), gradient
-            return (dx, _add_to_row(sums, gradient, row, on)), {}
+            if sums is None:
+                return (dx, _write_row(stack, gradient, row)), {}
+            return (dx, _add_to_row(stack, gradient, row, on)), {}
 
-        carry = dx, sums
-        (dx, sums), gradient = self._sweep(
+        carry = dx, into if sums is None else sums
+        (dx, stack), gradient = self._sweep(
             run_layer, carry, leaves, constants, rows, residuals.layers, reverse=True
         )
-        return dx, gradient if sums is None else sums
+        return dx, gradient if stack is None else stack
 
     def _vjp(self, weights: Params, saved: Saved, dy: Any) -> tuple[Any, Any]:
         """(gradients of a layer's weights, gradient of its input)."""
@@ -284,3 +289,11 @@ def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Para
         before = lax.dynamic_index_in_dim(total, row, keepdims=False)
         result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
     return result
+
+
+def _write_row(stack: Params, new: Params, row: Array) -> Params:
+    """Writes the gradient of one layer into its row of those of the whole stack."""
+    return {
+        path: lax.dynamic_update_index_in_dim(x, new[path], row, 0)
+        for path, x in stack.items()
+    }

@@ -36,11 +36,13 @@ class LayerPass(NamedTuple):
       name: "forward", "backward" or "forward again".
       runs: number of runs per step.
       depth: layers of one run.
+      scans: number of scans that run them, one after the other.
     """
 
     name: str
     runs: int
     depth: int
+    scans: int = 1
 
 
 def local_shape(
@@ -173,11 +175,11 @@ def declared_gathers(
     yield from declare(shared, zero.shardings, runs=runs, why=shared_why, **outside)
     layer, transports = abstract_layer(stack), zero.transports
     ahead = {path: layer.pop(path) for path in list(layer) if path in zero.prefetched}
-    for name, runs, depth in passes:
+    for name, runs, depth, scans in passes:
         for shapes, transport, layers, when in (
             (layer, transports.weights, depth, "layer by layer"),
-            # The last layer gathers the first one's weights again.
-            (ahead, transports.prefetched, depth + 1, "one layer ahead"),
+            # The last layer of a scan gathers the first one's weights again.
+            (ahead, transports.prefetched, depth + scans, "one layer ahead"),
         ):
             yield from declare(
                 shapes,

@@ -36,7 +36,7 @@ from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
-from meshpar.layouts.remat import wrap_remat
+from meshpar.layouts.scope import with_policy
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
 
@@ -50,7 +50,7 @@ class Zero:
 
     Attributes:
       layered: the model layer by layer.
-      layout: the layout; its ZeRO level, microbatches, remat and prefetch matter.
+      layout: the layout; its ZeRO level, microbatches and prefetch matter.
       shardings: {path: how manual axes split the tensor}.
       transports: how tensors move.
       in_ticks: whether a pipeline runs the layers, tick by tick.
@@ -222,16 +222,15 @@ class Zero:
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""
-        if not self.gathers_layers:
-            return shared
-        return gather_shards(shared, self.shardings)
+        return gather_shards(shared, self.shardings) if self.gathers_layers else shared
 
-    def layers(self, key: Key, context: Any) -> LayerScan:
-        """The stack of layers.
+    def layers(self, key: Key, context: Any, remat: str) -> LayerScan:
+        """Layers of the stack.
 
         Args:
           key: layer i gets `fold_in(key, i)`.
           context: what all layers read.
+          remat: their policy.
         """
         context = jax.tree.map(self.vary, context)
 
@@ -243,7 +242,7 @@ class Zero:
             return self._reduced(grads, self.layer_shardings, self.transports.gradients)
 
         return LayerScan(
-            wrap_remat(layer, self.layout.remat, prevent_cse=False),
+            with_policy(layer, remat, prevent_cse=False),
             self._whole_layer,
             reduce,
             context,

@@ -37,7 +37,7 @@ from meshpar.layouts.offload import (
     offloaded_parts,
 )
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
-from meshpar.layouts.remat import check_remat
+from meshpar.layouts.remat import canonical_remat, check_stages
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
 
@@ -77,7 +77,8 @@ class Layout:
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "full", "experts" or
-        "names:A+B" (`layouts.remat`).
+        "names:A+B" (`layouts.remat`); "12*full+10*none" gives the first 12 layers and
+        the last 10 policies of their own.
       offload: what lives in host memory: "none", or any of "optimizer", "parameters"
         and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,
@@ -140,10 +141,13 @@ class Layout:
         check_pipeline_options(self.pipe, options, DEFAULTS)
         check_context_mode(self.context, self.context_mode, self.context_heads)
         check_token_order(self.context, self.context_mode, self.context_order)
-        check_remat(self.remat)
-        canonical = {"offload": canonical_offload(self.offload)}
+        canonical = {
+            "remat": canonical_remat(self.remat),
+            "offload": canonical_offload(self.offload),
+        }
         for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)
+        check_stages(self.remat, self.pipe)
         check_offload(self.offload, self.zero_level, self.sizes)
         if self.prefetch and (self.zero_level != 3 or self.fsdp == 1):
             raise LayoutError(

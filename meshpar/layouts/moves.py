@@ -22,6 +22,8 @@ class Move(NamedTuple):
       in_backward: whether it runs in the backward pass alone, not in the forward pass.
       group_size: devices that take part together, if those are only parts of the
         devices along `axes`; 0 for all.
+      when_repeated: whether it runs only where a policy of `remat` moves `saved_as`
+        again.
       saved_as: name of what it brought, for policies of `remat`.
       into_sublayer: whether it moves activations into or out of a sublayer, which a
         compiler need not do then (`ops.tensor_parallel`).
@@ -38,5 +40,6 @@ class Move(NamedTuple):
     times: int = 1
     in_backward: bool = False
     group_size: int = 0
+    when_repeated: bool = False
     saved_as: str = EXPERT_ROWS
     into_sublayer: bool = False

@@ -6,7 +6,9 @@ Outside a layout both do nothing, so that a model runs alone too.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -16,7 +18,7 @@ from meshpar.layouts.axes import ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import wrap_remat
+from meshpar.layouts.remat import NONE, is_mix, segments, wrap_remat
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,6 +35,7 @@ class Scope:
       names_used: dim names that `constrain` or a function of Flax saw.
       vocabulary_used: {function of `ops.vocabulary`: size of the vocabulary it saw}.
       remat_used: whether the model called `remat`.
+      remat_outside: whether it did where a mix of policies gives none: `policy_of`.
       experts_used: whether the model called `ops.experts.mixture`.
       moves: activations that functions of `ops` moved between devices, in order.
     """
@@ -43,6 +46,7 @@ class Scope:
     names_used: set[str] = dataclasses.field(default_factory=set)
     vocabulary_used: dict[str, int] = dataclasses.field(default_factory=dict)
     remat_used: bool = False
+    remat_outside: bool = False
     experts_used: bool = False
     moves: list[Move] = dataclasses.field(default_factory=list)
 
@@ -60,6 +64,51 @@ def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator
 def current_scope() -> Scope | None:
     """The scope of the model that is being traced; None outside a layout."""
     return _scope.value
+
+
+def layer_policies(depth: int) -> tuple[tuple[str, int], ...]:
+    """(policy, number of layers) of consecutive layers, by the layout in use.
+
+    Args:
+      depth: number of layers of the stack.
+    """
+    scope = _scope.value
+    return segments(scope.layout.remat if scope else NONE, depth)
+
+
+@contextlib.contextmanager
+def policy_of(remat: str) -> Iterator[None]:
+    """Gives layers that are traced inside their own policy, as `remat` of the layout.
+
+    Args:
+      remat: the policy of these layers, one of `layouts.remat.segments`.
+    """
+    scope = _scope.value
+    if scope is None or scope.layout.remat == remat:
+        yield
+        return
+    layout = dataclasses.replace(scope.layout, remat=remat)
+    with _scope(own := dataclasses.replace(scope, layout=layout)):
+        yield
+    scope.remat_used |= own.remat_used
+    scope.experts_used |= own.experts_used
+
+
+def with_policy(layer: Callable, remat: str, **options: Any) -> Callable:
+    """A layer that is rematerialized by its policy, and traced under it.
+
+    Args:
+      layer: the function that runs one layer.
+      remat: its policy.
+      **options: of `jax.checkpoint`.
+    """
+
+    @functools.wraps(layer)
+    def traced(*args: Any) -> Any:
+        with policy_of(remat):
+            return layer(*args)
+
+    return wrap_remat(traced, remat, **options)
 
 
 def activation_axes(
@@ -155,7 +204,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def remat(fn: Callable, transform: Callable = jax.checkpoint) -> Callable:
     """Rematerializes a layer in the backward pass, by the policy of the layout in use.
 
-    Wrap the function that runs one layer, inside the scan over layers.
+    Wrap the function that runs one layer, inside the scan over layers. Where a mix of
+    policies gives the layer none, it returns `fn`, and such a model is not trained.
 
     Args:
       fn: the layer; for Linen modules pass the class and ``transform=nn.remat``.
@@ -168,4 +218,7 @@ def remat(fn: Callable, transform: Callable = jax.checkpoint) -> Callable:
     if scope is None:
         return fn
     scope.remat_used = True
+    if is_mix(scope.layout.remat):
+        scope.remat_outside = True
+        return fn
     return wrap_remat(fn, scope.layout.remat, transform)

@@ -9,7 +9,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.moves import Move
-from meshpar.layouts.remat import NONE
+from meshpar.layouts.remat import repeated_share
 from meshpar.lowering.frame import Frame
 
 _SUBLAYERS = 2
@@ -47,13 +47,14 @@ def declared_bounds(
         return
     ways, size = frame.ways(axes), frame.activation_bytes(batch)
     unit = cost.wire_bytes("all_gather", size, ways)
-    again = _FORWARD if frame.layout.remat != NONE else 0
     ends = [m for m in moves if m.into_sublayer and not (m.bound or m.in_backward)]
     by_hand = len(ends) // 2  # Each sublayer has a way in and a way out.
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
-    for name, runs, depth in passes:
-        backward = _BACKWARD + again if name == "backward" else 0
-        units += runs * depth * sublayers * (backward or _FORWARD)
+    for name, runs, depth, _ in passes:
+        times = _FORWARD
+        if name == "backward":
+            times = _BACKWARD + _FORWARD * repeated_share(frame.layout.remat, depth)
+        units += runs * sublayers * round(depth * times)
         units += runs * _OUTSIDE // 2
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     total = units * unit

@@ -19,6 +19,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.remat import is_mix
 from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
@@ -54,6 +55,11 @@ class JitLowering(Lowering):
             return (
                 f"context_order={layout.context_order}: models of lowering=jit see "
                 "whole sequences, in their own order"
+            )
+        if is_mix(layout.remat) and model.layered is None:
+            return (
+                f"remat={layout.remat} gives layers policies of their own, and the "
+                "model has no layered form (name its layers by layers=)"
             )
         if streamed := layout.offloaded - {OPTIMIZER}:
             return (

@@ -16,7 +16,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import moves_again
+from meshpar.layouts.remat import moves_again, segments
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 
@@ -78,11 +78,14 @@ def declared_moves(
     """
     passes = list(passes)
     for move in moves:
-        again = moves_again(frame.layout.remat, move.saved_as)
         runs = {False: 0, True: 0}
         for one in passes:
             optional = move.optional or _is_optional_again(one, move)
-            runs[optional] += one.runs * _runs_per_pass(one, move, again)
+            for policy, depth in segments(frame.layout.remat, one.depth):
+                again = moves_again(policy, move.saved_as)
+                if again or not move.when_repeated:
+                    part = one._replace(depth=depth)
+                    runs[optional] += one.runs * _runs_per_pass(part, move, again)
         for optional, count in runs.items():
             if not count:
                 continue

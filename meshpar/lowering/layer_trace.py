@@ -14,7 +14,6 @@ from meshpar.arrays import (
     Params,
     abstract,
     abstract_layer,
-    num_bytes,
     vary,
 )
 from meshpar.compat import equations
@@ -22,8 +21,10 @@ from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.layouts.axes import TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
-from meshpar.layouts.remat import KEEPS_MATMULS, NONE, wrap_remat
+from meshpar.layouts.remat import KEEPS_MATMULS, NONE, average, segments
+from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.padding import lanes_of, tree_bytes
 from meshpar.mesh.chips import chip_of
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
@@ -34,10 +35,11 @@ class TracedLayer(NamedTuple):
 
     Attributes:
       x: activations between two layers.
-      saved: saved by a layer for its backward pass.
+      saved: saved by a layer for its backward pass; by layers whose policies differ, on
+        average.
       running: held by a layer while it runs backward.
       deferred: held from the gradient of a layer's input to that of its weights, where
-        a schedule splits the two.
+        a schedule splits the two; on average, too.
       padding: added to what is saved, where the compiler pads it (`with_padding`).
       logits: of one block of the loss, in float32.
       largest: the largest weight outside the stack, as a device computes with it.
@@ -106,9 +108,7 @@ def with_padding(
     """
     chip = chip_of(device.device_kind)
     merges = layout.tensor > 1 and chip is not None and chip.gathers_beside_compute
-    if layout.remat in KEEPS_MATMULS and not merges:
-        return traced._replace(saved=traced.saved + traced.padding)
-    return traced
+    return traced if merges else traced._replace(saved=traced.saved + traced.padding)
 
 
 def _on_one_device(
@@ -153,16 +153,33 @@ def _trace(
 
     x = layered.embed(shared, rows, key)
     context = layered.context(shared, rows, key)
-    wrapped = wrap_remat(layer, layout.remat)
     trained, kept = frozenset(plan.gradients), layered.kept
     args = trained, layer_weights, x, key, context
-    saved = _residuals(wrapped, *args, kept=kept)
+
+    def mean(bytes_of: Callable[[str, Callable], int]) -> int:
+        def of_policy(policy: str) -> int:
+            return bytes_of(policy, with_policy(layer, policy)) // ways
+
+        return math.ceil(average(layout.remat, layered.depth, of_policy))
+
+    def saved(_: str, layer: Callable) -> int:
+        return tree_bytes(_residuals(layer, *args, kept=kept))
+
+    def padding(policy: str, layer: Callable) -> int:
+        if policy not in KEEPS_MATMULS:
+            return 0
+        kept_arrays = _residuals(layer, *args, kept=kept)
+        return tree_bytes(kept_arrays, lanes) - tree_bytes(kept_arrays)
+
+    def deferred(_: str, layer: Callable) -> int:
+        return _deferred_bytes(lanes, layer, *args, kept=kept)
+
     return TracedLayer(
-        x=_tree_bytes(x) // ways,
-        saved=_tree_bytes(saved) // ways,
-        running=_tree_bytes(_residuals(layer, *args, kept=kept)) // ways,
-        deferred=_deferred_bytes(lanes, wrapped, *args, kept=kept) // ways,
-        padding=(_tree_bytes(saved, lanes) - _tree_bytes(saved)) // ways,
+        x=tree_bytes(x) // ways,
+        saved=mean(saved),
+        running=saved(NONE, layer) // ways,
+        deferred=mean(deferred),
+        padding=mean(padding),
         logits=_logits_bytes(layered, shared, x, rows, key) // ways,
         largest=largest_weight(layered, plan),
     )
@@ -184,7 +201,8 @@ def gathered_bytes(traced: TracedLayer, layout: Layout) -> int:
 
     What matmuls over `tensor` gather is traced where nothing is rematerialized.
     """
-    if layout.tensor == 1 or layout.remat == NONE:
+    policies = {policy for policy, _ in segments(layout.remat, 1)}
+    if layout.tensor == 1 or policies == {NONE}:
         return 0
     return traced.x * layout.tensor
 
@@ -260,30 +278,4 @@ def _deferred_bytes(
     rows = Rows(0, jnp.zeros(1, jnp.int32))
     y, residuals = scan.forward(leaves, constants, x, rows)
     state = scan.backward_input(leaves, constants, residuals, y, rows)[1]
-    return _tree_bytes(state.arrays, lanes)
-
-
-def lanes_of(mesh: Mesh) -> int:
-    """Elements to which the devices of a mesh pad the last dim of an array."""
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    return chip.tile[1] if chip else 1
-
-
-def _tree_bytes(tree: Any, lanes: int = 1) -> int:
-    """Bytes of all arrays of a tree, random keys aside.
-
-    Args:
-      tree: of arrays.
-      lanes: elements to which the last dim is padded. A compiler puts another dim last
-        where the padding would be more than half.
-    """
-    return sum(
-        num_bytes(x) * _padding(x.shape, lanes)
-        for x in jax.tree.leaves(tree)
-        if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    )
-
-
-def _padding(shape: tuple[int, ...], lanes: int) -> int:
-    """How many times its own bytes a padded array takes."""
-    return 2 if len(shape) > 2 and 2 * shape[-1] == lanes else 1
+    return tree_bytes(state.arrays, lanes)

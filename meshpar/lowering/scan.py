@@ -1,6 +1,7 @@
 """The scan runner: all layers on every device, one microbatch after the other."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
-from meshpar.fsdp.differentiable_scan import differentiable
+from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.terms import LayerPass
+from meshpar.layouts.remat import segments
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
@@ -27,8 +29,10 @@ class ScanRunner(Runner):
     @property
     def layer_passes(self) -> list[LayerPass]:
         """Every pass over the layers in one step."""
-        runs, depth = self.frame.layout.microbatches, self.frame.layered.depth
-        return [LayerPass("forward", runs, depth), LayerPass("backward", runs, depth)]
+        layout, depth = self.frame.layout, self.frame.layered.depth
+        runs, scans = layout.microbatches, len(segments(layout.remat, depth))
+        names = "forward", "backward"
+        return [LayerPass(name, runs, depth, scans) for name in names]
 
     @property
     def sums_dtype(self) -> Any:
@@ -93,9 +97,11 @@ class ScanRunner(Runner):
         layered = self.frame.layered
         shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
+        own = segments(self.frame.layout.remat, layered.depth)
 
         def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
-            run = differentiable(self.zero.layers(key, context))
+            layers = functools.partial(self.zero.layers, key, context)
+            run = differentiable(*(Segment(layers(policy), n) for policy, n in own))
             return run(stack, stack_constants, jax.tree.map(self.frame.vary, x))
 
         def whole(leaves: Params) -> Params:

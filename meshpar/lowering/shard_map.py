@@ -196,11 +196,11 @@ class ShardMapLowering(Lowering):
         if self.zero.streams:
             depth, plans = self.model.layered.depth, self.plan.parameters
             whole = sum(plans[path].bytes_per_device for path in self.zero.on_host)
-            # The last layer of a pass fetches the first one's weights again.
+            # The last layer of a scan fetches the first one's weights again.
             ahead = sum(plans[path].bytes_per_device for path in self.zero.prefetched)
             again = ahead // depth
             for run in self.runner.layer_passes:
-                size = run.runs * (whole + again)
+                size = run.runs * (whole + run.scans * again)
                 yield HostTransfer(f"weights layer by layer, {run.name}", size, 0)
 
     def _passes(self, batch: Any) -> list[LayerPass]:

@@ -12,12 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.arrays import Array, Params, vary
-from meshpar.layouts.scope import remat
+from meshpar.arrays import Array, Params
 from meshpar.models.metrics import LossResult, masked
-
-Key = Array | None
-"""A random key; None runs the model in evaluation mode."""
+from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,34 +49,6 @@ class LayerStack:
     pattern: int = 1
 
 
-Layer = Callable[[Params, Any, Key, Any], Any]
-"""(parameters of one layer, x, key, context) -> x."""
-
-
-def scan_layers(layer: Layer, stack: Params, x: Any, key: Key, context: Any) -> Any:
-    """Runs a stack of layers, each rematerialized by the layout in use.
-
-    Args:
-      layer: runs one layer.
-      stack: {path: [depth, ...]}.
-      x: activations.
-      key: layer i gets `fold_in(key, i)`.
-      context: what all layers read.
-    """
-    depth = len(next(iter(stack.values())))
-    # Replicas have batches of their own: layers make zeros beside activations differ.
-    kinds = map(jax.typeof, jax.tree.leaves((stack, x)))
-    axes = {axis for kind in kinds for axis in kind.manual_axis_type.varying}
-    x = jax.tree.map(lambda leaf: vary(leaf, tuple(axes)), x)
-
-    @remat
-    def body(x: Any, step: tuple[Params, Array]) -> tuple[Any, None]:
-        params, i = step
-        return layer(params, x, fold_key(key, i), context), None
-
-    return jax.lax.scan(body, x, (stack, jnp.arange(depth)))[0]
-
-
 EMBED_KEY, LAYERS_KEY, HEAD_KEY = 0, 1, 2
 """Numbers with which the key of a batch is folded for the parts of a model."""
 
@@ -111,11 +80,6 @@ def _unchanged(x: Any, shared: Params) -> tuple[Any, Params]:
 def _none_kept(x: Any) -> tuple:
     del x
     return ()
-
-
-def fold_key(key: Key, number: Any) -> Key:
-    """`jax.random.fold_in`; None stays None."""
-    return None if key is None else jax.random.fold_in(key, number)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshpar.collectives.transport import (
     transports_for,
 )
 from meshpar.layouts.moves import Move
-from meshpar.layouts.remat import KEEPS_MATMULS, MATMUL, NONE
+from meshpar.layouts.remat import MATMUL
 from meshpar.layouts.scope import activation_axes, current_scope
 
 
@@ -190,10 +190,10 @@ class Split:
         """Notes what a row-parallel matmul of y and w moves."""
         size, out = self._bytes(y_BLF, w_FD.shape[-1:]), "out of row-parallel matmuls"
         self._record("reduce_scatter", size, out, is_saved=False, saved_as=MATMUL)
-        if current_scope().layout.remat not in (NONE, *KEEPS_MATMULS):
-            # The last one of a layer is not needed again.
-            again = {"in_backward": True, "optional": True}
-            self._record("reduce_scatter", size, f"{out}, again", **again)
+        # The last one of a layer is not needed again.
+        again = {"in_backward": True, "optional": True, "when_repeated": True}
+        why = f"{out}, again"
+        self._record("reduce_scatter", size, why, saved_as=MATMUL, **again)
         self._record("all_gather", size, f"{out}, gradients", in_backward=True)
         if self.rings and not self.joins:
             self._record_whole(size, out)

@@ -234,7 +234,8 @@ class PipelineRunner(Runner):
 
     def _layers(self, key: Key, context: Any) -> LayerScan:
         padded = bool((self.spec.partition.order < 0).any())
-        return dataclasses.replace(self.zero.layers(key, context), padded=padded)
+        layers = self.zero.layers(key, context, self.layout.remat)
+        return dataclasses.replace(layers, padded=padded)
 
     def _totals(self, result: LossResult, is_last: Any) -> Totals:
         if self.layout.splits_vocabulary:

@@ -12,7 +12,8 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_trace import TracedLayer, lanes_of
+from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.padding import lanes_of
 from meshpar.mesh.chips import chip_of
 from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables

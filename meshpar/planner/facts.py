@@ -18,14 +18,15 @@ from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.compat import inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.remat import average, is_mix
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import (
     TracedLayer,
-    lanes_of,
     trace_unpadded,
     with_padding,
 )
 from meshpar.lowering.optimizer import Optimizer, optimizer_of
+from meshpar.lowering.padding import lanes_of
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
@@ -146,7 +147,7 @@ class Facts:
         """Bytes of one layer on one device.
 
         Args:
-          remat: policy of rematerialization.
+          remat: policy of rematerialization; on average over the layers of a mix.
           rows: rows of one microbatch on one device; a fraction of a row where the
             length is split.
           ways: devices that split the features of tensors.
@@ -157,6 +158,16 @@ class Facts:
         return self._layers[key]
 
     def _layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
+        if is_mix(remat):
+            depth = self.layered.depth
+
+            def mean(name: str) -> int:
+                def of(policy: str) -> int:
+                    return getattr(self.layer(policy, rows, ways), name)
+
+                return round(average(remat, depth, of))
+
+            return TracedLayer(*map(mean, TracedLayer._fields))
         few, many = self._traced(remat)
         scale = (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
 

@@ -14,7 +14,7 @@ from meshpar.contracts.contract import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.remat import NONE
+from meshpar.layouts.remat import NONE, average, repeated_share
 from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.shard_map import ShardMapLowering
@@ -212,8 +212,10 @@ def _layer_seconds(
     narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
     forward += machine.narrow * narrow
     # A policy that keeps the results of matmuls does not keep those of kernels.
-    again = {NONE: 0.0, "dots": kernels + elementwise}.get(layout.remat, forward)
-    kernels_again = 0.0 if layout.remat == NONE else kernels
+    kinds = {NONE: 0.0, "dots": kernels + elementwise}
+    policies = layout.remat, facts.layered.depth
+    again = average(*policies, lambda policy: kinds.get(policy, forward))
+    kernels_again = repeated_share(*policies) * kernels
     return _LayerSeconds(forward, kernels, again, kernels_again)
 
 
@@ -274,7 +276,8 @@ def _tensor_seconds(
     layout = lowering.layout
     if layout.tensor == 1:
         return 0.0, 0.0
-    again = _TENSOR_FORWARD if layout.remat != "none" else 0
+    depth = lowering.model.layered.depth
+    again = _TENSOR_FORWARD * repeated_share(layout.remat, depth)
     gathers = 0
     for run in lowering.runner.layer_passes:
         backward = run.name == "backward"

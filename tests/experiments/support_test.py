@@ -35,7 +35,9 @@ def test_a_refused_cell_is_refused_with_its_reason(cell):
     assert str(error.value) == cell.reason
 
 
-@pytest.mark.parametrize("feature", ["local SGD", "prefetch", "vocab=pipe"])
+@pytest.mark.parametrize(
+    "feature", ["local SGD", "prefetch", "remat by layer", "vocab=pipe"]
+)
 def test_a_supported_cell_lowers(feature):
     cells = [c for c in support_cells() if c.feature.name == feature and not c.reason]
     for cell in cells:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.fsdp.differentiable_scan import differentiable
+from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.layer_scan import LayerScan, Rows
 from meshpar.layouts.remat import wrap_remat
 
@@ -56,7 +56,9 @@ def test_gradients_pass_through_kept_activations(remat):
         return x[0].sum()
 
     def scanned(weights, x, context):
-        return differentiable(scan(remat, context))(weights, {}, x)[0].sum()
+        return differentiable(Segment(scan(remat, context), DEPTH))(weights, {}, x)[
+            0
+        ].sum()
 
     got, want = (
         jax.jit(jax.grad(fn, argnums=(0, 1)))(*arguments()) for fn in (scanned, plain)
@@ -64,3 +66,75 @@ def test_gradients_pass_through_kept_activations(remat):
     for own, expected in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         error = np.linalg.norm(own - expected) / np.linalg.norm(expected)
         assert error < 1e-5
+
+
+# Several segments of one stack, each with a scan of its own.
+
+MIXES = [(1, 2), (2, 1), (1, 1, 1)]
+
+
+def in_segments(counts, context, kept=lambda x: x[1:]):
+    """The stack in segments whose policies alternate."""
+    scans = (scan(("full", "none")[i % 2], context, kept) for i in range(len(counts)))
+    return differentiable(*map(Segment, scans, counts))
+
+
+@pytest.mark.parametrize("counts", MIXES)
+def test_segments_are_the_stack(counts):
+    def loss(run, weights, x):
+        y, seen = run(weights, {}, x)
+        return (y**2).sum() + seen.sum(), y
+
+    weights, x, context = arguments()
+    whole = differentiable(Segment(scan("none", context), DEPTH))
+    got, want = (
+        jax.jit(
+            jax.value_and_grad(lambda w, x, run=run: loss(run, w, x), (0, 1), True)
+        )(weights, x)
+        for run in (in_segments(counts, context), whole)
+    )
+    for own, expected in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        error = np.linalg.norm(own - expected) / np.linalg.norm(expected)
+        assert error < 1e-5
+
+
+def test_segments_give_every_layer_its_number_and_its_weights():
+    def numbered(weights, x, number, context):
+        return x * weights["w"] + number
+
+    one = LayerScan(numbered, lambda a, b: a | b, lambda g: g)
+    weights = {"w": jnp.float32([2, 3, 5])}
+    run = differentiable(Segment(one, 1), Segment(one, 2))
+    y, vjp = jax.vjp(lambda w: run(w, {}, jnp.float32(7)), weights)
+    assert y == ((7 * 2 + 0) * 3 + 1) * 5 + 2
+    assert vjp(jnp.float32(1))[0]["w"].tolist() == [7 * 3 * 5, 14 * 5, 43]
+
+
+def test_segments_keep_what_all_layers_pass_on_once():
+    weights, x, context = arguments()
+    run = in_segments((1, 2), context)
+    jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(lambda w: run(w, {}, x), weights)[1])
+    kept = [v.aval.shape for v in jaxpr(weights, x).jaxpr.outvars]
+    assert kept.count((ROWS, SEEN)) == 1
+
+
+def test_segments_write_gradients_without_a_second_copy_of_the_stack():
+    """Two segments take as much memory as one, but for part of one layer."""
+    depth, dim = 8, 128
+    layer = 4 * dim * dim
+
+    def simple(weights, x, number, context):
+        return jnp.tanh(x @ weights["w"])
+
+    def temporary(*counts):
+        wrapped = wrap_remat(simple, "full", prevent_cse=False)
+        one = LayerScan(wrapped, lambda a, b: a | b, lambda g: g)
+        run = differentiable(*(Segment(one, n) for n in counts))
+        weights = {"w": jnp.zeros((depth, dim, dim))}
+        step = jax.grad(lambda w, x: run(w, {}, x).sum())
+        norm = lambda w, x: (step(w, x)["w"] ** 2).sum()  # noqa: E731
+        compiled = jax.jit(norm).lower(weights, jnp.zeros((2, dim))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(8) > depth * layer
+    assert temporary(3, 5) < temporary(8) + 2 * layer

@@ -1,0 +1,24 @@
+"""Policies of rematerialization by layer in programs that the TPU compiler made."""
+
+import pytest
+from support.tpu_programs import small, tpu
+
+from experiments.recipes import building
+from experiments.recipes.config import with_settings
+from meshpar import layouts, mesh
+
+
+@tpu
+@pytest.mark.slow
+def test_a_mix_takes_memory_between_that_of_its_policies():
+    config = with_settings(small(), ["model.depth=4"])
+    temporary, peak = [], []
+    for remat in ("full", "2*full+2*none", "none"):
+        layout = layouts.parse(f"fsdp=8,remat={remat}")
+        program = building.make_program(config, layout, mesh.topology("v5e:2x4"))
+        assert program.violations() == []
+        analysis = program.compiled.memory_analysis()
+        temporary.append(analysis.temp_size_in_bytes)
+        peak.append(program.inspection.peak_bytes)
+    for least, between, most in (temporary, peak):
+        assert 1.3 * least < between < most / 1.3
