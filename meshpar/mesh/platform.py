@@ -32,6 +32,8 @@ class Platform:
       turns_stacks: whether a gather along a later dim of a layer's weight makes the
         compiler turn the stack of all layers, and hold it so for the whole step
         (XLA:GPU, seen in jaxlib 0.12.0).
+      scatters_sums: whether the compiler makes reduce_scatters of sums of which each
+        device needs a part (XLA:CPU reduces them whole, seen in jaxlib 0.12.0).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -44,6 +46,7 @@ class Platform:
     compiles_slowly: bool = False
     multiplies_matrices: bool = False
     turns_stacks: bool = False
+    scatters_sums: bool = True
     shows_host_transfers: bool = False
 
 
@@ -51,6 +54,7 @@ CPU = Platform(
     "cpu",
     widens_collectives=True,
     reports_peak=False,
+    scatters_sums=False,
     compiles_slowly=True,
     multiplies_matrices=True,
 )

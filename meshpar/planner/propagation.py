@@ -1,0 +1,333 @@
+"""How one operator runs on a mesh, given how its operands are laid out.
+
+An axis that splits operands along one factor splits the operator along it. Where an
+axis splits operands along different factors, the one that moves the fewest bytes is
+taken, and the other operands are gathered or exchanged. A sum over a factor that is
+split gives partial sums, which are reduced, or scattered if their reader splits them.
+
+Compilers decide so too, by heuristics of their own; this is a model of them.
+
+Source: Jia et al., arXiv:1807.05358, section 5.1 (communication between operators).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+from meshpar.contracts import cost
+from meshpar.layouts.axes import GATHERED_AXES
+from meshpar.planner.dims import WHOLE
+from meshpar.planner.graph import ROW, STACK, VIEWS, Graph, Operator
+
+Split = tuple[frozenset[str], ...]
+"""Axes that split each dim of a tensor."""
+
+GATHER, REDUCE = "all_gather", "all_reduce"
+SCATTER, EXCHANGE = "reduce_scatter", "all_to_all"
+
+NOTHING: frozenset[str] = frozenset()
+
+
+Target = tuple[frozenset[str] | None, ...]
+"""Axes that a constraint asks for in each dim; None leaves a dim as it is."""
+
+
+class Held(NamedTuple):
+    """How a tensor is laid out.
+
+    Attributes:
+      split: axes that split each dim.
+      partial: axes over whose devices the tensor is still a sum of parts.
+    """
+
+    split: Split
+    partial: frozenset[str] = NOTHING
+
+
+class Transfer(NamedTuple):
+    """One collective.
+
+    Attributes:
+      kind: as in `contracts.cost`.
+      axis: that it runs over.
+      tensor: that it moves.
+      becomes: its layout afterwards.
+      payload: bytes, as `contracts.cost` counts them.
+      times: how often it runs in a step.
+    """
+
+    kind: str
+    axis: str
+    tensor: int
+    becomes: Held
+    payload: float
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One operator on a mesh.
+
+    Attributes:
+      results: layout of each result.
+      before: transfers of its operands.
+      after: transfers of its results.
+      ways: devices that share its work.
+      moved: bytes that a device reads and writes.
+    """
+
+    results: tuple[Held, ...]
+    before: tuple[Transfer, ...]
+    after: tuple[Transfer, ...]
+    ways: int
+    moved: float
+
+
+class Propagation:
+    """The operators of one graph on a mesh of some sizes."""
+
+    def __init__(self, graph: Graph, sizes: dict[str, int], scatters: bool):
+        """Prepares the graph.
+
+        Args:
+          graph: of a step.
+          sizes: {axis: size} of the axes larger than 1.
+          scatters: whether the compiler scatters sums; else it reduces them whole.
+        """
+        self.graph, self.sizes = graph, sizes
+        self.scatters = scatters
+        self._steps: dict[tuple, Step] = {}
+
+    def step(
+        self, index: int, operands: tuple[Held, ...], target: Target | None = None
+    ) -> Step:
+        """One operator; `target` is the layout that a constraint asks for."""
+        key = index, operands, target
+        if key not in self._steps:
+            op = self.graph.operators[index]
+            if op.target is not None and target is not None:
+                self._steps[key] = self._constrained(op, operands, target)
+            else:
+                self._steps[key] = self._step(op, operands)
+        return self._steps[key]
+
+    def local_bytes(self, tensor: int, split: Split) -> float:
+        """Bytes of a tensor on one device."""
+        return self.graph.tensors[tensor].size / self.ways(split)
+
+    def ways(self, split: Split) -> int:
+        """Devices over which a layout spreads a tensor."""
+        return math.prod(self.sizes[axis] for axes in split for axis in axes)
+
+    def resolved(
+        self, tensor: int, held: Held, split: Split, times: int
+    ) -> list[Transfer]:
+        """The transfers that bring a tensor into a layout without partial sums."""
+        transfers = []
+        for axis in sorted(held.partial):
+            dim = next((d for d, axes in enumerate(split) if axis in axes), None)
+            now, payload = held.split, self.local_bytes(tensor, held.split)
+            if dim is not None and self.scatters:
+                now = _with(now, dim, axis)
+            kind = SCATTER if dim is not None and self.scatters else REDUCE
+            held = Held(now, held.partial - {axis})
+            transfers.append(Transfer(kind, axis, tensor, held, payload, times))
+        for axis in self.sizes:
+            before = _dim_of(held.split, axis)
+            after = _dim_of(split, axis)
+            if before is None or before == after:
+                continue
+            bare = _without(held.split, axis)
+            payload = self.local_bytes(tensor, bare)
+            kind, now = GATHER, bare
+            if after is not None:
+                kind, now = EXCHANGE, _with(bare, after, axis)
+                payload /= self.sizes[axis]
+            held = Held(now)
+            transfers.append(Transfer(kind, axis, tensor, held, payload, times))
+        return transfers
+
+    def _constrained(
+        self, op: Operator, operands: tuple[Held, ...], target: Target
+    ) -> Step:
+        """A constraint of the model: its dims are split as it says."""
+        (tensor,), (held,) = op.operands, operands
+        split = tuple(
+            now if asked is None else asked
+            for now, asked in zip(held.split, target, strict=True)
+        )
+        moves = self.resolved(tensor, held, split, op.times)
+        return Step((Held(split),), tuple(moves), (), 1, 0.0)
+
+    def _step(self, op: Operator, operands: tuple[Held, ...]) -> Step:
+        if op.name in _LINEAR and any(held.partial for held in operands):
+            if (summed := self._linear(op, operands)) is not None:
+                return summed
+        operands, before = self._gathered(op, operands)
+        chosen: dict[int, frozenset[str]] = {}
+        for axis in self.sizes:
+            factor = self._factor(op, operands, axis, chosen)
+            if factor is not None:
+                chosen[factor] = chosen.get(factor, NOTHING) | {axis}
+        splits = [
+            tuple(chosen.get(factor, NOTHING) for factor in dims)
+            for dims in op.rule.operands
+        ]
+        for tensor, held, split in zip(op.operands, operands, splits, strict=True):
+            times = self.graph.tensors[tensor].times
+            before += self.resolved(tensor, held, split, times)
+        work = NOTHING.union(*chosen.values())
+        return self._finished(op, chosen, splits, before, work)
+
+    def _gathered(
+        self, op: Operator, operands: tuple[Held, ...]
+    ) -> tuple[tuple[Held, ...], list[Transfer]]:
+        """Operands with weights whole over fsdp; in a loop, row by row."""
+        held, before = list(operands), []
+        for place, tensor in enumerate(op.operands):
+            if op.name == ROW or tensor not in self.weights:
+                continue
+            bare = held[place].split
+            for axis in GATHERED_AXES:
+                bare = _without(bare, axis)
+            times = self.graph.tensors[tensor].times
+            before += self.resolved(tensor, held[place], bare, times)
+            held[place] = Held(bare)
+        return tuple(held), before
+
+    @functools.cached_property
+    def weights(self) -> frozenset[int]:
+        """Tensors of parameters, and rows of stacked ones."""
+        found = set(self.graph.params.values())
+        for op in self.graph.operators:
+            if op.name == ROW and found.issuperset(op.operands):
+                found.update(op.results)
+        return frozenset(found)
+
+    def _finished(
+        self,
+        op: Operator,
+        chosen: dict[int, frozenset[str]],
+        splits: list[Split],
+        before: list[Transfer],
+        work: frozenset[str],
+    ) -> Step:
+        """The step of an operator whose factors are split."""
+        results, after = [], []
+        graph, kept = self.graph, {f for dims in op.rule.results for f in dims}
+        lost = (axes for factor, axes in chosen.items() if factor not in kept)
+        summed = NOTHING.union(*lost)
+        for tensor, dims in zip(op.results, op.rule.results, strict=True):
+            split = tuple(chosen.get(factor, NOTHING) for factor in dims)
+            held = Held(split, summed)
+            if summed and tensor not in self._deferred:
+                after += self.resolved(tensor, held, split, op.times)
+                held = Held(split)
+            results.append(held)
+        moved = 0.0
+        if any(tensor in graph.stored for tensor in op.results):
+            for tensor, split in zip(op.operands, splits, strict=True):
+                moved += graph.read_bytes[tensor] / self.ways(split)
+            for tensor, held in zip(op.results, results, strict=True):
+                if tensor in graph.stored:
+                    moved += self.local_bytes(tensor, held.split)
+        ways = math.prod(self.sizes[axis] for axis in work)
+        return Step(tuple(results), tuple(before), tuple(after), ways, moved)
+
+    def _factor(
+        self,
+        op: Operator,
+        operands: tuple[Held, ...],
+        axis: str,
+        chosen: dict[int, frozenset[str]],
+    ) -> int | None:
+        """The factor that an axis splits, or None."""
+        factors: list[int] = []
+        for held, dims in zip(operands, op.rule.operands, strict=True):
+            dim = _dim_of(held.split, axis)
+            if dim is not None and dims[dim] not in (WHOLE, *factors):
+                factors.append(dims[dim])
+        legal = [f for f in factors if self._divides(op, f, axis, chosen)]
+        if len(legal) < 2:
+            return legal[0] if legal else None
+        costs = [self._cost(op, operands, axis, factor) for factor in legal]
+        return legal[costs.index(min(costs))]
+
+    def _divides(
+        self, op: Operator, factor: int, axis: str, chosen: dict[int, frozenset[str]]
+    ) -> bool:
+        ways = self.sizes[axis]
+        ways *= math.prod(self.sizes[a] for a in chosen.get(factor, ()))
+        return op.rule.sizes[factor] % ways == 0
+
+    def _cost(
+        self, op: Operator, operands: tuple[Held, ...], axis: str, factor: int
+    ) -> float:
+        """Bytes sent if an axis splits a factor: of operands, and of partial sums."""
+        n, total = self.sizes[axis], 0.0
+        rule = op.rule
+        for tensor, held, dims in zip(
+            op.operands, operands, rule.operands, strict=True
+        ):
+            dim = _dim_of(held.split, axis)
+            if dim is None or dims[dim] == factor:
+                continue
+            size = self.local_bytes(tensor, held.split)
+            kind = EXCHANGE if factor in dims else GATHER
+            payload = size if kind == EXCHANGE else size * n
+            total += cost.wire_bytes(kind, payload, n)
+        for tensor, dims in zip(op.results, rule.results, strict=True):
+            if factor not in dims:
+                size = self.graph.tensors[tensor].size
+                rest = {a for h in operands for axes in h.split for a in axes} - {axis}
+                size /= math.prod(self.sizes[a] for a in rest)
+                total += cost.wire_bytes(REDUCE, size, n)
+        return total
+
+    def _linear(self, op: Operator, operands: tuple[Held, ...]) -> Step | None:
+        """Passes partial sums through an operator that keeps sums, if it does here."""
+        partial = {held.partial for held in operands}
+        if len(partial) > 1 or len({held.split for held in operands}) > 1:
+            return None
+        bare = tuple(Held(held.split) for held in operands)
+        step = self._step(op, bare)
+        if step.before or step.after:
+            return None
+        (axes,) = partial
+        results, after = [], []
+        for tensor, held in zip(op.results, step.results, strict=True):
+            summed = Held(held.split, axes)
+            if tensor not in self._deferred:
+                after += self.resolved(tensor, summed, held.split, op.times)
+                summed = held
+            results.append(summed)
+        return dataclasses.replace(step, results=tuple(results), after=tuple(after))
+
+    @functools.cached_property
+    def _deferred(self) -> frozenset[int]:
+        """Tensors whose partial sums are reduced where their only reader wants them."""
+        graph = self.graph
+        gradients = set(graph.gradients.values())
+        return frozenset(
+            tensor
+            for tensor in range(len(graph.tensors))
+            if len(graph.readers.get(tensor, ())) + (tensor in gradients) == 1
+            and (tensor in gradients or tensor not in graph.outputs)
+        )
+
+
+_LINEAR = (VIEWS - {"broadcast_in_dim", "iota"}) | {"add_any", STACK}
+"""Operators whose result is the sum of what they make of parts of a sum."""
+
+
+def _dim_of(split: Split, axis: str) -> int | None:
+    return next((d for d, axes in enumerate(split) if axis in axes), None)
+
+
+def _with(split: Split, dim: int, axis: str) -> Split:
+    return (*split[:dim], split[dim] | {axis}, *split[dim + 1 :])
+
+
+def _without(split: Split, axis: str) -> Split:
+    return tuple(axes - {axis} for axes in split)

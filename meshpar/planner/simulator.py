@@ -1,0 +1,255 @@
+"""Simulates one training step: operators and transfers on two timelines of a device.
+
+A device computes operators in the order of the step. A transfer starts when its tensor
+is there and the links are free, and an operator waits for the transfers of its
+operands. So gradients travel while the backward pass goes on, and activations are
+waited for.
+
+Source: Jia et al., arXiv:1807.05358, section 5.2 (the full simulation algorithm); here
+  all devices do the same, so that one of them stands for all.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshpar.contracts import cost
+from meshpar.layouts.axes import SLOW_AXES
+from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
+from meshpar.mesh.platform import platform_named
+from meshpar.planner.graph import Graph
+from meshpar.planner.propagation import (
+    EXCHANGE,
+    GATHER,
+    Held,
+    Propagation,
+    Split,
+    Step,
+    Target,
+    Transfer,
+)
+
+_WEIGHTS, _ACTIVATIONS, _GRADIENTS = "weights", "activations", "gradients"
+
+
+class Strategy(NamedTuple):
+    """How the tensors of a step are laid out that a layout decides about.
+
+    Attributes:
+      weights: {path: axes per dim} of the parameters between steps, and of the
+        gradients that the optimizer gets.
+      batch: axes per dim of each leaf of the batch.
+      targets: {operator: what a constraint of the model asks for}.
+    """
+
+    weights: Mapping[str, Split]
+    batch: tuple[Split, ...]
+    targets: Mapping[int, Target]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+    """Predicted time of a step, by term.
+
+    Attributes:
+      matmuls: compute of matmuls and convolutions.
+      operators: compute of all other operators, which memory bounds.
+      weights: time in which the device waits for gathers of weights.
+      activations: time in which it waits for activations, forward and backward.
+      gradients: time in which it waits for sums of gradients.
+      update: the optimizer.
+      wire_bytes: bytes that one device sends in all.
+    """
+
+    matmuls: float
+    operators: float
+    weights: float
+    activations: float
+    gradients: float
+    update: float
+    wire_bytes: float
+
+    @property
+    def by_term(self) -> dict[str, float]:
+        """{term: seconds}."""
+        terms = dataclasses.asdict(self)
+        del terms["wire_bytes"]
+        return terms
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.by_term.values())
+
+    def slower(self, times: float) -> "StepSeconds":
+        """All terms so many times as long; the bytes stay."""
+        terms = {name: times * value for name, value in self.by_term.items()}
+        return dataclasses.replace(self, **terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """One step, simulated.
+
+    Attributes:
+      seconds: its time.
+      activations: bytes that the forward pass leaves for the backward pass.
+      peak: bytes at the peak, state and gradients aside.
+    """
+
+    seconds: StepSeconds
+    activations: int
+    peak: int
+
+
+class Simulator:
+    """Simulates the steps of one graph on a mesh of some sizes."""
+
+    def __init__(self, graph: Graph, sizes: Mapping[str, int], machine: Machine):
+        """Prepares the graph.
+
+        Args:
+          graph: of a step.
+          sizes: {axis: size} of the mesh, outer to inner.
+          machine: that runs it.
+        """
+        used = {axis: size for axis, size in sizes.items() if size > 1}
+        self.graph, self.machine = graph, machine
+        platform = platform_named(machine.devices[0].platform)
+        self.propagation = Propagation(graph, used, platform.scatters_sums)
+        self.bandwidths = _bandwidths(sizes, machine)
+
+    def run(self, strategy: Strategy, update: float = 0.0) -> Simulated:
+        """Simulates a step.
+
+        Args:
+          strategy: layouts of weights, gradients, batch and constraints.
+          update: seconds that the optimizer takes.
+        """
+        return _Run(self, strategy).finished(update)
+
+
+class _Run:
+    """The timelines of one step."""
+
+    def __init__(self, simulator: Simulator, strategy: Strategy):
+        graph = simulator.graph
+        self.simulator, self.graph, self.strategy = simulator, graph, strategy
+        self.held: dict[int, Held] = {
+            graph.params[path]: Held(split) for path, split in strategy.weights.items()
+        }
+        self.held |= dict(zip(graph.batch, map(Held, strategy.batch), strict=True))
+        self.there: dict[int, float] = {}
+        self.waits_for: dict[int, str] = {}
+        self.computes = self.sends = self.wire = 0.0
+        self.matmuls = self.operators = 0.0
+        self.waited = dict.fromkeys((_WEIGHTS, _ACTIVATIONS, _GRADIENTS), 0.0)
+        self.copies: dict[tuple[int, Held], list] = {}
+
+    def finished(self, update: float) -> Simulated:
+        """Runs all operators, then the sums of gradients."""
+        for index in range(len(self.graph.operators)):
+            self._operator(index)
+        for path, tensor in self.graph.gradients.items():
+            held = self._held(tensor)
+            for transfer in self.simulator.propagation.resolved(
+                tensor, held, self.strategy.weights[path], 1
+            ):
+                end = self._send(transfer, len(self.graph.operators))
+                self._wait(end, _GRADIENTS)
+        seconds = StepSeconds(
+            self.matmuls,
+            self.operators,
+            *self.waited.values(),
+            update,
+            wire_bytes=self.wire,
+        )
+        return Simulated(seconds, *self._memory())
+
+    def _held(self, tensor: int) -> Held:
+        known = self.held.get(tensor)
+        return known or Held((frozenset(),) * len(self.graph.tensors[tensor].shape))
+
+    def _operator(self, index: int) -> None:
+        op = self.graph.operators[index]
+        operands = tuple(map(self._held, op.operands))
+        target = self.strategy.targets.get(index)
+        step = self.simulator.propagation.step(index, operands, target)
+        for tensor in op.operands:
+            self._wait(self.there.get(tensor, 0.0), self.waits_for.get(tensor, ""))
+        for transfer in step.before:
+            is_weight = transfer.tensor in self.simulator.propagation.weights
+            term = _WEIGHTS if is_weight else _ACTIVATIONS
+            self._wait(self._send(transfer, index), term)
+        self._compute(op.flops, op.times, step)
+        for tensor, held in zip(op.results, step.results, strict=True):
+            self.held[tensor], self.there[tensor] = held, self.computes
+        for transfer in step.after:
+            self.there[transfer.tensor] = self._send(transfer, index)
+            self.waits_for[transfer.tensor] = _ACTIVATIONS
+
+    def _compute(self, flops: float, times: int, step: Step) -> None:
+        """Time of an operator: its FLOPs, or its bytes if they take longer."""
+        machine = self.simulator.machine
+        seconds = step.moved / machine.chip.memory_bandwidth
+        if flops:
+            seconds = max(seconds, flops / step.ways / machine.flops)
+            self.matmuls += times * seconds
+        else:
+            self.operators += times * seconds
+        self.computes += times * seconds
+
+    def _wait(self, until: float, term: str) -> None:
+        if until > self.computes:
+            self.waited[term or _ACTIVATIONS] += until - self.computes
+            self.computes = until
+
+    def _send(self, transfer: Transfer, index: int) -> float:
+        """When a transfer has ended; one that was done for another reader costs 0."""
+        key = transfer.tensor, transfer.becomes
+        if key in self.copies:
+            self.copies[key][1] = index
+            return self.copies[key][2]
+        n = self.simulator.propagation.sizes[transfer.axis]
+        size = cost.wire_bytes(transfer.kind, transfer.payload, n) * transfer.times
+        start = max(self.sends, self.there.get(transfer.tensor, 0.0))
+        if not self.simulator.machine.overlaps:
+            start = max(start, self.computes)
+        self.sends = start + size / self.simulator.bandwidths[transfer.axis]
+        self.wire += size
+        self.copies[key] = [index, index, self.sends, transfer.kind]
+        return self.sends
+
+    def _memory(self) -> tuple[int, int]:
+        """(bytes between forward and backward pass, bytes at the peak)."""
+        graph, ways = self.graph, self.simulator.propagation.ways
+        change = [0.0] * (len(graph.operators) + 2)
+        skipped = {*graph.params.values(), *graph.gradients.values(), *graph.rows}
+        for tensor in graph.stored - skipped:
+            last = graph.last_reads.get(tensor)
+            if last is None:
+                continue
+            size = graph.tensors[tensor].size / ways(self._held(tensor).split)
+            change[graph.makers.get(tensor, 0)] += size
+            change[last + 1] -= size
+        for (tensor, held), (first, last, _, kind) in self.copies.items():
+            if kind not in (GATHER, EXCHANGE) or tensor in graph.outputs:
+                continue
+            size = graph.tensors[tensor].size / ways(held.split)
+            change[first] += size
+            change[last + 1] -= size
+        alive = list(itertools.accumulate(change))
+        return int(alive[graph.boundary + 1]), int(max(alive))
+
+
+def _bandwidths(sizes: Mapping[str, int], machine: Machine) -> dict[str, float]:
+    """{axis: bytes per second of its collectives}; slow where it crosses slices."""
+    found, left = dict.fromkeys(sizes, machine.link_bandwidth), machine.num_slices
+    for axis in SLOW_AXES:
+        across = math.gcd(sizes.get(axis, 1), left)
+        if across > 1:
+            found[axis] = SLOW_LINK_BANDWIDTH
+        left //= across
+    return found
