@@ -32,8 +32,9 @@ class Platform:
       turns_stacks: whether a gather along a later dim of a layer's weight makes the
         compiler turn the stack of all layers, and hold it so for the whole step
         (XLA:GPU, seen in jaxlib 0.12.0).
-      scatters_sums: whether the compiler makes reduce_scatters of sums of which each
-        device needs a part (XLA:CPU reduces them whole, seen in jaxlib 0.12.0).
+      reduces_late: whether the compiler adds parts of sums before it reduces them, and
+        scatters sums of which each device needs a part. XLA:CPU reduces every part, and
+        whole (seen in jaxlib 0.12.0 and libtpu 0.0.50).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -46,7 +47,7 @@ class Platform:
     compiles_slowly: bool = False
     multiplies_matrices: bool = False
     turns_stacks: bool = False
-    scatters_sums: bool = True
+    reduces_late: bool = True
     shows_host_transfers: bool = False
 
 
@@ -54,7 +55,7 @@ CPU = Platform(
     "cpu",
     widens_collectives=True,
     reports_peak=False,
-    scatters_sums=False,
+    reduces_late=False,
     compiles_slowly=True,
     multiplies_matrices=True,
 )

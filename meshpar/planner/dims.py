@@ -84,9 +84,15 @@ def _default(eqn: Any, operands: Shapes, results: Shapes) -> Factors:
 
 
 def _elementwise(eqn: Any, operands: Shapes, results: Shapes) -> Factors:
-    dims = tuple(range(len(results[0])))
-    same = (dims if s == results[0] else (WHOLE,) * len(s) for s in operands)
-    return tuple(same), (dims,) * len(results)
+    """Dims correspond; one of size 1 is repeated, and scalars have none."""
+    out = results[0]
+
+    def row(shape: tuple[int, ...]) -> Dims:
+        if len(shape) != len(out):
+            return (WHOLE,) * len(shape)
+        return tuple(d if n == out[d] else WHOLE for d, n in enumerate(shape))
+
+    return tuple(map(row, operands)), (tuple(range(len(out))),) * len(results)
 
 
 def _pairs(eqn: Any, operands: Shapes, results: Shapes) -> Factors:

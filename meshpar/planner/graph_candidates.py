@@ -4,7 +4,7 @@ Every mesh of `data`, `fsdp`, `expert` and `tensor` is searched by Markov chains
 best states, and those that need least memory, become candidates.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ import optax
 
 from meshpar.compose import reason_unsupported
 from meshpar.errors import LayoutError, MeshparError
-from meshpar.layouts.axes import DATA, EXPERT, FSDP, TENSOR
+from meshpar.layouts.axes import BATCH_AXES, DATA, EXPERT, FSDP, TENSOR
 from meshpar.layouts.layout import DEFAULTS
 from meshpar.layouts.param import Param
+from meshpar.layouts.rules import ACTIVATION_RULES
 from meshpar.lowering.optimizer import optimizer_of
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.mesh import make_mesh
@@ -30,6 +31,10 @@ from meshpar.planner.strategies import Strategies
 
 BUDGET = 2000
 """Proposals over all meshes."""
+
+_ROWS = frozenset(BATCH_AXES)
+
+_NOTHING = "no dims of the parameters divide over the axes, or none may be split"
 
 _LEAST, _KEPT = 60, 4
 """Fewest proposals of a chain, and candidates that a mesh gives."""
@@ -65,27 +70,45 @@ def graph_candidates(
     traced = {k: v for k, v in required.items() if k in ("activations", "remat")}
     graph = trace_step(model, batch, compute_dtype, traced)
     state = optimizer_of(model, optimizer).abstract_state
+    names = _constrained(graph)
     rows = jax.tree.leaves(batch)[0].shape[0]
+    meshes = list(_meshes(len(machine.devices), rows, model.params, wanted))
     found: list[Candidate] = []
     refused: list[LayoutError] = []
-    meshes = list(_meshes(len(machine.devices), rows, model.params, wanted))
-    copies = compute_dtype is not None or required.get("zero") in (1, 2)
     for sizes in meshes:
-        choices = Choices(model.params, _constrained(graph), sizes, required)
-        ledger = Ledger(model, state, compute_dtype, sizes, required)
-        strategies = Strategies(graph, choices, ledger, machine, copies)
-        budget = max(_LEAST, BUDGET // len(meshes))
-        search = MarkovSearch(choices.all, strategies.price, budget)
-        search.run((choices.data_parallel, choices.by_default_rules))
-        for key in _kept(strategies):
-            try:
-                found += _candidate(model, strategies, key, wanted)
-            except LayoutError as error:
-                refused.append(error)
-        if not strategies.known:
-            why = "no dim of the parameters divides over the axes"
-            refused.append(LayoutError(f"{why}: {sizes}"))
+        for given in _levels(sizes, names, required):
+            choices = Choices(model.params, names, sizes, given)
+            ledger = Ledger(model, state, compute_dtype, sizes, given)
+            strategies = Strategies(graph, choices, ledger, machine, compute_dtype)
+            budget = max(_LEAST, BUDGET // len(meshes))
+            search = MarkovSearch(choices.all, strategies.price, budget)
+            search.run((choices.data_parallel, choices.by_default_rules))
+            if not strategies.known:
+                refused.append(LayoutError(f"{_NOTHING}: {sizes}"))
+            for key in _kept(strategies):
+                try:
+                    found += _candidate(model, strategies, key, wanted)
+                except LayoutError as error:
+                    refused.append(error)
     return found, refused
+
+
+def _levels(
+    sizes: Mapping[str, int], names: Collection[str], required: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Required fields with the ZeRO levels to try.
+
+    Under zero=3 a compiler gathers weights over `fsdp` as it likes, and in models that
+    do not constrain the rows of their activations it may split these like the weights
+    (3 to 4 times the traffic, seen in jaxlib 0.12.0). zero=2 gathers them at once.
+    zero=1 moves what zero=2 moves and holds more.
+    """
+    if sizes[FSDP] == 1 or required.get("zero"):
+        yield dict(required)
+        return
+    rows = {name for name in names if set(ACTIVATION_RULES.get(name, ())) & _ROWS}
+    for level in (2, 3) if rows else (2,):
+        yield {**required, "zero": level}
 
 
 def _check(wanted: Wanted) -> None:

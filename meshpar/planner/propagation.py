@@ -87,16 +87,24 @@ class Step:
 class Propagation:
     """The operators of one graph on a mesh of some sizes."""
 
-    def __init__(self, graph: Graph, sizes: dict[str, int], scatters: bool):
+    def __init__(
+        self,
+        graph: Graph,
+        sizes: dict[str, int],
+        reduces_late: bool,
+        zero_level: int = 3,
+    ):
         """Prepares the graph.
 
         Args:
           graph: of a step.
           sizes: {axis: size} of the axes larger than 1.
-          scatters: whether the compiler scatters sums; else it reduces them whole.
+          reduces_late: as of `mesh.platform.Platform`.
+          zero_level: of the layout; below 3 all weights are whole before they are read.
         """
         self.graph, self.sizes = graph, sizes
-        self.scatters = scatters
+        self.reduces_late, self.zero_level = reduces_late, zero_level
+        self._linear_names = _LINEAR | {"add_any"} if reduces_late else _LINEAR
         self._steps: dict[tuple, Step] = {}
 
     def step(
@@ -125,12 +133,14 @@ class Propagation:
     ) -> list[Transfer]:
         """The transfers that bring a tensor into a layout without partial sums."""
         transfers = []
-        for axis in sorted(held.partial):
-            dim = next((d for d, axes in enumerate(split) if axis in axes), None)
+        # First those that leave a device a part alone.
+        whole = [axis for axis in self.sizes if _dim_of(split, axis) is None]
+        for axis in sorted(held.partial, key=lambda axis: axis in whole):
+            dim = _dim_of(split, axis)
             now, payload = held.split, self.local_bytes(tensor, held.split)
-            if dim is not None and self.scatters:
+            if dim is not None:
                 now = _with(now, dim, axis)
-            kind = SCATTER if dim is not None and self.scatters else REDUCE
+            kind = SCATTER if dim is not None and self.reduces_late else REDUCE
             held = Held(now, held.partial - {axis})
             transfers.append(Transfer(kind, axis, tensor, held, payload, times))
         for axis in self.sizes:
@@ -161,7 +171,7 @@ class Propagation:
         return Step((Held(split),), tuple(moves), (), 1, 0.0)
 
     def _step(self, op: Operator, operands: tuple[Held, ...]) -> Step:
-        if op.name in _LINEAR and any(held.partial for held in operands):
+        if op.name in self._linear_names and any(held.partial for held in operands):
             if (summed := self._linear(op, operands)) is not None:
                 return summed
         operands, before = self._gathered(op, operands)
@@ -183,10 +193,11 @@ class Propagation:
     def _gathered(
         self, op: Operator, operands: tuple[Held, ...]
     ) -> tuple[tuple[Held, ...], list[Transfer]]:
-        """Operands with weights whole over fsdp; in a loop, row by row."""
+        """Operands with weights whole over fsdp; zero=3 gathers stacks row by row."""
         held, before = list(operands), []
         for place, tensor in enumerate(op.operands):
-            if op.name == ROW or tensor not in self.weights:
+            by_row = op.name == ROW and self.zero_level == 3
+            if by_row or tensor not in self.weights:
                 continue
             bare = held[place].split
             for axis in GATHERED_AXES:
@@ -317,8 +328,8 @@ class Propagation:
         )
 
 
-_LINEAR = (VIEWS - {"broadcast_in_dim", "iota"}) | {"add_any", STACK}
-"""Operators whose result is the sum of what they make of parts of a sum."""
+_LINEAR = (VIEWS - {"broadcast_in_dim", "iota"}) | {STACK}
+"""Operators of one operand whose result is the sum of what they make of its parts."""
 
 
 def _dim_of(split: Split, axis: str) -> int | None:

@@ -107,18 +107,26 @@ class Simulated:
 class Simulator:
     """Simulates the steps of one graph on a mesh of some sizes."""
 
-    def __init__(self, graph: Graph, sizes: Mapping[str, int], machine: Machine):
+    def __init__(
+        self,
+        graph: Graph,
+        sizes: Mapping[str, int],
+        machine: Machine,
+        zero_level: int = 3,
+    ):
         """Prepares the graph.
 
         Args:
           graph: of a step.
           sizes: {axis: size} of the mesh, outer to inner.
           machine: that runs it.
+          zero_level: of the layout; below 3 a step holds whole copies of the weights,
+            which count as weights.
         """
         used = {axis: size for axis, size in sizes.items() if size > 1}
         self.graph, self.machine = graph, machine
         platform = platform_named(machine.devices[0].platform)
-        self.propagation = Propagation(graph, used, platform.scatters_sums)
+        self.propagation = Propagation(graph, used, platform.reduces_late, zero_level)
         self.bandwidths = _bandwidths(sizes, machine)
 
     def run(self, strategy: Strategy, update: float = 0.0) -> Simulated:
@@ -234,8 +242,10 @@ class _Run:
             size = graph.tensors[tensor].size / ways(self._held(tensor).split)
             change[graph.makers.get(tensor, 0)] += size
             change[last + 1] -= size
+        rules = self.simulator.propagation
+        copied = rules.weights if rules.zero_level < 3 else frozenset()
         for (tensor, held), (first, last, _, kind) in self.copies.items():
-            if kind not in (GATHER, EXCHANGE) or tensor in graph.outputs:
+            if kind not in (GATHER, EXCHANGE) or tensor in graph.outputs | copied:
                 continue
             size = graph.tensors[tensor].size / ways(held.split)
             change[first] += size

@@ -46,7 +46,7 @@ class Strategies:
         choices: Choices,
         ledger: Ledger,
         machine: Machine,
-        has_copies: bool,
+        compute_dtype: Any,
     ):
         """Prepares the mesh.
 
@@ -55,15 +55,17 @@ class Strategies:
           choices: of the model on this mesh.
           ledger: of the model on this mesh.
           machine: that trains it.
-          has_copies: whether a step holds copies of the weights: in another dtype, or
-            whole over `fsdp`.
+          compute_dtype: as in `meshpar.lower`.
         """
         self.graph, self.choices, self.ledger = graph, choices, ledger
-        self.machine, self.has_copies = machine, has_copies
-        self.simulator = Simulator(graph, choices.sizes, machine)
-        spec = Layout(**choices.sizes).batch_spec
+        self.machine = machine
+        zero = choices.required.get("zero")
+        layout = Layout(**choices.sizes, zero=zero)
+        self.simulator = Simulator(graph, choices.sizes, machine, layout.zero_level)
+        self._has_copies = compute_dtype is not None or layout.zero_level < 3
         self._batch = tuple(
-            self._used(spec(len(graph.tensors[leaf].shape))) for leaf in graph.batch
+            self._used(layout.batch_spec(len(graph.tensors[leaf].shape)))
+            for leaf in graph.batch
         )
         self._rules = ACTIVATION_RULES | dict(choices.given("activations"))
         self._given = dict(choices.given("params"))
@@ -120,7 +122,7 @@ class Strategies:
         memory = Memory(
             parameters=sizes["parameters"],
             optimizer=sizes["optimizer"],
-            weights=sizes["weights"] if self.has_copies else 0,
+            weights=sizes["weights"] if self._has_copies else 0,
             gradients=sizes["gradients"],
             activations=done.activations,
             working=done.peak - done.activations,
