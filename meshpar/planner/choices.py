@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from meshpar.layouts.axes import DATA, EXPERT, FSDP, TENSOR
+from meshpar.layouts.axes import BATCH_AXES, DATA, EXPERT, FSDP, TENSOR
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES
@@ -117,7 +117,9 @@ class Choices:
         fixed = {n for kind in ("params", "activations") for n, _ in self.given(kind)}
         for name in sorted((self._own | self.constrained) - fixed):
             every = (*PARAM_RULES.get(name, ()), *ACTIVATION_RULES.get(name, ()))
-            if all(self.sizes.get(a, 1) == 1 or a in _NAMED for a in every):
+            rows = set(ACTIVATION_RULES.get(name, ())) & set(BATCH_AXES)
+            used = [axis for axis in every if self.sizes.get(axis, 1) > 1]
+            if not rows and set(used) <= set(_NAMED):
                 yield Choice("", name, tuple(self._name_options(name)), name)
 
     def _name_options(self, name: str) -> Iterator[tuple[Axes, Axes]]:

@@ -4,6 +4,7 @@ Every mesh of `data`, `fsdp`, `expert` and `tensor` is searched by Markov chains
 best states, and those that need least memory, become candidates.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -36,8 +37,9 @@ _ROWS = frozenset(BATCH_AXES)
 
 _NOTHING = "no dims of the parameters divide over the axes, or none may be split"
 
-_LEAST, _KEPT = 60, 4
-"""Fewest proposals of a chain, and candidates that a mesh gives."""
+_LEAST, _KEPT, _SMALLER = 60, 4, 0.97
+"""Fewest proposals of a chain; most candidates that a mesh gives, and the share of the
+memory of a faster one that each of them may need."""
 
 _RULES = ("params", "activations", "paths", "allow", "min_shard_size", "zero", "remat")
 """Options that may be required beside the sizes of axes."""
@@ -166,12 +168,19 @@ def _meshes(
 
 
 def _kept(strategies: Strategies) -> list[State]:
-    """The fastest states that fit, and the one that needs least memory."""
-    known = strategies.known
+    """The fastest state, and slower ones with so much less memory each.
+
+    Without one that fits, the smallest.
+    """
+    known, kept = strategies.known, []
     fast = [state for state, cost in known.items() if strategies.fits(cost)]
-    fast.sort(key=lambda state: known[state].seconds.total)
-    small = sorted(known, key=lambda state: known[state].memory.total)
-    return list(dict.fromkeys((*fast[:_KEPT], *small[:1])))
+    least = math.inf
+    for state in sorted(fast, key=lambda state: known[state].seconds.total):
+        if known[state].memory.total < _SMALLER * least and len(kept) < _KEPT:
+            kept.append(state)
+            least = known[state].memory.total
+    smallest = min(known, key=lambda s: known[s].memory.total, default=None)
+    return kept or [smallest] * (smallest is not None)
 
 
 def _candidate(

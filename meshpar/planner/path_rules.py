@@ -9,8 +9,13 @@ _NUMBER = re.compile(r"\d+")
 
 
 def path_kind(path: str, param: Param) -> str:
-    """The same for parameters of one shape whose paths differ by numbers alone."""
-    return f"{_NUMBER.sub('N', path)} {param.shape}"
+    """The same for parameters that are laid out alike in most layers.
+
+    These are parameters of one shape whose paths differ by numbers alone, and all
+    vectors of one size, such as biases and scales.
+    """
+    name = _NUMBER.sub("N", path) if len(param.shape) > 1 else "vector"
+    return f"{name} {param.shape}"
 
 
 def path_rules(
