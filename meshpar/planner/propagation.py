@@ -209,11 +209,12 @@ class Propagation:
 
     @functools.cached_property
     def weights(self) -> frozenset[int]:
-        """Tensors of parameters, and rows of stacked ones."""
+        """Tensors of parameters, rows of stacked ones, and views of them."""
         found = set(self.graph.params.values())
         for op in self.graph.operators:
-            if op.name == ROW and found.issuperset(op.operands):
-                found.update(op.results)
+            if op.name in VIEWS | {ROW} and op.operands:
+                if found.issuperset(op.operands):
+                    found.update(op.results)
         return frozenset(found)
 
     def _finished(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshpar.contracts import cost
-from meshpar.layouts.axes import SLOW_AXES
+from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_named
 from meshpar.planner.graph import Graph
@@ -30,6 +30,8 @@ from meshpar.planner.propagation import (
     Target,
     Transfer,
 )
+
+_HELD = frozenset(HELD_AXES) & frozenset(TOKEN_AXES)
 
 _WEIGHTS, _ACTIVATIONS, _GRADIENTS = "weights", "activations", "gradients"
 
@@ -97,11 +99,15 @@ class Simulated:
       seconds: its time.
       activations: bytes that the forward pass leaves for the backward pass.
       peak: bytes at the peak, state and gradients aside.
+      is_held: whether no weight is gathered over an axis that splits the batch and
+        holds weights (`expert`). Compilers do not gather these: they split activations
+        like the weights, against the batch (seen in jaxlib 0.12.0).
     """
 
     seconds: StepSeconds
     activations: int
     peak: int
+    is_held: bool
 
 
 class Simulator:
@@ -154,6 +160,7 @@ class _Run:
         self.computes = self.sends = self.wire = 0.0
         self.matmuls = self.operators = 0.0
         self.waited = dict.fromkeys((_WEIGHTS, _ACTIVATIONS, _GRADIENTS), 0.0)
+        self.is_held = True
         self.copies: dict[tuple[int, Held], list] = {}
 
     def finished(self, update: float) -> Simulated:
@@ -174,7 +181,7 @@ class _Run:
             update,
             wire_bytes=self.wire,
         )
-        return Simulated(seconds, *self._memory())
+        return Simulated(seconds, *self._memory(), self.is_held)
 
     def _held(self, tensor: int) -> Held:
         known = self.held.get(tensor)
@@ -190,6 +197,7 @@ class _Run:
         for transfer in step.before:
             is_weight = transfer.tensor in self.simulator.propagation.weights
             term = _WEIGHTS if is_weight else _ACTIVATIONS
+            self.is_held &= not (is_weight and transfer.axis in _HELD)
             self._wait(self._send(transfer, index), term)
         self._compute(op.flops, op.times, step)
         for tensor, held in zip(op.results, step.results, strict=True):

@@ -119,6 +119,8 @@ class Strategies:
         moved = _READ_AND_WRITTEN * (sizes["parameters"] + sizes["optimizer"])
         update = (moved + sizes["gradients"]) / self.machine.chip.memory_bandwidth
         done = self.simulator.run(Strategy(splits, self._batch, targets), update)
+        if not done.is_held:
+            return None
         memory = Memory(
             parameters=sizes["parameters"],
             optimizer=sizes["optimizer"],
