@@ -13,56 +13,24 @@ Source: Jia et al., arXiv:1807.05358, section 5.1 (communication between operato
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.layouts.axes import GATHERED_AXES
 from meshpar.planner.dims import WHOLE
 from meshpar.planner.graph import ROW, STACK, VIEWS, Graph, Operator
-
-Split = tuple[frozenset[str], ...]
-"""Axes that split each dim of a tensor."""
-
-GATHER, REDUCE = "all_gather", "all_reduce"
-SCATTER, EXCHANGE = "reduce_scatter", "all_to_all"
-
-NOTHING: frozenset[str] = frozenset()
-
-
-Target = tuple[frozenset[str] | None, ...]
-"""Axes that a constraint asks for in each dim; None leaves a dim as it is."""
-
-
-class Held(NamedTuple):
-    """How a tensor is laid out.
-
-    Attributes:
-      split: axes that split each dim.
-      partial: axes over whose devices the tensor is still a sum of parts.
-    """
-
-    split: Split
-    partial: frozenset[str] = NOTHING
-
-
-class Transfer(NamedTuple):
-    """One collective.
-
-    Attributes:
-      kind: as in `contracts.cost`.
-      axis: that it runs over.
-      tensor: that it moves.
-      becomes: its layout afterwards.
-      payload: bytes, as `contracts.cost` counts them.
-      times: how often it runs in a step.
-    """
-
-    kind: str
-    axis: str
-    tensor: int
-    becomes: Held
-    payload: float
-    times: int
+from meshpar.planner.transfers import (
+    EXCHANGE,
+    GATHER,
+    NOTHING,
+    REDUCE,
+    Held,
+    Split,
+    Target,
+    Transfer,
+    Transfers,
+    dim_of,
+    without_axis,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +71,8 @@ class Propagation:
           zero_level: of the layout; below 3 all weights are whole before they are read.
         """
         self.graph, self.sizes = graph, sizes
-        self.reduces_late, self.zero_level = reduces_late, zero_level
+        self.transfers = Transfers(graph, sizes, reduces_late)
+        self.zero_level = zero_level
         self._linear_names = _LINEAR | {"add_any"} if reduces_late else _LINEAR
         self._steps: dict[tuple, Step] = {}
 
@@ -120,44 +89,6 @@ class Propagation:
                 self._steps[key] = self._step(op, operands)
         return self._steps[key]
 
-    def local_bytes(self, tensor: int, split: Split) -> float:
-        """Bytes of a tensor on one device."""
-        return self.graph.tensors[tensor].size / self.ways(split)
-
-    def ways(self, split: Split) -> int:
-        """Devices over which a layout spreads a tensor."""
-        return math.prod(self.sizes[axis] for axes in split for axis in axes)
-
-    def resolved(
-        self, tensor: int, held: Held, split: Split, times: int
-    ) -> list[Transfer]:
-        """The transfers that bring a tensor into a layout without partial sums."""
-        transfers = []
-        # First those that leave a device a part alone.
-        whole = [axis for axis in self.sizes if _dim_of(split, axis) is None]
-        for axis in sorted(held.partial, key=lambda axis: axis in whole):
-            dim = _dim_of(split, axis)
-            now, payload = held.split, self.local_bytes(tensor, held.split)
-            if dim is not None:
-                now = _with(now, dim, axis)
-            kind = SCATTER if dim is not None and self.reduces_late else REDUCE
-            held = Held(now, held.partial - {axis})
-            transfers.append(Transfer(kind, axis, tensor, held, payload, times))
-        for axis in self.sizes:
-            before = _dim_of(held.split, axis)
-            after = _dim_of(split, axis)
-            if before is None or before == after:
-                continue
-            bare = _without(held.split, axis)
-            payload = self.local_bytes(tensor, bare)
-            kind, now = GATHER, bare
-            if after is not None:
-                kind, now = EXCHANGE, _with(bare, after, axis)
-                payload /= self.sizes[axis]
-            held = Held(now)
-            transfers.append(Transfer(kind, axis, tensor, held, payload, times))
-        return transfers
-
     def _constrained(
         self, op: Operator, operands: tuple[Held, ...], target: Target
     ) -> Step:
@@ -167,7 +98,7 @@ class Propagation:
             now if asked is None else asked
             for now, asked in zip(held.split, target, strict=True)
         )
-        moves = self.resolved(tensor, held, split, op.times)
+        moves = self.transfers.resolved(tensor, held, split, op.times)
         return Step((Held(split),), tuple(moves), (), 1, 0.0)
 
     def _step(self, op: Operator, operands: tuple[Held, ...]) -> Step:
@@ -186,7 +117,7 @@ class Propagation:
         ]
         for tensor, held, split in zip(op.operands, operands, splits, strict=True):
             times = self.graph.tensors[tensor].times
-            before += self.resolved(tensor, held, split, times)
+            before += self.transfers.resolved(tensor, held, split, times)
         work = NOTHING.union(*chosen.values())
         return self._finished(op, chosen, splits, before, work)
 
@@ -201,9 +132,9 @@ class Propagation:
                 continue
             bare = held[place].split
             for axis in GATHERED_AXES:
-                bare = _without(bare, axis)
+                bare = without_axis(bare, axis)
             times = self.graph.tensors[tensor].times
-            before += self.resolved(tensor, held[place], bare, times)
+            before += self.transfers.resolved(tensor, held[place], bare, times)
             held[place] = Held(bare)
         return tuple(held), before
 
@@ -234,16 +165,16 @@ class Propagation:
             split = tuple(chosen.get(factor, NOTHING) for factor in dims)
             held = Held(split, summed)
             if summed and tensor not in self._deferred:
-                after += self.resolved(tensor, held, split, op.times)
+                after += self.transfers.resolved(tensor, held, split, op.times)
                 held = Held(split)
             results.append(held)
         moved = 0.0
         if any(tensor in graph.stored for tensor in op.results):
             for tensor, split in zip(op.operands, splits, strict=True):
-                moved += graph.read_bytes[tensor] / self.ways(split)
+                moved += graph.read_bytes[tensor] / self.transfers.ways(split)
             for tensor, held in zip(op.results, results, strict=True):
                 if tensor in graph.stored:
-                    moved += self.local_bytes(tensor, held.split)
+                    moved += self.transfers.local_bytes(tensor, held.split)
         ways = math.prod(self.sizes[axis] for axis in work)
         return Step(tuple(results), tuple(before), tuple(after), ways, moved)
 
@@ -257,7 +188,7 @@ class Propagation:
         """The factor that an axis splits, or None."""
         factors: list[int] = []
         for held, dims in zip(operands, op.rule.operands, strict=True):
-            dim = _dim_of(held.split, axis)
+            dim = dim_of(held.split, axis)
             if dim is not None and dims[dim] not in (WHOLE, *factors):
                 factors.append(dims[dim])
         legal = [f for f in factors if self._divides(op, f, axis, chosen)]
@@ -282,10 +213,10 @@ class Propagation:
         for tensor, held, dims in zip(
             op.operands, operands, rule.operands, strict=True
         ):
-            dim = _dim_of(held.split, axis)
+            dim = dim_of(held.split, axis)
             if dim is None or dims[dim] == factor:
                 continue
-            size = self.local_bytes(tensor, held.split)
+            size = self.transfers.local_bytes(tensor, held.split)
             kind = EXCHANGE if factor in dims else GATHER
             payload = size if kind == EXCHANGE else size * n
             total += cost.wire_bytes(kind, payload, n)
@@ -311,7 +242,7 @@ class Propagation:
         for tensor, held in zip(op.results, step.results, strict=True):
             summed = Held(held.split, axes)
             if tensor not in self._deferred:
-                after += self.resolved(tensor, summed, held.split, op.times)
+                after += self.transfers.resolved(tensor, summed, held.split, op.times)
                 summed = held
             results.append(summed)
         return dataclasses.replace(step, results=tuple(results), after=tuple(after))
@@ -331,15 +262,3 @@ class Propagation:
 
 _LINEAR = (VIEWS - {"broadcast_in_dim", "iota"}) | {STACK}
 """Operators of one operand whose result is the sum of what they make of its parts."""
-
-
-def _dim_of(split: Split, axis: str) -> int | None:
-    return next((d for d, axes in enumerate(split) if axis in axes), None)
-
-
-def _with(split: Split, dim: int, axis: str) -> Split:
-    return (*split[:dim], split[dim] | {axis}, *split[dim + 1 :])
-
-
-def _without(split: Split, axis: str) -> Split:
-    return tuple(axes - {axis} for axes in split)

@@ -20,16 +20,8 @@ from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_named
 from meshpar.planner.graph import Graph
-from meshpar.planner.propagation import (
-    EXCHANGE,
-    GATHER,
-    Held,
-    Propagation,
-    Split,
-    Step,
-    Target,
-    Transfer,
-)
+from meshpar.planner.propagation import Propagation, Step
+from meshpar.planner.transfers import EXCHANGE, GATHER, Held, Split, Target, Transfer
 
 _HELD = frozenset(HELD_AXES) & frozenset(TOKEN_AXES)
 
@@ -169,7 +161,7 @@ class _Run:
             self._operator(index)
         for path, tensor in self.graph.gradients.items():
             held = self._held(tensor)
-            for transfer in self.simulator.propagation.resolved(
+            for transfer in self.simulator.propagation.transfers.resolved(
                 tensor, held, self.strategy.weights[path], 1
             ):
                 end = self._send(transfer, len(self.graph.operators))
@@ -240,7 +232,7 @@ class _Run:
 
     def _memory(self) -> tuple[int, int]:
         """(bytes between forward and backward pass, bytes at the peak)."""
-        graph, ways = self.graph, self.simulator.propagation.ways
+        graph, ways = self.graph, self.simulator.propagation.transfers.ways
         change = [0.0] * (len(graph.operators) + 2)
         skipped = {*graph.params.values(), *graph.gradients.values(), *graph.rows}
         for tensor in graph.stored - skipped:

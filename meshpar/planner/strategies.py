@@ -13,9 +13,9 @@ from meshpar.planner.choices import SPLITTING, Choices, State
 from meshpar.planner.graph import Graph
 from meshpar.planner.ledger import Entry, Ledger
 from meshpar.planner.markov import ILLEGAL
-from meshpar.planner.propagation import Split, Target
 from meshpar.planner.simulator import Simulator, StepSeconds, Strategy
 from meshpar.planner.step_trace import dim_name
+from meshpar.planner.transfers import Split, Target
 
 _TOO_LARGE = 1e9
 """Seconds that a state costs in a search if it needs just more memory than there is."""
