@@ -11,7 +11,7 @@ Source: Jia et al., arXiv:1807.05358, section 4 (parallelizable dimensions); the
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshpar.planner.indexed_dims import gather_dims, scatter_dims
@@ -61,6 +61,16 @@ def dim_rule(eqn: Any) -> DimRule:
     return DimRule(*made, sizes)
 
 
+def paired(shapes: Sequence[tuple[int, ...]]) -> DimRule:
+    """The rule of an operator that makes each operand the result of its number."""
+    dims, sizes = [], {}
+    for shape in shapes:
+        first = len(sizes)
+        dims.append(tuple(range(first, first + len(shape))))
+        sizes |= dict(enumerate(shape, first))
+    return DimRule(tuple(dims), tuple(dims), sizes)
+
+
 Shapes = list[tuple[int, ...]]
 Factors = tuple[tuple[Dims, ...], tuple[Dims, ...]]
 
@@ -97,11 +107,8 @@ def _elementwise(eqn: Any, operands: Shapes, results: Shapes) -> Factors:
 
 def _pairs(eqn: Any, operands: Shapes, results: Shapes) -> Factors:
     """Every operand becomes the result of its number."""
-    dims, first = [], 0
-    for shape in results:
-        dims.append(tuple(range(first, first + len(shape))))
-        first += len(shape)
-    return tuple(dims), tuple(dims)
+    rule = paired(results)
+    return rule.operands, rule.results
 
 
 def _along(axis: int, operands: Shapes, results: Shapes) -> Factors:

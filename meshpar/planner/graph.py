@@ -17,6 +17,9 @@ from meshpar.planner.dims import ELEMENTWISE, DimRule
 ROW = "scan_row"
 """Operator that takes the row of one round from a stack of a scan."""
 
+CARRY = "scan_carry"
+"""Operator that starts the rounds of a scan with the values that they pass on."""
+
 STACK = "scan_stack"
 """Operator that puts the row of one round into a stack of a scan."""
 
@@ -72,6 +75,7 @@ class Operator:
       target: names of dims, or of axes, that a constraint asks for; an entry is None
         where it leaves a dim open. None for all other operators.
       loop: (first, last) operator of the outermost loop around it, or None.
+      back: of a `CARRY`, what a round ends with, and the next one starts with.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Operator:
     times: int
     target: tuple[tuple[str, ...] | None, ...] | None
     loop: tuple[int, int] | None
+    back: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +146,31 @@ class Graph:
                     yield from self._users(result)
 
     @functools.cached_property
+    def gradient_makers(self) -> dict[str, tuple[int, tuple[int | None, ...]]]:
+        """{path: operator that makes a gradient, and its dims in its first result}.
+
+        Views between the operator and the gradient are followed; a dim is None where
+        they mix it with others.
+        """
+        found = {}
+        for path, tensor in self.gradients.items():
+            dims: list[int | None] = list(range(len(self.tensors[tensor].shape)))
+            while (index := self.makers.get(tensor)) is not None:
+                op = self.operators[index]
+                if op.name not in VIEWS or len(op.operands) != 1:
+                    found[path] = index, tuple(dims)
+                    break
+                (before,), (after,) = op.rule.operands, op.rule.results
+                named = dict(zip(after, dims, strict=True))
+                dims = [named.get(factor) if factor >= 0 else None for factor in before]
+                (tensor,) = op.operands
+        return found
+
+    @functools.cached_property
     def rows(self) -> frozenset[int]:
-        """Tensors that lie in memory as a part of a stack."""
-        return frozenset(
-            tensor for op in self.operators if op.name == ROW for tensor in op.results
-        )
+        """Tensors that lie in memory as a part of another one."""
+        made = (op.results for op in self.operators if op.name in (ROW, CARRY))
+        return frozenset(tensor for results in made for tensor in results)
 
     @functools.cached_property
     def stored(self) -> frozenset[int]:

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import num_bytes
 from meshpar.compat import CALLS, called_jaxpr, inner_jaxprs, scan_counts
-from meshpar.planner.dims import WHOLE, DimRule, dim_rule
+from meshpar.planner.dims import WHOLE, DimRule, dim_rule, paired
 from meshpar.planner.graph import (
+    CARRY,
     ROW,
     STACK,
     Graph,
@@ -107,6 +108,8 @@ class _Reader:
         body, rounds = eqn.params["jaxpr"].jaxpr, times * eqn.params["length"]
         first = num_consts + num_carry
         start, inputs = len(self.operators), operands[:first]
+        if num_carry:
+            inputs[num_consts:] = self._carry(inputs[num_consts:], rounds)
         for var, stack in zip(body.invars[first:], operands[first:], strict=True):
             row = self.tensor(var.aval, rounds)
             dims = tuple(range(len(var.aval.shape)))
@@ -115,6 +118,9 @@ class _Reader:
             inputs.append(row)
         made = self.read(body, inputs, rounds)
         results = made[:num_carry]
+        if num_carry:
+            carry = dataclasses.replace(self.operators[start], back=tuple(results))
+            self.operators[start] = carry
         for var, row in zip(eqn.outvars[num_carry:], made[num_carry:], strict=True):
             stack = self.tensor(var.aval, 1)
             shape = var.aval.shape[1:]
@@ -123,6 +129,17 @@ class _Reader:
             self._add(STACK, [row], [stack], rule, 0.0, rounds)
             results.append(stack)
         self.loops.append((start, len(self.operators) - 1))
+        return results
+
+    def _carry(self, values: list[int], rounds: int) -> list[int]:
+        """What every round starts with, of what the first one starts with."""
+        shapes = [self.tensors[value].shape for value in values]
+        rule = paired(shapes)
+        results = []
+        for value, shape in zip(values, shapes, strict=True):
+            self.tensors.append(Tensor(shape, self.tensors[value].size, rounds))
+            results.append(len(self.tensors) - 1)
+        self._add(CARRY, values, results, rule, 0.0, 1)
         return results
 
     def loop(self, eqn: Any, operands: list[int], times: int) -> list[int]:
@@ -199,6 +216,7 @@ def read_graph(
 def _without_dead_operators(graph: Graph) -> Graph:
     """The graph without operators on which no output depends."""
     needed, kept = set(graph.outputs), set()
+    needed.update(tensor for op in graph.operators for tensor in op.back)
     for index in reversed(range(len(graph.operators))):
         op = graph.operators[index]
         if needed.intersection(op.results):

@@ -77,16 +77,27 @@ class Propagation:
         self._steps: dict[tuple, Step] = {}
 
     def step(
-        self, index: int, operands: tuple[Held, ...], target: Target | None = None
+        self,
+        index: int,
+        operands: tuple[Held, ...],
+        target: Target | None = None,
+        wanted: Split | None = None,
     ) -> Step:
-        """One operator; `target` is the layout that a constraint asks for."""
-        key = index, operands, target
+        """How one operator runs.
+
+        Args:
+          index: of the operator.
+          operands: their layouts.
+          target: layout that the model asks for, if the operator is a constraint.
+          wanted: layout that a gradient shall have, if the operator makes one.
+        """
+        key = index, operands, target, wanted
         if key not in self._steps:
             op = self.graph.operators[index]
             if op.target is not None and target is not None:
                 self._steps[key] = self._constrained(op, operands, target)
             else:
-                self._steps[key] = self._step(op, operands)
+                self._steps[key] = self._step(op, operands, wanted)
         return self._steps[key]
 
     def _constrained(
@@ -101,7 +112,9 @@ class Propagation:
         moves = self.transfers.resolved(tensor, held, split, op.times)
         return Step((Held(split),), tuple(moves), (), 1, 0.0)
 
-    def _step(self, op: Operator, operands: tuple[Held, ...]) -> Step:
+    def _step(
+        self, op: Operator, operands: tuple[Held, ...], wanted: Split | None = None
+    ) -> Step:
         if op.name in self._linear_names and any(held.partial for held in operands):
             if (summed := self._linear(op, operands)) is not None:
                 return summed
@@ -109,6 +122,8 @@ class Propagation:
         chosen: dict[int, frozenset[str]] = {}
         for axis in self.sizes:
             factor = self._factor(op, operands, axis, chosen)
+            if factor is None and wanted is not None:
+                factor = self._wanted_factor(op, operands, axis, chosen, wanted)
             if factor is not None:
                 chosen[factor] = chosen.get(factor, NOTHING) | {axis}
         splits = [
@@ -196,6 +211,23 @@ class Propagation:
             return legal[0] if legal else None
         costs = [self._cost(op, operands, axis, factor) for factor in legal]
         return legal[costs.index(min(costs))]
+
+    def _wanted_factor(
+        self,
+        op: Operator,
+        operands: tuple[Held, ...],
+        axis: str,
+        chosen: dict[int, frozenset[str]],
+        wanted: Split,
+    ) -> int | None:
+        """The factor of the dim that an axis shall split, if operands are whole."""
+        dim = dim_of(wanted, axis)
+        if dim is None or any(axis in held.partial for held in operands):
+            return None
+        factor = op.rule.results[0][dim]
+        if factor not in op.rule.sizes:
+            return None
+        return factor if self._divides(op, factor, axis, chosen) else None
 
     def _divides(
         self, op: Operator, factor: int, axis: str, chosen: dict[int, frozenset[str]]

@@ -12,15 +12,16 @@ Source: Jia et al., arXiv:1807.05358, section 5.2 (the full simulation algorithm
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_named
-from meshpar.planner.graph import Graph
+from meshpar.planner.graph import CARRY, Graph, Operator
 from meshpar.planner.propagation import Propagation, Step
+from meshpar.planner.step_seconds import StepSeconds
 from meshpar.planner.transfers import EXCHANGE, GATHER, Held, Split, Target, Transfer
 
 _HELD = frozenset(HELD_AXES) & frozenset(TOKEN_AXES)
@@ -41,46 +42,6 @@ class Strategy(NamedTuple):
     weights: Mapping[str, Split]
     batch: tuple[Split, ...]
     targets: Mapping[int, Target]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepSeconds:
-    """Predicted time of a step, by term.
-
-    Attributes:
-      matmuls: compute of matmuls and convolutions.
-      operators: compute of all other operators, which memory bounds.
-      weights: time in which the device waits for gathers of weights.
-      activations: time in which it waits for activations, forward and backward.
-      gradients: time in which it waits for sums of gradients.
-      update: the optimizer.
-      wire_bytes: bytes that one device sends in all.
-    """
-
-    matmuls: float
-    operators: float
-    weights: float
-    activations: float
-    gradients: float
-    update: float
-    wire_bytes: float
-
-    @property
-    def by_term(self) -> dict[str, float]:
-        """{term: seconds}."""
-        terms = dataclasses.asdict(self)
-        del terms["wire_bytes"]
-        return terms
-
-    @property
-    def total(self) -> float:
-        """Seconds of a step."""
-        return sum(self.by_term.values())
-
-    def slower(self, times: float) -> "StepSeconds":
-        """All terms so many times as long; the bytes stay."""
-        terms = {name: times * value for name, value in self.by_term.items()}
-        return dataclasses.replace(self, **terms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +88,16 @@ class Simulator:
         self.propagation = Propagation(graph, used, platform.reduces_late, zero_level)
         self.bandwidths = _bandwidths(sizes, machine)
 
+    def wanted(self, strategy: Strategy) -> dict[int, Split]:
+        """{operator that makes a gradient: axes that shall split its result}."""
+        return {
+            index: tuple(
+                frozenset() if dim is None else strategy.weights[path][dim]
+                for dim in dims
+            )
+            for path, (index, dims) in self.graph.gradient_makers.items()
+        }
+
     def run(self, strategy: Strategy, update: float = 0.0) -> Simulated:
         """Simulates a step.
 
@@ -153,6 +124,7 @@ class _Run:
         self.matmuls = self.operators = 0.0
         self.waited = dict.fromkeys((_WEIGHTS, _ACTIVATIONS, _GRADIENTS), 0.0)
         self.is_held = True
+        self.wanted = simulator.wanted(strategy)
         self.copies: dict[tuple[int, Held], list] = {}
 
     def finished(self, update: float) -> Simulated:
@@ -181,9 +153,10 @@ class _Run:
 
     def _operator(self, index: int) -> None:
         op = self.graph.operators[index]
-        operands = tuple(map(self._held, op.operands))
-        target = self.strategy.targets.get(index)
-        step = self.simulator.propagation.step(index, operands, target)
+        if op.name == CARRY:
+            step = self._carried(index, op)
+        else:
+            step = self._step(index, self._held)
         for tensor in op.operands:
             self._wait(self.there.get(tensor, 0.0), self.waits_for.get(tensor, ""))
         for transfer in step.before:
@@ -197,6 +170,31 @@ class _Run:
         for transfer in step.after:
             self.there[transfer.tensor] = self._send(transfer, index)
             self.waits_for[transfer.tensor] = _ACTIVATIONS
+
+    def _step(self, index: int, held: Callable[[int], Held]) -> Step:
+        """How an operator runs, with its operands laid out as `held` says."""
+        operands = tuple(map(held, self.graph.operators[index].operands))
+        target = self.strategy.targets.get(index)
+        wanted = self.wanted.get(index)
+        return self.simulator.propagation.step(index, operands, target, wanted)
+
+    def _carried(self, index: int, op: Operator) -> Step:
+        """What a loop passes on starts as a round ends, which one round shows."""
+        seen = dict(zip(op.results, map(self._held, op.operands), strict=True))
+
+        def held(tensor: int) -> Held:
+            return seen.get(tensor) or self._held(tensor)
+
+        makers = self.graph.makers
+        for inner in range(index + 1, max(makers.get(t, index) for t in op.back) + 1):
+            results = self.graph.operators[inner].results
+            seen.update(zip(results, self._step(inner, held).results, strict=True))
+        after = tuple(Held(held(tensor).split) for tensor in op.back)
+        before: list[Transfer] = []
+        resolved = self.simulator.propagation.transfers.resolved
+        for tensor, end in zip(op.operands, after, strict=True):
+            before += resolved(tensor, self._held(tensor), end.split, op.times)
+        return Step(after, tuple(before), (), 1, 0.0)
 
     def _compute(self, flops: float, times: int, step: Step) -> None:
         """Time of an operator: its FLOPs, or its bytes if they take longer."""

@@ -13,7 +13,8 @@ from meshpar.planner.choices import SPLITTING, Choices, State
 from meshpar.planner.graph import Graph
 from meshpar.planner.ledger import Entry, Ledger
 from meshpar.planner.markov import ILLEGAL
-from meshpar.planner.simulator import Simulator, StepSeconds, Strategy
+from meshpar.planner.simulator import Simulator, Strategy
+from meshpar.planner.step_seconds import StepSeconds
 from meshpar.planner.step_trace import dim_name
 from meshpar.planner.transfers import Split, Target
 
