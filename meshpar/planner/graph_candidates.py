@@ -30,8 +30,11 @@ from meshpar.planner.space import MOST_TENSOR, Wanted
 from meshpar.planner.step_trace import dim_name, trace_step
 from meshpar.planner.strategies import Strategies
 
-BUDGET = 2000
-"""Proposals over all meshes."""
+_WORK, _MOST = 1_500_000, 8000
+"""Operators to simulate over all chains, and most proposals for that."""
+
+_CHAINS = 2
+"""Chains of a mesh: from data parallelism, and from the layout's default rules."""
 
 _ROWS = frozenset(BATCH_AXES)
 
@@ -75,30 +78,31 @@ def graph_candidates(
     names = _constrained(graph)
     rows = jax.tree.leaves(batch)[0].shape[0]
     meshes = list(_meshes(len(machine.devices), rows, model.params, wanted))
+    spaces = [s for sizes in meshes for s in _levels(sizes, names, required)]
+    budget = min(_WORK // len(graph.operators), _MOST)
+    budget = max(_LEAST, budget // max(1, _CHAINS * len(spaces)))
     found: list[Candidate] = []
     refused: list[LayoutError] = []
-    for sizes in meshes:
-        for given in _levels(sizes, names, required):
-            choices = Choices(model.params, names, sizes, given)
-            ledger = Ledger(model, state, compute_dtype, sizes, given)
-            strategies = Strategies(graph, choices, ledger, machine, compute_dtype)
-            budget = max(_LEAST, BUDGET // len(meshes))
-            search = MarkovSearch(choices.all, strategies.price, budget)
-            search.run((choices.data_parallel, choices.by_default_rules))
-            if not strategies.known:
-                refused.append(LayoutError(f"{_NOTHING}: {sizes}"))
-            for key in _kept(strategies):
-                try:
-                    found += _candidate(model, strategies, key, wanted)
-                except LayoutError as error:
-                    refused.append(error)
+    for sizes, given in spaces:
+        choices = Choices(model.params, names, sizes, given)
+        ledger = Ledger(model, state, compute_dtype, sizes, given)
+        strategies = Strategies(graph, choices, ledger, machine, compute_dtype)
+        search = MarkovSearch(choices.all, strategies.price, budget)
+        search.run((choices.data_parallel, choices.by_default_rules))
+        if not strategies.known:
+            refused.append(LayoutError(f"{_NOTHING}: {sizes}"))
+        for key in _kept(strategies):
+            try:
+                found += _candidate(model, strategies, key, wanted)
+            except LayoutError as error:
+                refused.append(error)
     return found, refused
 
 
 def _levels(
     sizes: Mapping[str, int], names: Collection[str], required: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Required fields with the ZeRO levels to try.
+) -> Iterator[tuple[Mapping[str, int], dict[str, Any]]]:
+    """A mesh, and required fields with the ZeRO levels to try.
 
     Under zero=3 a compiler gathers weights over `fsdp` as it likes, and in models that
     do not constrain the rows of their activations it may split these like the weights
@@ -106,11 +110,11 @@ def _levels(
     zero=1 moves what zero=2 moves and holds more.
     """
     if sizes[FSDP] == 1 or required.get("zero"):
-        yield dict(required)
+        yield sizes, dict(required)
         return
     rows = {name for name in names if set(ACTIVATION_RULES.get(name, ())) & _ROWS}
     for level in (2, 3) if rows else (2,):
-        yield {**required, "zero": level}
+        yield sizes, {**required, "zero": level}
 
 
 def _check(wanted: Wanted) -> None:

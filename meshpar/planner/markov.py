@@ -1,6 +1,6 @@
 """Markov-chain Monte Carlo search over the states of a mesh.
 
-A chain proposes another option for one choice, or for all choices of a kind, and takes
+A chain proposes another option for one choice, for two, or for all of a kind, and takes
 the proposal with probability min(1, exp(-beta * (new - old))) of their costs. A chain
 ends with its budget, or when half of its budget has found nothing better. The best
 state of all chains is tidied: each kind takes one option for all of its choices, where
@@ -23,10 +23,11 @@ from meshpar.planner.choices import Choice, State
 ILLEGAL = math.inf
 """Cost of a state that no layout can be."""
 
-_KINDS = 0.6
-"""Share of the proposals that change all choices of a kind together."""
+_KINDS, _PAIRS = 0.5, 0.2
+"""Shares of the proposals that change all choices of a kind together, and two choices:
+columns of one matmul and rows of the next pay only together."""
 
-_WORSE = 0.05
+_WORSE = 0.2
 """A proposal that is worse by this share of the least cost is taken 1 time in e."""
 
 
@@ -124,11 +125,16 @@ class MarkovSearch:
         return self._random.random() < math.exp(-beta * (new - now))
 
     def _proposal(self, state: State) -> State:
-        """Another option for one choice, or for all of a kind."""
-        if self._random.random() < _KINDS:
-            group = self._random.choice(self._kinds)
-        else:
-            group = [self._random.choice(self._open)]
+        """Another option for one choice, for two, or for all of a kind."""
+        draw = self._random.random()
+        if draw < _KINDS:
+            return self._redrawn(state, self._random.choice(self._kinds))
+        for _ in range(1 + (draw < _KINDS + _PAIRS)):
+            state = self._redrawn(state, [self._random.choice(self._open)])
+        return state
+
+    def _redrawn(self, state: State, group: Sequence[int]) -> State:
+        """A state with another option for a choice, or any for those of a group."""
         options = len(self.choices[group[0]].options)
         if len(group) > 1:
             return _changed(state, group, self._random.randrange(options))

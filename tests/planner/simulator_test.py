@@ -37,7 +37,7 @@ def test_data_parallelism_sums_every_gradient_once(model, batch):
     gradients = wire_bytes("all_reduce", 4 * (D * F + F * V), 8)
     # The loss is one number more.
     assert 0 <= cost.seconds.wire_bytes - gradients <= wire_bytes("all_reduce", 4, 8)
-    assert cost.seconds.gradients > 0 == cost.seconds.activations
+    assert cost.seconds.activations < 1e-3 * cost.seconds.gradients
 
 
 def test_columns_then_rows_sum_one_activation(model, batch):
@@ -83,9 +83,11 @@ def test_a_loop_sends_what_its_body_sends_as_often_as_it_runs():
     names = {"embed/kernel": (None, None), "stack": (None, "tensor", None)}
     state = tuple(c.options.index(names[c.path]) for c in made.choices.all)
     activation = wire_bytes("all_reduce", 4 * B * kind.D, 8)
-    # Each round sums its output, and gathers the gradient of its input.
+    # Each round sums its output, and gathers the gradient of its input; one gradient
+    # is gathered or exchanged before and after the loop.
     sent = made.cost(state).seconds.wire_bytes
-    assert sent == pytest.approx(kind.DEPTH * 1.5 * activation, rel=0.01)
+    rounds = kind.DEPTH * 1.5 * activation
+    assert rounds <= sent <= rounds + activation
 
 
 MEGATRON = 'paths."0/kernel"=none/tensor,paths."1/kernel"=tensor/none'
@@ -95,7 +97,7 @@ COMPILED = (
     "data=2,fsdp=4,zero=2,paths.kernel=none/fsdp",
     f"tensor=8,{MEGATRON}",
     f"data=2,tensor=4,{MEGATRON}",
-    "data=4,tensor=2,paths.kernel=tensor/none",
+    'data=4,tensor=2,paths."0/kernel"=none/none,paths."1/kernel"=tensor/none',
     'data=2,fsdp=2,tensor=2,zero=2,paths."0/"=fsdp/tensor,paths."1/"=tensor/fsdp',
 )
 
