@@ -113,7 +113,7 @@ def _levels(
         yield sizes, dict(required)
         return
     rows = {name for name in names if set(ACTIVATION_RULES.get(name, ())) & _ROWS}
-    for level in (2, 3) if rows else (2,):
+    for level in (2, None) if rows else (2,):  # None is 3.
         yield sizes, {**required, "zero": level}
 
 

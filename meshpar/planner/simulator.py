@@ -19,7 +19,7 @@ from meshpar.contracts import cost
 from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_named
-from meshpar.planner.graph import CARRY, Graph, Operator
+from meshpar.planner.graph import CARRY, STACK, Graph, Operator
 from meshpar.planner.propagation import Propagation, Step
 from meshpar.planner.step_seconds import StepSeconds
 from meshpar.planner.transfers import EXCHANGE, GATHER, Held, Split, Target, Transfer
@@ -248,6 +248,13 @@ class _Run:
             size = graph.tensors[tensor].size / ways(held.split)
             change[first] += size
             change[last + 1] -= size
+        for path, tensor in graph.gradients.items():
+            made = graph.makers.get(tensor)
+            if made is not None and graph.operators[made].name == STACK:
+                # A loop adds up whole gradients; shards of them count as gradients.
+                size = graph.tensors[tensor].size
+                change[made] += size / ways(self._held(tensor).split)
+                change[made] -= size / ways(self.strategy.weights[path])
         alive = list(itertools.accumulate(change))
         return int(alive[graph.boundary + 1]), int(max(alive))
 
