@@ -90,7 +90,7 @@ def graph_candidates(
         search = MarkovSearch(choices.all, strategies.price, budget)
         search.run((choices.data_parallel, choices.by_default_rules))
         if not strategies.known:
-            refused.append(LayoutError(f"{_NOTHING}: {sizes}"))
+            refused.append(LayoutError(f"{_NOTHING}; {sizes}"))
         for key in _kept(strategies):
             try:
                 found += _candidate(model, strategies, key, wanted)
