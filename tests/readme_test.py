@@ -97,9 +97,20 @@ def test_the_program_of_planning_runs(capsys):
     }
     optimizer = optax.adam(1e-3)
     scope = {"meshpar": meshpar, "jnp": jnp, "optimizer": optimizer, "batch": rows}
-    (program,) = programs(ROOT / "docs/planning.md")
+    program, _ = programs(ROOT / "docs/planning.md")
     exec(program, scope | {"model": tiny_stack.model()})
     assert capsys.readouterr().out.count("zero=3") >= 2
+
+
+def test_the_program_of_a_model_without_layers_takes_the_layout_of_its_page(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    _, program = programs(ROOT / "docs/planning.md")
+    exec(program, scope := {"__name__": "__main__"})
+    layout = str(scope["plans"].layout)
+    assert layout.startswith("expert=8") and layout in capsys.readouterr().out
+    assert "paths.^wide/kernel$=none/expert" in layout
 
 
 def test_the_programs_of_methods_run(capsys):

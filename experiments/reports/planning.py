@@ -101,7 +101,7 @@ def summary(plans: Plans) -> str:
         f"{len(machine.devices)} x {machine.chip.name}, "
         f"{readable_bytes(machine.memory_bytes)} each: {number} layouts fit, "
         f"{len(plans.too_large)} need more memory, {sum(plans.refused.values())} are "
-        "refused"
+        f"refused; {plans.method}"
         + f"; times are {machine.slowdown:.2f} times those predicted, as measured"
         * (machine.slowdown != 1)
     )
@@ -175,6 +175,7 @@ def as_dict(plans: Plans, compiled: Sequence[Explanation]) -> dict[str, Any]:
         "devices": len(plans.machine.devices),
         "memory_bytes": plans.machine.memory_bytes,
         "slowdown": plans.machine.slowdown,
+        "method": plans.method,
         "fitting": len(plans.best) + len(plans.others),
         "too_large": len(plans.too_large),
         "refused": plans.refused,

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import ways_of
+from meshpar.layouts.axes import AXES, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
@@ -116,6 +116,8 @@ def activation_axes(
 ) -> tuple[tuple[str, ...], ...]:
     """The axes larger than 1 that split each named dim, and records the names.
 
+    Axes that no layout has stand for names (`planner.step_trace`), and count always.
+
     Args:
       scope: the scope; its manual axes are left out.
       names: dim names of one activation; None leaves a dim whole.
@@ -136,7 +138,7 @@ def activation_axes(
             tuple(
                 a
                 for a in rules.get(name, ())
-                if sizes.get(a, 1) > 1 and a not in scope.manual_axes
+                if (sizes.get(a, 1) > 1 or a not in AXES) and a not in scope.manual_axes
             )
         )
     flat = [axis for axes in entries for axis in axes]

@@ -35,6 +35,9 @@ class Platform:
       logits_copies: copies of the logits of a block of the loss, in float32, that are
         in memory beside the head's gradient, where they do not stay on the chip.
       on_chip_bytes: logits in float32 of which the copy in bfloat16 stays on the chip.
+      reduces_late: whether the compiler adds parts of sums before it reduces them, and
+        scatters sums of which each device needs a part. XLA:CPU reduces every part, and
+        whole (seen in jaxlib 0.12.0 and libtpu 0.0.50).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
     """
@@ -49,6 +52,7 @@ class Platform:
     turns_stacks: bool = False
     logits_copies: float = 1.5
     on_chip_bytes: int = 0
+    reduces_late: bool = True
     shows_host_transfers: bool = False
 
     def logits_in_memory(self, size: int) -> int:
@@ -60,6 +64,7 @@ CPU = Platform(
     "cpu",
     widens_collectives=True,
     reports_peak=False,
+    reduces_late=False,
     compiles_slowly=True,
     multiplies_matrices=True,
 )

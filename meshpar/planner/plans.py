@@ -23,10 +23,16 @@ from meshpar.mesh.topologies import topology as topology_devices
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
+from meshpar.planner.graph_candidates import graph_candidates
 from meshpar.planner.space import Wanted, layouts, offloaded
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
+
+
+FROM_LAYERS = "all layouts predicted, from one traced layer"
+SIMULATED = "layouts searched, each simulated operator by operator"
+"""Methods of prediction: of models with layers, and of others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Plans:
       others: those that fit, but for `best`, fastest first; not lowered.
       too_large: those that need more memory than there is, smallest first.
       refused: {reason, without its numbers: number of layouts that were refused}.
+      method: how memory and time were predicted.
     """
 
     machine: Machine
@@ -46,6 +53,7 @@ class Plans:
     others: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: dict[str, int]
+    method: str
 
     @property
     def layout(self) -> Layout:
@@ -113,7 +121,8 @@ def plan(
     """Ranks the layouts of a model on a machine that need not be present.
 
     Args:
-      model: from `from_nnx` or `from_linen`, with layers.
+      model: from `from_nnx` or `from_linen`. Layouts of a model with layers are all
+        predicted; those of another model are searched (`planner.markov`).
       optimizer: as in `meshpar.lower`.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
       topology: a machine such as "v5p:4x4x2", as in `mesh.topology`, or devices; those
@@ -133,7 +142,8 @@ def plan(
     Raises:
       LayoutError: no layout fits the model, the batch, the memory and what is wanted;
         with what comes nearest.
-      MeshparError: the model has no layers, or the topology does not exist.
+      MeshparError: the topology does not exist, or an option is required that is not
+        predicted for a model without layers.
     """
     wanted = Wanted.of(require, forbid)
     if topology is None:
@@ -141,9 +151,17 @@ def plan(
     elif isinstance(topology, str):
         topology = topology_devices(topology)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    facts = Facts(model, optimizer, batch, compute_dtype, topology[0])
     machine = machine_of(topology, memory, slowdown)
-    candidates, refused = _predicted(facts, machine, wanted)
+    if model.layered is None:
+        method = SIMULATED
+        candidates, errors = graph_candidates(
+            model, optimizer, batch, compute_dtype, machine, wanted
+        )
+        refused = collections.Counter(map(_kind, errors))
+    else:
+        method = FROM_LAYERS
+        facts = Facts(model, optimizer, batch, compute_dtype, topology[0])
+        candidates, refused = _predicted(facts, machine, wanted)
     fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
     too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]
     fitting.sort(key=lambda c: (c.seconds.total, c.memory.total))
@@ -170,7 +188,8 @@ def plan(
     if not best:
         raise LayoutError(_nothing(machine, too_large, refused))
     others = tuple(fitting[tried:])
-    return Plans(machine, tuple(best), others, tuple(too_large), dict(refused))
+    large = tuple(too_large)
+    return Plans(machine, tuple(best), others, large, dict(refused), method)
 
 
 def _predicted(

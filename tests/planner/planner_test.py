@@ -6,7 +6,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.tiny_models import BATCH, LENGTH, batch, lower, model, standard_model
+from support.tiny_models import (
+    BATCH,
+    LENGTH,
+    batch,
+    lower,
+    model,
+    plain_model,
+    standard_model,
+)
 
 import meshpar
 from meshpar import mesh
@@ -196,8 +204,6 @@ def test_no_fitting_layout_says_what_comes_nearest():
         plan(memory=1000)
 
 
-def test_a_model_without_layers_is_refused():
-    from support.tiny_models import plain_model
-
+def test_facts_need_layers():
     with pytest.raises(MeshparError, match="no layered form"):
-        meshpar.plan(plain_model(), OPTIMIZER, batch(), jax.devices()[:2])
+        Facts(plain_model(), OPTIMIZER, shapes(), None, jax.devices()[0])
