@@ -146,6 +146,14 @@ class Graph:
                     yield from self._users(result)
 
     @functools.cached_property
+    def paths_of(self) -> dict[int, list[str]]:
+        """{tensor: paths of the parameters whose gradient it is}."""
+        found: dict[int, list[str]] = {}
+        for path, tensor in self.gradients.items():
+            found.setdefault(tensor, []).append(path)
+        return found
+
+    @functools.cached_property
     def gradient_makers(self) -> dict[str, tuple[int, tuple[int | None, ...]]]:
         """{path: operator that makes a gradient, and its dims in its first result}.
 

@@ -123,21 +123,15 @@ class _Run:
         self.computes = self.sends = self.wire = 0.0
         self.matmuls = self.operators = 0.0
         self.waited = dict.fromkeys((_WEIGHTS, _ACTIVATIONS, _GRADIENTS), 0.0)
-        self.is_held = True
+        self.is_held, self.summed = True, 0.0
         self.wanted = simulator.wanted(strategy)
         self.copies: dict[tuple[int, Held], list] = {}
 
     def finished(self, update: float) -> Simulated:
-        """Runs all operators, then the sums of gradients."""
+        """Runs all operators, and waits for the sums of gradients."""
         for index in range(len(self.graph.operators)):
             self._operator(index)
-        for path, tensor in self.graph.gradients.items():
-            held = self._held(tensor)
-            for transfer in self.simulator.propagation.transfers.resolved(
-                tensor, held, self.strategy.weights[path], 1
-            ):
-                end = self._send(transfer, len(self.graph.operators))
-                self._wait(end, _GRADIENTS)
+        self._wait(self.summed, _GRADIENTS)
         seconds = StepSeconds(
             self.matmuls,
             self.operators,
@@ -163,13 +157,24 @@ class _Run:
             is_weight = transfer.tensor in self.simulator.propagation.weights
             term = _WEIGHTS if is_weight else _ACTIVATIONS
             self.is_held &= not (is_weight and transfer.axis in _HELD)
-            self._wait(self._send(transfer, index), term)
+            self._wait(self._send(transfer, index, term), term)
         self._compute(op.flops, op.times, step)
         for tensor, held in zip(op.results, step.results, strict=True):
             self.held[tensor], self.there[tensor] = held, self.computes
         for transfer in step.after:
-            self.there[transfer.tensor] = self._send(transfer, index)
+            end = self._send(transfer, index, _ACTIVATIONS)
+            self.there[transfer.tensor] = end
             self.waits_for[transfer.tensor] = _ACTIVATIONS
+        for tensor in op.results:
+            for path in self.graph.paths_of.get(tensor, ()):
+                self._sum_gradient(tensor, self.strategy.weights[path], index)
+
+    def _sum_gradient(self, tensor: int, split: Split, index: int) -> None:
+        """Sends a gradient as soon as it is there; the update waits for all."""
+        resolved = self.simulator.propagation.transfers.resolved
+        for transfer in resolved(tensor, self._held(tensor), split, 1):
+            end = self._send(transfer, index, _GRADIENTS)
+            self.summed = max(self.summed, end)
 
     def _step(self, index: int, held: Callable[[int], Held]) -> Step:
         """How an operator runs, with its operands laid out as `held` says."""
@@ -212,8 +217,11 @@ class _Run:
             self.waited[term or _ACTIVATIONS] += until - self.computes
             self.computes = until
 
-    def _send(self, transfer: Transfer, index: int) -> float:
-        """When a transfer has ended; one that was done for another reader costs 0."""
+    def _send(self, transfer: Transfer, index: int, term: str) -> float:
+        """When a transfer has ended; one that was done for another reader costs 0.
+
+        Without overlap nothing is computed meanwhile.
+        """
         key = transfer.tensor, transfer.becomes
         if key in self.copies:
             self.copies[key][1] = index
@@ -226,6 +234,8 @@ class _Run:
         self.sends = start + size / self.simulator.bandwidths[transfer.axis]
         self.wire += size
         self.copies[key] = [index, index, self.sends, transfer.kind]
+        if not self.simulator.machine.overlaps:
+            self._wait(self.sends, term)
         return self.sends
 
     def _memory(self) -> tuple[int, int]:

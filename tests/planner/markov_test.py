@@ -131,6 +131,25 @@ def test_memory_is_a_limit_and_less_of_it_is_never_faster():
         meshpar.plan(model, graph_models.ADAM, batch, devices, memory=10_000)
 
 
+def test_chains_end_where_the_memory_suffices():
+    model, inputs, outputs = SMALL["chain"]
+    batch = graph_models.squares_batch(B, inputs, outputs)
+
+    def states(**limit):
+        on = machine(link_bandwidth=1e8, **limit)
+        return graph_models.strategies(model, batch, on, tensor=8)
+
+    roomy = states()
+    fast, state = min(exhaustive(roomy.choices.all, roomy.price))
+    tight = states(memory_bytes=roomy.cost(state).memory.total - 1)
+    least, _ = min(exhaustive(tight.choices.all, tight.price))
+    # It starts where the memory does not suffice, and at the fastest state of all.
+    for start in (tight.choices.data_parallel, state):
+        assert not tight.cost(start) or not tight.fits(tight.cost(start))
+        found = MarkovSearch(tight.choices.all, tight.price, 1000).chains([start])
+        assert found.cost == least > fast and tight.fits(tight.cost(found.state))
+
+
 def test_rules_share_a_regex_only_where_it_matches_nothing_else():
     param = graph_models.mlp(4, 4).params["layers/0/kernel"]
     params = dict.fromkeys(("a/0/w", "a/1/w", "a/2/w", "b"), param)
