@@ -117,8 +117,7 @@ class Candidates:
         those of other layouts alone share anything.
         """
         moves = layout.expert > 1 or layout.context > 1
-        fields = vars(layout).items()
-        key = tuple(v for name, v in fields if moves or name != "remat")
+        key = layout.without_remat, layout.remat if moves else ""
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
             if reason := reason_unsupported(self.facts.model, layout):
                 raise LayoutError(reason)

@@ -24,6 +24,7 @@ from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.graph_candidates import graph_candidates
+from meshpar.planner.layer_policies import mixed_layout
 from meshpar.planner.space import Wanted, layouts, offloaded
 
 _LOWERED = 50
@@ -200,19 +201,25 @@ def _predicted(
     refused: collections.Counter[str] = collections.Counter()
     count = len(machine.devices)
 
-    def predict(layout: Layout) -> bool:
-        """Whether a layout fits, or is refused and counted."""
+    def predict(layout: Layout) -> Candidate | None:
+        """The candidate of a layout; None if it is refused, which is counted."""
         try:
             found.append(made.candidate(layout))
         except LayoutError as error:
             refused[_kind(error)] += 1
-            return True
-        return found[-1].memory.total <= machine.memory_bytes
+            return None
+        return found[-1]
 
-    for layout in layouts(count, facts.model, facts.rows, facts.length, wanted):
-        if not predict(layout):
-            for less in offloaded(layout, wanted):
-                predict(less)
+    space = layouts(count, facts.model, facts.rows, facts.length, wanted)
+    for _, group in itertools.groupby(space, lambda layout: layout.without_remat):
+        uniform = [c for c in map(predict, group) if c is not None]
+        for candidate in uniform:
+            if candidate.memory.total > machine.memory_bytes:
+                for less in offloaded(candidate.layout, wanted):
+                    predict(less)
+        mix = mixed_layout(uniform, facts.layered.depth, machine.memory_bytes)
+        if mix is not None and wanted.keeps(mix):
+            predict(mix)
     return found, refused
 
 
