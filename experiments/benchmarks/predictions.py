@@ -23,7 +23,8 @@ from scipy import stats
 import meshpar
 from experiments import command_line
 from experiments.benchmarks import compiled_programs
-from experiments.benchmarks.compiled_programs import EXHAUSTIVE, Case, Compiled
+from experiments.benchmarks.compiled_programs import Compiled
+from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
 from experiments.recipes import building
 from meshpar import mesh
 from meshpar.mesh.machine import machine_of
@@ -152,7 +153,7 @@ def main(_: Sequence[str]) -> int:
     """Predicts the programs, and prints the errors."""
     command_line.use_cpu()
     meshpar.simulate(1)
-    cases = compiled_programs.matching(ONLY.value)
+    cases = matching(ONLY.value)
     if COMPILE.value:
         for case in cases:
             compiled_programs.write([compiled_programs.compile_case(case)])

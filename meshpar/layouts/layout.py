@@ -181,11 +181,6 @@ class Layout:
         return 3 if self.pipe == 1 or self.fsdp == 1 else 2
 
     @property
-    def without_remat(self) -> tuple:
-        """All fields but `remat`, to compare layouts that differ in it alone."""
-        return tuple(v for name, v in vars(self).items() if name != "remat")
-
-    @property
     def offloaded(self) -> frozenset[str]:
         """The parts of training that live in host memory."""
         return offloaded_parts(self.offload)

@@ -116,7 +116,8 @@ def activation_axes(
 ) -> tuple[tuple[str, ...], ...]:
     """The axes larger than 1 that split each named dim, and records the names.
 
-    Axes that no layout has stand for names (`planner.step_trace`), and count always.
+    Axes that no layout has count always: they stand for names
+    (`planner.graphs.step_trace`).
 
     Args:
       scope: the scope; its manual axes are left out.

@@ -2,8 +2,7 @@
 
 The stack of layers is split over `pipe`. Embedding and head run on the first and the
 last stage, or on all stages, each with a slice of the vocabulary. Layers, gathers and
-reductions are those of a program without a pipeline; the executor runs them in the
-order of the schedule.
+reductions are those of other programs; the executor runs them as scheduled.
 
     zero=1, 2   weights gathered once per step, gradients reduced once per step
     zero=3      weights gathered in every tick that uses them, gradients reduced in it
@@ -250,14 +249,14 @@ class PipelineRunner(Runner):
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
         del held  # A stage holds its own layers alone.
-        weights, gradients = terms.stage_bytes(self.frame, self.zero)
+        weights, sums = terms.stage_bytes(self.frame, self.zero)
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
         if self.layout.save == "inputs":
             saved += rows * traced.saved * terms.backward_buffers(self.frame, self.loop)
         return Held(
-            weights=weights,
-            sums=gradients,
-            activations=saved,
+            weights,
+            saved,
+            sums=sums,
             in_ticks=True,
             head_beside_layers=self.loop.runs_head_beside_layers,
             scattered=terms.scattered(self.frame) if self.zero.splits_any else 0.0,

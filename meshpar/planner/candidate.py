@@ -25,6 +25,7 @@ from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
 from meshpar.planner.seconds import Seconds, Traffic, step_seconds
+from meshpar.planner.space import without_remat
 from meshpar.planner.uncertainty import Uncertainty, uncertainty_of
 
 
@@ -117,7 +118,7 @@ class Candidates:
         those of other layouts alone share anything.
         """
         moves = layout.expert > 1 or layout.context > 1
-        key = layout.without_remat, layout.remat if moves else ""
+        key = without_remat(layout), layout.remat if moves else ""
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
             if reason := reason_unsupported(self.facts.model, layout):
                 raise LayoutError(reason)

@@ -23,9 +23,9 @@ from meshpar.mesh.topologies import topology as topology_devices
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
-from meshpar.planner.graph_candidates import graph_candidates
+from meshpar.planner.graphs.candidates import graph_candidates
 from meshpar.planner.layer_policies import mixed_layout
-from meshpar.planner.space import Wanted, layouts, offloaded
+from meshpar.planner.space import Wanted, layouts, offloaded, without_remat
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
@@ -123,7 +123,7 @@ def plan(
 
     Args:
       model: from `from_nnx` or `from_linen`. Layouts of a model with layers are all
-        predicted; those of another model are searched (`planner.markov`).
+        predicted; those of another model are searched (`planner.graphs.markov`).
       optimizer: as in `meshpar.lower`.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
       topology: a machine such as "v5p:4x4x2", as in `mesh.topology`, or devices; those
@@ -211,7 +211,7 @@ def _predicted(
         return found[-1]
 
     space = layouts(count, facts.model, facts.rows, facts.length, wanted)
-    for _, group in itertools.groupby(space, lambda layout: layout.without_remat):
+    for _, group in itertools.groupby(space, without_remat):
         uniform = [c for c in map(predict, group) if c is not None]
         for candidate in uniform:
             if candidate.memory.total > machine.memory_bytes:

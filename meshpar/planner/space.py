@@ -118,6 +118,11 @@ def layouts(
                 yield layout
 
 
+def without_remat(layout: Layout) -> tuple[Any, ...]:
+    """All fields of a layout but `remat`; equal for layouts that differ in it alone."""
+    return tuple(value for name, value in vars(layout).items() if name != "remat")
+
+
 def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
     """A layout with parts of training in host memory.
 

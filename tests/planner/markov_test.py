@@ -9,9 +9,9 @@ from support.graph_models import machine
 
 import meshpar
 from meshpar.layouts.resolve import make_plan
-from meshpar.planner.markov import ILLEGAL, MarkovSearch, exhaustive
-from meshpar.planner.path_rules import path_rules
-from meshpar.planner.step_trace import trace_step
+from meshpar.planner.graphs.markov import ILLEGAL, MarkovSearch, exhaustive
+from meshpar.planner.graphs.path_rules import path_rules
+from meshpar.planner.graphs.step_trace import trace_step
 
 B = 32
 SMALL = {

@@ -10,10 +10,10 @@ from flax import nnx
 
 import meshpar
 from meshpar.mesh.machine import machine_of
-from meshpar.planner.choices import SEARCHED, Choices
-from meshpar.planner.ledger import Ledger
-from meshpar.planner.step_trace import trace_step
-from meshpar.planner.strategies import Strategies
+from meshpar.planner.graphs.choices import SEARCHED, Choices
+from meshpar.planner.graphs.ledger import Ledger
+from meshpar.planner.graphs.step_trace import trace_step
+from meshpar.planner.graphs.strategies import Strategies
 
 ADAM = optax.adam(1e-2)
 

@@ -25,8 +25,8 @@ from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.planner.graph import Graph
-from meshpar.planner.graph_reader import read_graph
+from meshpar.planner.graphs.graph import Graph
+from meshpar.planner.graphs.reader import read_graph
 
 _DIM, _PREFIX = "dim:", "activation_"
 

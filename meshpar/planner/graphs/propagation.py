@@ -16,9 +16,9 @@ import math
 
 from meshpar.contracts import cost
 from meshpar.layouts.axes import GATHERED_AXES
-from meshpar.planner.dims import WHOLE
-from meshpar.planner.graph import ROW, STACK, VIEWS, Graph, Operator
-from meshpar.planner.transfers import (
+from meshpar.planner.graphs.dims import WHOLE
+from meshpar.planner.graphs.graph import ROW, STACK, VIEWS, Graph, Operator
+from meshpar.planner.graphs.transfers import (
     EXCHANGE,
     GATHER,
     NOTHING,

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import num_bytes
 from meshpar.compat import CALLS, called_jaxpr, inner_jaxprs, scan_counts
-from meshpar.planner.dims import WHOLE, DimRule, dim_rule, paired
-from meshpar.planner.graph import (
+from meshpar.planner.graphs.dims import WHOLE, DimRule, dim_rule, paired
+from meshpar.planner.graphs.graph import (
     CARRY,
     ROW,
     STACK,

@@ -9,14 +9,14 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.rules import ACTIVATION_RULES
 from meshpar.lowering.memory import Memory
 from meshpar.mesh.machine import Machine
-from meshpar.planner.choices import SPLITTING, Choices, State
-from meshpar.planner.graph import Graph
-from meshpar.planner.ledger import Entry, Ledger
-from meshpar.planner.markov import ILLEGAL
-from meshpar.planner.simulator import Simulator, Strategy
-from meshpar.planner.step_seconds import StepSeconds
-from meshpar.planner.step_trace import dim_name
-from meshpar.planner.transfers import Split, Target
+from meshpar.planner.graphs.choices import SPLITTING, Choices, State
+from meshpar.planner.graphs.graph import Graph
+from meshpar.planner.graphs.ledger import Entry, Ledger
+from meshpar.planner.graphs.markov import ILLEGAL
+from meshpar.planner.graphs.simulator import Simulator, Strategy
+from meshpar.planner.graphs.step_seconds import StepSeconds
+from meshpar.planner.graphs.step_trace import dim_name
+from meshpar.planner.graphs.transfers import Split, Target
 
 _TOO_LARGE = 1e9
 """Seconds that a state costs in a search if it needs just more memory than there is."""

@@ -19,10 +19,17 @@ from meshpar.contracts import cost
 from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
 from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
 from meshpar.mesh.platform import platform_named
-from meshpar.planner.graph import CARRY, STACK, Graph, Operator
-from meshpar.planner.propagation import Propagation, Step
-from meshpar.planner.step_seconds import StepSeconds
-from meshpar.planner.transfers import EXCHANGE, GATHER, Held, Split, Target, Transfer
+from meshpar.planner.graphs.graph import CARRY, STACK, Graph, Operator
+from meshpar.planner.graphs.propagation import Propagation, Step
+from meshpar.planner.graphs.step_seconds import StepSeconds
+from meshpar.planner.graphs.transfers import (
+    EXCHANGE,
+    GATHER,
+    Held,
+    Split,
+    Target,
+    Transfer,
+)
 
 _HELD = frozenset(HELD_AXES) & frozenset(TOKEN_AXES)
 

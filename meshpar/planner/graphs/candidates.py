@@ -22,13 +22,13 @@ from meshpar.mesh.machine import Machine
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate
-from meshpar.planner.choices import SEARCHED, Choices, State
-from meshpar.planner.graph import Graph
-from meshpar.planner.ledger import Ledger
-from meshpar.planner.markov import MarkovSearch
+from meshpar.planner.graphs.choices import SEARCHED, Choices, State
+from meshpar.planner.graphs.graph import Graph
+from meshpar.planner.graphs.ledger import Ledger
+from meshpar.planner.graphs.markov import MarkovSearch
+from meshpar.planner.graphs.step_trace import dim_name, trace_step
+from meshpar.planner.graphs.strategies import Strategies
 from meshpar.planner.space import MOST_TENSOR, Wanted
-from meshpar.planner.step_trace import dim_name, trace_step
-from meshpar.planner.strategies import Strategies
 
 _WORK, _MOST = 1_500_000, 8000
 """Operators to simulate over all chains, and most proposals for that."""

@@ -18,7 +18,7 @@ from meshpar.layouts.param import Param
 from meshpar.layouts.plan import Spec
 from meshpar.layouts.resolve import make_plan
 from meshpar.models.model import Model
-from meshpar.planner.choices import SPLITTING
+from meshpar.planner.graphs.choices import SPLITTING
 
 _BESIDE, _MANY = "", 10**6
 
