@@ -90,6 +90,22 @@ def test_a_loop_sends_what_its_body_sends_as_often_as_it_runs():
     assert rounds <= sent <= rounds + activation
 
 
+def test_zero_3_gathers_the_rows_of_a_stack_once_for_each_pass():
+    kind = graph_models.Scanned
+    model = meshpar.from_nnx(kind, graph_models.squares)
+    batch = graph_models.squares_batch(B, kind.D, kind.D)
+    names = {"embed/kernel": (None, None), "stack": (None, "fsdp", None)}
+    sent, held = {}, {}
+    for zero in (2, 3):
+        made = graph_models.strategies(model, batch, zero=zero, fsdp=8)
+        state = tuple(c.options.index(names[c.path]) for c in made.choices.all)
+        cost = made.cost(state)
+        sent[zero], held[zero] = cost.seconds.wire_bytes, cost.memory.weights
+    size = 4 * kind.DEPTH * kind.D**2
+    assert sent[3] - sent[2] == wire_bytes("all_gather", size, 8)
+    assert held[2] - held[3] == size + 4 * kind.D**2  # Whole copies, or none.
+
+
 MEGATRON = 'paths."0/kernel"=none/tensor,paths."1/kernel"=tensor/none'
 COMPILED = (
     "data=8",

@@ -132,13 +132,13 @@ def abstract(batch):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-def strategies(model, batch, on=None, graph=None, **sizes):
+def strategies(model, batch, on=None, graph=None, zero=2, **sizes):
     """The states of one mesh."""
     sizes = {axis: sizes.get(axis, 1) for axis in SEARCHED}
     graph = graph or trace_step(model, abstract(batch), None, {})
     params = {path: jnp.zeros(p.shape) for path, p in model.params.items()}
     state = jax.eval_shape(ADAM.init, params)
-    given = {"zero": 2} if sizes["fsdp"] > 1 else {}
+    given = {"zero": zero} if sizes["fsdp"] > 1 else {}
     choices = Choices(model.params, (), sizes, given)
     ledger = Ledger(model, state, None, sizes, given)
     return Strategies(graph, choices, ledger, on or machine(), None)
