@@ -30,13 +30,12 @@ from meshpar.lowering.batches import natural_batch
 from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
 from meshpar.lowering.clipping import clipped
 from meshpar.lowering.gathered_weights import gathered_specs
-from meshpar.lowering.layer_trace import TracedLayer, gathered_bytes, trace_layer
+from meshpar.lowering.layer_trace import TracedLayer, held_at_times, trace_layer
 from meshpar.lowering.memory import Held, Memory, predicted_memory
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.small_weights import gather_small
 from meshpar.lowering.state import TrainState, fetched_params
 from meshpar.lowering.totals import Gradients, Totals
-from meshpar.mesh.platform import platform_of
 from meshpar.models.model import Model
 
 _CHUNKS = 2
@@ -252,20 +251,18 @@ class Lowering:
 
         Args:
           batch: abstract batch of one replica.
-          state: bytes of the training state by kind; those of the plan by default.
-          traced: of one layer, if it was traced before.
+          state: bytes of the training state by kind; by default of the plan.
+          traced: of one layer, if traced before.
         """
         if self.model.layered is None:
             return None
         if traced is None:
             traced = trace_layer(self.model.layered, self.plan, self.mesh, batch)
-        state = self.plan.bytes_per_device() if state is None else state
-        moved = self.plan.host_bytes()
+        state, moved = state or self.plan.bytes_per_device(), self.plan.host_bytes()
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
-        held, host = self.held(traced), sum(moved.values())
-        gathered = gathered_bytes(traced, self.layout)
-        logits = platform_of(self.mesh).logits_in_memory(traced.logits)
-        held = held._replace(gathered=gathered, logits=logits)
+        host = sum(moved.values())
+        held = self.held(traced)
+        held = held._replace(**held_at_times(traced, self.layout, self.mesh))
         if ACTIVATIONS in self.layout.offloaded:
             host += held.activations
             held = held._replace(activations=_CHUNKS * traced.saved)

@@ -26,6 +26,7 @@ from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.padding import lanes_of, tree_bytes
 from meshpar.mesh.chips import chip_of
+from meshpar.mesh.platform import platform_of
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
 
@@ -196,15 +197,18 @@ def _logits_bytes(layered: LayeredModel, *args: Any) -> int:
     return 4 * max(matmuls, default=0)
 
 
-def gathered_bytes(traced: TracedLayer, layout: Layout) -> int:
-    """Bytes of a whole activation, if layers hold such beside what the trace shows.
+def held_at_times(traced: TracedLayer, layout: Layout, mesh: Mesh) -> dict[str, int]:
+    """Fields of `memory.Held`: what layers and head hold beside what the trace shows.
 
-    What matmuls over `tensor` gather is traced where nothing is rematerialized.
+    A whole activation, which matmuls over `tensor` gather; it is in the trace where
+    nothing is rematerialized. Logits of a block, where the platform writes them.
     """
     policies = {policy for policy, _ in segments(layout.remat, 1)}
-    if layout.tensor == 1 or policies == {NONE}:
-        return 0
-    return traced.x * layout.tensor
+    gathers = layout.tensor > 1 and policies != {NONE}
+    return {
+        "gathered": traced.x * layout.tensor if gathers else 0,
+        "logits": platform_of(mesh).logits_in_memory(traced.logits),
+    }
 
 
 def whole_bytes(leaf: LeafPlan, sizes: Mapping[str, int]) -> int:

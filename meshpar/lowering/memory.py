@@ -47,7 +47,7 @@ _RUNNING, _RUNNING_IN_TICKS = 0.5, 0.4
 layers one after the other, and of those in the ticks of a pipeline."""
 
 _GATHERED = 3.5
-"""Whole activations beside them (`layer_trace.gathered_bytes`)."""
+"""Whole activations beside them (`layer_trace.held_at_times`)."""
 
 _LAYER = 1.7
 """Copies of a layer's weights that are gathered for it: whole, and as a gradient."""

@@ -5,7 +5,7 @@ last stage, or on all stages, each with a slice of the vocabulary. Layers, gathe
 reductions are those of other programs; the executor runs them as scheduled.
 
     zero=1, 2   weights gathered once per step, gradients reduced once per step
-    zero=3      weights gathered in every tick that uses them, gradients reduced in it
+    zero=3      weights gathered and gradients reduced in every tick that uses them
 """
 
 import dataclasses
@@ -232,9 +232,9 @@ class PipelineRunner(Runner):
         )
 
     def _layers(self, key: Key, context: Any) -> LayerScan:
-        padded = bool((self.spec.partition.order < 0).any())
         layers = self.zero.layers(key, context, self.layout.remat)
-        return dataclasses.replace(layers, padded=padded)
+        order = self.spec.partition.order
+        return dataclasses.replace(layers, padded=bool((order < 0).any()))
 
     def _totals(self, result: LossResult, is_last: Any) -> Totals:
         if self.layout.splits_vocabulary:
@@ -249,18 +249,10 @@ class PipelineRunner(Runner):
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
         del held  # A stage holds its own layers alone.
-        weights, sums = terms.stage_bytes(self.frame, self.zero)
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
         if self.layout.save == "inputs":
             saved += rows * traced.saved * terms.backward_buffers(self.frame, self.loop)
-        return Held(
-            weights,
-            saved,
-            sums=sums,
-            in_ticks=True,
-            head_beside_layers=self.loop.runs_head_beside_layers,
-            scattered=terms.scattered(self.frame) if self.zero.splits_any else 0.0,
-        )
+        return terms.held(self.frame, self.zero, self.loop, saved)
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
         """Bytes on one device saved between forward and backward passes.

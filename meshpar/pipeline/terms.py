@@ -13,6 +13,7 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.memory import Held
 from meshpar.lowering.padding import lanes_of
 from meshpar.mesh.chips import chip_of
 from meshpar.pipeline.phases import TickLoop
@@ -109,7 +110,27 @@ def backward_buffers(frame: Frame, loop: TickLoop) -> int:
     return loop.num_backward_buffers if early else min(1, loop.num_backward_buffers)
 
 
-def scattered(frame: Frame) -> float:
+def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int) -> Held:
+    """Bytes that one stage holds all through a step.
+
+    Args:
+      frame: the shard_map program around the pipeline.
+      zero: the ZeRO policy.
+      loop: the schedule's ticks, by phases.
+      saved: bytes saved between forward and backward passes.
+    """
+    weights, sums = stage_bytes(frame, zero)
+    return Held(
+        weights=weights,
+        activations=saved,
+        sums=sums,
+        in_ticks=True,
+        head_beside_layers=loop.runs_head_beside_layers,
+        scattered=_scattered(frame) if zero.splits_any else 0.0,
+    )
+
+
+def _scattered(frame: Frame) -> float:
     """How many times its bytes the largest shared weight takes in padded shards."""
     parameters = frame.layered.split(frame.plan.parameters)[0]
     largest = max(parameters.values(), key=lambda leaf: math.prod(leaf.shape))
