@@ -114,11 +114,11 @@ class Candidates:
     def _shared(self, layout: Layout) -> _Shared:
         """What a layout shares with those that differ in `remat` alone.
 
-        Layers that move tokens or experts move some again under some policies, so
-        those of other layouts alone share anything.
+        Some policies move tokens or experts again, and each run of layers with one
+        policy prefetches for itself: such layouts share nothing.
         """
-        moves = layout.expert > 1 or layout.context > 1
-        key = without_remat(layout), layout.remat if moves else ""
+        alone = layout.expert > 1 or layout.context > 1 or layout.prefetch
+        key = without_remat(layout), layout.remat if alone else ""
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
             if reason := reason_unsupported(self.facts.model, layout):
                 raise LayoutError(reason)
@@ -186,9 +186,7 @@ class Candidates:
             yield from self._terms[key] if own is None else own
         if layout.expert > 1 or layout.context > 1:
             moves = self._traced(lowering)
-            moves = [
-                move for move in moves if not move.into_sublayer
-            ]  # `seconds` adds.
+            moves = [m for m in moves if not m.into_sublayer]  # `seconds` adds those.
             yield from declared_moves(lowering.frame, passes, moves)
 
     def _traced(self, lowering: ShardMapLowering) -> list[Move]:
