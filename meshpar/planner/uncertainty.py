@@ -1,7 +1,7 @@
 """How far compiled programs have been from what was predicted of them.
 
 The ranges hold for kinds of layouts, and are those of the programs in docs/planning.md,
-which `experiments.benchmarks.predictions` compiles again.
+which `experiments.benchmarks.predictions` prints.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ def kind_of(layout: Layout) -> str:
 
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
-    (TPU, OTHERS): Uncertainty(Range(0.87, 1.04), Range(0.9, 1.9)),
-    (TPU, TENSOR): Uncertainty(Range(0.89, 1.10), Range(0.9, 1.7)),
-    (TPU, PIPE): Uncertainty(Range(0.89, 1.12), Range(0.9, 3.1)),
-    (GPU, OTHERS): Uncertainty(Range(0.97, 1.62), None),
-    (GPU, TENSOR): Uncertainty(Range(0.97, 1.12), None),
+    (TPU, OTHERS): Uncertainty(Range(0.96, 1.03), Range(0.92, 1.22)),
+    (TPU, TENSOR): Uncertainty(Range(0.93, 1.10), Range(0.95, 1.12)),
+    (TPU, PIPE): Uncertainty(Range(0.93, 1.07), Range(0.82, 1.96)),
+    (GPU, OTHERS): Uncertainty(Range(0.95, 1.01), None),
+    (GPU, TENSOR): Uncertainty(Range(1.02, 1.03), None),
 }
 """{(platform, kind of layouts): found over predicted}."""
 

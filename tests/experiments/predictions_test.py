@@ -1,0 +1,44 @@
+"""Predictions stay as close to compiled programs as docs/planning.md says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks import compiled_programs, predictions
+from experiments.benchmarks.program_cases import CASES, EXHAUSTIVE
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """TPU programs, whose compiler is installed with the tests."""
+    return predictions.predicted(c for c in CASES if not c.topology.startswith("h100"))
+
+
+def test_predicted_memory_is_close_to_that_of_compiled_programs(rows):
+    assert len(rows) >= 70
+    errors = np.array([row.error for row in rows])
+    assert np.abs(errors).mean() < 0.02
+    assert -0.09 < errors.min() and errors.max() < 0.081
+    for row in rows:
+        assert row.compiled.violations == 0
+
+
+def test_predicted_times_have_the_order_of_the_compilers(rows):
+    tau, count = predictions.kendall_tau(rows)
+    assert count >= 70 and tau > 0.89
+    every = [row for row in rows if row.compiled.case in EXHAUSTIVE]
+    assert len(every) == len(EXHAUSTIVE) == 27
+    assert predictions.loss_of_choice(every) < 0.05
+
+
+def test_what_compilers_say_is_stored_beside_the_rest(tmp_path, monkeypatch):
+    stored = compiled_programs.read()
+    monkeypatch.setattr(compiled_programs, "FILE", tmp_path / "programs.json")
+    compiled_programs.write(stored[1:])
+    newer = dataclasses.replace(stored[0], peak_bytes=1)
+    compiled_programs.write([newer])
+    assert compiled_programs.read() == [newer, *stored[1:]]
+    older = dataclasses.replace(stored[0], jax="0.10.2")
+    compiled_programs.write([older])
+    assert compiled_programs.read() == [older, newer, *stored[1:]]
