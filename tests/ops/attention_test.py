@@ -24,6 +24,18 @@ def gradients(fn, *arrays):
     return jax.grad(lambda *a: (fn(*a) * weights).sum(), argnums=(0, 1, 2))(*arrays)
 
 
+def test_shapes_that_cudnn_refuses_take_plain_jnp(monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("The head dim must be <= 128")
+
+    monkeypatch.setattr(attention_kernels, "cudnn", refuse)
+    monkeypatch.setattr(attention_kernels.compat, "has_cudnn", lambda: True)
+    monkeypatch.setattr(attention_kernels, "traced_platform", lambda: platform.GPU)
+    qkv = [x.astype(jnp.bfloat16) for x in arrays(dim=160, length=8)]
+    y, expected = attention_kernels.by_platform(*qkv), attention_kernels.reference(*qkv)
+    np.testing.assert_array_equal(y, expected)
+
+
 @pytest.mark.parametrize("head_dim", [128, 64])
 def test_splash_attention_equals_plain_jnp(head_dim):
     q, k, v = arrays(dim=head_dim)
