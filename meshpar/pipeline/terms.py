@@ -131,9 +131,15 @@ def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int) -> Held:
 
 
 def _scattered(frame: Frame) -> float:
-    """How many times its bytes the largest shared weight takes in padded shards."""
-    parameters = frame.layered.split(frame.plan.parameters)[0]
-    largest = max(parameters.values(), key=lambda leaf: math.prod(leaf.shape))
+    """How many times its bytes the largest shared weight takes in padded shards.
+
+    0 if all weights are in layers.
+    """
+    shared = frame.layered.split(frame.plan.parameters)[0].values()
+    arrays = [leaf for leaf in shared if leaf.shape]
+    if not arrays:
+        return 0.0
+    largest = max(arrays, key=lambda leaf: math.prod(leaf.shape))
     last = largest.shape[-1] // frame.ways(largest.spec[-1])
     lanes = lanes_of(frame.mesh)
     return -(-last // lanes) * lanes / last

@@ -21,7 +21,7 @@ from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 
-MACHINES = {529.6: "v5p:4x20x28", 1008.0: "v5p:8x16x24"}
+MACHINES = {529.6: "35*v5p:4x4x4", 1008.0: "v5p:8x16x24"}
 """{billion parameters: a machine with devices for 8 x 35 x 8, and 8 x 64 x 6}."""
 
 
