@@ -93,7 +93,7 @@ def test_slow_links_split_a_large_dense_layer_as_the_bytes_say():
         chosen[bandwidth] = split.total < replicas.total
         assert "tensor" in names["layers/1/kernel"]
         assert split.wire_bytes < replicas.wire_bytes / 10
-    # Fast links move all for nothing, and both compute the same: then no bytes decide.
+    # With fast links transfers take no time, so that layouts of equal compute tie.
     assert chosen[1e6]
     on = machine(link_bandwidth=1e6, memory_bandwidth=1e15)
     many = graph_models.squares_batch(4096, 32, 8)
