@@ -243,10 +243,10 @@ class Frame:
             for path, leaf in self.plan.weights.items()
         }
 
-    def stage_shards(self, dtype: Any = None) -> Shapes:
+    def stage_shards(self, weights: Shapes) -> Shapes:
         """`stage_weights` as the shards that the manual axes make of them."""
         shards = {}
-        for path, x in self.stage_weights(dtype).items():
+        for path, x in weights.items():
             shape = list(x.shape)
             for dim, axes in self.shardings[path].splits:
                 shape[dim] //= self.ways(axes)

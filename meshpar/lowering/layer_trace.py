@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -74,13 +74,42 @@ def trace_unpadded(
     layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any
 ) -> TracedLayer:
     """`trace_layer` without padding in what is saved; takes the same arguments."""
+    remat = plan.layout.remat
+    policies = {policy for policy, _ in segments(remat, layered.depth)}
+    traced = trace_policies(layered, plan, mesh, batch, policies)
+    return average_layer(remat, layered.depth, traced.__getitem__)
+
+
+def average_layer(
+    remat: str, depth: int, of_policy: Callable[[str], TracedLayer]
+) -> TracedLayer:
+    """The mean over some layers, from what one layer of each policy takes."""
+
+    def mean(name: str) -> int:
+        return math.ceil(average(remat, depth, lambda p: getattr(of_policy(p), name)))
+
+    return TracedLayer(*map(mean, TracedLayer._fields))
+
+
+def trace_policies(
+    layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any, policies: Iterable[str]
+) -> dict[str, TracedLayer]:
+    """`trace_unpadded` for each of several policies of rematerialization.
+
+    Args:
+      layered: as in `trace_layer`.
+      plan: as in `trace_layer`; its layout's own policy is not read.
+      mesh: as in `trace_layer`.
+      batch: as in `trace_layer`.
+      policies: the policies.
+    """
     layout = plan.layout
     shared, stack = layered.split(abstract(plan.weights))
     rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
     # Mixtures of experts and attention follow the tokens of each device.
     by_device = layout.expert > 1 or layout.context > 1
     axes = in_use(TOKEN_AXES, mesh.shape) if by_device else ()
-    traced: list[TracedLayer] = []
+    traced: dict[str, TracedLayer] = {}
 
     def run(*args: Any) -> Array:
         *weights, rows, key = args
@@ -88,14 +117,15 @@ def trace_unpadded(
             weights = jax.tree.map(lambda x: vary(x, axes), weights)
         with model_scope(layout, mesh, axes):
             shards = 1 if axes else layout.num_token_shards
-            traced.append(_trace(layered, plan, mesh, shards, *weights, rows, key))
+            trace = _trace(layered, plan, mesh, shards, *weights, rows, key)
+            traced.update({policy: trace(policy) for policy in policies})
         return jnp.zeros(())
 
     with jax.set_mesh(mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
         args = shared, abstract_layer(stack), rows, key
         jax.eval_shape(_on_one_device(run, layered, plan, rows, axes), *args)
-    return traced[0]
+    return traced
 
 
 def with_padding(
@@ -144,10 +174,9 @@ def _trace(
     layer_weights: Any,
     rows: Any,
     key: Array,
-) -> TracedLayer:
-    """`trace_layer` of the rows of several devices."""
-    layout, lanes = plan.layout, lanes_of(mesh)
-    ways = token_shards * layout.tensor
+) -> Callable[[str], TracedLayer]:
+    """A function that traces the layer with a policy, on the rows of several devices."""
+    lanes, ways = lanes_of(mesh), token_shards * plan.layout.tensor
 
     def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
         return layered.layer(weights, x, key, context)
@@ -156,34 +185,25 @@ def _trace(
     context = layered.context(shared, rows, key)
     trained, kept = frozenset(plan.gradients), layered.kept
     args = trained, layer_weights, x, key, context
+    held = _residuals(layer, *args, kept=kept)
+    logits = _logits_bytes(layered, shared, x, rows, key)
 
-    def mean(bytes_of: Callable[[str, Callable], int]) -> int:
-        def of_policy(policy: str) -> int:
-            return bytes_of(policy, with_policy(layer, policy)) // ways
+    def of_policy(policy: str) -> TracedLayer:
+        own = with_policy(layer, policy)
+        saved = held if policy == NONE else _residuals(own, *args, kept=kept)
+        pads = policy in KEEPS_MATMULS
+        padding = tree_bytes(saved, lanes) - tree_bytes(saved) if pads else 0
+        return TracedLayer(
+            x=tree_bytes(x) // ways,
+            saved=tree_bytes(saved) // ways,
+            running=tree_bytes(held) // ways,
+            deferred=_deferred_bytes(lanes, own, *args, kept=kept) // ways,
+            padding=padding // ways,
+            logits=logits // ways,
+            largest=largest_weight(layered, plan),
+        )
 
-        return math.ceil(average(layout.remat, layered.depth, of_policy))
-
-    def saved(_: str, layer: Callable) -> int:
-        return tree_bytes(_residuals(layer, *args, kept=kept))
-
-    def padding(policy: str, layer: Callable) -> int:
-        if policy not in KEEPS_MATMULS:
-            return 0
-        kept_arrays = _residuals(layer, *args, kept=kept)
-        return tree_bytes(kept_arrays, lanes) - tree_bytes(kept_arrays)
-
-    def deferred(_: str, layer: Callable) -> int:
-        return _deferred_bytes(lanes, layer, *args, kept=kept)
-
-    return TracedLayer(
-        x=tree_bytes(x) // ways,
-        saved=mean(saved),
-        running=saved(NONE, layer) // ways,
-        deferred=mean(deferred),
-        padding=mean(padding),
-        logits=_logits_bytes(layered, shared, x, rows, key) // ways,
-        largest=largest_weight(layered, plan),
-    )
+    return of_policy
 
 
 def _logits_bytes(layered: LayeredModel, *args: Any) -> int:

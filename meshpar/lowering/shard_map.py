@@ -221,11 +221,12 @@ class ShardMapLowering(Lowering):
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
         dtype = self.runner.sums_dtype
         weights = frame.stage_weights()
+        sums = weights if dtype is None else frame.stage_weights(dtype)
         yield from declared_gathers(zero, weights, sizes, passes)
-        trained, sums = map(self.plan.trained, (weights, frame.stage_weights(dtype)))
+        trained, sums = map(self.plan.trained, (weights, sums))
         yield from declared_scatters(zero, trained, sums, sizes, passes)
         why = "gradients, over the axes that replicate the tensor"
-        shards = self.plan.trained(frame.stage_shards(dtype))
+        shards = frame.stage_shards(sums)
         yield from declare_all_reduces(shards, zero.shardings, sizes, why)
 
     def held(self, traced: TracedLayer) -> Held:

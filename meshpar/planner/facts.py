@@ -7,7 +7,7 @@ and head are traced once, for FLOPs. No layout traces the model again.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,12 @@ from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.compat import inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.remat import average, is_mix
+from meshpar.layouts.remat import NONE, is_mix
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import (
     TracedLayer,
-    trace_unpadded,
+    average_layer,
+    trace_policies,
     with_padding,
 )
 from meshpar.lowering.optimizer import Optimizer, optimizer_of
@@ -35,6 +36,9 @@ from meshpar.models.model_scope import model_scope
 
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
+
+_TOGETHER = NONE, "dots", "full"
+"""Policies that are traced at once, as a search needs all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,19 +133,16 @@ class Facts:
     def _traced(self, remat: str) -> tuple[TracedLayer, TracedLayer]:
         """One layer on one device, with each number of rows of `_ROWS`."""
         if remat not in self._traces:
-            self._traces[remat] = self._trace(remat)
+            policies = _TOGETHER if remat in _TOGETHER else (remat,)
+            few, many = (self._trace(policies, rows) for rows in _ROWS)
+            self._traces |= {policy: (few[policy], many[policy]) for policy in policies}
         return self._traces[remat]
 
-    def _trace(self, remat: str) -> tuple[TracedLayer, TracedLayer]:
-        layout = Layout(remat=remat)
-        state = self.optimizer.abstract_state
+    def _trace(self, policies: Sequence[str], rows: int) -> dict[str, TracedLayer]:
+        state, layout = self.optimizer.abstract_state, Layout()
         plan = make_plan(layout, self.model.params, state, self.compute_dtype)
-        mesh = make_mesh(layout, [self._device])
-        few, many = (
-            trace_unpadded(self.layered, plan, mesh, self._batch_of(rows))
-            for rows in _ROWS
-        )
-        return few, many
+        mesh, batch = make_mesh(layout, [self._device]), self._batch_of(rows)
+        return trace_policies(self.layered, plan, mesh, batch, policies)
 
     def layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
         """Bytes of one layer on one device.
@@ -159,15 +160,11 @@ class Facts:
 
     def _layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
         if is_mix(remat):
-            depth = self.layered.depth
 
-            def mean(name: str) -> int:
-                def of(policy: str) -> int:
-                    return getattr(self.layer(policy, rows, ways), name)
+            def of_policy(policy: str) -> TracedLayer:
+                return self.layer(policy, rows, ways)
 
-                return round(average(remat, depth, of))
-
-            return TracedLayer(*map(mean, TracedLayer._fields))
+            return average_layer(remat, self.layered.depth, of_policy)
         few, many = self._traced(remat)
         scale = (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
 

@@ -199,12 +199,19 @@ def zb_h1(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
     # Number of operations that a tick has room for: those of its busiest stage.
     room = [max(counts) for counts in zip(*busy, strict=True)]
     steady = [t for t in range(fused.num_ticks) if min(b[t] for b in busy) == 2]
+    order = list(stages)
     while True:
-        weight: dict[Op, int] = {}
-        for stage in stages:
-            weight |= _fill_with_weights(backward[stage], busy[stage], room)
-        if len(weight) == len(fused.backward):
+        filled: dict[int, dict[Op, int]] = {}
+        for stage in order:
+            filled[stage] = _fill_with_weights(backward[stage], busy[stage], room)
+            if len(filled[stage]) < len(backward[stage]):
+                break
+        else:
+            weight = {op: t for stage in stages for op, t in filled[stage].items()}
             return dataclasses.replace(fused, weight=weight)
+        # The stage that lacks room is likely to lack it again.
+        order.remove(stage)
+        order.insert(0, stage)
         # Widen the latest tick in which every stage runs F and B, else add a tick.
         if steady:
             room[steady.pop()] += 1
