@@ -62,7 +62,7 @@ def main(_: Sequence[str]) -> int:
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     model, optimizer = language_model(_MODEL), optax.adam(3e-4)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    facts = Facts(model, optimizer, shapes, None, devices[0])
+    facts = Facts(model, optimizer, shapes, None, devices)
     made = Candidates(facts, machine_of(devices))
     predicted, timed = {}, {}
     for layout in _LAYOUTS:

@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 class Predictor:
-    """Predicts programs; those of one model and kind of device share their facts."""
+    """Predicts programs; those of one model and machine share their facts."""
 
     def __init__(self):
         self._facts: dict[tuple[str, int, str], Facts] = {}
@@ -71,7 +71,7 @@ class Predictor:
         """The prediction of a program beside what its compiler said."""
         case = compiled.case
         devices = mesh.topology(case.topology)
-        key = case.recipe, case.batch_size, devices[0].device_kind
+        key = case.recipe, case.batch_size, case.topology
         if key not in self._facts:
             config = case.config
             model = building.make_model(config)
@@ -80,7 +80,7 @@ class Predictor:
                 building.make_optimizer(config.optimizer, config.steps, model),
                 building.abstract_batch(config),
                 building.compute_dtype(config),
-                devices[0],
+                devices,
             )
         made = Candidates(self._facts[key], machine_of(devices))
         candidate = made.candidate(meshpar.layouts.parse(case.layout))

@@ -29,8 +29,6 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
       batch: abstract batch of one replica.
     """
     num, layered, moves = frame.layout.microbatches, frame.layered, []
-    if not frame.manual_axes:
-        return moves
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype),
         batch,
@@ -49,17 +47,18 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
         return jnp.zeros(())
 
     with jax.set_mesh(frame.mesh):
-        mapped = jax.shard_map(
-            run,
-            in_specs=(
-                {path: specs[path] for path in shared},
-                layer_specs,
-                batch_specs(frame.layout, rows, frame.batch_axes),
-            ),
-            out_specs=PartitionSpec(),
-            axis_names=set(frame.manual_axes),
-        )
-        jax.eval_shape(mapped, shared, abstract_layer(stack), rows)
+        if frame.manual_axes:
+            run = jax.shard_map(
+                run,
+                in_specs=(
+                    {path: specs[path] for path in shared},
+                    layer_specs,
+                    batch_specs(frame.layout, rows, frame.batch_axes),
+                ),
+                out_specs=PartitionSpec(),
+                axis_names=set(frame.manual_axes),
+            )
+        jax.eval_shape(run, shared, abstract_layer(stack), rows)
     return moves
 
 

@@ -9,21 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar.arrays import (
-    Array,
-    Params,
-    abstract,
-    abstract_layer,
-    vary,
-)
-from meshpar.compat import equations
-from meshpar.fsdp.layer_scan import LayerScan, Rows
-from meshpar.layouts.axes import TOKEN_AXES, in_use, ways_of
+from meshpar.arrays import Array, abstract, abstract_layer, vary
+from meshpar.layouts.axes import PIPE, REPLICA, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE, average, segments
 from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.layer_residuals import (
+    deferred_bytes,
+    grouped_bytes,
+    logits_bytes,
+    residuals_of,
+)
 from meshpar.lowering.padding import lanes_of, tree_bytes
 from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of
@@ -39,6 +37,7 @@ class TracedLayer(NamedTuple):
       saved: saved by a layer for its backward pass; by layers whose policies differ, on
         average.
       running: held by a layer while it runs backward.
+      grouped: rows that the grouped matmuls of a layer read and write.
       deferred: held from the gradient of a layer's input to that of its weights, where
         a schedule splits the two; on average, too.
       padding: added to what is saved, where the compiler pads it (`with_padding`).
@@ -49,6 +48,7 @@ class TracedLayer(NamedTuple):
     x: int
     saved: int
     running: int
+    grouped: int
     deferred: int
     padding: int
     logits: int
@@ -76,7 +76,9 @@ def trace_unpadded(
     """`trace_layer` without padding in what is saved; takes the same arguments."""
     remat = plan.layout.remat
     policies = {policy for policy, _ in segments(remat, layered.depth)}
-    traced = trace_policies(layered, plan, mesh, batch, policies)
+    # Only pipelines split the backward pass of a layer.
+    pipes = plan.layout.pipe > 1
+    traced = trace_policies(layered, plan, mesh, batch, policies, pipes)
     return average_layer(remat, layered.depth, traced.__getitem__)
 
 
@@ -92,7 +94,12 @@ def average_layer(
 
 
 def trace_policies(
-    layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any, policies: Iterable[str]
+    layered: LayeredModel,
+    plan: Plan,
+    mesh: Mesh,
+    batch: Any,
+    policies: Iterable[str],
+    splits_backward: bool = True,
 ) -> dict[str, TracedLayer]:
     """`trace_unpadded` for each of several policies of rematerialization.
 
@@ -102,13 +109,16 @@ def trace_policies(
       mesh: as in `trace_layer`.
       batch: as in `trace_layer`.
       policies: the policies.
+      splits_backward: whether `deferred` is wanted; it is 0 otherwise.
     """
-    layout = plan.layout
+    layout, mesh = plan.layout, _one_stage(mesh)
     shared, stack = layered.split(abstract(plan.weights))
     rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
     # Mixtures of experts and attention follow the tokens of each device.
     by_device = layout.expert > 1 or layout.context > 1
     axes = in_use(TOKEN_AXES, mesh.shape) if by_device else ()
+    # Schedules that split the backward pass refuse these axes.
+    splits_backward &= not by_device
     traced: dict[str, TracedLayer] = {}
 
     def run(*args: Any) -> Array:
@@ -117,7 +127,8 @@ def trace_policies(
             weights = jax.tree.map(lambda x: vary(x, axes), weights)
         with model_scope(layout, mesh, axes):
             shards = 1 if axes else layout.num_token_shards
-            trace = _trace(layered, plan, mesh, shards, *weights, rows, key)
+            deferred = splits_backward
+            trace = _trace(layered, plan, mesh, shards, deferred, *weights, rows, key)
             traced.update({policy: trace(policy) for policy in policies})
         return jnp.zeros(())
 
@@ -126,6 +137,14 @@ def trace_policies(
         args = shared, abstract_layer(stack), rows, key
         jax.eval_shape(_on_one_device(run, layered, plan, rows, axes), *args)
     return traced
+
+
+def _one_stage(mesh: Mesh) -> Mesh:
+    """The devices of one stage and one replica; others would count as copies."""
+    devices = mesh.devices
+    for axis in (PIPE, REPLICA):
+        devices = devices.take([0], mesh.axis_names.index(axis))
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def with_padding(
@@ -170,12 +189,13 @@ def _trace(
     plan: Plan,
     mesh: Mesh,
     token_shards: int,
+    splits_backward: bool,
     shared: Any,
     layer_weights: Any,
     rows: Any,
     key: Array,
 ) -> Callable[[str], TracedLayer]:
-    """A function that traces the layer with a policy, on the rows of several devices."""
+    """A function of a policy that traces the layer, on the rows of several devices."""
     lanes, ways = lanes_of(mesh), token_shards * plan.layout.tensor
 
     def layer(weights: Any, x: Any, key: Array, context: Any) -> Any:
@@ -185,36 +205,28 @@ def _trace(
     context = layered.context(shared, rows, key)
     trained, kept = frozenset(plan.gradients), layered.kept
     args = trained, layer_weights, x, key, context
-    held = _residuals(layer, *args, kept=kept)
-    logits = _logits_bytes(layered, shared, x, rows, key)
+    held = residuals_of(layer, *args, kept=kept)
+    logits = logits_bytes(layered, shared, x, rows, key)
+    grouped = grouped_bytes(layer, layer_weights, x, key, context)
 
     def of_policy(policy: str) -> TracedLayer:
         own = with_policy(layer, policy)
-        saved = held if policy == NONE else _residuals(own, *args, kept=kept)
+        saved = held if policy == NONE else residuals_of(own, *args, kept=kept)
         pads = policy in KEEPS_MATMULS
         padding = tree_bytes(saved, lanes) - tree_bytes(saved) if pads else 0
+        split = deferred_bytes(lanes, own, *args, kept=kept) if splits_backward else 0
         return TracedLayer(
             x=tree_bytes(x) // ways,
             saved=tree_bytes(saved) // ways,
             running=tree_bytes(held) // ways,
-            deferred=_deferred_bytes(lanes, own, *args, kept=kept) // ways,
+            grouped=grouped // ways,
+            deferred=split // ways,
             padding=padding // ways,
             logits=logits // ways,
             largest=largest_weight(layered, plan),
         )
 
     return of_policy
-
-
-def _logits_bytes(layered: LayeredModel, *args: Any) -> int:
-    """Bytes of the largest result of a matmul in head_loss(*args), in float32."""
-    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(layered.head_loss(*args)))
-    matmuls = (
-        eqn.outvars[0].aval.size
-        for eqn in equations(jaxpr(*args).jaxpr)
-        if eqn.primitive.name == "dot_general"
-    )
-    return 4 * max(matmuls, default=0)
 
 
 def held_at_times(traced: TracedLayer, layout: Layout, mesh: Mesh) -> dict[str, int]:
@@ -245,61 +257,3 @@ def largest_weight(layered: LayeredModel, plan: Plan) -> int:
 
 def _microbatch(x: Any, num: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype)
-
-
-def _residuals(
-    fn: Callable,
-    trained: frozenset[str],
-    weights: Any,
-    *args: Any,
-    kept: Callable[[Any], Any] = lambda x: (),
-) -> list[Any]:
-    """What the backward pass of fn(weights, x, ...) saves, but for arguments.
-
-    Args:
-      fn: the function.
-      trained: paths of the weights that have a gradient.
-      weights: its weights.
-      *args: x and other arguments.
-      kept: x -> arrays in it that are not counted, either.
-    """
-
-    def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
-        def run(leaves: Any, x: Any) -> Any:
-            return fn(weights | leaves, x, *rest)
-
-        vjp = jax.vjp(run, {p: w for p, w in weights.items() if p in trained}, x)[1]
-        own = jax.tree.leaves((weights, rest, kept(x)))
-        return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
-
-    return residuals(weights, *args)
-
-
-def _deferred_bytes(
-    lanes: int,
-    layer: Callable,
-    trained: frozenset[str],
-    weights: Params,
-    x: Any,
-    key: Array,
-    context: Any,
-    kept: Callable[[Any], Any],
-) -> int:
-    """Bytes that the first part of a backward pass hands over to the second part.
-
-    Takes the arguments of `_residuals`, and the key and context of the layer.
-    """
-    stack = {path: w[None] for path, w in weights.items()}
-    leaves = {path: w for path, w in stack.items() if path in trained}
-    constants = {path: w for path, w in stack.items() if path not in trained}
-    scan = LayerScan(
-        lambda weights, x, _, context: layer(weights, x, key, context),
-        lambda leaves, constants: leaves | constants,
-        lambda gradient: gradient,
-        context,
-        kept,
-    )
-    rows = Rows(0, jnp.zeros(1, jnp.int32))
-    y, residuals = scan.forward(leaves, constants, x, rows)
-    state = scan.backward_input(leaves, constants, residuals, y, rows)[1]
-    return tree_bytes(state.arrays, lanes)

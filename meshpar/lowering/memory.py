@@ -46,17 +46,18 @@ _RUNNING, _RUNNING_IN_TICKS = 0.5, 0.4
 """Shares of what a layer holds while it runs backward that are in memory at once: of
 layers one after the other, and of those in the ticks of a pipeline."""
 
-_GATHERED = 3.5
-"""Whole activations beside them (`layer_trace.held_at_times`)."""
+_GATHERED, _GATHERED_BY_HEAD = 3.5, 4.0
+"""Whole activations beside them (`layer_trace.held_at_times`), and in a tick's head."""
 
-_LAYER = 1.7
-"""Copies of a layer's weights that are gathered for it: whole, and as a gradient."""
+_LAYER, _LAYER_IN_TICKS = 1.7, 3.7
+"""Copies of a layer's weights that are gathered for it: whole, and as a gradient, which
+ticks add to float32 sums."""
 
 _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
 its sums in float32 take."""
 
-_SCATTERED = 6.8
+_SCATTERED = 6.7
 """Copies of the largest gradient of a pipeline while it is scattered.
 
 All are fitted to the peaks of compiled programs (docs/planning.md).
@@ -110,14 +111,19 @@ def predicted_memory(
     """
     if held.in_ticks:
         layer = _RUNNING_IN_TICKS * traced.running
-        layer += _HEAD_IN_TICKS * traced.largest * held.head_beside_layers
+        if held.head_beside_layers:
+            layer += _HEAD_IN_TICKS * traced.largest
+            layer += _GATHERED_BY_HEAD * held.gathered
         head = _SCATTERED * held.scattered * traced.largest
+        # Compilers give memory to what ticks gather before the loop of ticks begins.
+        layer += _LAYER_IN_TICKS * held.layer
+        head += _LAYER_IN_TICKS * held.layer
     else:
         layer = _RUNNING * traced.running + _LAYER * held.layer
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
         head += held.logits
-    layer += _GATHERED * held.gathered
+    layer += _GATHERED * held.gathered + traced.grouped
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],

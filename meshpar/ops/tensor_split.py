@@ -58,7 +58,7 @@ class Split:
           size: of that.
         """
         scope = current_scope()
-        if scope is None or not scope.manual_axes:
+        if scope is None:
             return None
 
         def axes_of(*names: str) -> tuple[tuple[str, ...], ...]:
@@ -76,8 +76,9 @@ class Split:
         ):
             return None
         (axis,) = between
-        ways = scope.mesh.shape[axis]
-        if x.shape[1] % ways or size % ways:
+        ways, alone = scope.mesh.shape[axis], not scope.manual_axes
+        # Other axes that are automatic would have to be split here, too.
+        if x.shape[1] % ways or size % ways or (alone and ways < scope.mesh.size):
             return None
         automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes
         return cls(axis, ways, automatic, transports_for(scope.mesh, between))

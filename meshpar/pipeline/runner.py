@@ -248,11 +248,11 @@ class PipelineRunner(Runner):
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
-        del held  # A stage holds its own layers alone.
+        layer = held.layer * self.layout.pipe  # Of a stage's layers, over all of them.
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
         if self.layout.save == "inputs":
             saved += rows * traced.saved * terms.backward_buffers(self.frame, self.loop)
-        return terms.held(self.frame, self.zero, self.loop, saved)
+        return terms.held(self.frame, self.zero, self.loop, saved, layer)
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
         """Bytes on one device saved between forward and backward passes.

@@ -110,7 +110,7 @@ def backward_buffers(frame: Frame, loop: TickLoop) -> int:
     return loop.num_backward_buffers if early else min(1, loop.num_backward_buffers)
 
 
-def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int) -> Held:
+def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int, layer: int) -> Held:
     """Bytes that one stage holds all through a step.
 
     Args:
@@ -118,12 +118,14 @@ def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int) -> Held:
       zero: the ZeRO policy.
       loop: the schedule's ticks, by phases.
       saved: bytes saved between forward and backward passes.
+      layer: whole weights of one layer, if they are gathered for it.
     """
     weights, sums = stage_bytes(frame, zero)
     return Held(
         weights=weights,
         activations=saved,
         sums=sums,
+        layer=layer,
         in_ticks=True,
         head_beside_layers=loop.runs_head_beside_layers,
         scattered=_scattered(frame) if zero.splits_any else 0.0,

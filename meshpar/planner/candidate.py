@@ -100,9 +100,9 @@ class Candidates:
         # Its runner has the `remat` of another layout, which nothing here reads.
         lowering = dataclasses.replace(shared.lowering, plan=plan)
         rows = facts.rows / layout.num_token_shards / layout.microbatches
-        traced = facts.layer(layout.remat, rows, layout.tensor)
+        traced = facts.layer(layout, rows, layout.tensor)
         traced = traced._replace(largest=shared.largest)
-        one_way = facts.layer(layout.remat, rows, 1).x
+        one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
         traffic = Traffic(shared.terms, host, one_way, shared.sends)
         seconds = step_seconds(lowering, facts, self.machine, rows, traced, traffic)

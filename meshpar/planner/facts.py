@@ -1,7 +1,8 @@
 """Facts about a model, its optimizer and its batch that hold under every layout.
 
-One layer is traced for each policy of rematerialization, for bytes; layer, embedding
-and head are traced once, for FLOPs. No layout traces the model again.
+One layer is traced for each policy of rematerialization, for bytes, and again for each
+way in which a layer exchanges tokens; layer, embedding and head are traced once, for
+FLOPs. No layout traces the model again.
 """
 
 import dataclasses
@@ -12,11 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import AxisType, Mesh
 
 from meshpar.arrays import Params, abstract, abstract_layer
-from meshpar.compat import inner_jaxprs
+from meshpar.compat import equations, inner_jaxprs
 from meshpar.errors import MeshparError
+from meshpar.layouts.axes import AXES
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import NONE, is_mix
 from meshpar.layouts.resolve import make_plan
@@ -70,7 +74,7 @@ class Facts:
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         batch: Any,
         compute_dtype: Any,
-        device: jax.Device,
+        devices: Sequence[jax.Device],
     ):
         """Reads the facts.
 
@@ -79,7 +83,7 @@ class Facts:
           optimizer: as in `meshpar.lower`.
           batch: abstract batch [batch, ...].
           compute_dtype: as in `meshpar.lower`.
-          device: one of the devices to plan for; kernels depend on its kind.
+          devices: to plan for; kernels depend on their kind.
 
         Raises:
           MeshparError: the model has no layers.
@@ -90,10 +94,10 @@ class Facts:
                 "predicted; name its layers by layers= (docs/your_model.md)"
             )
         self.model, self.batch, self.compute_dtype = model, batch, compute_dtype
-        self._transformation, self._device = optimizer, device
+        self._transformation, self._devices = optimizer, devices
         self._optimizers: dict[int, Optimizer] = {}
-        self._traces: dict[str, tuple[TracedLayer, TracedLayer]] = {}
-        self._layers: dict[tuple[str, float, int], TracedLayer] = {}
+        self._traces: dict[tuple[str, Layout], tuple[TracedLayer, TracedLayer]] = {}
+        self._layers: dict[tuple[str, float, int, Layout], TracedLayer] = {}
 
     @property
     def layered(self) -> LayeredModel:
@@ -130,50 +134,64 @@ class Facts:
 
         return jax.tree.map(resized, self.batch)
 
-    def _traced(self, remat: str) -> tuple[TracedLayer, TracedLayer]:
+    def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
         """One layer on one device, with each number of rows of `_ROWS`."""
-        if remat not in self._traces:
+        if (remat, exchange) not in self._traces:
             policies = _TOGETHER if remat in _TOGETHER else (remat,)
-            few, many = (self._trace(policies, rows) for rows in _ROWS)
-            self._traces |= {policy: (few[policy], many[policy]) for policy in policies}
-        return self._traces[remat]
+            few, many = (self._trace(policies, rows, exchange) for rows in _ROWS)
+            for policy in policies:
+                self._traces[policy, exchange] = few[policy], many[policy]
+        return self._traces[remat, exchange]
 
-    def _trace(self, policies: Sequence[str], rows: int) -> dict[str, TracedLayer]:
-        state, layout = self.optimizer.abstract_state, Layout()
-        plan = make_plan(layout, self.model.params, state, self.compute_dtype)
-        mesh, batch = make_mesh(layout, [self._device]), self._batch_of(rows)
+    def _trace(
+        self, policies: Sequence[str], rows: int, exchange: Layout
+    ) -> dict[str, TracedLayer]:
+        state = self.optimizer.abstract_state
+        plan = make_plan(exchange, self.model.params, state, self.compute_dtype)
+        sizes = tuple(exchange.sizes.values())
+        devices = np.array(self._devices[: math.prod(sizes)]).reshape(sizes)
+        mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        batch = self._batch_of(rows * exchange.expert)
         return trace_policies(self.layered, plan, mesh, batch, policies)
 
-    def layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
+    def layer(self, layout: Layout, rows: float, ways: int) -> TracedLayer:
         """Bytes of one layer on one device.
 
         Args:
-          remat: policy of rematerialization; on average over the layers of a mix.
+          layout: its rematerialization, on average over the layers of a mix, and what
+            exchanges tokens inside the layer.
           rows: rows of one microbatch on one device; a fraction of a row where the
             length is split.
           ways: devices that split the features of tensors.
         """
-        key = remat, rows, ways
+        return self._layer_of(layout.remat, rows, ways, exchange_of(layout))
+
+    def _layer_of(
+        self, remat: str, rows: float, ways: int, exchange: Layout
+    ) -> TracedLayer:
+        key = remat, rows, ways, exchange
         if key not in self._layers:
             self._layers[key] = self._layer(*key)
         return self._layers[key]
 
-    def _layer(self, remat: str, rows: float, ways: int) -> TracedLayer:
+    def _layer(
+        self, remat: str, rows: float, ways: int, exchange: Layout
+    ) -> TracedLayer:
         if is_mix(remat):
 
             def of_policy(policy: str) -> TracedLayer:
-                return self.layer(policy, rows, ways)
+                return self._layer_of(policy, rows, ways, exchange)
 
             return average_layer(remat, self.layered.depth, of_policy)
-        few, many = self._traced(remat)
-        scale = (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
+        few, many = self._traced(remat, exchange)
+        scale = (rows * exchange.context - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
 
         def grown(name: str) -> int:
             first, second = getattr(few, name), getattr(many, name)
             return max(0, round((first + scale * (second - first)) / ways))
 
         traced = TracedLayer(*(grown(name) for name in TracedLayer._fields))
-        return with_padding(traced, Layout(remat=remat, tensor=ways), self._device)
+        return with_padding(traced, Layout(remat=remat, tensor=ways), self._devices[0])
 
     @functools.cached_property
     def flops(self) -> Flops:
@@ -198,9 +216,9 @@ class Facts:
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
         args = layered.layer, abstract_layer(stack), x, key, context
-        traced = trace(self._device, *args)
+        traced = trace(self._devices[0], *args)
         every, layer = count(cpu, *args), matmul_flops(traced) / _ROWS[0]
-        lanes = lanes_of(make_mesh(layout, [self._device]))
+        lanes = lanes_of(make_mesh(layout, [self._devices[0]]))
         narrow = matmul_flops(traced, lanes) / _ROWS[0]
 
         def head(shared: Any, x: Any, batch: Any, key: Any) -> Any:
@@ -209,14 +227,38 @@ class Facts:
 
             return jax.grad(loss, argnums=(0, 1))(_floats(shared), x)
 
+        grouped = grouped_flops(traced) / _ROWS[0]
         outside = 3 * count(cpu, layered.embed, shared, batch, key)
         outside += count(cpu, head, shared, x, batch, key)
-        return Flops(layer, narrow, every - layer, outside)
+        return Flops(layer + grouped, narrow, every - layer, outside)
+
+
+def exchange_of(layout: Layout) -> Layout:
+    """The axes of a layout along which a layer exchanges tokens, alone."""
+    if layout.context == 1:
+        return Layout(expert=layout.expert)
+    return Layout(
+        expert=layout.expert,
+        context=layout.context,
+        context_mode=layout.context_mode,
+        context_order=layout.context_order,
+        context_heads=layout.context_heads,
+    )
 
 
 def _floats(params: Params) -> Params:
     """The parameters that can have a gradient."""
     return {p: w for p, w in params.items() if jnp.issubdtype(w.dtype, jnp.floating)}
+
+
+def grouped_flops(jaxpr: Any) -> float:
+    """FLOPs of the grouped matmuls of a jaxpr, which TPUs run as such."""
+    total = 0.0
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name.startswith("ragged_dot"):
+            _, features, _ = eqn.invars[1].aval.shape
+            total += 2.0 * eqn.outvars[0].aval.size * features
+    return total
 
 
 def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:

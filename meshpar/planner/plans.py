@@ -161,7 +161,7 @@ def plan(
         refused = collections.Counter(map(_kind, errors))
     else:
         method = FROM_LAYERS
-        facts = Facts(model, optimizer, batch, compute_dtype, topology[0])
+        facts = Facts(model, optimizer, batch, compute_dtype, topology)
         candidates, refused = _predicted(facts, machine, wanted)
     fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
     too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]

@@ -204,7 +204,7 @@ def _layer_seconds(
 ) -> _LayerSeconds:
     """The compute of one layer with some rows."""
     # What a layer holds is what its elementwise operations make.
-    held = facts.layer(NONE, rows, layout.tensor).running
+    held = facts.layer(layout, rows, layout.tensor).running
     elementwise = _HELD * held / machine.chip.memory_bandwidth
     row_seconds = rows / layout.tensor / machine.flops
     kernels = row_seconds * facts.flops.kernels

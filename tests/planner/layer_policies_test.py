@@ -59,7 +59,7 @@ def test_layers_that_save_least_come_first():
 def made():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
     devices = jax.devices()[:4]
-    facts = Facts(standard_model(), optax.adamw(1e-2), shapes, None, devices[0])
+    facts = Facts(standard_model(), optax.adamw(1e-2), shapes, None, devices)
     # So fast that what is saved costs less time than what is computed again.
     machine = machine_of(devices)
     chip = dataclasses.replace(machine.chip, memory_bandwidth=1e13)

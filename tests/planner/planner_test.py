@@ -38,7 +38,7 @@ def shapes(size=BATCH):
 
 @pytest.fixture(scope="module")
 def facts():
-    return Facts(standard_model(), OPTIMIZER, shapes(), None, jax.devices()[0])
+    return Facts(standard_model(), OPTIMIZER, shapes(), None, jax.devices())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_axes_over_slices_take_the_slow_links():
     found = {}
     for name in ("v5e:2x4", "2*v5e:2x2"):
         devices = mesh.topology(name)
-        facts = Facts(standard_model(), OPTIMIZER, shapes(), None, devices[0])
+        facts = Facts(standard_model(), OPTIMIZER, shapes(), None, devices)
         made = Candidates(facts, machine_of(devices))
         found[name] = made.candidate(parse("data=2,fsdp=4")).seconds
     near, far = found.values()
@@ -206,4 +206,4 @@ def test_no_fitting_layout_says_what_comes_nearest():
 
 def test_facts_need_layers():
     with pytest.raises(MeshparError, match="no layered form"):
-        Facts(plain_model(), OPTIMIZER, shapes(), None, jax.devices()[0])
+        Facts(plain_model(), OPTIMIZER, shapes(), None, jax.devices())

@@ -42,7 +42,7 @@ def test_megatrons_largest_models_fit_at_about_the_published_efficiency(billions
     tokens = jax.ShapeDtypeStruct((sequences, config.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     model = language_model_of(config)
-    facts = Facts(model, optax.adam(1e-4), batch, jnp.bfloat16, devices[0])
+    facts = Facts(model, optax.adam(1e-4), batch, jnp.bfloat16, devices)
     # Chips of TPUs stand in for the A100s, with their figures.
     chip = CHIPS["a100"]
     machine = dataclasses.replace(

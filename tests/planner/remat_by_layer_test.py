@@ -16,7 +16,7 @@ from meshpar.planner.facts import Facts
 @pytest.fixture(scope="module")
 def candidates():
     shapes = jax.eval_shape(batch)
-    facts = Facts(standard_model(), optax.adamw(1e-2), shapes, None, jax.devices()[0])
+    facts = Facts(standard_model(), optax.adamw(1e-2), shapes, None, jax.devices())
     return Candidates(facts, machine_of(jax.devices()[:8]))
 
 

@@ -1,0 +1,92 @@
+"""What the passes over one traced layer save, hand over and hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.arrays import Array, Params, num_bytes
+from meshpar.compat import equations
+from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.lowering.padding import tree_bytes
+from meshpar.models.layer_stack import LayeredModel
+
+
+def residuals_of(
+    fn: Callable,
+    trained: frozenset[str],
+    weights: Any,
+    *args: Any,
+    kept: Callable[[Any], Any] = lambda x: (),
+) -> list[Any]:
+    """What the backward pass of fn(weights, x, ...) saves, but for arguments.
+
+    Args:
+      fn: the function.
+      trained: paths of the weights that have a gradient.
+      weights: its weights.
+      *args: x and other arguments.
+      kept: x -> arrays in it that are not counted, either.
+    """
+
+    def residuals(weights: Any, x: Any, *rest: Any) -> list[Array]:
+        def run(leaves: Any, x: Any) -> Any:
+            return fn(weights | leaves, x, *rest)
+
+        vjp = jax.vjp(run, {p: w for p, w in weights.items() if p in trained}, x)[1]
+        own = jax.tree.leaves((weights, rest, kept(x)))
+        return [x for x in jax.tree.leaves(vjp) if not any(x is w for w in own)]
+
+    return residuals(weights, *args)
+
+
+def deferred_bytes(
+    lanes: int,
+    layer: Callable,
+    trained: frozenset[str],
+    weights: Params,
+    x: Any,
+    key: Array,
+    context: Any,
+    kept: Callable[[Any], Any],
+) -> int:
+    """Bytes that the first part of a backward pass hands over to the second part.
+
+    Takes the arguments of `residuals_of`, and the key and context of the layer.
+    """
+    stack = {path: w[None] for path, w in weights.items()}
+    leaves = {path: w for path, w in stack.items() if path in trained}
+    constants = {path: w for path, w in stack.items() if path not in trained}
+    scan = LayerScan(
+        lambda weights, x, _, context: layer(weights, x, key, context),
+        lambda leaves, constants: leaves | constants,
+        lambda gradient: gradient,
+        context,
+        kept,
+    )
+    rows = Rows(0, jnp.zeros(1, jnp.int32))
+    y, residuals = scan.forward(leaves, constants, x, rows)
+    state = scan.backward_input(leaves, constants, residuals, y, rows)[1]
+    return tree_bytes(state.arrays, lanes)
+
+
+def logits_bytes(layered: LayeredModel, *args: Any) -> int:
+    """Bytes of the largest result of a matmul in head_loss(*args), in float32."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(layered.head_loss(*args)))
+    matmuls = (
+        eqn.outvars[0].aval.size
+        for eqn in equations(jaxpr(*args).jaxpr)
+        if eqn.primitive.name == "dot_general"
+    )
+    return 4 * max(matmuls, default=0)
+
+
+def grouped_bytes(fn: Callable, *args: Any) -> int:
+    """Bytes of the rows that the grouped matmuls of fn(*args) read and write."""
+    rows: dict[Any, int] = {}
+    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
+        if eqn.primitive.name.startswith("ragged_dot"):
+            for x in (eqn.invars[0], *eqn.outvars):
+                rows[x] = num_bytes(x.aval)
+    return sum(rows.values())
