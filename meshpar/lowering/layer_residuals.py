@@ -1,14 +1,15 @@
 """What the passes over one traced layer save, hand over and hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params, num_bytes
-from meshpar.compat import equations
+from meshpar.compat import equations, inner_jaxprs
 from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.layouts.axes import ways_of
 from meshpar.lowering.padding import tree_bytes
 from meshpar.models.layer_stack import LayeredModel
 
@@ -84,9 +85,18 @@ def logits_bytes(layered: LayeredModel, *args: Any) -> int:
 
 def grouped_bytes(fn: Callable, *args: Any) -> int:
     """Bytes of the rows that the grouped matmuls of fn(*args) read and write."""
-    rows: dict[Any, int] = {}
-    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
-        if eqn.primitive.name.startswith("ragged_dot"):
-            for x in (eqn.invars[0], *eqn.outvars):
-                rows[x] = num_bytes(x.aval)
-    return sum(rows.values())
+
+    def rows(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name.startswith("ragged_dot"):
+                for x in (eqn.invars[0], *eqn.outvars):
+                    yield x, num_bytes(x.aval)
+            devices = 1
+            if eqn.primitive.name == "shard_map":  # Inside are shapes of one device.
+                devices = ways_of(
+                    eqn.params["newly_manual_axes"], eqn.params["mesh"].shape
+                )
+            for inner in inner_jaxprs(eqn):
+                yield from ((x, devices * size) for x, size in rows(inner))
+
+    return sum(dict(rows(jax.make_jaxpr(fn)(*args).jaxpr)).values())

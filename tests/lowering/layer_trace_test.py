@@ -1,8 +1,14 @@
 """What a trace of one layer says of its bytes."""
 
 import jax
+import pytest
 from support import tiny_stack
+from support.tpu_programs import small, tpu
 
+import meshpar
+from experiments.recipes import building
+from experiments.recipes.config import with_settings
+from meshpar import mesh
 from meshpar.lowering.layer_trace import trace_layer
 
 
@@ -12,3 +18,33 @@ def test_a_split_backward_pass_keeps_input_and_gradient_of_each_matmul():
     traced = trace_layer(program.model.layered, program.plan, program.mesh, batch)
     assert traced.x == tiny_stack.BATCH // 4 * tiny_stack.DIM * 4
     assert traced.deferred == 2 * traced.x
+
+
+def traced(layout, settings=()):
+    """The trace of a small decoder's layer, with attention kernels of TPUs."""
+    config = with_settings(small(), settings)
+    devices = mesh.topology("v5e:2x4")
+    program = building.make_program(config, meshpar.layouts.parse(layout), devices)
+    layered, batch = program.model.layered, program.step_batch
+    return trace_layer(layered, program.plan, program.mesh, batch)
+
+
+@tpu
+def test_a_stage_saves_what_its_own_rows_need():
+    """As many rows on each device, once in a pipeline and once without."""
+    deeper = ["model.depth=4"]
+    alone = traced("data=8,microbatches=4", deeper)
+    stage = traced("pipe=4,data=2,microbatches=16", deeper)
+    # Small constants, which devices share, are counted in parts.
+    assert stage.saved == pytest.approx(alone.saved, rel=0.02)
+    assert stage.running == pytest.approx(alone.running, rel=0.02)
+
+
+@tpu
+def test_grouped_matmuls_read_and_write_rows_of_the_worst_case():
+    """Each device keeps place for the rows of all devices along `expert`."""
+    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
+    alone = traced("data=8", settings).grouped
+    spread = traced("data=4,expert=2", settings).grouped
+    assert 1.5 * alone < spread < 2.5 * alone
+    assert traced("data=8").grouped == 0

@@ -44,13 +44,21 @@ def one_device(of, key):
     return WANT[key]
 
 
-@pytest.mark.parametrize("remat", [slow("none"), "full", slow("dots")])
-def test_the_bytes_are_those_of_megatron(remat):
+@pytest.mark.parametrize(
+    "layout, remat",
+    [
+        ("fsdp=2,tensor=4", "full"),
+        ("tensor=4", "full"),
+        slow("fsdp=2,tensor=4", "none"),
+        slow("fsdp=2,tensor=4", "dots"),
+    ],
+)
+def test_the_bytes_are_those_of_megatron(layout, remat):
     """Two gathers and two reduce_scatters of [B, L, D] in a layer and pass."""
-    program = lower(f"fsdp=2,tensor=4,remat={remat}", TINY)
+    program = lower(f"{layout},remat={remat}", TINY)
     assert program.violations() == []
     moved = tensor_traffic(program)
-    size = BATCH // 2 * LENGTH * EMBED * 4
+    size = BATCH // program.layout.fsdp * LENGTH * EMBED * 4
     # What is recomputed gathers what the gradients of column-parallel weights need.
     assert moved["all_gather"] == (2 * FORWARD + BACKWARD, size)
     # Recomputing a layer leaves out its last matmul.
