@@ -32,6 +32,8 @@ class Chip:
       memory_bandwidth: bytes per second between memory and compute.
       link_bandwidth: bytes per second over one link, one way (ICI or NVLink).
       num_links: number of links of one chip.
+      slice_bandwidth: bytes per second between slices for each chip, one way: of the
+        data-center network, or of a GPU's network card (`slices`).
       clock_rate: cycles per second of its compute.
       host_bandwidth: bytes per second between one chip and host memory, one way (PCIe).
       torus_dims: dims of the torus that the chips form; 0 if a switch connects them.
@@ -58,6 +60,7 @@ class Chip:
     gathers_beside_compute: bool = True
     allocates_early: bool = True
     host_bandwidth: float = 15e9
+    slice_bandwidth: float = 6.25e9
     xla_target: str = ""
     libtpu_config: str = ""
 
@@ -79,13 +82,14 @@ def _gpu(name: str, kind: str, memory: int, bandwidth: float, **fields: Any) -> 
 
 def _a100(name: str, kind: str, memory: int, bandwidth: float) -> Chip:
     figures = {"peak_flops": 312e12, "num_links": 12, "host_bandwidth": 32e9}
-    return _gpu(name, kind, memory, bandwidth, clock_rate=1.41e9, **figures)
+    figures |= {"slice_bandwidth": 25e9, "clock_rate": 1.41e9}
+    return _gpu(name, kind, memory, bandwidth, **figures)
 
 
 def _hopper(name: str, kind: str, memory: int, bandwidth: int) -> Chip:
     target = hopper_target(kind, memory, bandwidth)
     fields = {"peak_flops": 989e12, "num_links": 18, "host_bandwidth": 64e9}
-    fields |= {"xla_target": target, "clock_rate": 1.98e9}
+    fields |= {"xla_target": target, "clock_rate": 1.98e9, "slice_bandwidth": 50e9}
     return _gpu(name, kind, memory, bandwidth, **fields)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from meshpar.mesh.chips import GPU, Chip, chip_of
+from meshpar.mesh.slices import slice_of
 
 _CPU = Chip(
     "cpu",
@@ -24,13 +25,6 @@ _CPU = Chip(
     gathers_beside_compute=False,
 )
 """A core of a computer: rough figures, good for comparing layouts alone."""
-
-SLOW_LINK_BANDWIDTH = 6.25e9
-"""Bytes per second between slices for each chip, one way.
-
-Source: "How To Scale Your Model" (Austin et al., 2025), section "TPUs": 6.25 GB/s of
-  data-center network per TPU.
-"""
 
 _RESERVED = 0.04
 """Share of a device's memory that plans leave to the runtime and to fragmentation."""
@@ -62,7 +56,7 @@ class Machine:
     @functools.cached_property
     def num_slices(self) -> int:
         """Slices, which slow links connect."""
-        return len({getattr(d, "slice_index", 0) or 0 for d in self.devices})
+        return len(set(map(slice_of, self.devices)))
 
     @property
     def flops(self) -> float:

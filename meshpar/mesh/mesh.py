@@ -11,6 +11,7 @@ from meshpar import compat
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import AXES, SLOW_AXES
 from meshpar.layouts.layout import Layout
+from meshpar.mesh.slices import slice_of
 from meshpar.mesh.torus import arrange_devices
 
 MAX_SIMULATED = 4096
@@ -79,9 +80,9 @@ def make_mesh(
         )
     sizes, kinds = tuple(layout.sizes.values()), (axis_type,) * len(AXES)
     devices = devices[:need]
-    slices: dict[int | None, list[jax.Device]] = {}
+    slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+        slices.setdefault(slice_of(device), []).append(device)
     if len(counts := {len(group) for group in slices.values()}) > 1:
         raise LayoutError(
             f'layout "{layout}" fills {need} devices of {len(slices)} slices, with '

@@ -19,8 +19,8 @@ def topology(text: str) -> list[jax.Device]:
     read but not run.
 
     Args:
-      text: a TPU slice such as "v5e:4x4" or "v5p:4x4x2", several slices such as
-        "2*v5e:4x4", or the GPUs of one NVLink domain such as "h100:8" or "h200:8".
+      text: a TPU slice such as "v5e:4x4" or "v5p:4x4x2", the GPUs of one NVLink domain
+        such as "h100:8", or several of them, such as "2*v5e:4x4" or "8*h100:8".
 
     Raises:
       MeshparError: the text has another form, the shape does not exist, or the compiler
@@ -30,7 +30,7 @@ def topology(text: str) -> list[jax.Device]:
     try:
         if chip.platform == TPU:
             return _tpus(chip, shape, num_slices)
-        return _gpus(chip, *shape)
+        return _gpus(chip, *shape, num_slices)
     except Exception as error:
         extra = f"aot-{chip.platform}"
         raise MeshparError(
@@ -44,7 +44,8 @@ def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
     """Parses a topology string.
 
     Returns:
-      The chip, the shape in chips, and the number of slices, None if it is not given.
+      The chip, the shape in chips, and the number of slices or NVLink domains, None if
+      it is not given.
 
     Raises:
       MeshparError: the text has another form, or there is no compiler for the chip.
@@ -55,8 +56,8 @@ def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
         chip = CHIPS.get(name)
         if chip and chip.platform == TPU and len(shape) > 1:
             return chip, shape, int(slices) if slices else None
-        if chip and chip.xla_target and len(shape) == 1 and not slices:
-            return chip, shape, None
+        if chip and chip.xla_target and len(shape) == 1:
+            return chip, shape, int(slices) if slices else None
     raise MeshparError(
         f"topology={shown(text)!r}: write one such as {', '.join(examples())}"
     )
@@ -88,11 +89,11 @@ def _tpus(
     return list(description.devices)
 
 
-def _gpus(chip: Chip, count: int) -> list[jax.Device]:
+def _gpus(chip: Chip, count: int, num_slices: int | None) -> list[jax.Device]:
     description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=chip.name,
-        topology=f"1x1x{count}",
+        topology=f"{num_slices or 1}x1x{count}",
         target_config=chip.xla_target,
     )
     return list(description.devices)

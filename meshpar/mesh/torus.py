@@ -17,6 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from meshpar.mesh.platform import TPU, platform_of
+from meshpar.mesh.slices import slice_of
 
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
@@ -92,7 +93,7 @@ def _offsets(devices: np.ndarray, axis: int) -> np.ndarray | None:
     coords = np.array(
         [
             (
-                getattr(d, "slice_index", 0) or 0,
+                slice_of(d),
                 *d.coords,
                 getattr(d, "core_on_chip", 0),
             )

@@ -18,7 +18,7 @@ from meshpar.layouts.remat import NONE, average, repeated_share
 from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
+from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_of
 from meshpar.planner.facts import Facts
 
@@ -227,7 +227,7 @@ def _bandwidth(
     for axis in in_use(SLOW_AXES, lowering.layout.sizes):
         across = math.gcd(lowering.layout.sizes[axis], left)
         if across > 1 and axis in axes:
-            return SLOW_LINK_BANDWIDTH
+            return machine.chip.slice_bandwidth
         left //= across
     return machine.link_bandwidth
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
-from meshpar.mesh.machine import SLOW_LINK_BANDWIDTH, Machine
+from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_named
 from meshpar.planner.graphs.graph import CARRY, STACK, Graph, Operator
 from meshpar.planner.graphs.propagation import Propagation, Step
@@ -282,6 +282,6 @@ def _bandwidths(sizes: Mapping[str, int], machine: Machine) -> dict[str, float]:
     for axis in SLOW_AXES:
         across = math.gcd(sizes.get(axis, 1), left)
         if across > 1:
-            found[axis] = SLOW_LINK_BANDWIDTH
+            found[axis] = machine.chip.slice_bandwidth
         left //= across
     return found
