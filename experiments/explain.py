@@ -9,6 +9,7 @@ program breaks its contract.
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 
 import jax
@@ -81,6 +82,17 @@ def _generator(
     )
 
 
+def _plan_command() -> str:
+    """The command that plans for the model, the batch and the machine of this one."""
+    own = [command_line.RECIPE, command_line.BATCH_SIZE, command_line.DATA]
+    own += [command_line.SET, command_line.DEVICES, command_line.PLATFORM, TOPOLOGY]
+    words = [
+        word for flag in own if flag.present for word in flag.serialize().split("\n")
+    ]
+    words = ["python", "-m", "experiments.plan", *words, "--html=plan.html"]
+    return shlex.join(words)
+
+
 def main(_: Sequence[str]) -> int:
     """Explains, and returns the exit code."""
     config = command_line.config_from_flags()
@@ -103,7 +115,7 @@ def main(_: Sequence[str]) -> int:
     if PNG.value:
         pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
-        page.write(HTML.value, config.recipe, explanations)
+        page.write(HTML.value, config.recipe, explanations, _plan_command())
     if JSON.value:
         reports = [e.as_dict() for e in explanations]
         print(json.dumps(reports if len(reports) > 1 else reports[0]))

@@ -99,7 +99,7 @@ def test_text_can_be_read_in_both_themes(theme, address, page):
 def write_explanations(path):
     layouts = "data=2,fsdp=2,tensor=2,microbatches=4,remat=full", "fsdp=8"
     explanations = [explanation(layout, 5e6) for layout in layouts]
-    report.write(path, "tiny", explanations)
+    report.write(path, "tiny", explanations, "python -m experiments.plan")
 
 
 def write_plan(path):

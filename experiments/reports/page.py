@@ -69,13 +69,16 @@ def _section(e: Explanation) -> str:
     )
 
 
-def write(path: str, recipe: str, explanations: Sequence[Explanation]) -> None:
+def write(
+    path: str, recipe: str, explanations: Sequence[Explanation], plan_command: str
+) -> None:
     """Writes the page; it needs no other file.
 
     Args:
       path: where to write it.
       recipe: name of the model, for the title.
       explanations: one per layout.
+      plan_command: plans layouts for the same model, batch and machine.
     """
     layouts = ", ".join(e.layout for e in explanations)
     body = (
@@ -83,7 +86,6 @@ def write(path: str, recipe: str, explanations: Sequence[Explanation]) -> None:
         f"<h2>Traffic</h2>{html_page.picture(pictures.traffic_figure(explanations))}"
         f"{''.join(map(_section, explanations))}"
         "<h2>Other layouts</h2><p>All layouts of this model, ranked: "
-        f"<code>python -m experiments.plan --recipe={html.escape(recipe)} "
-        "--html=plan.html</code></p>"
+        f"<code>{html.escape(plan_command)}</code></p>"
     )
     html_page.write(path, f"{recipe}: {layouts}", body)

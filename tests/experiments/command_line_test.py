@@ -119,5 +119,5 @@ def test_explanations_show_layouts_as_they_are(tmp_path, capsys):
     explanation.print_explanations([explained], parameters=True)
     said = re.sub(r"\s", "", capsys.readouterr().out)
     assert '"[/a]$"' in said and '"^x_{$"' in said
-    page.write(f"{tmp_path}/page.html", "tiny", [explained])
+    page.write(f"{tmp_path}/page.html", "tiny", [explained], "plan")
     assert (tmp_path / "page.html").read_text().count("<svg") == 3

@@ -57,8 +57,9 @@ def test_says_what_a_pipeline_does(tmp_path):
     boxes = figure.axes[0].patches
     assert len(boxes) == len(said.ops) == 2 * 2 * 4
     figure.savefig(tmp_path / "schedule.png")
-    page.write(tmp_path / "page.html", "tiny", [explain(program)])
-    assert "Stage inputs in flight: 3, 1" in (tmp_path / "page.html").read_text()
+    page.write(tmp_path / "page.html", "tiny", [explain(program)], "plan --x=1")
+    written = (tmp_path / "page.html").read_text()
+    assert "Stage inputs in flight: 3, 1" in written and "plan --x=1" in written
     assert explain(lower("fsdp=2", TINY)).pipeline is None
 
 
