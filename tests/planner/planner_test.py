@@ -1,6 +1,7 @@
 """The planner: traffic of the contract, memory as `explain` predicts it, and laws."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -15,8 +16,11 @@ from support.tiny_models import (
     plain_model,
     standard_model,
 )
+from support.tpu_programs import small, tpu
 
 import meshpar
+from experiments.recipes import building
+from experiments.recipes.config import with_settings
 from meshpar import mesh
 from meshpar.contracts.host_transfers import link_seconds
 from meshpar.errors import LayoutError, MeshparError
@@ -70,6 +74,46 @@ def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
         # The sums of loss and norm are not worth a plan.
         wire = program.contract.wire_bytes
         assert candidate.wire_bytes == pytest.approx(wire, rel=0.01)
+
+
+def test_no_cut_of_the_layers_beats_the_even_one(candidates):
+    """All stages run a tick together: each waits for the one with most layers."""
+    text = "pipe=4,data=2,microbatches=4"
+    even = candidates.candidate(parse(text))
+    for sizes in itertools.product(range(1, 6), repeat=4):
+        if sum(sizes) == 8:
+            cut = f"{text},partition={'/'.join(map(str, sizes))}"
+            other = candidates.candidate(parse(cut))
+            assert other.seconds.total >= even.seconds.total
+            assert other.memory.total >= even.memory.total
+
+
+@tpu
+def test_experts_are_predicted_as_devices_hold_them():
+    """Rows of the worst case, and grouped matmuls in memory and time."""
+    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
+    config, devices = with_settings(small(), settings), mesh.topology("v5p:2x2x1")
+    model = building.make_model(config)
+    optimizer = building.make_optimizer(config.optimizer, config.steps, model)
+    rows = building.abstract_batch(config)
+    dtype = building.compute_dtype(config)
+    made = Candidates(
+        Facts(model, optimizer, rows, dtype, devices), machine_of(devices)
+    )
+    layout = parse("fsdp=2,expert=2,remat=full")
+    program = building.make_program(config, layout, devices)
+    lowered = program.lowering.memory(program.step_batch)
+    candidate = made.candidate(layout)
+    assert candidate.memory.total == pytest.approx(lowered.total, rel=0.02)
+    # Two of four experts for each token: gate, up and down of 512 x 512.
+    experts = 2 * 3 * 2 * 512 * 512 * 256
+    dense = Candidates(
+        Facts(building.make_model(small()), optimizer, rows, dtype, devices),
+        machine_of(devices),
+    )
+    rest = dense.facts.flops.layer - 3 * 2 * 512 * 2048 * 256
+    # Padding of groups to whole blocks is counted, too.
+    assert experts < made.facts.flops.layer - rest < 1.6 * experts
 
 
 def test_flops_are_those_of_the_matmuls(facts):
