@@ -49,6 +49,8 @@ def local_shape(
     x: jax.ShapeDtypeStruct, sharding: ManualSharding, sizes: Sizes
 ) -> jax.ShapeDtypeStruct:
     """Shape of a tensor on one device, split over the automatic axes only."""
+    if not any(sharding.automatic):
+        return x
     shape = list(x.shape)
     for dim, entry in enumerate(sharding.automatic):
         shape[dim] //= ways_of(entry_axes(entry), sizes)

@@ -178,3 +178,11 @@ def is_held(axis: str, dim: Any) -> bool:
         return axis in HELD_AXES
     names = dim if isinstance(dim, tuple) else (dim,)
     return any(name in _BY_NAME[axis].param_dims for name in names)
+
+
+def check_fields(fields: tuple[str, ...]) -> None:
+    """Asserts that the fields of a layout that are sizes are the axes, in order."""
+    assert fields == AXES, (
+        f"Layout has the axis sizes {', '.join(fields)} before zero, but axes.RECORDS "
+        f"are {', '.join(AXES)}; give Layout one field per record, in their order"
+    )

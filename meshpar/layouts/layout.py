@@ -11,6 +11,7 @@ Models call `layouts.constrain` and `layouts.remat`, which are in `scope`.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from meshpar.layouts.axes import (
     PIPE,
     REPLICA,
     TOKEN_AXES,
+    check_fields,
     in_use,
 )
 from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
@@ -203,7 +205,7 @@ class Layout:
     @property
     def num_token_shards(self) -> int:
         """Number of shards of one replica's batch, over all dims of its leaves."""
-        return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
+        return math.prod(getattr(self, axis) for axis in TOKEN_AXES)
 
     def batch_spec(self, rank: int) -> tuple[tuple[str, ...], ...]:
         """Mesh axes that split each dim of a batch leaf; () leaves a dim whole.
@@ -238,15 +240,15 @@ class Layout:
     def check_batch_size(self, batch_size: int) -> None:
         """Raises LayoutError unless the batch divides over devices and microbatches."""
         axes = in_use((REPLICA, *BATCH_AXES), self.sizes)
-        factors = {axis: self.sizes[axis] for axis in axes}
+        factors = {axis: getattr(self, axis) for axis in axes}
         factors["microbatches"] = self.microbatches
         unit = math.prod(factors.values())
         if batch_size < 1 or batch_size % unit:
             near = max(unit, round(batch_size / unit) * unit)
+            names, counts = "*".join(factors), "*".join(map(str, factors.values()))
             raise LayoutError(
-                f"batch={batch_size} does not divide over {'*'.join(factors)}="
-                f"{'*'.join(map(str, factors.values()))}={unit}; use a multiple of "
-                f"{unit} (the nearest is {near}), or a smaller layout"
+                f"batch={batch_size} does not divide over {names}={counts}={unit}; use "
+                f"a multiple of {unit} (the nearest is {near}), or a smaller layout"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -256,6 +258,10 @@ class Layout:
         return hash(str(self))
 
     def __str__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
         values: dict[str, Any] = {a: n for a, n in self.sizes.items() if n > 1}
         values = values or {DATA: 1}
         if self.fsdp > 1:
@@ -280,18 +286,9 @@ def parse(text: str) -> Layout:
     return Layout(**read_items(text, DEFAULTS))
 
 
-def _check_axis_fields(fields: tuple[str, ...]) -> None:
-    """Asserts that the fields before `zero` are the axes, outer to inner."""
-    sizes = fields[: fields.index("zero")]
-    assert sizes == AXES, (
-        f"Layout has the axis sizes {', '.join(sizes)} before zero, but axes.RECORDS "
-        f"are {', '.join(AXES)}; give Layout one field per record, in their order"
-    )
-
-
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Layout)}
 """{name: default} of every field of a layout."""
 
-_check_axis_fields(tuple(DEFAULTS))
+check_fields(tuple(DEFAULTS)[: tuple(DEFAULTS).index("zero")])
 
 _OPTIONS = tuple(name for name in DEFAULTS if name not in (*AXES, "zero"))

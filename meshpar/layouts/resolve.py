@@ -213,7 +213,7 @@ class _LeafPlans:
     def leaf(self, path: str, kind: str, x: Any, resolved: _Resolved) -> LeafPlan:
         """The plan of one tensor; `x` has its shape and its dtype."""
         names, spec, reason = resolved.names, resolved.spec, resolved.reason
-        ways = math.prod(self.layout.sizes[axis] for axes in spec for axis in axes)
+        ways = math.prod(getattr(self.layout, axis) for axes in spec for axis in axes)
         size, shape = num_bytes(x) // ways, tuple(x.shape)
         return LeafPlan(path, kind, shape, x.dtype, names, spec, reason, size)
 

@@ -250,7 +250,7 @@ class Frame:
             shape = list(x.shape)
             for dim, axes in self.shardings[path].splits:
                 shape[dim] //= self.ways(axes)
-            shards[path] = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+            shards[path] = x.update(shape=tuple(shape))
         return shards
 
     def differentiates_layers(self, batch: Any) -> bool:

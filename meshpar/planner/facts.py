@@ -41,6 +41,8 @@ from meshpar.models.model_scope import model_scope
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
 
+_NO_EXCHANGE = Layout()
+
 _TOGETHER = NONE, "dots", "full"
 """Policies that are traced at once, as a search needs all of them."""
 
@@ -235,6 +237,8 @@ class Facts:
 
 def exchange_of(layout: Layout) -> Layout:
     """The axes of a layout along which a layer exchanges tokens, alone."""
+    if layout.expert == layout.context == 1:
+        return _NO_EXCHANGE
     if layout.context == 1:
         return Layout(expert=layout.expert)
     return Layout(

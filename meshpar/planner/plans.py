@@ -6,10 +6,12 @@ holds them to all that a layout, a model and a batch refuse.
 """
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -162,7 +164,8 @@ def plan(
     else:
         method = FROM_LAYERS
         facts = Facts(model, optimizer, batch, compute_dtype, topology)
-        candidates, refused = _predicted(facts, machine, wanted)
+        with _without_collections():
+            candidates, refused = _predicted(facts, machine, wanted)
     fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
     too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]
     fitting.sort(key=lambda c: (c.seconds.total, c.memory.total))
@@ -191,6 +194,18 @@ def plan(
     others = tuple(fitting[tried:])
     large = tuple(too_large)
     return Plans(machine, tuple(best), others, large, dict(refused), method)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collects no garbage: what a search makes, it needs until its end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _predicted(

@@ -224,6 +224,8 @@ def _bandwidth(
 ) -> float:
     """Bytes per second of a collective; axes over slices take the slow links."""
     left = machine.num_slices
+    if left == 1:
+        return machine.link_bandwidth
     for axis in in_use(SLOW_AXES, lowering.layout.sizes):
         across = math.gcd(lowering.layout.sizes[axis], left)
         if across > 1 and axis in axes:

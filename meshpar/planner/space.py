@@ -31,6 +31,8 @@ _MICROBATCHES = 1, 2, 4, 8
 _CHUNKS = 2, 4
 """Chunks of layers per stage of interleaved schedules."""
 
+_ALL_BUT_REMAT = [f.name for f in dataclasses.fields(Layout) if f.name != "remat"]
+
 _OFFLOADS = tuple(
     "+".join(parts)
     for parts in ((OPTIMIZER,), (OPTIMIZER, ACTIVATIONS), (OPTIMIZER, PARAMETERS))
@@ -120,7 +122,7 @@ def layouts(
 
 def without_remat(layout: Layout) -> tuple[Any, ...]:
     """All fields of a layout but `remat`; equal for layouts that differ in it alone."""
-    return tuple(value for name, value in vars(layout).items() if name != "remat")
+    return tuple(getattr(layout, name) for name in _ALL_BUT_REMAT)
 
 
 def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
