@@ -165,7 +165,7 @@ def plan(
         method = FROM_LAYERS
         facts = Facts(model, optimizer, batch, compute_dtype, topology)
         with _without_collections():
-            candidates, refused = _predicted(facts, machine, wanted)
+            candidates, refused = predicted(facts, machine, wanted)
     fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
     too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]
     fitting.sort(key=lambda c: (c.seconds.total, c.memory.total))
@@ -208,7 +208,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _predicted(
+def predicted(
     facts: Facts, machine: Machine, wanted: Wanted
 ) -> tuple[list[Candidate], collections.Counter[str]]:
     """All candidates, and how many layouts were refused for which reason."""

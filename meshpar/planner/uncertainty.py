@@ -48,9 +48,9 @@ def kind_of(layout: Layout) -> str:
 
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
-    (TPU, OTHERS): Uncertainty(Range(0.96, 1.03), Range(0.92, 1.22)),
-    (TPU, TENSOR): Uncertainty(Range(0.93, 1.10), Range(0.95, 1.12)),
-    (TPU, PIPE): Uncertainty(Range(0.93, 1.07), Range(0.82, 1.96)),
+    (TPU, OTHERS): Uncertainty(Range(0.96, 1.03), Range(0.92, 1.28)),
+    (TPU, TENSOR): Uncertainty(Range(0.93, 1.03), Range(0.89, 1.12)),
+    (TPU, PIPE): Uncertainty(Range(0.93, 1.03), Range(0.82, 1.96)),
     (GPU, OTHERS): Uncertainty(Range(0.95, 1.01), None),
     (GPU, TENSOR): Uncertainty(Range(1.02, 1.03), None),
 }

@@ -17,31 +17,30 @@ def rows():
 
 
 def test_predicted_memory_is_close_to_that_of_compiled_programs(rows):
-    assert len(rows) >= 70
-    errors = np.array([row.error for row in rows])
-    # The installed jax traces the layers; another one than compiled the programs saves
+    # The installed jax traces the layers; another one than compiled a program saves
     # other values where nothing is rematerialized.
     line = ".".join(jax.__version__.split(".")[:2])
-    if line == rows[0].compiled.jax_line:
-        assert np.abs(errors).mean() < 0.02
-        assert -0.09 < errors.min() and errors.max() < 0.081
-    else:
-        assert np.abs(errors).mean() < 0.025
-        assert -0.09 < errors.min() and errors.max() < 0.14
+    own, others = [], []
     for row in rows:
+        (own if row.compiled.jax_line == line else others).append(row.error)
         assert row.compiled.violations == 0
+    assert len(own) + len(others) >= 88 and len(own) >= 11
+    assert np.abs(own).mean() < 0.025
+    assert -0.03 < min(own) and max(own) < 0.08
+    assert np.abs(others).mean() < 0.03
+    assert -0.09 < min(others) and max(others) < 0.14
 
 
 def test_predicted_times_have_the_order_of_the_compilers(rows):
     tau, count = predictions.kendall_tau(rows)
-    assert count >= 70 and tau > 0.89
+    assert count >= 85 and tau > 0.9
     every = [row for row in rows if row.compiled.case in EXHAUSTIVE]
     assert len(every) == len(EXHAUSTIVE) == 27
     assert predictions.loss_of_choice(every) < 0.05
 
 
 def test_what_compilers_say_is_stored_beside_the_rest(tmp_path, monkeypatch):
-    stored = compiled_programs.read()
+    stored = [c for c in compiled_programs.read() if c.jax_line == "0.12"]
     monkeypatch.setattr(compiled_programs, "FILE", tmp_path / "programs.json")
     compiled_programs.write(stored[1:])
     newer = dataclasses.replace(stored[0], peak_bytes=1)

@@ -1,0 +1,147 @@
+r"""What layouts of their own for each layer could gain at most, as predicted.
+
+    python -m experiments.benchmarks.layouts_by_layer
+
+All layers of a stack have one layout, but for their rematerialization. If each could
+have another one (axes, ZeRO level), and a change of layouts between two layers cost
+nothing, memory and time of a step would be averages of those of uniform layouts. For
+each machine this prints how much faster the best averages are than the layouts that
+the planner has: at the memory of the machine's chips, on average over 60 budgets from
+the least memory in which any layout fits up to that, and at most. It takes half a
+minute.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import meshpar
+from experiments import command_line, recipes
+from experiments.recipes import building
+from experiments.recipes.config import with_settings
+from meshpar import mesh
+from meshpar.layouts.remat import is_mix
+from meshpar.mesh.machine import Machine, machine_of
+from meshpar.planner.candidate import Candidate
+from meshpar.planner.facts import Facts
+from meshpar.planner.plans import predicted
+from meshpar.planner.space import Wanted, without_remat
+
+_BUDGETS = 60
+
+MACHINES = (
+    ("llama2-7b", "v5p:4x4x2", 128),
+    ("llama2-7b model.length=2048", "v5e:8x8", 64),
+    ("llama2-7b model.length=2048", "2*v5e:4x8", 64),
+    ("llama-1b", "v5e:2x4", 16),
+    ("llama2-7b", "h100:8", 16),
+)
+"""(recipe and settings, topology, sequences)."""
+
+
+class Cost(NamedTuple):
+    """What a layout costs.
+
+    Attributes:
+      memory: bytes on one device.
+      seconds: of a step.
+    """
+
+    memory: float
+    seconds: float
+
+
+class Gain(NamedTuple):
+    """Time that averages of layouts save, as shares of the time of the best layout.
+
+    Attributes:
+      at_memory: with the memory of the chip.
+      mean: over the budgets of memory.
+      most: at the budget where they save most.
+    """
+
+    at_memory: float
+    mean: float
+    most: float
+
+
+def least_seconds(costs: Sequence[Cost], memory: float) -> float:
+    """The least time of an average of layouts that fits; infinite if none does.
+
+    An average of two is enough: memory is the only bound.
+    """
+    best = min((c.seconds for c in costs if c.memory <= memory), default=np.inf)
+    for small in (c for c in costs if c.memory <= memory):
+        for large in (c for c in costs if c.memory > memory):
+            share = (memory - small.memory) / (large.memory - small.memory)
+            average = (1 - share) * small.seconds + share * large.seconds
+            best = min(best, average)
+    return best
+
+
+def _front(costs: Sequence[Cost]) -> list[Cost]:
+    """Those that no other one beats in both memory and time."""
+    front: list[Cost] = []
+    for cost in sorted(costs):
+        if not front or cost.seconds < front[-1].seconds:
+            front.append(cost)
+    return front
+
+
+def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
+    """What averages of all candidates save over averages of equal ones.
+
+    Candidates that differ in rematerialization alone may be mixed already.
+    """
+    every: list[Cost] = []
+    alike: dict[tuple, list[Cost]] = {}
+    for candidate in candidates:
+        if is_mix(candidate.layout.remat) or candidate.layout.offloaded:
+            continue
+        every.append(Cost(candidate.memory.total, candidate.seconds.total))
+        alike.setdefault(without_remat(candidate.layout), []).append(every[-1])
+    front, fronts = _front(every), [_front(costs) for costs in alike.values()]
+    saved = []
+    least = min(cost.memory for cost in every)
+    for memory in np.linspace(1.02 * least, machine.memory_bytes, _BUDGETS):
+        uniform = min(least_seconds(costs, memory) for costs in fronts)
+        saved.append(1 - least_seconds(front, memory) / uniform)
+    return Gain(saved[-1], float(np.mean(saved)), max(saved))
+
+
+def predict(recipe: str, topology: str, batch_size: int) -> Gain:
+    """Predicts all layouts without a pipeline, whose stages have layers of their own.
+
+    Args:
+      recipe: name of a recipe, then settings.
+      topology: machine.
+      batch_size: sequences of a batch.
+    """
+    name, *settings = recipe.split()
+    config = with_settings(recipes.get(name), settings)
+    config = dataclasses.replace(config, batch_size=batch_size)
+    devices, model = mesh.topology(topology), building.make_model(config)
+    optimizer = building.make_optimizer(config.optimizer, config.steps, model)
+    batch, dtype = building.abstract_batch(config), building.compute_dtype(config)
+    facts, machine = Facts(model, optimizer, batch, dtype, devices), machine_of(devices)
+    return gain(predicted(facts, machine, Wanted.of("", "pipe"))[0], machine)
+
+
+def main(_: Sequence[str]) -> None:
+    """Prints one line a machine."""
+    command_line.use_cpu()
+    meshpar.simulate(1)
+    for case in MACHINES:
+        found = predict(*case)
+        print(
+            f"{', '.join(map(str, case))}: layouts by layer save {found.at_memory:.1%} "
+            f"at the memory of the chip, {found.mean:.1%} on average over budgets, "
+            f"{found.most:.1%} at most",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    command_line.run(main)
