@@ -77,6 +77,7 @@ _CASES = (
             "data=8",
             "fsdp=8,microbatches=4",
             "fsdp=8,zero=2,remat=full",
+            "fsdp=2,tensor=4,params.vocab=none,activations.vocab=none",
         ),
     ),
     (PADDED, "v5e:2x4", 32, ("fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2,remat=full")),

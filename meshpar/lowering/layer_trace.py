@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, abstract, abstract_layer, vary
-from meshpar.layouts.axes import PIPE, REPLICA, TOKEN_AXES, in_use, ways_of
+from meshpar.layouts.axes import PIPE, REPLICA, TENSOR, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE, average, segments
@@ -222,11 +222,17 @@ def _trace(
             grouped=grouped // ways,
             deferred=split // ways,
             padding=padding // ways,
-            logits=logits // ways,
+            logits=logits // token_shards // logits_ways(plan.layout),
             largest=largest_weight(layered, plan),
         )
 
     return of_policy
+
+
+def logits_ways(layout: Layout) -> int:
+    """Devices along `tensor` that split the logits of the same tokens."""
+    splits = TENSOR in layout.param_rules.get("vocab", ())
+    return layout.tensor if splits else 1
 
 
 def held_at_times(traced: TracedLayer, layout: Layout, mesh: Mesh) -> dict[str, int]:

@@ -15,7 +15,7 @@ from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.chunked_update import offloaded_plan
 from meshpar.lowering.layer_moves import declared_moves, traced_moves
-from meshpar.lowering.layer_trace import largest_weight
+from meshpar.lowering.layer_trace import largest_weight, logits_ways
 from meshpar.lowering.memory import Memory
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
@@ -101,7 +101,8 @@ class Candidates:
         lowering = dataclasses.replace(shared.lowering, plan=plan)
         rows = facts.rows / layout.num_token_shards / layout.microbatches
         traced = facts.layer(layout, rows, layout.tensor)
-        traced = traced._replace(largest=shared.largest)
+        logits = traced.logits * layout.tensor // logits_ways(layout)
+        traced = traced._replace(largest=shared.largest, logits=logits)
         one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
         traffic = Traffic(shared.terms, host, one_way, shared.sends)

@@ -5,7 +5,6 @@ way in which a layer exchanges tokens; layer, embedding and head are traced once
 FLOPs. No layout traces the model again.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from meshpar.arrays import Params, abstract, abstract_layer
-from meshpar.compat import equations, inner_jaxprs
 from meshpar.errors import MeshparError
 from meshpar.layouts.axes import AXES
 from meshpar.layouts.layout import Layout
@@ -37,6 +35,7 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
+from meshpar.planner.flops import Flops, grouped_flops, matmul_flops
 
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
@@ -45,26 +44,6 @@ _NO_EXCHANGE = Layout()
 
 _TOGETHER = NONE, "dots", "full"
 """Policies that are traced at once, as a search needs all of them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """FLOPs of matmuls for one row.
-
-    Attributes:
-      layer: of one layer's forward pass, kernels aside.
-      narrow: the part of these in matmuls with an operand or a result whose last dim,
-        such as head_dim, fills no row of a tile.
-      kernels: of the same pass, inside of kernels written by hand (attention), as if
-        they skipped nothing.
-      outside: of embedding and head, forward and backward; a head that computes its
-        logits again for the backward pass counts them twice.
-    """
-
-    layer: float
-    narrow: float
-    kernels: float
-    outside: float
 
 
 class Facts:
@@ -129,6 +108,16 @@ class Facts:
         """Size of the batch's second dim, such as the length of sequences; or 1."""
         shapes = [leaf.shape for leaf in jax.tree.leaves(self.batch)]
         return max((shape[1] for shape in shapes if len(shape) > 1), default=1)
+
+    @functools.cached_property
+    def constrained(self) -> frozenset[str]:
+        """Names of the dims of activations that the model constrains."""
+        layout, params = Layout(), abstract(self.model.params)
+        mesh = make_mesh(layout, [self._devices[0]])
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+            jax.eval_shape(self.model.loss, params, self._batch_of(_ROWS[0]), key)
+        return frozenset(name for name in scope.names_used if name)
 
     def _batch_of(self, rows: int) -> Any:
         def resized(x: Any) -> jax.ShapeDtypeStruct:
@@ -253,43 +242,3 @@ def exchange_of(layout: Layout) -> Layout:
 def _floats(params: Params) -> Params:
     """The parameters that can have a gradient."""
     return {p: w for p, w in params.items() if jnp.issubdtype(w.dtype, jnp.floating)}
-
-
-def grouped_flops(jaxpr: Any) -> float:
-    """FLOPs of the grouped matmuls of a jaxpr, which TPUs run as such."""
-    total = 0.0
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name.startswith("ragged_dot"):
-            _, features, _ = eqn.invars[1].aval.shape
-            total += 2.0 * eqn.outvars[0].aval.size * features
-    return total
-
-
-def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
-    """FLOPs of the matmuls of a jaxpr, kernels aside; loops count every round.
-
-    Args:
-      jaxpr: of any function.
-      narrower_than: if given, only matmuls count that have an operand or a result whose
-        last dim is smaller.
-    """
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            continue
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape
-            shared = math.prod(lhs[dim] for dim in contracted)
-            shapes = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
-            least = min((shape[-1] for shape in shapes if shape), default=0)
-            if not narrower_than or least < narrower_than:
-                total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * shared
-            continue
-        inner = [matmul_flops(j, narrower_than) for j in inner_jaxprs(eqn)]
-        if eqn.primitive.name == "scan":
-            total += eqn.params["length"] * sum(inner)
-        else:
-            is_branch = eqn.primitive.name == "cond"
-            total += max(inner, default=0) if is_branch else sum(inner)
-    return total

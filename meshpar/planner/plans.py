@@ -225,7 +225,8 @@ def predicted(
             return None
         return found[-1]
 
-    space = layouts(count, facts.model, facts.rows, facts.length, wanted)
+    model, rows, length = facts.model, facts.rows, facts.length
+    space = layouts(count, model, rows, length, wanted, lambda: facts.constrained)
     for _, group in itertools.groupby(space, without_remat):
         uniform = [c for c in map(predict, group) if c is not None]
         for candidate in uniform:

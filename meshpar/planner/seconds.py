@@ -16,7 +16,7 @@ from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import NONE, average, repeated_share
 from meshpar.lowering.chunked_update import state_transfers
-from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer, logits_ways
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_of
@@ -146,12 +146,15 @@ def step_seconds(
     layers, again = 3 * needed * layer.forward, needed * (layer.again + stages_again)
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
-    outside = rows / layout.tensor * facts.flops.outside / machine.flops
+    # Each device computes all logits of its rows if nothing splits the vocabulary.
+    ways = logits_ways(layout)
+    outside = rows / ways * facts.flops.outside / machine.flops
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
         outside /= layout.pipe if layout.splits_vocabulary else 1
     memory_bandwidth = machine.chip.memory_bandwidth
-    outside += _VOCABULARY * traced.largest / memory_bandwidth
+    tokens = layout.tensor / ways
+    outside += _VOCABULARY * tokens * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
     sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)

@@ -8,7 +8,7 @@ for bounds that keep the space small.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshpar.errors import LayoutError
@@ -32,6 +32,10 @@ _CHUNKS = 2, 4
 """Chunks of layers per stage of interleaved schedules."""
 
 _ALL_BUT_REMAT = [f.name for f in dataclasses.fields(Layout) if f.name != "remat"]
+
+_MAY_STAY_WHOLE = "vocab", "kv_heads"
+"""Dims that `tensor` leaves whole where they do not divide: embedding and head, and the
+keys and values of grouped queries, are a small part of a model's compute."""
 
 _OFFLOADS = tuple(
     "+".join(parts)
@@ -82,7 +86,12 @@ class Wanted:
 
 
 def layouts(
-    num_devices: int, model: Model, rows: int, length: int, wanted: Wanted
+    num_devices: int,
+    model: Model,
+    rows: int,
+    length: int,
+    wanted: Wanted,
+    constrained: Callable[[], frozenset[str]] = frozenset,
 ) -> Iterator[Layout]:
     """The layouts that fill some devices, without those that a layout itself refuses.
 
@@ -92,6 +101,8 @@ def layouts(
       rows: of the batch.
       length: of its sequences.
       wanted: what the user asks for.
+      constrained: gives the names of the dims of activations that the model constrains;
+        called if some dim does not divide.
     """
     names = {name for p in model.params.values() for name in p.names or ()}
     most = {
@@ -106,9 +117,13 @@ def layouts(
     most |= {axis: 1 for axis in most if axis in wanted.forbidden}
     seen = set()
     for sizes in _sizes(num_devices, most):
+        rules = {}
+        if whole := _undivided(model, wanted.required.get(TENSOR, sizes[TENSOR])):
+            rules["params"] = dict.fromkeys(whole)
+            rules["activations"] = dict.fromkeys(whole & constrained())
         for options in _options(sizes, rows):
             # What is required stands in for what the space would try.
-            fields = {**sizes, **options, **wanted.required}
+            fields = {**sizes, **options, **rules, **wanted.required}
             try:
                 layout = Layout(**fields)
             except LayoutError:
@@ -143,6 +158,16 @@ def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
 def _dims(axis: str) -> set[str]:
     """Dims of parameters that the default rules split over an axis."""
     return {dim for a in RECORDS if a.name == axis for dim in a.param_dims}
+
+
+def _undivided(model: Model, ways: int) -> frozenset[str]:
+    """The dims that may stay whole, and that so many ways do not divide."""
+    return frozenset(
+        name
+        for param in model.params.values()
+        for name, size in zip(param.names or (), param.shape, strict=False)
+        if name in _MAY_STAY_WHOLE and size % ways
+    )
 
 
 def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]]:
