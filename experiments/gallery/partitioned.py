@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 
 _ITEM = 4
 """Bytes of a number."""

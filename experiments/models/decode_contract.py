@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from experiments.models.decoder_config import DecoderConfig
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.layouts.axes import EXPERT, in_use, ways_of
 from meshpar.layouts.layout import Layout
 

@@ -22,6 +22,7 @@ class Collective:
       source: "file:line" that asked for it; "" if the compiler added it.
       conditional: whether it is under a conditional.
       partial: whether its groups are only parts of the devices along `axes`.
+      between_slices: whether it runs over the links between slices of TPUs.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Collective:
     source: str
     conditional: bool = False
     partial: bool = False
+    between_slices: bool = False
 
     @property
     def wire_bytes(self) -> float:

@@ -8,6 +8,7 @@ purpose. `Contract.violations` compares them with the collectives of a compiled 
   does not need.
 - Bounds may be used up to their bytes; collectives over parts of an axis count against
   them alone.
+- All_reduces that cross slices of TPUs are held to a range (`slices`).
 - No other collective may occur.
 The bytes of the state must be exact as well.
 """
@@ -15,52 +16,13 @@ The bytes of the state must be exact as well.
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer
+from meshpar.contracts.slices import over_slices
 
 SMALL_BYTES = 2**20
 """A compiler may write a gather or reduce_scatter up to this size as an all_reduce."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DeclaredCollective:
-    """One declared collective.
-
-    Attributes:
-      kind: as `Collective.kind`; "any" for a bound over all kinds.
-      axes: mesh axes over which it runs, outer to inner.
-      group_size: devices that take part together.
-      count: executions per step; 0 if only the bytes are bounded. A compiler may
-        combine executions but not add any.
-      payload_bytes: bytes of the whole tensors on one device, over all executions.
-      why: purpose, for reports and messages.
-      bound: whether `payload_bytes` is an upper bound on the bytes sent instead of
-        exact; used for axes that the compiler handles.
-      gathers: whether it gathers tensors, by any kind of collective. A compiler may
-        drop it where nothing reads them or all rounds gather the same.
-      partial: whether its groups are only parts of the devices along `axes`.
-      beside: the pass over the layers whose compute stands beside it, such as
-        "forward"; "" if none does.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group_size: int
-    count: int
-    payload_bytes: int
-    why: str
-    bound: bool = False
-    gathers: bool = False
-    partial: bool = False
-    beside: str = ""
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that one device sends per step; at most, for a bound."""
-        if self.kind == "any":
-            return float(self.payload_bytes)
-        return cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +54,19 @@ class Contract:
         Returns:
           One line per violation; empty if the program keeps the contract.
         """
+        collectives = list(collectives)
+        all_terms, lines = over_slices(self.terms, collectives)
         groups: dict[_Key, list[Collective]] = {}
         for collective in collectives:
             key = collective.kind, collective.axes, collective.partial
             groups.setdefault(key, []).append(collective)
         declared: dict[_Key, list[DeclaredCollective]] = {}
-        for term in self.terms:
+        for term in all_terms:
             if not term.bound:
                 key = term.kind, term.axes, term.partial
                 declared.setdefault(key, []).append(term)
-        room = {term: term.wire_bytes for term in self.terms if term.bound}
+        room = {term: term.wire_bytes for term in all_terms if term.bound}
         rewritten = _written_as_all_reduce(groups, declared)
-        lines = []
         for key in [*declared, *(key for key in groups if key not in declared)]:
             group, terms = groups.get(key, []), declared.get(key, [])
             lines += _violations(key, group, terms, room, rewritten.get(key, 0))

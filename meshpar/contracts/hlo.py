@@ -193,6 +193,7 @@ class Program:
             source="",
             conditional=call.conditional,
             partial=groups.partial,
+            between_slices=True,
         )
 
     def chains(self, call: Call) -> list[list[Occurrence]]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import rematerialized
-from meshpar.contracts.contract import Contract, DeclaredCollective
+from meshpar.contracts.contract import Contract
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.contracts.step_time import StepTime
 from meshpar.explain.warnings import collective_warnings, replicated_state

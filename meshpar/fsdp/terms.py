@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from meshpar.arrays import abstract_layer, num_bytes
 from meshpar.collectives.transport import ONE_SHOT, Transport
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.buckets import make_buckets, padding
 from meshpar.fsdp.sharding import ManualSharding, entry_axes
 from meshpar.fsdp.zero import Zero

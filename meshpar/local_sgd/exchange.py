@@ -21,7 +21,7 @@ import optax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.compression import Compression, make_compression
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.plan import Plan

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshpar.contracts import cost
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.moves import Move

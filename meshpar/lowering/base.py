@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec

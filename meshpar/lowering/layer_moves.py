@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract, abstract_layer
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec

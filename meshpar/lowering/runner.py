@@ -10,7 +10,7 @@ from typing import Any
 
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.lowering.frame import Frame

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshpar.arrays import Array, Params
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.layouts.layout import Layout
 
 RunCached = Callable[[Params, Params, Array, Array], tuple[Array, Params]]

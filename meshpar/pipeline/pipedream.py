@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract, num_bytes
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape

@@ -19,7 +19,7 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass

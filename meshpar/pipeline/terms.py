@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshpar.arrays import num_bytes
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame

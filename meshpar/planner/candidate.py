@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from meshpar.compose import Parts, make_lowering, reason_unsupported
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.moves import Move

@@ -85,6 +85,8 @@ def mixed_layout(
 ) -> Layout | None:
     """The layout whose layers rematerialize as much as memory needs, and no more.
 
+    It fits even if its prediction is as far too low as others have been.
+
     Args:
       uniform: candidates that differ in `remat` alone, each with one policy.
       depth: layers of the stack.
@@ -93,8 +95,12 @@ def mixed_layout(
     Returns:
       The layout; None if one policy does for all layers, or they run in a pipeline.
     """
+    if not uniform or uniform[0].layout.pipe > 1:
+        return None
+    if known := uniform[0].uncertainty:
+        memory = int(memory / known.memory.high)
     fits = [c.memory.total <= memory for c in uniform]
-    if not any(fits) or all(fits) or uniform[0].layout.pipe > 1:
+    if not any(fits) or all(fits):
         return None
     costs = {
         c.layout.remat: Cost(c.seconds.total / depth, c.memory.activations / depth)

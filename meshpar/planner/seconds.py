@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from meshpar.contracts import cost
-from meshpar.contracts.contract import DeclaredCollective
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.layout import Layout
