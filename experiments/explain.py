@@ -82,15 +82,16 @@ def _generator(
     )
 
 
-def _plan_command() -> str:
+def _plan_command(num_devices: int) -> str:
     """The command that plans for the model, the batch and the machine of this one."""
-    own = [command_line.RECIPE, command_line.BATCH_SIZE, command_line.DATA]
-    own += [command_line.SET, command_line.DEVICES, command_line.PLATFORM, TOPOLOGY]
-    words = [
-        word for flag in own if flag.present for word in flag.serialize().split("\n")
-    ]
-    words = ["python", "-m", "experiments.plan", *words, "--html=plan.html"]
-    return shlex.join(words)
+    flag = command_line
+    own = [flag.RECIPE, flag.BATCH_SIZE, flag.DATA, flag.TOKENIZER, flag.PLATFORM]
+    words = [given.serialize() for given in (*own, TOPOLOGY) if given.present]
+    settings = (text for text in flag.SET.value or () if not text.startswith("layout="))
+    words += [f"--set={text}" for text in settings]
+    if not TOPOLOGY.value:
+        words.append(f"--devices={num_devices}")
+    return shlex.join(["python", "-m", "experiments.plan", *words, "--html=plan.html"])
 
 
 def main(_: Sequence[str]) -> int:
@@ -115,7 +116,8 @@ def main(_: Sequence[str]) -> int:
     if PNG.value:
         pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
-        page.write(HTML.value, config.recipe, explanations, _plan_command())
+        command = _plan_command(len(devices))
+        page.write(HTML.value, config.recipe, explanations, command)
     if JSON.value:
         reports = [e.as_dict() for e in explanations]
         print(json.dumps(reports if len(reports) > 1 else reports[0]))

@@ -112,7 +112,7 @@ def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
 
 
 def predict(recipe: str, topology: str, batch_size: int) -> Gain:
-    """Predicts all layouts without a pipeline, whose stages have layers of their own.
+    """Predicts all layouts but pipelines, and what mixing them by layer would gain.
 
     Args:
       recipe: name of a recipe, then settings.
@@ -129,7 +129,7 @@ def predict(recipe: str, topology: str, batch_size: int) -> Gain:
     return gain(predicted(facts, machine, Wanted.of("", "pipe"))[0], machine)
 
 
-def main(_: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> int:
     """Prints one line a machine."""
     command_line.use_cpu()
     meshpar.simulate(1)
@@ -141,6 +141,7 @@ def main(_: Sequence[str]) -> None:
             f"{found.most:.1%} at most",
             flush=True,
         )
+    return 0
 
 
 if __name__ == "__main__":

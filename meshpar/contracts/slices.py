@@ -6,9 +6,8 @@ slice gather. It pads what slices exchange to whole tiles. So the bytes of these
 all_reduces are held to a range, and not exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
 
@@ -29,8 +28,8 @@ def over_slices(
       collectives: those of the compiled program.
 
     Returns:
-      The terms, in which one bound stands for all exact all_reduces that cross slices,
-      and one line if slices exchange less than these need.
+      The terms, in which bounds stand for all exact all_reduces that cross slices, and
+      one line if slices exchange less than these need.
     """
     across = [c for c in collectives if c.between_slices and c.kind == "all_reduce"]
     if not across:
@@ -50,20 +49,33 @@ def over_slices(
             f"all_reduce between slices: {found} bytes found, at least {needed} "
             f"declared ({why})"
         ]
-    if crossing:
-        every = {axis: None for term in crossing for axis in term.axes}
-        size = sum(_most_bytes(term, slices) for term in crossing)
-        group = max(term.group_size for term in crossing)
-        bound = DeclaredCollective("any", (*every,), group, 0, size, why, bound=True)
-        kept.append(bound)
+    kept += _bounds(crossing, tuple(axes), slices, why)
     return kept, lines
 
 
-def _most_bytes(term: DeclaredCollective, slices: int) -> int:
-    """Bytes that one device sends at most for an all_reduce over slices."""
-    size = int(_PADDED * term.payload_bytes) + _TILE_BYTES * term.count
-    inside = term.group_size // slices
-    sent = cost.wire_bytes("all_reduce", size, slices)
-    for kind in ("all_reduce", "all_gather"):
-        sent += cost.wire_bytes(kind, size, inside)
-    return int(sent)
+def _bounds(
+    terms: Sequence[DeclaredCollective], axes: tuple[str, ...], slices: int, why: str
+) -> Iterator[DeclaredCollective]:
+    """What slices exchange at most for some terms, and what their own devices do.
+
+    Args:
+      terms: exact all_reduces that cross slices.
+      axes: those along which slices exchange.
+      slices: number of slices.
+      why: purpose of the terms.
+    """
+    if terms:
+        size = sum(map(_padded_bytes, terms))
+        yield DeclaredCollective("all_reduce", axes, slices, 0, size, why, bound=True)
+    for term in terms:
+        if (inside := term.group_size // slices) > 1:
+            for kind in ("all_reduce", "all_gather"):
+                size = _padded_bytes(term)
+                yield DeclaredCollective(
+                    kind, term.axes, inside, 0, size, term.why, bound=True
+                )
+
+
+def _padded_bytes(term: DeclaredCollective) -> int:
+    """Most bytes that a compiler moves for the tensors of a term."""
+    return int(_PADDED * term.payload_bytes) + _TILE_BYTES * term.count

@@ -38,6 +38,7 @@ class Scope:
       remat_outside: whether it did where a mix of policies gives none: `policy_of`.
       experts_used: whether the model called `ops.experts.mixture`.
       moves: activations that functions of `ops` moved between devices, in order.
+      looped_flops: FLOPs of grouped matmuls, where loops hide their number of rounds.
     """
 
     layout: Layout
@@ -49,6 +50,7 @@ class Scope:
     remat_outside: bool = False
     experts_used: bool = False
     moves: list[Move] = dataclasses.field(default_factory=list)
+    looped_flops: list[float] = dataclasses.field(default_factory=list)
 
 
 _scope = jax.make_user_context(default_value=None)

@@ -244,7 +244,7 @@ class Frame:
         }
 
     def stage_shards(self, weights: Shapes) -> Shapes:
-        """`stage_weights` as the shards that the manual axes make of them."""
+        """The shards that the manual axes make of `stage_weights`."""
         shards = {}
         for path, x in weights.items():
             shape = list(x.shape)

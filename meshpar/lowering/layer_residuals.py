@@ -1,6 +1,6 @@
 """What the passes over one traced layer save, hand over and hold."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,17 +86,18 @@ def logits_bytes(layered: LayeredModel, *args: Any) -> int:
 def grouped_bytes(fn: Callable, *args: Any) -> int:
     """Bytes of the rows that the grouped matmuls of fn(*args) read and write."""
 
-    def rows(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+    def rows(jaxpr: Any) -> int:
+        own: dict[Any, int] = {}
+        total = 0
         for eqn in jaxpr.eqns:
             if eqn.primitive.name.startswith("ragged_dot"):
                 for x in (eqn.invars[0], *eqn.outvars):
-                    yield x, num_bytes(x.aval)
+                    own[x] = num_bytes(x.aval)
             devices = 1
             if eqn.primitive.name == "shard_map":  # Inside are shapes of one device.
-                devices = ways_of(
-                    eqn.params["newly_manual_axes"], eqn.params["mesh"].shape
-                )
-            for inner in inner_jaxprs(eqn):
-                yield from ((x, devices * size) for x, size in rows(inner))
+                sizes = eqn.params["mesh"].shape
+                devices = ways_of(eqn.params["newly_manual_axes"], sizes)
+            total += devices * sum(map(rows, inner_jaxprs(eqn)))
+        return total + sum(own.values())
 
-    return sum(dict(rows(jax.make_jaxpr(fn)(*args).jaxpr)).values())
+    return rows(jax.make_jaxpr(fn)(*args).jaxpr)

@@ -222,17 +222,22 @@ def _trace(
             grouped=grouped // ways,
             deferred=split // ways,
             padding=padding // ways,
-            logits=logits // token_shards // logits_ways(plan.layout),
+            logits=logits // token_shards // logits_ways(layered, plan),
             largest=largest_weight(layered, plan),
         )
 
     return of_policy
 
 
-def logits_ways(layout: Layout) -> int:
-    """Devices along `tensor` that split the logits of the same tokens."""
-    splits = TENSOR in layout.param_rules.get("vocab", ())
-    return layout.tensor if splits else 1
+def logits_ways(layered: LayeredModel, plan: Plan) -> int:
+    """Devices along `tensor` that split the largest weight outside the stack.
+
+    That is the head's; they split logits alike.
+    """
+    shared = layered.split(plan.weights)[0].values()
+    largest = max(shared, key=lambda leaf: math.prod(leaf.shape), default=None)
+    splits = largest is not None and TENSOR in itertools.chain(*largest.spec)
+    return plan.layout.tensor if splits else 1
 
 
 def held_at_times(traced: TracedLayer, layout: Layout, mesh: Mesh) -> dict[str, int]:

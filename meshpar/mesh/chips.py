@@ -5,7 +5,10 @@ Figures are per jax device, which is one chip for every record.
 Source: the vendors' data sheets; for the links, bandwidths and clock rates of TPUs "How
 To Scale Your Model" (Austin et al., 2025), section "TPUs", which gives 15 GB/s of PCIe
 per chip and 32 GB/s for v6e; PCIe of GPUs by its generation, 4 or 5, of 16 lanes;
-memory of Hopper GPUs as XLA reports it (`gpu_targets.py`); read on 2026-11-22.
+memory of Hopper GPUs as XLA reports it (`gpu_targets.py`); read on 2026-11-22. Between
+slices 6.25 GB/s per TPU (the same book); between machines of GPUs one network card per
+GPU, of 400 Gb/s in a DGX H100 or H200 and of 200 Gb/s in a DGX A100 (NVIDIA's data
+sheets).
 """
 
 import dataclasses

@@ -4,8 +4,9 @@ Between blocks `tensor` splits the length of sequences. A column-parallel matmul
 it, a row-parallel matmul adds up and scatters it. On TPUs both go around a ring, whose
 steps stand beside the matmuls of their parts; elsewhere they are one collective.
 
-Under the jit lowering, and for weights that the axis does not split, such as those of
-fewer kv heads than devices, collectives are left to the compiler.
+Under the jit lowering, unless `tensor` is the only axis, and for weights that the axis
+does not split, such as those of fewer kv heads than devices, collectives are left to
+the compiler.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al.,
   arXiv:2205.05198, section 4.2.2 (sequence parallelism).

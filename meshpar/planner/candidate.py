@@ -101,7 +101,8 @@ class Candidates:
         lowering = dataclasses.replace(shared.lowering, plan=plan)
         rows = facts.rows / layout.num_token_shards / layout.microbatches
         traced = facts.layer(layout, rows, layout.tensor)
-        logits = traced.logits * layout.tensor // logits_ways(layout)
+        ways = logits_ways(facts.layered, plan)
+        logits = traced.logits * layout.tensor // ways
         traced = traced._replace(largest=shared.largest, logits=logits)
         one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))

@@ -35,7 +35,7 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.planner.flops import Flops, grouped_flops, matmul_flops
+from meshpar.planner.flops import Flops, matmul_flops
 
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
@@ -193,13 +193,14 @@ class Facts:
         cpu = jax.devices(CPU.name)[0]
         shared, stack = layered.split(abstract(self.model.params))
 
-        def trace(device: jax.Device, fn: Callable, *args: Any) -> Any:
+        def trace(device: jax.Device, fn: Callable, *args: Any) -> tuple[Any, float]:
             mesh = make_mesh(layout, [device])
-            with jax.set_mesh(mesh), model_scope(layout, mesh):
-                return jax.make_jaxpr(fn)(*args).jaxpr
+            with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+                jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+            return jaxpr, (matmul_flops(jaxpr) + sum(scope.looped_flops)) / _ROWS[0]
 
         def count(*args: Any) -> float:
-            return matmul_flops(trace(*args)) / _ROWS[0]
+            return trace(cpu, *args)[1]
 
         key = jax.eval_shape(lambda: jax.random.key(0))
         mesh = make_mesh(layout, [cpu])
@@ -207,8 +208,7 @@ class Facts:
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
         args = layered.layer, abstract_layer(stack), x, key, context
-        traced = trace(self._devices[0], *args)
-        every, layer = count(cpu, *args), matmul_flops(traced) / _ROWS[0]
+        traced, layer = trace(self._devices[0], *args)
         lanes = lanes_of(make_mesh(layout, [self._devices[0]]))
         narrow = matmul_flops(traced, lanes) / _ROWS[0]
 
@@ -218,10 +218,9 @@ class Facts:
 
             return jax.grad(loss, argnums=(0, 1))(_floats(shared), x)
 
-        grouped = grouped_flops(traced) / _ROWS[0]
-        outside = 3 * count(cpu, layered.embed, shared, batch, key)
-        outside += count(cpu, head, shared, x, batch, key)
-        return Flops(layer + grouped, narrow, every - layer, outside)
+        outside = 3 * count(layered.embed, shared, batch, key)
+        outside += count(head, shared, x, batch, key)
+        return Flops(layer, narrow, max(0.0, count(*args) - layer), outside)
 
 
 def exchange_of(layout: Layout) -> Layout:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from meshpar.compat import equations, inner_jaxprs
+from meshpar.compat import inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +27,6 @@ class Flops:
     outside: float
 
 
-def grouped_flops(jaxpr: Any) -> float:
-    """FLOPs of the grouped matmuls of a jaxpr, which TPUs run as such."""
-    total = 0.0
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name.startswith("ragged_dot"):
-            _, features, _ = eqn.invars[1].aval.shape
-            total += 2.0 * eqn.outvars[0].aval.size * features
-    return total
-
-
 def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
     """FLOPs of the matmuls of a jaxpr, kernels aside; loops count every round.
 
@@ -48,6 +38,10 @@ def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
+            continue
+        if eqn.primitive.name.startswith("ragged_dot"):
+            rows, results = eqn.invars[0].aval.shape, eqn.outvars[0].aval.size
+            total += 0.0 if narrower_than else 2.0 * results * rows[-1]
             continue
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -85,7 +85,7 @@ def mixed_layout(
 ) -> Layout | None:
     """The layout whose layers rematerialize as much as memory needs, and no more.
 
-    It fits even if its prediction is as far too low as others have been.
+    It leaves room for the largest known error of such predictions.
 
     Args:
       uniform: candidates that differ in `remat` alone, each with one policy.

@@ -211,7 +211,16 @@ def _without_collections() -> Iterator[None]:
 def predicted(
     facts: Facts, machine: Machine, wanted: Wanted
 ) -> tuple[list[Candidate], collections.Counter[str]]:
-    """All candidates, and how many layouts were refused for which reason."""
+    """Predicts every layout of the space.
+
+    Args:
+      facts: of the model.
+      machine: to plan for.
+      wanted: what layouts must have, and must not use.
+
+    Returns:
+      All candidates, and {reason, without its numbers: number of layouts refused}.
+    """
     made, found = Candidates(facts, machine), []
     refused: collections.Counter[str] = collections.Counter()
     count = len(machine.devices)

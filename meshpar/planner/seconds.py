@@ -147,7 +147,7 @@ def step_seconds(
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
     # Each device computes all logits of its rows if nothing splits the vocabulary.
-    ways = logits_ways(layout)
+    ways = logits_ways(facts.layered, lowering.plan)
     outside = rows / ways * facts.flops.outside / machine.flops
     if layout.pipe > 1:
         heads = runner.loop.count_ticks("head")
@@ -158,7 +158,7 @@ def step_seconds(
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
     sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
-    rings = lowering.frame.manual_axes and platform_of(lowering.mesh).hides_ring_steps
+    rings = platform_of(lowering.mesh).hides_ring_steps
     state_bytes = sum(term.wire_bytes for term in traffic.terms)
     moves = _STATE_MOVES * state_bytes + _TENSOR_MOVES * tensor_bytes
     sends = traffic.sends * traffic.activation_bytes / layout.tensor

@@ -33,9 +33,9 @@ _CHUNKS = 2, 4
 
 _ALL_BUT_REMAT = [f.name for f in dataclasses.fields(Layout) if f.name != "remat"]
 
-_MAY_STAY_WHOLE = "vocab", "kv_heads"
-"""Dims that `tensor` leaves whole where they do not divide: embedding and head, and the
-keys and values of grouped queries, are a small part of a model's compute."""
+_MAY_STAY_WHOLE = ("vocab",)
+"""Dims that `tensor` leaves whole where it does not divide them: embedding and head are
+a small part of a large model's compute."""
 
 _OFFLOADS = tuple(
     "+".join(parts)
@@ -117,13 +117,16 @@ def layouts(
     most |= {axis: 1 for axis in most if axis in wanted.forbidden}
     seen = set()
     for sizes in _sizes(num_devices, most):
-        rules = {}
+        rules: dict[str, dict[str, Any]] = {}
         if whole := _undivided(model, wanted.required.get(TENSOR, sizes[TENSOR])):
             rules["params"] = dict.fromkeys(whole)
             rules["activations"] = dict.fromkeys(whole & constrained())
+        rules = {
+            kind: own | wanted.required.get(kind, {}) for kind, own in rules.items()
+        }
         for options in _options(sizes, rows):
             # What is required stands in for what the space would try.
-            fields = {**sizes, **options, **rules, **wanted.required}
+            fields = {**sizes, **options, **wanted.required, **rules}
             try:
                 layout = Layout(**fields)
             except LayoutError:

@@ -19,6 +19,7 @@ def all_reduce(axes, size, payload, between_slices=False):
 
 BIG = all_reduce(("data",), 2, 10_500_000, between_slices=True)  # Padded.
 SMALL = all_reduce(("data",), 2, 220_000, between_slices=True)  # Each device a part.
+GATHER = dataclasses.replace(all_reduce(("fsdp",), 4, 2_000_000), kind="all_gather")
 INSIDE = all_reduce(("fsdp",), 4, 800_000)
 
 
@@ -31,7 +32,8 @@ def test_slices_exchange_parts_with_padding():
     [
         ([SMALL, INSIDE], "all_reduce between slices: 220000 bytes found, at least"),
         ([BIG, BIG, SMALL, INSIDE], "all_reduce over data: 21220000 bytes found"),
-        ([BIG, SMALL, all_reduce(("fsdp",), 4, 9_000_000)], "all_reduce over fsdp"),
+        ([BIG, SMALL, all_reduce(("fsdp",), 4, 2_000_000)], "all_reduce over fsdp"),
+        ([BIG, SMALL, INSIDE, GATHER], "all_gather over fsdp: 2000000 bytes found"),
     ],
 )
 def test_less_and_much_more_are_violations(collectives, said):

@@ -10,6 +10,11 @@ from experiments.benchmarks import compiled_programs, predictions
 from experiments.benchmarks.program_cases import CASES, EXHAUSTIVE
 
 
+BOUNDS = {"0.10": (0.025, 0.05, 0.03, 0.14), "0.12": (0.02, 0.08, 0.025, 0.05)}
+"""{installed line of jax: mean and largest error of programs that it compiled, and of
+those that the other line compiled}."""
+
+
 @pytest.fixture(scope="module")
 def rows():
     """TPU programs, whose compiler is installed with the tests."""
@@ -19,16 +24,16 @@ def rows():
 def test_predicted_memory_is_close_to_that_of_compiled_programs(rows):
     # The installed jax traces the layers; another one than compiled a program saves
     # other values where nothing is rematerialized.
-    line = ".".join(jax.__version__.split(".")[:2])
+    line = min(".".join(jax.__version__.split(".")[:2]), max(BOUNDS))
     own, others = [], []
     for row in rows:
         (own if row.compiled.jax_line == line else others).append(row.error)
         assert row.compiled.violations == 0
     assert len(own) + len(others) >= 88 and len(own) >= 11
-    assert np.abs(own).mean() < 0.025
-    assert -0.03 < min(own) and max(own) < 0.08
-    assert np.abs(others).mean() < 0.03
-    assert -0.09 < min(others) and max(others) < 0.14
+    mean, most, mean_of_others, most_of_others = BOUNDS[line]
+    assert np.abs(own).mean() < mean and np.abs(others).mean() < mean_of_others
+    assert -0.03 < min(own) and max(own) < most
+    assert -0.03 < min(others) and max(others) < most_of_others
 
 
 def test_predicted_times_have_the_order_of_the_compilers(rows):

@@ -253,14 +253,13 @@ def test_facts_need_layers():
         Facts(plain_model(), OPTIMIZER, shapes(), None, jax.devices())
 
 
-def test_dims_that_do_not_divide_stay_whole_where_they_matter_little():
-    """The vocabulary, and keys and values of grouped queries."""
-    odd = model(vocab=67, kv_heads=2)
-    options = dict(require="data=2,tensor=4,remat=full", top=1)
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    odd = model(vocab=67, kv_heads=4)
+    options = dict(require="data=2,tensor=4,remat=full,params.embed=none", top=1)
     plans = meshpar.plan(odd, OPTIMIZER, shapes(), jax.devices(), **options)
-    whole = {"vocab": (), "kv_heads": ()}
-    assert dict(plans.layout.params) == dict(plans.layout.activations) == whole
+    assert dict(plans.layout.params) == {"embed": (), "vocab": ()}
+    assert dict(plans.layout.activations) == {"vocab": ()}
     even = meshpar.plan(standard_model(), OPTIMIZER, shapes(), jax.devices(), **options)
-    assert even.layout.params == even.layout.activations == ()
+    assert dict(even.layout.params) == {"embed": ()} and not even.layout.activations
     # All devices along tensor compute all logits.
     assert plans.best[0].seconds.outside > 1.2 * even.best[0].seconds.outside

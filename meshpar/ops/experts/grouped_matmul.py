@@ -43,6 +43,8 @@ def grouped_matmul(
     """
     if traced_platform() is TPU:
         return by_ragged_dot(x_SD, w_EDF, sizes_E)
+    if scope := current_scope():
+        scope.looped_flops.append(2.0 * x_SD.size * w_EDF.shape[-1])
     return in_blocks(x_SD, w_EDF, sizes_E, split or ("", ""))
 
 

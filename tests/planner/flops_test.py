@@ -1,0 +1,52 @@
+"""FLOPs counted in traces, loops and grouped matmuls included."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from support.tpu_programs import small
+
+from experiments.recipes import building
+from experiments.recipes.config import with_settings
+from meshpar.lowering.layer_residuals import grouped_bytes
+from meshpar.planner.facts import Facts
+from meshpar.planner.flops import matmul_flops
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def test_flops_count_loops_and_grouped_matmuls():
+    rows, weights = jnp.ones((6, 4)), jnp.ones((3, 4, 5))
+    sizes = jnp.array([2, 2, 2])
+
+    @jax.jit
+    def grouped(rows):
+        return jax.lax.ragged_dot(rows, weights, sizes)
+
+    def layer(rows):
+        def body(x, _):
+            return x @ jnp.ones((4, 4)), grouped(x)
+
+        return jax.lax.scan(body, rows, length=7), grouped(rows), grouped(rows)
+
+    assert matmul_flops(jax.make_jaxpr(layer)(rows).jaxpr) == (
+        7 * 2 * 6 * 4 * 4 + 9 * 2 * 6 * 4 * 5
+    )
+    args = (jnp.stack([x, x]) for x in (rows, weights, sizes))
+    batched = jax.make_jaxpr(jax.vmap(jax.lax.ragged_dot))(*args)
+    assert matmul_flops(batched.jaxpr) == 2 * 2 * 6 * 4 * 5
+    # Rows read and written, of each of two calls.
+    twice = grouped_bytes(lambda x: (grouped(x), grouped(x)), rows)
+    assert twice == 2 * 4 * (6 * 4 + 6 * 5)
+
+
+def test_loops_of_experts_count_all_rounds():
+    """Where there is no ragged_dot, such as on CPUs."""
+    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
+    config = with_settings(small(), settings)
+    made = building.make_model(config)
+    rows, dtype = building.abstract_batch(config), building.compute_dtype(config)
+    facts = Facts(made, OPTIMIZER, rows, dtype, jax.devices())
+    experts = 2 * 3 * 2 * 512 * 512 * 256
+    dense = Facts(building.make_model(small()), OPTIMIZER, rows, dtype, jax.devices())
+    rest = dense.flops.layer - 3 * 2 * 512 * 2048 * 256
+    assert experts < facts.flops.layer - rest < 1.6 * experts
