@@ -140,7 +140,7 @@ def trace_policies(
 
 
 def _one_stage(mesh: Mesh) -> Mesh:
-    """The devices of one stage and one replica; others would count as copies."""
+    """The devices of one stage and one replica: others would count as copies."""
     devices = mesh.devices
     for axis in (PIPE, REPLICA):
         devices = devices.take([0], mesh.axis_names.index(axis))

@@ -77,7 +77,7 @@ class Split:
             return None
         (axis,) = between
         ways, alone = scope.mesh.shape[axis], not scope.manual_axes
-        # Other axes that are automatic would have to be split here, too.
+        # Without a shard_map around it, other axes would have to be split here, too.
         if x.shape[1] % ways or size % ways or (alone and ways < scope.mesh.size):
             return None
         automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes

@@ -248,7 +248,8 @@ class PipelineRunner(Runner):
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
-        layer = held.layer * self.layout.pipe  # Of a stage's layers, over all of them.
+        # A stage's weights were divided by the depth of the whole stack.
+        layer = held.layer * self.layout.pipe
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
         if self.layout.save == "inputs":
             saved += rows * traced.saved * terms.backward_buffers(self.frame, self.loop)
