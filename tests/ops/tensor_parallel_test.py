@@ -181,6 +181,11 @@ def test_elsewhere_the_compiler_moves_activations(monkeypatch, layout, lowering)
     assert lower(layout, TINY, **options).lowered.as_text()
 
 
+def test_alone_the_axis_is_by_hand_under_jit_too():
+    text = lower("tensor=4", TINY, lowering="jit").lowered.as_text()
+    assert "stablehlo.reduce_scatter" in text
+
+
 def test_outside_a_layout_they_are_matmuls():
     draws = np.random.default_rng(0)
     x, q, o = (draws.normal(size=s) for s in ((2, 3, 8), (8, 4, 2), (4, 2, 8)))
