@@ -185,6 +185,15 @@ _CASES = (
         ("fsdp=16,expert=4,remat=full",),
     ),
     (
+        "gpt3-175b",
+        "8*v5p:8x8x4",
+        1536,
+        (
+            "data=8,fsdp=64,tensor=4,remat=dots,params.vocab=none,"
+            "activations.vocab=none",
+        ),
+    ),
+    (
         "gpt2-124m",
         "h100:8",
         64,

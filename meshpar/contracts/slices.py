@@ -69,7 +69,7 @@ def _bounds(
         yield DeclaredCollective("all_reduce", axes, slices, 0, size, why, bound=True)
     for term in terms:
         if (inside := term.group_size // slices) > 1:
-            for kind in ("all_reduce", "all_gather"):
+            for kind in ("all_reduce", "reduce_scatter", "all_gather"):
                 size = _padded_bytes(term)
                 yield DeclaredCollective(
                     kind, term.axes, inside, 0, size, term.why, bound=True

@@ -262,7 +262,8 @@ class Lowering:
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
         host = sum(moved.values())
         held = self.held(traced)
-        held = held._replace(**held_at_times(traced, self.layout, self.mesh))
+        layered, plan = self.model.layered, self.plan
+        held = held._replace(**held_at_times(traced, layered, plan, self.mesh))
         if ACTIVATIONS in self.layout.offloaded:
             host += held.activations
             held = held._replace(activations=_CHUNKS * traced.saved)

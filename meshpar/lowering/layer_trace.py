@@ -240,17 +240,21 @@ def logits_ways(layered: LayeredModel, plan: Plan) -> int:
     return plan.layout.tensor if splits else 1
 
 
-def held_at_times(traced: TracedLayer, layout: Layout, mesh: Mesh) -> dict[str, int]:
+def held_at_times(
+    traced: TracedLayer, layered: LayeredModel, plan: Plan, mesh: Mesh
+) -> dict[str, int]:
     """Fields of `memory.Held`: what layers and head hold beside what the trace shows.
 
     A whole activation, which matmuls over `tensor` gather; it is in the trace where
     nothing is rematerialized. Logits of a block, where the platform writes them.
     """
+    layout = plan.layout
     policies = {policy for policy, _ in segments(layout.remat, 1)}
     gathers = layout.tensor > 1 and policies != {NONE}
     return {
         "gathered": traced.x * layout.tensor if gathers else 0,
         "logits": platform_of(mesh).logits_in_memory(traced.logits),
+        "whole_head": layout.tensor > 1 and logits_ways(layered, plan) == 1,
     }
 
 

@@ -49,6 +49,9 @@ layers one after the other, and of those in the ticks of a pipeline."""
 _GATHERED, _GATHERED_BY_HEAD = 3.5, 4.0
 """Whole activations beside them (`layer_trace.held_at_times`), and in a tick's head."""
 
+_WHOLE_HEAD = 3.0
+"""Copies of a head's weight beside all that, where `tensor` does not split it."""
+
 _LAYER, _LAYER_IN_TICKS = 1.7, 3.7
 """Copies of a layer's weights that are gathered for it: whole, and as a gradient, which
 ticks add to float32 sums."""
@@ -78,6 +81,7 @@ class Held(NamedTuple):
       chunk: the largest part of what lives in host memory that is on the device at a
         time.
       gathers_head: whether the head's weight is gathered for it, beside `weights`.
+      whole_head: whether `tensor` splits layers, and not the head's weight.
       in_ticks: whether gradients are added up from tick to tick.
       head_beside_layers: whether ticks run the head and layers backward.
       scattered: how many times its own bytes the largest gradient takes as a shard,
@@ -93,6 +97,7 @@ class Held(NamedTuple):
     logits: int = 0
     chunk: int = 0
     gathers_head: bool = False
+    whole_head: bool = False
     in_ticks: bool = False
     head_beside_layers: bool = False
     scattered: float = 0.0
@@ -124,13 +129,14 @@ def predicted_memory(
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
         head += held.logits
     layer += _GATHERED * held.gathered + traced.grouped
+    whole_head = int(_WHOLE_HEAD * traced.largest) if held.whole_head else 0
     return Memory(
         parameters=state["parameters"],
         optimizer=state["optimizer"],
         weights=held.weights,
         gradients=held.gradients + held.sums,
         activations=held.activations,
-        working=int(max(layer, head, held.chunk)),
+        working=int(max(layer, head, held.chunk)) + whole_head,
         synchronization=state["synchronization"],
         host=host,
     )

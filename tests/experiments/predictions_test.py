@@ -9,7 +9,6 @@ import pytest
 from experiments.benchmarks import compiled_programs, predictions
 from experiments.benchmarks.program_cases import CASES, EXHAUSTIVE
 
-
 BOUNDS = {"0.10": (0.025, 0.05, 0.03, 0.14), "0.12": (0.02, 0.08, 0.025, 0.05)}
 """{installed line of jax: mean and largest error of programs that it compiled, and of
 those that the other line compiled}."""
