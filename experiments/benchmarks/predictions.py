@@ -3,7 +3,7 @@ r"""The planner's predictions against what compilers say of the same programs.
     python -m experiments.benchmarks.predictions --only=llama-1b
     python -m experiments.benchmarks.predictions --only=v5p:2x2x1 --compile
 
-Predicts every program of `compiled_programs.json`, which takes a minute; --compile
+Predicts every program of `compiled_programs.json` in one to two minutes; --compile
 compiles those that match anew before (one to three minutes of a core each, by the
 installed version of jax), and stores what the compiler says. Prints one line a program,
 the mean and the worst error of the memory, how well the order of the times agrees

@@ -232,7 +232,7 @@ def _trace(
 def logits_ways(layered: LayeredModel, plan: Plan) -> int:
     """Devices along `tensor` that split the largest weight outside the stack.
 
-    That is the head's; they split logits alike.
+    That weight is the head's, and logits are split as it is.
     """
     shared = layered.split(plan.weights)[0].values()
     largest = max(shared, key=lambda leaf: math.prod(leaf.shape), default=None)

@@ -153,8 +153,9 @@ def step_seconds(
         heads = runner.loop.count_ticks("head")
         outside /= layout.pipe if layout.splits_vocabulary else 1
     memory_bandwidth = machine.chip.memory_bandwidth
-    tokens = layout.tensor / ways
-    outside += _VOCABULARY * tokens * traced.largest / memory_bandwidth
+    # Then those are the logits of so many times as many tokens.
+    times_tokens = layout.tensor / ways
+    outside += _VOCABULARY * times_tokens * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
     sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
