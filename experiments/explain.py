@@ -84,10 +84,11 @@ def _generator(
 
 def _plan_command(num_devices: int) -> str:
     """The command that plans for the model, the batch and the machine of this one."""
-    flag = command_line
-    own = [flag.RECIPE, flag.BATCH_SIZE, flag.DATA, flag.TOKENIZER, flag.PLATFORM]
-    words = [given.serialize() for given in (*own, TOPOLOGY) if given.present]
-    settings = (text for text in flag.SET.value or () if not text.startswith("layout="))
+    names = "RECIPE", "BATCH_SIZE", "DATA", "TOKENIZER", "PLATFORM"
+    own = (*(getattr(command_line, name) for name in names), TOPOLOGY)
+    words = [flag.serialize() for flag in own if flag.present]
+    given = command_line.SET.value or ()
+    settings = (text for text in given if not text.startswith("layout="))
     words += [f"--set={text}" for text in settings]
     if not TOPOLOGY.value:
         words.append(f"--devices={num_devices}")
