@@ -18,10 +18,12 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
 from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
-from meshpar.layouts.axes import BATCH_AXES, REPLICA
+from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
+from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout, parse
+from meshpar.layouts.mixes import reason_depth
 from meshpar.layouts.plan import Plan
-from meshpar.layouts.remat import check_marks, reason_depth
+from meshpar.layouts.remat import check_marks
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
@@ -44,6 +46,7 @@ from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 from meshpar.models.row_check import Split, averaged_state, check_losses
+from meshpar.models.row_dims import RowDims, row_dims
 from meshpar.pipeline import pipedream
 from meshpar.pipeline import runner as pipeline
 from meshpar.pipeline.layer_order import LayerOrder
@@ -135,7 +138,11 @@ def lower(
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
         averaged = _check_parts(model, layout, names, abstract_batch)
-    lowerings = [make_lowering(name, parts, spec, averaged) for name in names]
+        dims = None
+        if splits_rows(layout.layers):
+            why_split = f"layers={layout.layers}"
+            dims = row_dims(model.layered, params, abstract_batch, why_split)
+    lowerings = [make_lowering(name, parts, spec, averaged, dims) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
         return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
@@ -171,7 +178,11 @@ class Parts(NamedTuple):
 
 
 def make_lowering(
-    name: str, parts: Parts, spec: PipelineSpec | None, averaged: frozenset[str]
+    name: str,
+    parts: Parts,
+    spec: PipelineSpec | None,
+    averaged: frozenset[str],
+    dims: RowDims | None = None,
 ) -> Lowering:
     """The lowering of a name, with the runner that the pipeline asks for."""
     if name == JitLowering.name:
@@ -180,7 +191,7 @@ def make_lowering(
     frame = Frame(layered, parts.plan, parts.mesh, stage_axes)
     zero = frame.zero()
     if spec is None:
-        return ShardMapLowering(*parts, ScanRunner(frame, zero))
+        return ShardMapLowering(*parts, ScanRunner(frame, zero, dims))
     runner = PipelineRunner(frame, zero, spec)
     if spec.schedule.asynchronous:
         return ShardMapLowering(*parts, PipeDreamRunner.of(runner, parts.optimizer))
@@ -228,8 +239,10 @@ def reason_unsupported(
                 return f"{reason}; leave it out ({why})"
             return f"{reason}; leave it out, or use lowering=shard_map"
     if layered := model.layered:
-        if reason := reason_depth(layout.remat, layered.depth, layered.pattern):
-            return reason
+        for option in ("remat", "layers"):
+            value = getattr(layout, option)
+            if reason := reason_depth(option, value, layered.depth, layered.pattern):
+                return reason
     pipe: dict[str, bool] = {}
     if layout.pipe > 1:
         spec = make_spec(layout, model.layered.depth)
@@ -284,6 +297,7 @@ def _check_parts(
     if ShardMapLowering.name in lowerings:
         check_positions(model, batch, layout, evaluates)
         axes.update(BATCH_AXES)
+        axes.update((TENSOR,) if splits_rows(layout.layers) else ())
     splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
     if layout.microbatches > 1:
         splits["microbatches"] = layout.microbatches

@@ -22,7 +22,7 @@ from experiments import command_line, recipes
 from experiments.recipes import building
 from experiments.recipes.config import with_settings
 from meshpar import mesh
-from meshpar.layouts.remat import is_mix
+from meshpar.layouts.mixes import is_mix
 from meshpar.mesh.machine import Machine, machine_of
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.facts import Facts

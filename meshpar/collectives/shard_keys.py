@@ -77,6 +77,22 @@ def for_shard(key: Array, shard: Array, *inner: Inner) -> Array:
     return jax.random.wrap_key_data(data, impl=impl)
 
 
+def for_part(key: Array, part: Array, num: int) -> Array:
+    """The key of one part of a shard's rows.
+
+    Args:
+      key: of the shard, by `for_shard`; or a plain key, of the whole.
+      part: number of the part, integer scalar; may vary inside shard_map.
+      num: number of parts.
+    """
+    if (impl := jax.random.key_impl(key)) == _PLAIN:
+        return for_shard(key, part)
+    data = jax.random.key_data(key)
+    shard = data[2] * jnp.uint32(num) + part.astype(jnp.uint32)
+    data = jnp.concatenate([data[:2], shard[None], data[3:]])
+    return jax.random.wrap_key_data(data, impl=impl)
+
+
 @functools.cache
 def _impl(splits: tuple[Split, ...]) -> Any:
     """The kind of key whose dims after the first are split so.

@@ -101,6 +101,8 @@ def declare_moves(
                 total[0] += movement.count
                 total[1] += movement.payload_bytes
     for (axes, movement_kind, note), (count, size) in totals.items():
+        if runs == 0:
+            continue
         yield DeclaredCollective(
             movement_kind,
             axes,

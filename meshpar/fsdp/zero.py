@@ -54,6 +54,7 @@ class Zero:
       shardings: {path: how manual axes split the tensor}.
       transports: how tensors move.
       in_ticks: whether a pipeline runs the layers, tick by tick.
+      beside_automatic: whether the compiler splits the layers over other axes.
       cast: casts parameters to the compute dtype.
       vary: marks an array as differing over the manual axes.
       trained: paths of the parameters that are trained.
@@ -68,6 +69,7 @@ class Zero:
     shardings: dict[str, ManualSharding]
     transports: Transports
     in_ticks: bool
+    beside_automatic: bool
     cast: Callable[[Params], Params]
     vary: Callable[[Array], Array]
     trained: frozenset[str]
@@ -145,8 +147,8 @@ class Zero:
     @property
     def reduces_by_parts(self) -> bool:
         """Whether rings have the layers' gradients part by part, as `Product`s."""
-        # Beside `tensor` the compiler would gather the matmuls' operands once more.
-        alone = self.reduces_early and self.layout.tensor == 1
+        # Elsewhere the compiler would gather the matmuls' operands once more.
+        alone = self.reduces_early and not self.beside_automatic
         return alone and self.transports.gradients.by_parts
 
     def leaves(self, params: Params) -> tuple[Params, Params]:

@@ -25,6 +25,7 @@ from meshpar.layouts.axes import (
     DATA,
     PIPE,
     REPLICA,
+    TENSOR,
     TOKEN_AXES,
     check_fields,
     in_use,
@@ -32,6 +33,12 @@ from meshpar.layouts.axes import (
 from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
 from meshpar.layouts.field_kinds import check_kinds
 from meshpar.layouts.grammar import REGEXES, check_regex, read_items, write_items
+from meshpar.layouts.layer_uses import (
+    FEATURES,
+    canonical_layers,
+    check_layers,
+    splits_rows,
+)
 from meshpar.layouts.offload import (
     NONE,
     canonical_offload,
@@ -81,6 +88,9 @@ class Layout:
       remat: rematerialization of each layer: "none", "dots", "full", "experts" or
         "names:A+B" (`layouts.remat`); "12*full+10*none" gives the first 12 layers and
         the last 10 policies of their own.
+      layers: what the layers use `tensor` for: "tensor" splits their features, "fsdp"
+        gives its devices rows of their own and gathers weights; "8*tensor+24*fsdp"
+        gives the first 8 layers and the last 24 uses of their own.
       offload: what lives in host memory: "none", or any of "optimizer", "parameters"
         and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,
@@ -119,6 +129,7 @@ class Layout:
     save: str = "inputs"
     tick_loop: str = "phases"
     remat: str = "none"
+    layers: str = FEATURES
     offload: str = NONE
     context_mode: str = ALLGATHER
     context_order: str = AUTO
@@ -145,12 +156,15 @@ class Layout:
         check_token_order(self.context, self.context_mode, self.context_order)
         canonical = {
             "remat": canonical_remat(self.remat),
+            "layers": canonical_layers(self.layers),
             "offload": canonical_offload(self.offload),
         }
         for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)
         check_stages(self.remat, self.pipe)
         check_offload(self.offload, self.zero_level, self.sizes)
+        offloads = bool(self.offloaded)
+        check_layers(self.layers, self.sizes, self.zero_level, offloads)
         if self.prefetch and (self.zero_level != 3 or self.fsdp == 1):
             raise LayoutError(
                 f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
@@ -239,7 +253,8 @@ class Layout:
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raises LayoutError unless the batch divides over devices and microbatches."""
-        axes = in_use((REPLICA, *BATCH_AXES), self.sizes)
+        also = (TENSOR,) if splits_rows(self.layers) else ()
+        axes = in_use((REPLICA, *BATCH_AXES, *also), self.sizes)
         factors = {axis: getattr(self, axis) for axis in axes}
         factors["microbatches"] = self.microbatches
         unit = math.prod(factors.values())

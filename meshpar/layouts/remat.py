@@ -9,8 +9,7 @@
 A model names a value by `jax.ad_checkpoint.checkpoint_name(x, "A")`.
 
 A mix gives layers policies of their own, in the order in which they run:
-`12*full+10*none` is full for the first 12 layers and none for the last 10. `segments`
-reads uniform policies and mixes alike.
+`12*full+10*none` is full for the first 12 layers and none for the last 10 (`mixes`).
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer
   Models, arXiv:2205.05198; Wang et al., Improving Automatic Parallel Training via
@@ -18,7 +17,6 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
   by layer).
 """
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +26,7 @@ import jax
 from meshpar.compat import equations
 from meshpar.errors import LayoutError, nearest, shown
 from meshpar.layouts.axes import PIPE
+from meshpar.layouts.mixes import average, canonical_mix, is_mix
 
 EXPERT_ROWS = "expert_rows"
 """Name of what a device receives for its experts (`ops.experts`)."""
@@ -57,9 +56,6 @@ REMAT_POLICIES: dict[str, Callable[[], Any]] = {
 
 _NAMES = "names:"
 
-_MOST = 999_999
-"""Most layers of one term of a mix."""
-
 
 def canonical_remat(remat: str) -> str:
     """The value of `remat=`; neighbours of a mix that have one policy are merged.
@@ -77,41 +73,16 @@ def canonical_remat(remat: str) -> str:
 
 def _canonical_mix(remat: str) -> str:
     """The canonical form of COUNT*POLICY+COUNT*POLICY."""
-    given = f"remat={shown(remat)}"
     for term in remat.split("+"):
-        count, _, policy = term.partition("*")
-        if not re.fullmatch("0*[1-9][0-9]{0,5}", count):  # Up to _MOST.
-            raise LayoutError(
-                f"{given}: {shown(term)!r} gives no number of layers from 1 to "
-                f"{_MOST}; write COUNT*POLICY, joined by +, such as 12*full+10*none"
-            )
+        policy = term.partition("*")[2]
         if policy.startswith(_NAMES):
             raise LayoutError(
-                f"{given}: {shown(policy)!r} keeps values by name, which has to hold "
-                f"for all layers; use {', '.join([NONE, *REMAT_POLICIES])} in a mix"
+                f"remat={shown(remat)}: {shown(policy)!r} keeps values by name, which "
+                f"has to hold for all layers; use {', '.join([NONE, *REMAT_POLICIES])} "
+                "in a mix"
             )
-        if policy not in (NONE, *REMAT_POLICIES):
-            known = nearest(shown(policy), [NONE, *REMAT_POLICIES])
-            raise LayoutError(f"{given}: {shown(policy)!r} ({known})")
-    merged = [
-        (policy, sum(count for _, count in group))
-        for policy, group in itertools.groupby(_terms(remat), lambda term: term[0])
-    ]
-    policy, count = max(merged, key=lambda term: term[1])
-    if count > _MOST:
-        raise LayoutError(
-            f"{given} gives {count} layers in a row one policy; use at most {_MOST}"
-        )
-    if len(merged) == 1:
-        raise LayoutError(
-            f"{given} gives all {count} layers one policy; write remat={policy}"
-        )
-    return "+".join(f"{count}*{policy}" for policy, count in merged)
-
-
-def is_mix(remat: str) -> bool:
-    """Whether a value of `remat=` gives layers policies of their own."""
-    return "*" in remat and not remat.startswith(_NAMES)
+    known, example = [NONE, *REMAT_POLICIES], "12*full+10*none"
+    return canonical_mix("remat", remat, known, "policy", example)
 
 
 def check_stages(remat: str, num_stages: int) -> None:
@@ -128,35 +99,6 @@ def check_stages(remat: str, num_stages: int) -> None:
         )
 
 
-def _terms(mix: str) -> list[tuple[str, int]]:
-    """[(policy, number of layers)] of a mix."""
-    terms = (term.split("*") for term in mix.split("+"))
-    return [(policy, int(count)) for count, policy in terms]
-
-
-def segments(remat: str, depth: int) -> tuple[tuple[str, int], ...]:
-    """(policy, number of layers) of consecutive layers, in the order in which they run.
-
-    Args:
-      remat: a value of `remat=`.
-      depth: number of layers of the stack; a mix gives its own (`reason_depth`).
-    """
-    return tuple(_terms(remat)) if is_mix(remat) else ((remat, depth),)
-
-
-def average(remat: str, depth: int, value: Callable[[str], Any]) -> Any:
-    """The mean over all layers of value(policy).
-
-    Args:
-      remat: a value of `remat=`.
-      depth: number of layers of the stack.
-      value: a number for each policy, such as the seconds that it computes again.
-    """
-    if not is_mix(remat):
-        return value(remat)
-    return sum(count * value(policy) for policy, count in _terms(remat)) / depth
-
-
 def repeated_share(remat: str, depth: int) -> float:
     """The share of the layers whose backward pass computes anything again.
 
@@ -165,24 +107,6 @@ def repeated_share(remat: str, depth: int) -> float:
       depth: number of layers of the stack.
     """
     return average(remat, depth, lambda policy: float(policy != NONE))
-
-
-def reason_depth(remat: str, depth: int, pattern: int) -> str:
-    """Why a mix does not fit a model; "" if it does.
-
-    Args:
-      remat: a value of `remat=`.
-      depth: number of layers of the stack.
-      pattern: number of the model's own layers that each of them runs.
-    """
-    named = sum(count for _, count in segments(remat, depth))
-    if named == depth:
-        return ""
-    unit = "layers" if pattern == 1 else f"runs of its pattern of {pattern} layers"
-    return (
-        f"remat={remat} names {named} {unit}, the model has {depth}; give counts that "
-        f"add up to {depth}, or one policy for all of them"
-    )
 
 
 def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) -> None:

@@ -16,9 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import AXES, ways_of
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.mixes import is_mix, segments
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import NONE, is_mix, segments, wrap_remat
+from meshpar.layouts.remat import NONE, wrap_remat
 
 
 @dataclasses.dataclass(eq=False)

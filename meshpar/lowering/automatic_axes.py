@@ -8,8 +8,9 @@ from meshpar.contracts import cost
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import in_use
+from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.moves import Move
-from meshpar.layouts.remat import repeated_share
+from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
 
 _SUBLAYERS = 2
@@ -51,10 +52,12 @@ def declared_bounds(
     by_hand = len(ends) // 2  # Each sublayer has a way in and a way out.
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
     for name, runs, depth, _ in passes:
-        times = _FORWARD
+        gathers = _FORWARD * depth
         if name == "backward":
-            times = _BACKWARD + _FORWARD * repeated_share(frame.layout.remat, depth)
-        units += runs * sublayers * round(depth * times)
+            own = policies(frame.layout.layers, frame.layout.remat, depth)
+            again = sum(count for policy, count in own if policy != NONE)
+            gathers = _BACKWARD * depth + _FORWARD * again
+        units += runs * sublayers * gathers
         units += runs * _OUTSIDE // 2
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     total = units * unit

@@ -29,6 +29,7 @@ from meshpar.layouts.axes import (
     EXPERT,
     MANUAL_AXES,
     REPLICA,
+    TENSOR,
     TOKEN_AXES,
     in_use,
     ways_of,
@@ -53,12 +54,19 @@ class Frame:
       plan: spec of every leaf.
       mesh: the device mesh.
       stage_axes: manual axes beside those that split the batch.
+      row_axes: axes that split the batch here, and features elsewhere (`row_layers`).
     """
 
     layered: LayeredModel
     plan: Plan
     mesh: Mesh
     stage_axes: tuple[str, ...] = ()
+    row_axes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def over_rows(self) -> "Frame":
+        """The frame in which `tensor` splits the batch as `fsdp` does."""
+        return dataclasses.replace(self, row_axes=(TENSOR,))
 
     @property
     def layout(self) -> Layout:
@@ -69,7 +77,7 @@ class Frame:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which this lowering splits the batch."""
         axes = (axis for axis in TOKEN_AXES if axis in MANUAL_AXES)
-        return in_use(axes, self.mesh.shape)
+        return (*in_use(axes, self.mesh.shape), *self.row_axes)
 
     @functools.cached_property
     def manual_axes(self) -> tuple[str, ...]:
@@ -82,7 +90,7 @@ class Frame:
 
         Nothing gathers the tensor along them, nor reduces its gradient.
         """
-        manual = self.manual_axes
+        manual = set(self.manual_axes) - set(self.row_axes)
         return {
             path: tuple(tuple(a for a in axes if a in manual) for axes in leaf.held)
             for path, leaf in self.plan.parameters.items()
@@ -137,6 +145,7 @@ class Frame:
             shardings=self.shardings,
             transports=self.transports,
             in_ticks=bool(self.stage_axes),
+            beside_automatic=self.layout.tensor > 1 and not self.row_axes,
             cast=self.cast,
             vary=self.vary,
             trained=frozenset(self.plan.gradients),

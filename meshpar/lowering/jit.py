@@ -17,9 +17,9 @@ from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import is_mix
 from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params, abstract, abstract_layer
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
+from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
-from meshpar.layouts.remat import moves_again, segments
+from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 
@@ -65,7 +66,7 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
 def declared_moves(
     frame: Frame, passes: Iterable[LayerPass], moves: Iterable[Move]
 ) -> Iterator[DeclaredCollective]:
-    """Declares the moves of all layers in one step.
+    """Declares the moves of all layers that split features, in one step.
 
     The backward pass moves gradients the other way; with rematerialization it moves
     again what it needs of the forward pass.
@@ -75,12 +76,12 @@ def declared_moves(
       passes: all passes over the layers.
       moves: `traced_moves` of one layer.
     """
-    passes = list(passes)
+    passes, layout = list(passes), frame.layout
     for move in moves:
         runs = {False: 0, True: 0}
         for one in passes:
             optional = move.optional or _is_optional_again(one, move)
-            for policy, depth in segments(frame.layout.remat, one.depth):
+            for policy, depth in policies(layout.layers, layout.remat, one.depth):
                 again = moves_again(policy, move.saved_as)
                 if again or not move.when_repeated:
                     part = one._replace(depth=depth)

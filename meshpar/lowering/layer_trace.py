@@ -12,8 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.arrays import Array, abstract, abstract_layer, vary
 from meshpar.layouts.axes import PIPE, REPLICA, TENSOR, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.mixes import average, segments
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
-from meshpar.layouts.remat import KEEPS_MATMULS, NONE, average, segments
+from meshpar.layouts.remat import KEEPS_MATMULS, NONE
 from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_residuals import (

@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshpar.arrays import Array, Params
@@ -71,6 +71,17 @@ class Runner:
 
     def declared_reductions(self) -> Iterator[DeclaredCollective] | None:
         """Collectives of a runner that reduces gradients itself; None for ZeRO's."""
+
+    def declared_row_moves(
+        self, passes: Sequence[LayerPass]
+    ) -> Iterator[DeclaredCollective]:
+        """Moves of weights and gradients of layers that split rows over `tensor`.
+
+        Args:
+          passes: those over the layers that compute anything.
+        """
+        del passes
+        return iter(())
 
     def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
         """Collectives of the runner's own, such as sends between stages."""

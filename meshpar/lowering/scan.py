@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,33 +11,79 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.terms import LayerPass
-from meshpar.layouts.remat import segments
+from meshpar.fsdp.zero import Zero
+from meshpar.layouts.layer_uses import FEATURES, ROWS
+from meshpar.layouts.layer_uses import Segment as StackSegment
+from meshpar.layouts.layer_uses import segments as stack_segments
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
+from meshpar.lowering.row_layers import RowLayers
+from meshpar.lowering.row_terms import declared_exchanges, declared_weights
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key, fold_key
 from meshpar.models.metrics import LossResult
+from meshpar.models.row_dims import RowDims
 
 
 @dataclasses.dataclass(frozen=True)
 class ScanRunner(Runner):
-    """Runs the loss and its gradient on one shard of the batch."""
+    """Runs the loss and its gradient on one shard of the batch.
+
+    Attributes:
+      dims: where activations hold rows, for layers that split them over `tensor`.
+    """
+
+    dims: RowDims | None = None
 
     @property
     def layer_passes(self) -> list[LayerPass]:
-        """Every pass over the layers in one step."""
-        layout, depth = self.frame.layout, self.frame.layered.depth
-        runs, scans = layout.microbatches, len(segments(layout.remat, depth))
-        names = "forward", "backward"
-        return [LayerPass(name, runs, depth, scans) for name in names]
+        """Every pass over the layers that split features, in one step."""
+        return self._passes(FEATURES)
+
+    @property
+    def row_passes(self) -> list[LayerPass]:
+        """Every pass over the layers that split rows over `tensor`."""
+        return self._passes(ROWS)
+
+    def _passes(self, use: str) -> list[LayerPass]:
+        counts = [segment.count for segment in self._stack if segment.use == use]
+        runs, depth = self.frame.layout.microbatches, sum(counts)
+        return [LayerPass(n, runs, depth, len(counts)) for n in ("forward", "backward")]
+
+    @property
+    def _stack(self) -> tuple[StackSegment, ...]:
+        layout = self.frame.layout
+        return stack_segments(layout.layers, layout.remat, self.frame.layered.depth)
+
+    @functools.cached_property
+    def row_zero(self) -> Zero:
+        """The policy of the layers that split rows over `tensor`."""
+        return self.frame.over_rows.zero()
 
     @property
     def sums_dtype(self) -> Any:
         """Float32 for sums over microbatches; one microbatch adds up nothing."""
         return jnp.float32 if self.frame.layout.microbatches > 1 else None
+
+    def declared_row_moves(
+        self, passes: Sequence[LayerPass]
+    ) -> Iterator[DeclaredCollective]:
+        """Moves of weights and gradients of layers that split rows over `tensor`."""
+        counts = [segment.count for segment in self._stack if segment.use == ROWS]
+        if counts:
+            names = {run.name for run in passes}
+            own = [run for run in self.row_passes if run.name in names]
+            yield from declared_weights(self.frame, self.row_zero, own, counts)
+
+    def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
+        """Moves of activations between layers that split rows and others."""
+        if self.dims is not None:
+            ends = sum(enters + exits for *_, enters, exits in self._ends())
+            yield from declared_exchanges(self.frame, self.dims, ends, batch)
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
         """Totals and gradients summed over this shard's samples."""
@@ -90,6 +136,23 @@ class ScanRunner(Runner):
         )
         return held._replace(sums=sums)
 
+    def _ends(self) -> Iterator[tuple[StackSegment, bool, bool]]:
+        """(segment, whether rows become split before it, and whole after it)."""
+        uses = [FEATURES, *(segment.use for segment in self._stack), FEATURES]
+        for segment, before, after in zip(self._stack, uses, uses[2:], strict=False):
+            own = segment.use == ROWS
+            yield segment, own and before == FEATURES, own and after == FEATURES
+
+    def _segments(self, key: Key, context: Any) -> Iterator[Segment]:
+        """The segments of the stack, as they run."""
+        for (use, remat, count), enters, exits in self._ends():
+            if use == FEATURES:
+                layers = self.zero.layers(key, context, remat)
+            else:
+                args = self.frame, self.row_zero, remat, key, context, self.dims
+                layers = RowLayers(*args, enters, exits)
+            yield Segment(layers, count)
+
     def _loss(
         self, leaves: Params, constants: Params, batch: Any, key: Key
     ) -> LossResult:
@@ -97,11 +160,9 @@ class ScanRunner(Runner):
         layered = self.frame.layered
         shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
-        own = segments(self.frame.layout.remat, layered.depth)
 
         def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
-            layers = functools.partial(self.zero.layers, key, context)
-            run = differentiable(*(Segment(layers(policy), n) for policy, n in own))
+            run = differentiable(*self._segments(key, context))
             return run(stack, stack_constants, jax.tree.map(self.frame.vary, x))
 
         def whole(leaves: Params) -> Params:

@@ -228,6 +228,7 @@ class ShardMapLowering(Lowering):
         why = "gradients, over the axes that replicate the tensor"
         shards = frame.stage_shards(sums)
         yield from declare_all_reduces(shards, zero.shardings, sizes, why)
+        yield from self.runner.declared_row_moves(passes)
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""

@@ -20,7 +20,8 @@ from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.errors import MeshparError
 from meshpar.layouts.axes import AXES
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.remat import NONE, is_mix
+from meshpar.layouts.mixes import is_mix
+from meshpar.layouts.remat import NONE
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.layer_trace import (
     TracedLayer,

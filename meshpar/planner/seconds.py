@@ -14,7 +14,8 @@ from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.remat import NONE, average, repeated_share
+from meshpar.layouts.mixes import average
+from meshpar.layouts.remat import NONE, repeated_share
 from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
 from meshpar.lowering.shard_map import ShardMapLowering

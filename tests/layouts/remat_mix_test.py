@@ -5,7 +5,8 @@ import pytest
 from meshpar import layouts
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.remat import average, is_mix, repeated_share, segments
+from meshpar.layouts.mixes import average, is_mix, segments
+from meshpar.layouts.remat import repeated_share
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""What layers use the mesh axis `tensor` for: the option `layers` of a layout.
+
+    tensor    devices split the features of a layer (Megatron)
+    fsdp      devices have rows of their own, and gather the layer's weights, as along
+              `fsdp` (ZeRO-3)
+
+`8*tensor+24*fsdp` gives consecutive layers uses of their own (`mixes`). Embedding and
+head are split over `tensor` under all of them, and so are the weights of the layers.
+
+Source: Miao et al., Galvatron, arXiv:2211.13878, section 3 (strategies by layer).
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshpar.errors import LayoutError, nearest, shown
+from meshpar.layouts import mixes
+from meshpar.layouts.axes import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+
+FEATURES, ROWS = TENSOR, FSDP
+"""Uses: devices along `tensor` split the features, or the rows."""
+
+_USES = (FEATURES, ROWS)
+
+_ALONE = (PIPE, EXPERT, CONTEXT)
+"""Axes beside which all layers split features."""
+
+
+def canonical_layers(layers: str) -> str:
+    """The value of `layers=`; neighbours of a mix that have one use are merged.
+
+    Raises:
+      LayoutError: a use that does not exist, or a mix that is malformed.
+    """
+    if layers in _USES:
+        return layers
+    if "*" in layers or "+" in layers:
+        example = f"12*{FEATURES}+10*{ROWS}"
+        return mixes.canonical_mix("layers", layers, _USES, "use", example)
+    raise LayoutError(f"layers={shown(layers)!r} ({nearest(shown(layers), _USES)})")
+
+
+def splits_rows(layers: str) -> bool:
+    """Whether any layer gives devices along `tensor` rows of their own.
+
+    Args:
+      layers: a value of `layers=`.
+    """
+    return ROWS in dict(mixes.segments(layers, 1))
+
+
+def check_layers(
+    layers: str, sizes: Mapping[str, int], zero_level: int, offload: bool
+) -> None:
+    """Raises LayoutError for a value of `layers=` beside what does not go with it.
+
+    Args:
+      layers: the canonical value.
+      sizes: {mesh axis: size}.
+      zero_level: the ZeRO level in force.
+      offload: whether anything lives in host memory.
+    """
+    if not splits_rows(layers):
+        return
+    given = f"layers={layers}"
+    if sizes[TENSOR] == 1:
+        raise LayoutError(
+            f"{given} is for the devices along {TENSOR}, and {TENSOR}=1: add "
+            f"{TENSOR}=N, or leave it out"
+        )
+    for axis in _ALONE:
+        if sizes[axis] > 1:
+            raise LayoutError(
+                f"{given} with {axis}={sizes[axis]}: beside {axis} all layers split "
+                f"their features over {TENSOR}; leave layers out"
+            )
+    if zero_level < 3:
+        raise LayoutError(
+            f"{given} gathers weights layer by layer, and zero={zero_level} does not; "
+            "use zero=3"
+        )
+    if offload:
+        raise LayoutError(
+            f"{given} with offload: layers that split rows keep all in the device's "
+            "memory; leave one of them out"
+        )
+
+
+class Segment(NamedTuple):
+    """Consecutive layers that run alike.
+
+    Attributes:
+      use: what they use `tensor` for.
+      remat: their policy of rematerialization.
+      count: number of layers.
+    """
+
+    use: str
+    remat: str
+    count: int
+
+
+def segments(layers: str, remat: str, depth: int) -> tuple[Segment, ...]:
+    """Consecutive layers that run alike, in the order in which they run.
+
+    Args:
+      layers: a value of `layers=`.
+      remat: a value of `remat=`.
+      depth: number of layers of the stack; a mix of uses gives its own.
+    """
+    if mixes.is_mix(layers):
+        depth = sum(count for _, count in mixes.terms(layers))
+    uses, policies = (list(mixes.segments(v, depth)) for v in (layers, remat))
+    found = []
+    while uses and policies:
+        (use, left), (policy, also_left) = uses.pop(0), policies.pop(0)
+        count = min(left, also_left)
+        found.append(Segment(use, policy, count))
+        if left > count:
+            uses.insert(0, (use, left - count))
+        if also_left > count:
+            policies.insert(0, (policy, also_left - count))
+    return tuple(found)
+
+
+def policies(
+    layers: str, remat: str, depth: int, use: str = FEATURES
+) -> tuple[tuple[str, int], ...]:
+    """(policy, number of layers) of the segments of one use.
+
+    Takes the arguments of `segments`, and the use.
+    """
+    found = segments(layers, remat, depth)
+    return tuple((s.remat, s.count) for s in found if s.use == use)
