@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -18,12 +17,10 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
 from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
-from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.mixes import reason_depth
 from meshpar.layouts.plan import Plan
-from meshpar.layouts.remat import check_marks
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
@@ -41,11 +38,8 @@ from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.state import abstract_state
 from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
-from meshpar.models.foreign_shardings import check_divides
-from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
-from meshpar.models.model_scope import model_scope
-from meshpar.models.row_check import Split, averaged_state, check_losses
+from meshpar.models.model_checks import check_parts, check_trace
 from meshpar.models.row_dims import RowDims, row_dims
 from meshpar.pipeline import pipedream
 from meshpar.pipeline import runner as pipeline
@@ -132,12 +126,13 @@ def lower(
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
-    _check_trace(model, layout, mesh, step_batch)
+    check_trace(model, layout, mesh, step_batch)
     state = abstract_state(params, optimizer_state, plan, mesh)
     parts = Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
-        averaged = _check_parts(model, layout, names, abstract_batch)
+        by_hand = ShardMapLowering.name in names
+        averaged = check_parts(model, layout, by_hand, abstract_batch)
         dims = None
         if splits_rows(layout.layers):
             why_split = f"layers={layout.layers}"
@@ -256,53 +251,3 @@ def reason_unsupported(
             asynchronous=schedule.asynchronous, reorders_layers=spec.partition.moves
         )
     return mode.reason_unsupported(layout, lowering, **pipe) if mode else ""
-
-
-def _check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
-    """Traces the loss once and holds the layout to the names that the model used."""
-    params = abstract(model.params)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
-        jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
-        check_divides(jaxpr, scope)
-        if layout.pipe > 1:
-            x = jax.eval_shape(model.layered.embed, params, batch, key)
-            kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}
-            if odd := [d for d in kinds if not jnp.issubdtype(d, jnp.floating)]:
-                raise LayoutError(
-                    f"pipe={layout.pipe} sends what `embed` returns from stage to "
-                    f"stage, and gradients of it back, but it holds {odd[0]}: return "
-                    "floating-point activations alone"
-                )
-    for name, _ in layout.activations:
-        if name not in scope.names_used:
-            known = nearest(name, (n for n in scope.names_used if n))
-            raise LayoutError(
-                f"rule activations.{name} matches no dim that the model constrains "
-                f"({known})"
-            )
-    if layout.splits_vocabulary and len(scope.vocabulary_used) < 2:
-        raise LayoutError(
-            "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
-            "vocabulary.token_losses for its loss (meshpar.vocabulary)"
-        )
-    check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
-
-
-def _check_parts(
-    model: Model, layout: Layout, lowerings: list[str], batch: Any
-) -> frozenset[str]:
-    """Checks the losses of a split batch; paths of the state that parts average."""
-    axes, evaluates = {REPLICA}, layout.pipe > 1 or layout.replica > 1
-    if ShardMapLowering.name in lowerings:
-        check_positions(model, batch, layout, evaluates)
-        axes.update(BATCH_AXES)
-        axes.update((TENSOR,) if splits_rows(layout.layers) else ())
-    splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
-    if layout.microbatches > 1:
-        splits["microbatches"] = layout.microbatches
-    if splits:
-        state = check_losses(model, batch, Split.by(splits), evaluates)
-        if (num := layout.microbatches) > 1:
-            return averaged_state(state, Split.by({"microbatches": num}))
-    return frozenset()

@@ -147,9 +147,9 @@ class Zero:
     @property
     def reduces_by_parts(self) -> bool:
         """Whether rings have the layers' gradients part by part, as `Product`s."""
-        # Elsewhere the compiler would gather the matmuls' operands once more.
-        alone = self.reduces_early and not self.beside_automatic
-        return alone and self.transports.gradients.by_parts
+        if self.beside_automatic:  # It would gather the matmuls' operands once more.
+            return False
+        return self.reduces_early and self.transports.gradients.by_parts
 
     def leaves(self, params: Params) -> tuple[Params, Params]:
         """(leaves, constants) from this device's shards."""
@@ -163,8 +163,7 @@ class Zero:
             copies = lax.map(lambda layer: cast(to_device(layer)), stack)
         else:
             copies = cast(stack)
-        moved = {**cast(shared), **copies}
-        shards = {path: self.vary(x) for path, x in moved.items()}
+        shards = {p: self.vary(x) for p, x in (cast(shared) | copies).items()}
         if self.gathers_layers:
             leaves, constants = self._split_trained(shards)
             if self.casts_layers or self.streams:

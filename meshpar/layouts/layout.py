@@ -49,6 +49,7 @@ from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_op
 from meshpar.layouts.remat import canonical_remat, check_stages
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
+from meshpar.layouts.zero_level import check_prefetch, check_zero, default_zero
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,13 +144,7 @@ class Layout:
 
     def __post_init__(self):
         check_kinds(self, DEFAULTS)
-        if self.zero not in (None, 1, 2, 3):
-            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
-        if self.zero in (1, 2) and self.fsdp == 1:
-            raise LayoutError(
-                f"zero={self.zero} shards over the fsdp axis, which has size 1; "
-                f"use fsdp=N,zero={self.zero} in place of data=N"
-            )
+        check_zero(self.zero, self.fsdp)
         options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
         check_pipeline_options(self.pipe, options, DEFAULTS)
         check_context_mode(self.context, self.context_mode, self.context_heads)
@@ -165,12 +160,7 @@ class Layout:
         check_offload(self.offload, self.zero_level, self.sizes)
         offloads = bool(self.offloaded)
         check_layers(self.layers, self.sizes, self.zero_level, offloads)
-        if self.prefetch and (self.zero_level != 3 or self.fsdp == 1):
-            raise LayoutError(
-                f"prefetch={self.prefetch[0]} gathers weights one layer ahead, but "
-                f"fsdp={self.fsdp},zero={self.zero_level} gathers none layer by layer; "
-                "use fsdp=N,zero=3, or leave it out"
-            )
+        check_prefetch(self.prefetch, self.zero_level, self.fsdp)
 
     def _canonical_rules(self) -> dict[str, tuple]:
         """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""
@@ -192,9 +182,7 @@ class Layout:
     @property
     def zero_level(self) -> int:
         """The ZeRO level in force: `zero`, or the default for this layout."""
-        if self.zero is not None:
-            return self.zero
-        return 3 if self.pipe == 1 or self.fsdp == 1 else 2
+        return default_zero(self.pipe, self.fsdp) if self.zero is None else self.zero
 
     @property
     def offloaded(self) -> frozenset[str]:

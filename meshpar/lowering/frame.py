@@ -20,7 +20,6 @@ from meshpar.arrays import Array, Params, abstract, num_bytes, vary
 from meshpar.collectives.shard_keys import Inner, for_shard
 from meshpar.collectives.transport import Transports, transports_for
 from meshpar.errors import LayoutError
-from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.terms import Shapes
 from meshpar.fsdp.zero import Zero
@@ -261,21 +260,6 @@ class Frame:
                 shape[dim] //= self.ways(axes)
             shards[path] = x.update(shape=tuple(shape))
         return shards
-
-    def differentiates_layers(self, batch: Any) -> bool:
-        """Whether a gradient passes through the layers, or the head alone is trained.
-
-        Runs anywhere.
-
-        Args:
-          batch: abstract batch of one replica.
-        """
-        shared, stack = self.layered.split(self.plan.gradients)
-        if stack or not shared:
-            return True
-        weights = self.layered.split(abstract(self.plan.weights))[0]
-        used = used_inputs(lambda p, b: self.layered.embed(p, b, None), weights, batch)
-        return not used.isdisjoint(shared)
 
     def activations(self, batch: Any) -> list[jax.ShapeDtypeStruct]:
         """One device's microbatch between two layers, in the dtype that travels.

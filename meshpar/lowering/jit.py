@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.declared import DeclaredCollective
+from meshpar.layouts.axes import TENSOR
+from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.offload import OPTIMIZER
@@ -50,6 +52,11 @@ class JitLowering(Lowering):
             return (
                 f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
                 "lowering=jit"
+            )
+        if splits_rows(layout.layers):
+            return (
+                f"layers={layout.layers} gathers weights over {TENSOR} layer by layer, "
+                "and the compiler runs the layers of lowering=jit"
             )
         if layout.context_order not in (AUTO, CONTIGUOUS):
             return (

@@ -159,12 +159,11 @@ class RowLayers:
 
         context = jax.tree.map(_split, self.context, self.dims.context)
         weights = self._weight_specs(leaves), self._weight_specs(constants)
-        outer = self.frame.all_manual_axes
         mapped = jax.shard_map(
             inside,
             in_specs=(PartitionSpec(), context, *weights, *in_specs),
             out_specs=out_specs,
-            axis_names=set(self.frame.mesh.axis_names) - set(outer),
+            axis_names={TENSOR},
         )
         key = jax.random.key_data(self.key)
         return lambda *args: mapped(key, self.context, leaves, constants, *args)

@@ -19,6 +19,7 @@ from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import TENSOR
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.row_layers import OVER_TENSOR, length_dim
+from meshpar.lowering.trained_layers import differentiates_layers
 from meshpar.models.row_dims import RowDims
 
 
@@ -75,7 +76,7 @@ def declared_exchanges(
         if length_dim(frame, x.shape, dim) is not None:
             args = "all_to_all", (TENSOR,), ways
             yield DeclaredCollective(*args, runs, runs * size // ways, why)
-            if frame.differentiates_layers(batch):
+            if differentiates_layers(frame, batch):
                 # The last one of all may have no reader.
                 sizes, why = (runs, runs * size // ways), f"{why}, gradients"
                 yield DeclaredCollective(*args, *sizes, why, gathers=True)

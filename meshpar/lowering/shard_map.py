@@ -37,6 +37,7 @@ from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals
+from meshpar.lowering.trained_layers import differentiates_layers
 from meshpar.models.model import Model
 
 _METRICS = "loss and metrics", "metrics of kind Max"
@@ -206,7 +207,7 @@ class ShardMapLowering(Lowering):
     def _passes(self, batch: Any) -> list[LayerPass]:
         """The passes over the layers, without those that compute nothing."""
         passes = self.runner.layer_passes
-        if not self.zero.in_ticks and not self.frame.differentiates_layers(batch):
+        if not self.zero.in_ticks and not differentiates_layers(self.frame, batch):
             passes = [run for run in passes if run.name == "forward"]
         return passes
 

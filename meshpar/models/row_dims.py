@@ -48,12 +48,12 @@ def row_dims(layered: LayeredModel, params: Any, batch: Any, why: str) -> RowDim
     for name, tree in dims._asdict().items():
         for keys, dim in jax.tree.leaves_with_path(tree):
             if dim is None or (name == "x" and dim == NO_ROWS):
-                what = "activations" if name == "x" else "context"
+                returns = "embed" if name == "x" else name
                 at = jax.tree_util.keystr(keys)
                 raise LayoutError(
-                    f"{why} splits the rows of activations between devices, and the "
-                    f"{what}{at} before the layers cannot be split by rows; leave it "
-                    "out, or keep the rows of the batch in a dim of their own"
+                    f"{why} splits the rows of activations between devices, and what "
+                    f"`{returns}` returns{at and f' at {at}'} holds no rows in a dim "
+                    "of their own; leave it out, or keep them in one"
                 )
     return dims
 

@@ -15,6 +15,7 @@ from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.padding import lanes_of
+from meshpar.lowering.trained_layers import differentiates_layers
 from meshpar.mesh.chips import chip_of
 from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
@@ -36,7 +37,7 @@ def declared_sends(
     names = "activations to the next stage", "gradients to the stage before"
     if frame.layout.tensor == 1:
         # A compiler may leave out gradients by which nothing is trained.
-        bounds = False, not frame.differentiates_layers(batch)
+        bounds = False, not differentiates_layers(frame, batch)
         for count, why, bound in zip(sends, names, bounds, strict=True):
             runs, total = count * len(leaves), count * size
             yield DeclaredCollective(

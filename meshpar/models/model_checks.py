@@ -1,0 +1,102 @@
+"""Checks of a model under a layout, by traces of its loss, before it is compiled."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshpar.arrays import abstract
+from meshpar.errors import LayoutError, nearest
+from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
+from meshpar.layouts.layer_uses import splits_rows
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.remat import check_marks
+from meshpar.models.foreign_shardings import check_divides
+from meshpar.models.length_check import check_positions
+from meshpar.models.model import Model
+from meshpar.models.model_scope import model_scope
+from meshpar.models.row_check import Split, averaged_state, check_losses
+
+
+def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
+    """Traces the loss once and holds the layout to the names that the model used.
+
+    Args:
+      model: the model.
+      layout: the layout.
+      mesh: the device mesh.
+      batch: abstract batch of one step.
+
+    Raises:
+      LayoutError: a rule or an option that the model does not honour.
+    """
+    params = abstract(model.params)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+        jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
+        check_divides(jaxpr, scope)
+        if layout.pipe > 1 or splits_rows(layout.layers):
+            x = jax.eval_shape(model.layered.embed, params, batch, key)
+            _check_dtypes(layout, x)
+    for name, _ in layout.activations:
+        if name not in scope.names_used:
+            known = nearest(name, (n for n in scope.names_used if n))
+            raise LayoutError(
+                f"rule activations.{name} matches no dim that the model constrains "
+                f"({known})"
+            )
+    if layout.splits_vocabulary and len(scope.vocabulary_used) < 2:
+        raise LayoutError(
+            "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
+            "vocabulary.token_losses for its loss (meshpar.vocabulary)"
+        )
+    check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
+
+
+def check_parts(
+    model: Model, layout: Layout, by_hand: bool, batch: Any
+) -> frozenset[str]:
+    """Checks the losses of a split batch.
+
+    Args:
+      model: the model.
+      layout: the layout.
+      by_hand: whether each device sees its part of the batch alone (shard_map).
+      batch: abstract batch of one replica.
+
+    Returns:
+      Paths of the state that parts average.
+
+    Raises:
+      LayoutError: a loss or metric that the parts of a split batch cannot give.
+    """
+    axes, evaluates = {REPLICA}, layout.pipe > 1 or layout.replica > 1
+    if by_hand:
+        check_positions(model, batch, layout, evaluates)
+        axes.update(BATCH_AXES)
+        axes.update((TENSOR,) if splits_rows(layout.layers) else ())
+    splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
+    if layout.microbatches > 1:
+        splits["microbatches"] = layout.microbatches
+    if splits:
+        state = check_losses(model, batch, Split.by(splits), evaluates)
+        if (num := layout.microbatches) > 1:
+            return averaged_state(state, Split.by({"microbatches": num}))
+    return frozenset()
+
+
+def _check_dtypes(layout: Layout, x: Any) -> None:
+    """Raises LayoutError if activations that move have no gradient to move back."""
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}
+    odd = [dtype for dtype in kinds if not jnp.issubdtype(dtype, jnp.floating)]
+    if not odd:
+        return
+    if layout.pipe > 1:
+        moves = f"pipe={layout.pipe} sends what `embed` returns from stage to stage"
+    else:
+        moves = f"layers={layout.layers} moves what `embed` returns between devices"
+    raise LayoutError(
+        f"{moves}, and gradients of it back, but it holds {odd[0]}: return "
+        "floating-point activations alone"
+    )
