@@ -27,7 +27,7 @@ from meshpar.mesh.machine import Machine, machine_of
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.facts import Facts
 from meshpar.planner.plans import predicted
-from meshpar.planner.space import Wanted, without_remat
+from meshpar.planner.space import Wanted, beside_layers
 
 _BUDGETS = 60
 
@@ -101,7 +101,7 @@ def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
         if is_mix(candidate.layout.remat) or candidate.layout.offloaded:
             continue
         every.append(Cost(candidate.memory.total, candidate.seconds.total))
-        alike.setdefault(without_remat(candidate.layout), []).append(every[-1])
+        alike.setdefault(beside_layers(candidate.layout), []).append(every[-1])
     front, fronts = _front(every), [_front(costs) for costs in alike.values()]
     saved = []
     least = min(cost.memory for cost in every)

@@ -132,3 +132,36 @@ def policies(
     """
     found = segments(layers, remat, depth)
     return tuple((s.remat, s.count) for s in found if s.use == use)
+
+
+class Run(NamedTuple):
+    """A segment, and how it meets its neighbours.
+
+    Attributes:
+      segment: the layers.
+      enters: whether activations change from split features to split rows before it.
+      exits: whether they change back after it.
+    """
+
+    segment: Segment
+    enters: bool
+    exits: bool
+
+    @property
+    def num_changes(self) -> int:
+        """How often activations change."""
+        return self.enters + self.exits
+
+
+def runs(layers: str, remat: str, depth: int) -> tuple[Run, ...]:
+    """The segments of the stack; embedding and head around it split features.
+
+    Takes the arguments of `segments`.
+    """
+    stack = segments(layers, remat, depth)
+    uses = [FEATURES, *(segment.use for segment in stack), FEATURES]
+    found = []
+    for segment, before, after in zip(stack, uses, uses[2:], strict=False):
+        own = segment.use == ROWS
+        found.append(Run(segment, own and before != ROWS, own and after != ROWS))
+    return tuple(found)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.arrays import Array, abstract, abstract_layer, vary
+from meshpar.layouts import layer_uses
 from meshpar.layouts.axes import PIPE, REPLICA, TENSOR, TOKEN_AXES, in_use, ways_of
-from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average, segments
 from meshpar.layouts.plan import LeafPlan, Plan, partition_spec
 from meshpar.layouts.remat import KEEPS_MATMULS, NONE
@@ -68,7 +68,9 @@ def trace_layer(
       batch: abstract batch of one replica.
     """
     traced = trace_unpadded(layered, plan, mesh, batch)
-    return with_padding(traced, plan.layout, mesh.devices.flat[0])
+    layout, device = plan.layout, mesh.devices.flat[0]
+    rows = layer_uses.splits_rows(layout.layers)
+    return with_padding(traced, layout.tensor > 1 and not rows, device)
 
 
 def trace_unpadded(
@@ -149,16 +151,21 @@ def _one_stage(mesh: Mesh) -> Mesh:
 
 
 def with_padding(
-    traced: TracedLayer, layout: Layout, device: jax.Device
+    traced: TracedLayer, splits_features: bool, device: jax.Device
 ) -> TracedLayer:
     """Adds the padding of what a layer saves, under layouts whose programs pad it.
 
     TPUs pad the last dim of an array to whole lanes. Compilers put another dim last
     where padding would double an array, but for the results of matmuls that a policy of
     `remat` keeps. Rings over `tensor` that merge heads with head_dim leave no such dim.
+
+    Args:
+      traced: a layer, or the mean of several.
+      splits_features: whether devices split the features of all layers.
+      device: that the program runs on.
     """
     chip = chip_of(device.device_kind)
-    merges = layout.tensor > 1 and chip is not None and chip.gathers_beside_compute
+    merges = splits_features and chip is not None and chip.gathers_beside_compute
     return traced if merges else traced._replace(saved=traced.saved + traced.padding)
 
 
@@ -250,8 +257,8 @@ def held_at_times(
     nothing is rematerialized. Logits of a block, where the platform writes them.
     """
     layout = plan.layout
-    policies = {policy for policy, _ in segments(layout.remat, 1)}
-    gathers = layout.tensor > 1 and policies != {NONE}
+    split = layer_uses.policies(layout.layers, layout.remat, layered.depth)
+    gathers = layout.tensor > 1 and any(policy != NONE for policy, _ in split)
     return {
         "gathered": traced.x * layout.tensor if gathers else 0,
         "logits": platform_of(mesh).logits_in_memory(traced.logits),

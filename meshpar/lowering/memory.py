@@ -52,9 +52,10 @@ _GATHERED, _GATHERED_BY_HEAD = 3.5, 4.0
 _WHOLE_HEAD = 3.0
 """Copies of a head's weight beside all that, where `tensor` does not split it."""
 
-_LAYER, _LAYER_IN_TICKS = 1.7, 3.7
-"""Copies of a layer's weights that are gathered for it: whole, and as a gradient, which
-ticks add to float32 sums."""
+_LAYER, _LAYER_OVER_ROWS, _LAYER_IN_TICKS = 1.7, 2.3, 3.7
+"""Copies of a layer's weights that are gathered for it: whole, and as a gradient. Where
+they are gathered over `tensor` too, each weight comes in two steps; ticks add gradients
+to float32 sums."""
 
 _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
@@ -77,6 +78,7 @@ class Held(NamedTuple):
       sums: float32 sums of gradients over microbatches or ticks.
       gathered: an activation between two layers, whole, if a layer gathers it.
       layer: whole weights of one layer, if they are gathered for it.
+      over_rows: whether they are gathered over `tensor` too.
       logits: copies of the logits of a block of the loss, in memory.
       chunk: the largest part of what lives in host memory that is on the device at a
         time.
@@ -94,6 +96,7 @@ class Held(NamedTuple):
     sums: int = 0
     gathered: int = 0
     layer: int = 0
+    over_rows: bool = False
     logits: int = 0
     chunk: int = 0
     gathers_head: bool = False
@@ -124,7 +127,8 @@ def predicted_memory(
         layer += _LAYER_IN_TICKS * held.layer
         head += _LAYER_IN_TICKS * held.layer
     else:
-        layer = _RUNNING * traced.running + _LAYER * held.layer
+        copies = _LAYER_OVER_ROWS if held.over_rows else _LAYER
+        layer = _RUNNING * traced.running + copies * held.layer
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
         head += held.logits

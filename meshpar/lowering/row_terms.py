@@ -59,17 +59,17 @@ def declared_weights(
 
 
 def declared_exchanges(
-    frame: Frame, dims: RowDims, ends: int, batch: Any
+    frame: Frame, dims: RowDims, changes: int, batch: Any
 ) -> Iterator[DeclaredCollective]:
     """Moves of activations between these layers and others, in one step.
 
     Args:
       frame: the shard_map program around the layers.
       dims: where activations hold rows.
-      ends: number of places where activations change.
+      changes: number of places where activations change.
       batch: abstract batch of one replica.
     """
-    ways, runs = frame.layout.tensor, ends * frame.layout.microbatches
+    ways, runs = frame.layout.tensor, changes * frame.layout.microbatches
     pairs = zip(frame.activations(batch), jax.tree.leaves(dims.x), strict=True)
     for x, dim in pairs:
         size, why = num_bytes(x), "activations, between split rows and split length"

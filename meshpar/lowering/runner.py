@@ -34,8 +34,13 @@ class Runner:
 
     @property
     def layer_passes(self) -> list[LayerPass]:
-        """Every pass over the layers in one step."""
+        """Every pass over the layers in one step, but for `row_passes`."""
         raise NotImplementedError
+
+    @property
+    def row_passes(self) -> list[LayerPass]:
+        """Every pass over layers that split rows over `tensor`, in one step."""
+        return []
 
     @property
     def sums_dtype(self) -> Any:

@@ -15,9 +15,8 @@ from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.layer_uses import FEATURES, ROWS
-from meshpar.layouts.layer_uses import Segment as StackSegment
-from meshpar.layouts.layer_uses import segments as stack_segments
+from meshpar.layouts import layer_uses
+from meshpar.layouts.layer_uses import FEATURES, ROWS, Run
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.row_layers import RowLayers
@@ -50,14 +49,14 @@ class ScanRunner(Runner):
         return self._passes(ROWS)
 
     def _passes(self, use: str) -> list[LayerPass]:
-        counts = [segment.count for segment in self._stack if segment.use == use]
+        counts = [s.count for s, *_ in self._stack if s.use == use]
         runs, depth = self.frame.layout.microbatches, sum(counts)
         return [LayerPass(n, runs, depth, len(counts)) for n in ("forward", "backward")]
 
     @property
-    def _stack(self) -> tuple[StackSegment, ...]:
+    def _stack(self) -> tuple[Run, ...]:
         layout = self.frame.layout
-        return stack_segments(layout.layers, layout.remat, self.frame.layered.depth)
+        return layer_uses.runs(layout.layers, layout.remat, self.frame.layered.depth)
 
     @functools.cached_property
     def row_zero(self) -> Zero:
@@ -73,7 +72,7 @@ class ScanRunner(Runner):
         self, passes: Sequence[LayerPass]
     ) -> Iterator[DeclaredCollective]:
         """Moves of weights and gradients of layers that split rows over `tensor`."""
-        counts = [segment.count for segment in self._stack if segment.use == ROWS]
+        counts = [s.count for s, *_ in self._stack if s.use == ROWS]
         if counts:
             names = {run.name for run in passes}
             own = [run for run in self.row_passes if run.name in names]
@@ -82,8 +81,8 @@ class ScanRunner(Runner):
     def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
         """Moves of activations between layers that split rows and others."""
         if self.dims is not None:
-            ends = sum(enters + exits for *_, enters, exits in self._ends())
-            yield from declared_exchanges(self.frame, self.dims, ends, batch)
+            changes = sum(run.num_changes for run in self._stack)
+            yield from declared_exchanges(self.frame, self.dims, changes, batch)
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
         """Totals and gradients summed over this shard's samples."""
@@ -136,16 +135,9 @@ class ScanRunner(Runner):
         )
         return held._replace(sums=sums)
 
-    def _ends(self) -> Iterator[tuple[StackSegment, bool, bool]]:
-        """(segment, whether rows become split before it, and whole after it)."""
-        uses = [FEATURES, *(segment.use for segment in self._stack), FEATURES]
-        for segment, before, after in zip(self._stack, uses, uses[2:], strict=False):
-            own = segment.use == ROWS
-            yield segment, own and before == FEATURES, own and after == FEATURES
-
     def _segments(self, key: Key, context: Any) -> Iterator[Segment]:
         """The segments of the stack, as they run."""
-        for (use, remat, count), enters, exits in self._ends():
+        for (use, remat, count), enters, exits in self._stack:
             if use == FEATURES:
                 layers = self.zero.layers(key, context, remat)
             else:

@@ -25,7 +25,8 @@ from meshpar.fsdp.terms import (
     declared_scatters,
 )
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import PIPE, TOKEN_AXES
+from meshpar.layouts.axes import PIPE, TENSOR, TOKEN_AXES
+from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.lowering.automatic_axes import declared_bounds
@@ -158,6 +159,7 @@ class ShardMapLowering(Lowering):
     def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
         """The collectives of one training step."""
         yield from super().declared(batch, totals)
+        passes = self._passes(batch)
         if manual := self.frame.manual_axes:
             ways = self.ways(manual)
             for num, why in zip(totals.num_reduced, _METRICS, strict=True):
@@ -166,9 +168,9 @@ class ShardMapLowering(Lowering):
                         "all_reduce", manual, ways, 1, 4 * num, why
                     )
             own = self.runner.declared_reductions()
-            state = self.declared_state_moves(self._passes(batch))
-            yield from state if own is None else own
-        passes, traced = self._passes(batch), traced_moves(self.frame, batch)
+            yield from self.declared_state_moves(passes) if own is None else own
+            yield from self.runner.declared_row_moves(passes)
+        traced = traced_moves(self.frame, batch)
         moves = list(declared_moves(self.frame, passes, traced))
         for move in moves:
             if set(move.axes) <= set(manual) or not move.bound:
@@ -229,7 +231,6 @@ class ShardMapLowering(Lowering):
         why = "gradients, over the axes that replicate the tensor"
         shards = frame.stage_shards(sums)
         yield from declare_all_reduces(shards, zero.shardings, sizes, why)
-        yield from self.runner.declared_row_moves(passes)
 
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""
@@ -240,9 +241,11 @@ class ShardMapLowering(Lowering):
             held = held._replace(weights=copies)
         if self.zero.gathers_layers:
             stack = self.model.layered.split(self.plan.weights)[1].values()
-            whole = sum(whole_bytes(leaf, self.layout.sizes) for leaf in stack)
+            rows = splits_rows(self.layout.layers)
+            sizes = self.layout.sizes | ({TENSOR: 1} if rows else {})
+            whole = sum(whole_bytes(leaf, sizes) for leaf in stack)
             layer = whole // self.model.layered.depth
-            held = held._replace(gathers_head=True, layer=layer)
+            held = held._replace(gathers_head=True, layer=layer, over_rows=rows)
         return self.runner.held(traced, held)
 
     def report(self, batch: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from meshpar.compose import Parts, make_lowering, reason_unsupported
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
+from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import Plan
@@ -24,8 +25,9 @@ from meshpar.models.model import Model
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
-from meshpar.planner.seconds import Seconds, Traffic, step_seconds
-from meshpar.planner.space import without_remat
+from meshpar.planner.seconds import Seconds, step_seconds
+from meshpar.planner.space import beside_layers
+from meshpar.planner.transfers import Traffic
 from meshpar.planner.uncertainty import Uncertainty, uncertainty_of
 
 
@@ -59,13 +61,15 @@ class _Shared(NamedTuple):
 
     Attributes:
       lowering: of one of them.
-      terms: the collectives that it declares exactly.
+      terms: the collectives that it declares exactly, but for `row_terms`.
+      row_terms: those of layers that split rows over `tensor`.
       sends: activations and gradients that one stage sends in a step.
       largest: bytes of the largest weight outside the stack, on one device.
     """
 
     lowering: ShardMapLowering
     terms: tuple[DeclaredCollective, ...]
+    row_terms: tuple[DeclaredCollective, ...]
     sends: int
     largest: int
 
@@ -106,7 +110,8 @@ class Candidates:
         traced = traced._replace(largest=shared.largest, logits=logits)
         one_way = facts.layer(layout, rows, 1).x
         host = tuple(lowering.host_transfers(None, traced))
-        traffic = Traffic(shared.terms, host, one_way, shared.sends)
+        terms = {FEATURES: shared.terms, ROWS: shared.row_terms}
+        traffic = Traffic(terms, host, one_way, shared.sends)
         seconds = step_seconds(lowering, facts, self.machine, rows, traced, traffic)
         seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
@@ -120,14 +125,16 @@ class Candidates:
         policy prefetches for itself: such layouts share nothing.
         """
         alone = layout.expert > 1 or layout.context > 1 or layout.prefetch
-        key = without_remat(layout), layout.remat if alone else ""
+        key = beside_layers(layout), layout.layers, layout.remat if alone else ""
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
             if reason := reason_unsupported(self.facts.model, layout):
                 raise LayoutError(reason)
             lowering = self._lowering(layout)
             terms, sends = tuple(self._declared(lowering)), self._sends(lowering)
+            runner = lowering.runner
+            row_terms = tuple(runner.declared_row_moves(runner.row_passes))
             largest = largest_weight(self.facts.layered, lowering.plan)
-            self._last = key, _Shared(lowering, terms, sends, largest)
+            self._last = key, _Shared(lowering, terms, row_terms, sends, largest)
         return self._last[1]
 
     def _lowering(self, layout: Layout) -> ShardMapLowering:

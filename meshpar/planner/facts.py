@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 from meshpar.arrays import Params, abstract, abstract_layer
 from meshpar.errors import MeshparError
 from meshpar.layouts.axes import AXES
+from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.remat import NONE
@@ -79,7 +80,7 @@ class Facts:
         self._transformation, self._devices = optimizer, devices
         self._optimizers: dict[int, Optimizer] = {}
         self._traces: dict[tuple[str, Layout], tuple[TracedLayer, TracedLayer]] = {}
-        self._layers: dict[tuple[str, float, int, Layout], TracedLayer] = {}
+        self._layers: dict[tuple, TracedLayer] = {}
 
     @property
     def layered(self) -> LayeredModel:
@@ -150,29 +151,29 @@ class Facts:
         """Bytes of one layer on one device.
 
         Args:
-          layout: its rematerialization, on average over the layers of a mix, and what
-            exchanges tokens inside the layer.
+          layout: its rematerialization, on average over the layers of a mix, what the
+            layers use `tensor` for, and what exchanges tokens inside the layer.
           rows: rows of one microbatch on one device; a fraction of a row where the
             length is split.
-          ways: devices that split the features of tensors.
+          ways: devices along `tensor`, which split features or rows.
         """
-        return self._layer_of(layout.remat, rows, ways, exchange_of(layout))
+        by_features = ways > 1 and not splits_rows(layout.layers)
+        return self._layer_of(
+            layout.remat, rows, ways, by_features, exchange_of(layout)
+        )
 
-    def _layer_of(
-        self, remat: str, rows: float, ways: int, exchange: Layout
-    ) -> TracedLayer:
-        key = remat, rows, ways, exchange
+    def _layer_of(self, *key: Any) -> TracedLayer:
         if key not in self._layers:
             self._layers[key] = self._layer(*key)
         return self._layers[key]
 
     def _layer(
-        self, remat: str, rows: float, ways: int, exchange: Layout
+        self, remat: str, rows: float, ways: int, by_features: bool, exchange: Layout
     ) -> TracedLayer:
         if is_mix(remat):
 
             def of_policy(policy: str) -> TracedLayer:
-                return self._layer_of(policy, rows, ways, exchange)
+                return self._layer_of(policy, rows, ways, by_features, exchange)
 
             return average_layer(remat, self.layered.depth, of_policy)
         few, many = self._traced(remat, exchange)
@@ -183,7 +184,7 @@ class Facts:
             return max(0, round((first + scale * (second - first)) / ways))
 
         traced = TracedLayer(*(grown(name) for name in TracedLayer._fields))
-        return with_padding(traced, Layout(remat=remat, tensor=ways), self._devices[0])
+        return with_padding(traced, by_features, self._devices[0])
 
     @functools.cached_property
     def flops(self) -> Flops:

@@ -1,19 +1,35 @@
-"""Rematerialization per layer: the fastest policies that fit into some memory.
+"""Choices per layer: the fastest that fit into some memory.
+
+A choice is a policy of rematerialization, and what the layer uses `tensor` for.
 
 Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.3, whose dynamic program
   chooses a strategy for each layer under a budget of memory.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from meshpar.layouts import mixes
+from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.planner.candidate import Candidate
 
 
+class Choice(NamedTuple):
+    """How a layer runs.
+
+    Attributes:
+      remat: its policy of rematerialization.
+      use: what it uses `tensor` for.
+    """
+
+    remat: str
+    use: str = FEATURES
+
+
 class Cost(NamedTuple):
-    """What a policy costs in one layer.
+    """What a choice costs in one layer.
 
     Attributes:
       seconds: that the layer takes.
@@ -24,60 +40,77 @@ class Cost(NamedTuple):
     saved: float
 
 
-class _Partial(NamedTuple):
-    """Policies of the first layers, and what they cost together."""
+class Chosen(NamedTuple):
+    """Choices of several layers, and what they cost together."""
 
     seconds: float
     saved: float
-    policies: tuple[str, ...]
+    choices: tuple[Choice, ...]
 
 
-def best_policies(
-    layers: Sequence[Mapping[str, Cost]], budget: float
-) -> tuple[str, ...] | None:
-    """The policy of every layer, of those that save at most `budget` bytes together.
+def best_choices(
+    layers: Sequence[Mapping[Choice, Cost]], budget: float, change: float = 0.0
+) -> Chosen | None:
+    """The choice of every layer, of those that save at most `budget` bytes together.
 
-    A dynamic program over the layers, which keeps the choices that no other one beats
-    in both seconds and bytes. It is exact.
+    A dynamic program over the layers. For each use that the last layer may have, it
+    keeps the choices that no other one beats in both seconds and bytes. It is exact.
 
     Args:
-      layers: {policy: its cost} of each layer.
+      layers: {choice: its cost} of each layer.
       budget: bytes.
+      change: seconds where neighbours differ in their use; embedding and head, before
+        and after the layers, split features.
 
     Returns:
-      The policies that take least time; None if no choice fits.
+      The choices that take least time; None if none fit.
     """
-    front = [_Partial(0.0, 0.0, ())]
+    fronts = {FEATURES: [Chosen(0.0, 0.0, ())]}
     for costs in layers:
-        grown = [
-            _Partial(
-                done.seconds + cost.seconds,
-                done.saved + cost.saved,
-                (*done.policies, policy),
-            )
-            for done in front
-            for policy, cost in costs.items()
-            if done.saved + cost.saved <= budget
-        ]
-        grown.sort(key=lambda choice: choice[:2])
-        front, least = [], float("inf")
-        for choice in grown:
-            if choice.saved < least:
-                front.append(choice)
-                least = choice.saved
-    return front[0].policies if front else None
+        grown: dict[str, list[Chosen]] = {}
+        for use, front in fronts.items():
+            for done in front:
+                for choice, cost in costs.items():
+                    if done.saved + cost.saved <= budget:
+                        between = change if choice.use != use else 0.0
+                        longer = Chosen(
+                            done.seconds + between + cost.seconds,
+                            done.saved + cost.saved,
+                            (*done.choices, choice),
+                        )
+                        grown.setdefault(choice.use, []).append(longer)
+        fronts = {use: _unbeaten(partials) for use, partials in grown.items()}
+    fastest = {use: front[0] for use, front in fronts.items()}
+    if last := fastest.get(ROWS):
+        fastest[ROWS] = last._replace(seconds=last.seconds + change)
+    return min(fastest.values(), default=None)
 
 
-def as_remat(policies: Sequence[str], costs: Mapping[str, Cost]) -> str:
-    """The value of `remat=` that gives equal layers these policies.
+def _unbeaten(partials: list[Chosen]) -> list[Chosen]:
+    """Those that no other one beats in both seconds and bytes, fastest first."""
+    front, least = [], float("inf")
+    for partial in sorted(partials, key=lambda partial: partial[:2]):
+        if partial.saved < least:
+            front.append(partial)
+            least = partial.saved
+    return front
 
-    Layers that save least come first: what the last ones save is freed first.
+
+def as_options(
+    choices: Sequence[Choice], costs: Mapping[Choice, Cost]
+) -> dict[str, str]:
+    """The values of `remat=` and `layers=` that give equal layers these choices.
+
+    Layers of one use follow each other. Of those, layers that save least come first:
+    what the last ones save is freed first.
     """
-    kinds = sorted(set(policies), key=lambda policy: costs[policy].saved)
-    if len(kinds) == 1:
-        return kinds[0]
-    counts = ((policies.count(policy), policy) for policy in kinds)
-    return "+".join(f"{count}*{policy}" for count, policy in counts)
+    order = sorted(
+        choices, key=lambda choice: (choice.use != ROWS, costs[choice].saved)
+    )
+    return {
+        "remat": mixes.written([(choice.remat, 1) for choice in order]),
+        "layers": mixes.written([(choice.use, 1) for choice in order]),
+    }
 
 
 def mixed_layout(
@@ -88,26 +121,48 @@ def mixed_layout(
     It leaves room for the largest known error of such predictions.
 
     Args:
-      uniform: candidates that differ in `remat` alone, each with one policy.
+      uniform: candidates that differ in `remat` and `layers` alone, each with one
+        choice for all layers.
       depth: layers of the stack.
       memory: bytes that a step may take on one device.
 
     Returns:
-      The layout; None if one policy does for all layers, or they run in a pipeline.
+      The layout; None if one choice does for all layers, or they run in a pipeline.
     """
     if not uniform or uniform[0].layout.pipe > 1:
         return None
     if known := uniform[0].uncertainty:
         memory = int(memory / known.memory.high)
-    fits = [c.memory.total <= memory for c in uniform]
-    if not any(fits) or all(fits):
+    found = [
+        mix
+        for uses in ({FEATURES}, {ROWS}, {FEATURES, ROWS})
+        if (mix := _mix(uniform, uses, depth, memory)) is not None
+    ]
+    if not found:
         return None
-    costs = {
-        c.layout.remat: Cost(c.seconds.total / depth, c.memory.activations / depth)
-        for c in uniform
-    }
-    rest = max(c.memory.total - c.memory.activations for c in uniform)
-    policies = best_policies([costs] * depth, memory - rest)
-    if policies is None or len(set(policies)) == 1:
+    _, options = min(found, key=lambda mix: mix[0])
+    return dataclasses.replace(uniform[0].layout, **options)
+
+
+def _mix(
+    uniform: Sequence[Candidate], uses: Collection[str], depth: int, memory: int
+) -> tuple[float, dict[str, str]] | None:
+    """(seconds, options) of the best mix whose layers have some uses; None if none."""
+    among = [c for c in uniform if c.layout.layers in uses]
+    fits = [c.memory.total <= memory for c in among]
+    if {c.layout.layers for c in among} != set(uses) or not any(fits) or all(fits):
         return None
-    return dataclasses.replace(uniform[0].layout, remat=as_remat(policies, costs))
+    # Layers that split rows move activations over `tensor` at both ends alone.
+    rows = (c.seconds.tensor / 2 for c in among if c.layout.layers == ROWS)
+    change = min(rows, default=0.0)
+    costs = {}
+    for candidate in among:
+        layout, seconds = candidate.layout, candidate.seconds.total
+        own = seconds - (2 * change if layout.layers == ROWS else 0.0)
+        saved = candidate.memory.activations
+        costs[Choice(layout.remat, layout.layers)] = Cost(own / depth, saved / depth)
+    rest = max(c.memory.total - c.memory.activations for c in among)
+    best = best_choices([costs] * depth, memory - rest, change)
+    if best is None or len(set(best.choices)) == 1:
+        return None
+    return best.seconds, as_options(best.choices, costs)

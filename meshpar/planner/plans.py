@@ -27,7 +27,7 @@ from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.graphs.candidates import graph_candidates
 from meshpar.planner.layer_policies import mixed_layout
-from meshpar.planner.space import Wanted, layouts, offloaded, without_remat
+from meshpar.planner.space import Wanted, beside_layers, layouts, offloaded
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
@@ -236,7 +236,7 @@ def predicted(
 
     model, rows, length = facts.model, facts.rows, facts.length
     space = layouts(count, model, rows, length, wanted, lambda: facts.constrained)
-    for _, group in itertools.groupby(space, without_remat):
+    for _, group in itertools.groupby(space, beside_layers):
         uniform = [c for c in map(predict, group) if c is not None]
         for candidate in uniform:
             if candidate.memory.total > machine.memory_bytes:

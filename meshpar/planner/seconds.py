@@ -6,22 +6,27 @@ slowest, and a tick without work costs as much as one with work.
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
-from meshpar.contracts import cost
-from meshpar.contracts.declared import DeclaredCollective
-from meshpar.contracts.host_transfers import HostTransfer, link_seconds
-from meshpar.layouts.axes import PIPE, SLOW_AXES, in_use
+from meshpar.layouts.axes import PIPE
+from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average
 from meshpar.layouts.remat import NONE, repeated_share
-from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_of
 from meshpar.planner.facts import Facts
+from meshpar.planner.transfers import (
+    Beside,
+    Traffic,
+    bandwidth,
+    exchange_bytes,
+    host_seconds,
+    state_seconds,
+    tensor_seconds,
+)
 
 _UPDATE_BYTES = 32
 """Bytes that an update of Adam reads and writes for a parameter, in float32: weight
@@ -35,29 +40,9 @@ weights and gradients, and of activations over `tensor`, that the device sends, 
 sliced, copied and added to. All are fitted to the cycles that compilers state
 (docs/planning.md)."""
 
-_TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
-"""Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
-reduce_scatters each way, and two more for the gradients of weights that read them."""
-
 _EXPOSED_OF_RINGS = 0.25
 """Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
 to llama2-7b on v5e (docs/planning.md)."""
-
-
-class Traffic(NamedTuple):
-    """What a step moves.
-
-    Attributes:
-      terms: collectives declared exactly.
-      host: transfers between device and host memory.
-      activation_bytes: of one microbatch between two layers, on one device.
-      sends: activations that a stage sends.
-    """
-
-    terms: tuple[DeclaredCollective, ...]
-    host: tuple[HostTransfer, ...]
-    activation_bytes: int
-    sends: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +118,20 @@ def step_seconds(
     """
     layout, runner = lowering.layout, lowering.runner
     layer = _layer_seconds(layout, facts, machine, rows)
-    compute: dict[str, float] = {}
+    compute: dict[Beside, float] = {}
     passes, in_kernels = 0, 0.0
-    for run in runner.layer_passes:
+    by_use = {FEATURES: runner.layer_passes, ROWS: runner.row_passes}
+    for use, run in ((use, run) for use, own in by_use.items() for run in own):
         times = run.runs * run.depth
         seconds, kernels = layer.of(run.name)
-        compute[run.name] = compute.get(run.name, 0.0) + times * seconds
+        beside = Beside(run.name, use)
+        compute[beside] = compute.get(beside, 0.0) + times * seconds
         in_kernels += times * kernels
         passes += times
     needed = layout.microbatches * lowering.model.layered.depth / layout.pipe
     # Stages that save their inputs run forward once more.
-    stages_again = layer.forward if "forward again" in compute else 0.0
+    repeats = Beside("forward again", FEATURES) in compute
+    stages_again = layer.forward if repeats else 0.0
     layers, again = 3 * needed * layer.forward, needed * (layer.again + stages_again)
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
@@ -159,10 +147,13 @@ def step_seconds(
     outside += _VOCABULARY * times_tokens * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
-    sent, tensor_bytes = _tensor_seconds(lowering, machine, traffic)
+    sent, tensor_bytes = tensor_seconds(lowering, machine, traffic)
     rings = platform_of(lowering.mesh).hides_ring_steps
-    state_bytes = sum(term.wire_bytes for term in traffic.terms)
-    moves = _STATE_MOVES * state_bytes + _TENSOR_MOVES * tensor_bytes
+    state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
+    sent_by_rows = exchange_bytes(lowering, traced)
+    moves = _STATE_MOVES * state_bytes
+    moves += _TENSOR_MOVES * (tensor_bytes + sent_by_rows)
+    sent = sent * _EXPOSED_OF_RINGS if rings else sent
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     return Seconds(
         layers=layers,
@@ -172,11 +163,11 @@ def step_seconds(
         update=update / memory_bandwidth,
         saved=_SAVED * passes * traced.saved / memory_bandwidth,
         moves=moves / memory_bandwidth,
-        state=_state_seconds(lowering, machine, traffic, compute),
-        tensor=sent * _EXPOSED_OF_RINGS if rings else sent,
-        sends=sends / _bandwidth(lowering, machine, (PIPE,)),
-        host=_host_seconds(lowering, machine, traffic, compute),
-        wire_bytes=state_bytes + tensor_bytes + sends,
+        state=state_seconds(lowering, machine, traffic, compute),
+        tensor=sent + sent_by_rows / machine.link_bandwidth,
+        sends=sends / bandwidth(lowering, machine, (PIPE,)),
+        host=host_seconds(lowering, machine, traffic, compute),
+        wire_bytes=state_bytes + tensor_bytes + sent_by_rows + sends,
         kernels=in_kernels,
     )
 
@@ -222,74 +213,3 @@ def _layer_seconds(
     again = average(*policies, lambda policy: kinds.get(policy, forward))
     kernels_again = repeated_share(*policies) * kernels
     return _LayerSeconds(forward, kernels, again, kernels_again)
-
-
-def _bandwidth(
-    lowering: ShardMapLowering, machine: Machine, axes: tuple[str, ...]
-) -> float:
-    """Bytes per second of a collective; axes over slices take the slow links."""
-    left = machine.num_slices
-    if left == 1:
-        return machine.link_bandwidth
-    for axis in in_use(SLOW_AXES, lowering.layout.sizes):
-        across = math.gcd(lowering.layout.sizes[axis], left)
-        if across > 1 and axis in axes:
-            return machine.chip.slice_bandwidth
-        left //= across
-    return machine.link_bandwidth
-
-
-def _state_seconds(
-    lowering: ShardMapLowering,
-    machine: Machine,
-    traffic: Traffic,
-    compute: dict[str, float],
-) -> float:
-    """Transfers of weights and gradients that outlast the compute beside them."""
-    beside: dict[str, float] = {}
-    for term in traffic.terms:
-        seconds = term.wire_bytes / _bandwidth(lowering, machine, term.axes)
-        beside[term.beside] = beside.get(term.beside, 0.0) + seconds
-    exposed = beside.pop("", 0.0)
-    for name, seconds in beside.items():
-        hidden = compute.get(name, 0.0) if machine.overlaps else 0.0
-        exposed += max(0.0, seconds - hidden)
-    return exposed
-
-
-def _host_seconds(
-    lowering: ShardMapLowering,
-    machine: Machine,
-    traffic: Traffic,
-    compute: dict[str, float],
-) -> float:
-    """Transfers to and from the host that outlast the compute beside them.
-
-    Those of the update have only the update beside them, which is short; all others
-    follow the layers.
-    """
-    update = set(state_transfers(lowering.plan))
-    beside = [transfer for transfer in traffic.host if transfer not in update]
-    bandwidth = machine.chip.host_bandwidth
-    hidden = sum(compute.values()) if machine.overlaps else 0.0
-    exposed = max(0.0, link_seconds(beside, bandwidth) - hidden)
-    return link_seconds(update, bandwidth) + exposed
-
-
-def _tensor_seconds(
-    lowering: ShardMapLowering, machine: Machine, traffic: Traffic
-) -> tuple[float, float]:
-    """(seconds, bytes) of the transfers over `tensor`, if nothing hides them."""
-    layout = lowering.layout
-    if layout.tensor == 1:
-        return 0.0, 0.0
-    depth = lowering.model.layered.depth
-    again = _TENSOR_FORWARD * repeated_share(layout.remat, depth)
-    gathers = 0
-    for run in lowering.runner.layer_passes:
-        backward = run.name == "backward"
-        times = _TENSOR_BACKWARD + again if backward else _TENSOR_FORWARD
-        gathers += run.runs * run.depth * times
-    size = gathers * traffic.activation_bytes
-    sent = cost.wire_bytes("all_gather", size, layout.tensor)
-    return sent / machine.link_bandwidth, sent

@@ -14,6 +14,7 @@ from typing import Any
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
 from meshpar.layouts.grammar import REGEXES, RULES, read_items
+from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
 from meshpar.layouts.remat import NONE, REMAT_POLICIES
@@ -31,7 +32,10 @@ _MICROBATCHES = 1, 2, 4, 8
 _CHUNKS = 2, 4
 """Chunks of layers per stage of interleaved schedules."""
 
-_ALL_BUT_REMAT = [f.name for f in dataclasses.fields(Layout) if f.name != "remat"]
+_OF_LAYERS = "remat", "layers"
+"""Options by which layers may run in their own ways."""
+
+_NOT_OF_LAYERS = [name for name in DEFAULTS if name not in _OF_LAYERS]
 
 _MAY_STAY_WHOLE = ("vocab",)
 """Dims that `tensor` leaves whole where it does not divide them: embedding and head are
@@ -138,9 +142,9 @@ def layouts(
                 yield layout
 
 
-def without_remat(layout: Layout) -> tuple[Any, ...]:
-    """All fields of a layout but `remat`; equal for layouts that differ in it alone."""
-    return tuple(getattr(layout, name) for name in _ALL_BUT_REMAT)
+def beside_layers(layout: Layout) -> tuple[Any, ...]:
+    """All fields of a layout but those by which layers may run in their own ways."""
+    return tuple(getattr(layout, name) for name in _NOT_OF_LAYERS)
 
 
 def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
@@ -205,9 +209,15 @@ def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
     remat = [NONE, *(name for name in REMAT_POLICIES if name != "experts")]
     if sizes[EXPERT] > 1:
         remat.append("experts")
+    uses = [FEATURES]
+    if sizes[TENSOR] > 1 and stages == sizes[EXPERT] == sizes[CONTEXT] == 1:
+        uses.append(ROWS)
     # Layouts that differ in `remat` alone follow each other: they share most costs.
-    for values in itertools.product(_combinations(tried), _pipelines(stages), remat):
-        yield values[0] | values[1] | {"remat": values[2]}
+    tried_in_layers = {"layers": uses, "remat": remat}
+    for values in itertools.product(
+        _combinations(tried), _pipelines(stages), _combinations(tried_in_layers)
+    ):
+        yield values[0] | values[1] | values[2]
 
 
 def _pipelines(stages: int) -> list[dict[str, Any]]:
