@@ -34,7 +34,7 @@ def arrange_devices(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.n
       Devices [*sizes].
     """
     mesh = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    for axis in range(mesh.ndim):
+    for axis in np.flatnonzero(np.array(mesh.shape) > 1):
         offsets = _offsets(mesh, axis)
         if lines := _lines(offsets):
             index = {tuple(at): i for i, at in enumerate(offsets[:, list(lines)])}

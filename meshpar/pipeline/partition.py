@@ -180,11 +180,13 @@ def balanced_sizes(
     for n in range(1, positions + 1):
         extra = first * (n == 1) + last * (n == positions)
         for i in range(n, depth + 1):
-            for j in range(n - 1, i):
+            for j in reversed(range(n - 1, i)):
                 cost = sums[i] - sums[j] + extra
+                if cost > best[n][i][0]:
+                    break  # So are all longer runs.
                 largest, squares = best[n - 1][j]
                 score = max(largest, cost), squares + cost * cost
-                if score < best[n][i]:
+                if score <= best[n][i]:
                     best[n][i], cut[n][i] = score, j
     sizes, end = [], depth
     for n in range(positions, 0, -1):

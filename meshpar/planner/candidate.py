@@ -1,8 +1,8 @@
 """Candidates: what a layout costs in memory, traffic and time, without compiling."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -85,7 +85,7 @@ class Candidates:
           machine: that it trains on.
         """
         self.facts, self.machine = facts, machine
-        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._meshes: dict[tuple, Mesh | LayoutError] = {}
         self._plans: dict[tuple, Plan | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
         self._moves: dict[tuple, list[Move]] = {}
@@ -146,14 +146,16 @@ class Candidates:
             if spec.partition.moves:
                 order = LayerOrder(spec.partition, facts.layered.prefix)
                 model = order.stored(model)
-        sizes = tuple(layout.sizes.values())
-        if sizes not in self._meshes:
-            self._meshes[sizes] = make_mesh(layout, self.machine.devices)
-        mesh = self._meshes[sizes]
+        mesh = self._mesh(layout)
         plan = self._plan(layout, model, mesh, spec if order else None)
         optimizer, dtype = facts.optimizer_of(model), facts.compute_dtype
         parts = Parts(model, optimizer, plan, mesh, None, dtype)
         return make_lowering(ShardMapLowering.name, parts, spec, frozenset())
+
+    def _mesh(self, layout: Layout) -> Mesh:
+        """The mesh of a layout; layouts of the same sizes share it, or its refusal."""
+        key = *layout.sizes.values(), layout.allow
+        return _kept(self._meshes, key, lambda: make_mesh(layout, self.machine.devices))
 
     def _plan(
         self, layout: Layout, model: Model, mesh: Mesh, spec: PipelineSpec | None
@@ -163,15 +165,8 @@ class Candidates:
         key = (*layout.sizes.values(), layout.zero_level, layout.vocab, chunks)
         key = *key, layout.params, layout.paths, layout.allow, layout.min_shard_size
         key = *key, layout.offload
-        if key not in self._plans:
-            try:
-                self._plans[key] = self._new_plan(layout, model, mesh)
-            except LayoutError as error:
-                self._plans[key] = error
-        found = self._plans[key]
-        if isinstance(found, LayoutError):
-            raise found.with_traceback(None)
-        return dataclasses.replace(found, layout=layout)
+        plan = _kept(self._plans, key, lambda: self._new_plan(layout, model, mesh))
+        return dataclasses.replace(plan, layout=layout)
 
     def _new_plan(self, layout: Layout, model: Model, mesh: Mesh) -> Plan:
         facts = self.facts
@@ -213,3 +208,15 @@ class Candidates:
             return 0
         loop = lowering.runner.loop
         return loop.num_activation_sends + loop.num_gradient_sends
+
+
+def _kept(found: dict[tuple, Any], key: tuple, make: Callable[[], Any]) -> Any:
+    """What `make` returned for a key at first, or the LayoutError that it raised."""
+    if key not in found:
+        try:
+            found[key] = make()
+        except LayoutError as error:
+            found[key] = error
+    if isinstance(found[key], LayoutError):
+        raise found[key].with_traceback(None)
+    return found[key]

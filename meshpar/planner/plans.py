@@ -252,6 +252,7 @@ def _kind(error: LayoutError) -> str:
     """The first line of an error that says something, without layout and numbers."""
     lines = [line.strip() for line in str(error).splitlines()]
     line = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
+    line = re.sub('layout "[^"]*"', "a layout", line)
     return re.sub(r"(?<!\w)\d+", "N", line.split(";")[0])[:160]
 
 

@@ -9,7 +9,7 @@ from meshpar.contracts import cost
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
 from meshpar.layouts.axes import SLOW_AXES, in_use
-from meshpar.layouts.layer_uses import policies, runs
+from meshpar.layouts.layer_uses import ROWS, policies, runs
 from meshpar.layouts.remat import repeated_share
 from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer
@@ -19,6 +19,10 @@ from meshpar.mesh.machine import Machine
 _TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
 """Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
 reduce_scatters each way, and two more for the gradients of weights that read them."""
+
+_EXPOSED_OF_STEPS = 0.08
+"""Of the time of gathers over `fsdp`, then `tensor`, what outlasts the compute beside
+them; fitted to llama-1b and llama2-7b on v5e and v5p (docs/planning.md)."""
 
 
 class Traffic(NamedTuple):
@@ -86,7 +90,8 @@ def state_seconds(
     exposed = 0.0
     for beside, seconds in lasts.items():
         hidden = compute.get(beside, 0.0) if machine.overlaps else 0.0
-        exposed += max(0.0, seconds - hidden)
+        least = _EXPOSED_OF_STEPS * seconds if beside.use == ROWS else 0.0
+        exposed += max(least, seconds - hidden)
     return exposed
 
 

@@ -11,6 +11,7 @@ Pure Python: no jax.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ class Schedule:
     weight: Ticks = dataclasses.field(default_factory=dict)
     asynchronous: bool = False
 
-    @property
+    @functools.cached_property
     def num_ticks(self) -> int:
         """Ticks of one training step."""
         return 1 + max(tick for _, _, tick in self.placed())
