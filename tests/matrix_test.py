@@ -84,6 +84,13 @@ BY_US = [
         "fsdp=2,remat=5*full+3*none,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"
     ),
     Row("fsdp=2,tensor=2,remat=1*none+7*full,microbatches=2", "linen", slow=True),
+    Row("fsdp=2,tensor=4,layers=fsdp"),
+    Row("data=2,tensor=2,layers=fsdp,remat=full", "tied", slow=True),
+    Row(
+        "data=2,fsdp=2,tensor=2,microbatches=2,"
+        "layers=3*fsdp+4*tensor+1*fsdp,remat=5*full+3*none"
+    ),
+    Row("fsdp=2,tensor=2,layers=2*tensor+6*fsdp,prefetch=mlp", "linen", slow=True),
 ]
 BY_THE_COMPILER = [
     Row("data=2,fsdp=2,tensor=2", lowering="jit"),

@@ -15,6 +15,7 @@ from meshpar.explain.verify import Group, record, verify
 from meshpar.layouts.axes import CONTEXT, DATA, FSDP, PIPE, TENSOR
 from meshpar.layouts.context_modes import CONTEXT_MODES, RING, ULYSSES
 from meshpar.layouts.grammar import write_items
+from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout, parse
 from meshpar.layouts.offload import NONE, OFFLOADS, OPTIMIZER, PARAMETERS
 from meshpar.layouts.pipeline_options import CHOICES
@@ -44,8 +45,8 @@ SHARDED: dict[str, tuple] = {"zero": (1, 2, 3)}
 SPLIT = ("context_mode", "context_order", "context_heads")
 """Options of layouts with context, which depend on one another."""
 
-UNPIPED = ("offload",)
-"""Options of layouts without pipe; their values depend on zero."""
+UNPIPED = ("offload", "layers")
+"""Options of layouts without pipe; their values depend on zero and on each other."""
 
 PIPELINE: dict[str, tuple] = {
     "schedule": ("auto", *PUBLISHED),
@@ -114,6 +115,7 @@ def _draw(rng: random.Random, num_devices: int, axes: Sequence[str]) -> Draw:
     values |= {name: rng.choice(choices) for name, choices in options.items()}
     if values[PIPE] == 1:
         values["offload"] = _draw_offload(rng, values.get("zero", 3))
+        values["layers"] = _draw_layers(rng, values)
     given = {k: x for k, x in values.items() if x != DEFAULTS[k]} or {DATA: 1}
     lowerings = ("",) if values[PIPE] > 1 else ("", *DRAWN_LOWERINGS)
     return Draw(write_items(given), rng.choice(lowerings))
@@ -132,6 +134,13 @@ def _draw_offload(rng: random.Random, zero: int) -> str:
     """A value of `offload=`, most often none."""
     parts = [p for p in OFFLOADS if p != PARAMETERS or zero == 3]
     return rng.choice([*[NONE] * 6, *parts, f"{OPTIMIZER}+{parts[-1]}"])
+
+
+def _draw_layers(rng: random.Random, values: dict[str, Any]) -> str:
+    """A value of `layers=`: its default, beside options that need it."""
+    if values[TENSOR] == 1 or values[CONTEXT] > 1 or values["offload"] != NONE:
+        return FEATURES
+    return rng.choice((FEATURES, ROWS)) if values.get("zero", 3) == 3 else FEATURES
 
 
 def _prime_factors(number: int) -> Iterator[int]:
