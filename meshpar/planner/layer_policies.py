@@ -7,7 +7,7 @@ Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.3, whose dynamic pro
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshpar.layouts import mixes
@@ -133,36 +133,27 @@ def mixed_layout(
         return None
     if known := uniform[0].uncertainty:
         memory = int(memory / known.memory.high)
-    found = [
-        mix
-        for uses in ({FEATURES}, {ROWS}, {FEATURES, ROWS})
-        if (mix := _mix(uniform, uses, depth, memory)) is not None
-    ]
-    if not found:
-        return None
-    _, options = min(found, key=lambda mix: mix[0])
-    return dataclasses.replace(uniform[0].layout, **options)
-
-
-def _mix(
-    uniform: Sequence[Candidate], uses: Collection[str], depth: int, memory: int
-) -> tuple[float, dict[str, str]] | None:
-    """(seconds, options) of the best mix whose layers have some uses; None if none."""
-    among = [c for c in uniform if c.layout.layers in uses]
-    fits = [c.memory.total <= memory for c in among]
-    if {c.layout.layers for c in among} != set(uses) or not any(fits) or all(fits):
+    fits = [c.memory.total <= memory for c in uniform]
+    if not any(fits) or all(fits):
         return None
     # Layers that split rows move activations over `tensor` at both ends alone.
-    rows = (c.seconds.tensor / 2 for c in among if c.layout.layers == ROWS)
-    change = min(rows, default=0.0)
-    costs = {}
-    for candidate in among:
-        layout, seconds = candidate.layout, candidate.seconds.total
-        own = seconds - (2 * change if layout.layers == ROWS else 0.0)
-        saved = candidate.memory.activations
-        costs[Choice(layout.remat, layout.layers)] = Cost(own / depth, saved / depth)
-    rest = max(c.memory.total - c.memory.activations for c in among)
-    best = best_choices([costs] * depth, memory - rest, change)
+    moved = (c.seconds.tensor for c in uniform if c.layout.layers == ROWS)
+    change = min(moved, default=0.0) / 2
+    costs: dict[Choice, Cost] = {}
+    rest = dict.fromkeys((c.layout.layers for c in uniform), 0)
+    for candidate in uniform:
+        use, memory_of = candidate.layout.layers, candidate.memory
+        seconds = candidate.seconds.total - (2 * change if use == ROWS else 0.0)
+        cost = Cost(seconds / depth, memory_of.activations / depth)
+        costs[Choice(candidate.layout.remat, use)] = cost
+        rest[use] = max(rest[use], memory_of.total - memory_of.activations)
+    found = []
+    for uses in ({FEATURES}, {ROWS}, {FEATURES, ROWS}):
+        if uses <= rest.keys():
+            own = {choice: cost for choice, cost in costs.items() if choice.use in uses}
+            budget = memory - max(rest[use] for use in uses)
+            found.append(best_choices([own] * depth, budget, change))
+    best = min(filter(None, found), default=None)
     if best is None or len(set(best.choices)) == 1:
         return None
-    return best.seconds, as_options(best.choices, costs)
+    return dataclasses.replace(uniform[0].layout, **as_options(best.choices, costs))

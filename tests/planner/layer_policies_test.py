@@ -16,43 +16,68 @@ from meshpar.planner import plans
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.layer_policies import (
+    Choice,
     Cost,
-    as_remat,
-    best_policies,
+    as_options,
+    best_choices,
     mixed_layout,
 )
 
 POLICIES = "none", "dots", "full"
+USES = "tensor", "fsdp"
 
 
-def total(layers, policies):
-    costs = [costs[policy] for costs, policy in zip(layers, policies, strict=True)]
-    return sum(c.seconds for c in costs), sum(c.saved for c in costs)
+def total(layers, choices, change):
+    costs = [costs[choice] for costs, choice in zip(layers, choices, strict=True)]
+    uses = ["tensor", *(choice.use for choice in choices), "tensor"]
+    changes = sum(a != b for a, b in itertools.pairwise(uses))
+    seconds = sum(c.seconds for c in costs) + change * changes
+    return seconds, sum(c.saved for c in costs)
 
 
+@pytest.mark.parametrize("policies, uses", [(3, 1), (2, 2)])
 @pytest.mark.parametrize("depth", range(1, 7))
-def test_the_dynamic_program_equals_trying_all(depth):
+def test_the_dynamic_program_equals_trying_all(depth, policies, uses):
     rng = np.random.default_rng(depth)
-    for _ in range(20):
+    choices = list(itertools.product(POLICIES[:policies], USES[:uses]))
+    choices = [Choice(*choice) for choice in choices]
+    for _ in range(10):
         layers = [
-            {p: Cost(*map(float, rng.integers(1, 20, 2))) for p in POLICIES}
+            {c: Cost(*map(float, rng.integers(1, 20, 2))) for c in choices}
             for _ in range(depth)
         ]
-        budget = float(rng.integers(1, 20 * depth))
-        every = itertools.product(POLICIES, repeat=depth)
-        fitting = [p for p in every if total(layers, p)[1] <= budget]
-        found = best_policies(layers, budget)
+        budget, change = map(float, rng.integers(1, (20 * depth, 12)))
+        every = (
+            total(layers, c, change) for c in itertools.product(choices, repeat=depth)
+        )
+        fitting = [seconds for seconds, saved in every if saved <= budget]
+        found = best_choices(layers, budget, change)
         assert (found is None) == (not fitting)
         if found is not None:
-            seconds, saved = total(layers, found)
-            assert saved <= budget
-            assert seconds == min(total(layers, p)[0] for p in fitting)
+            assert found[:2] == total(layers, found.choices, change)
+            assert found.saved <= budget
+            assert found.seconds == min(fitting)
 
 
-def test_layers_that_save_least_come_first():
-    costs = {"none": Cost(1, 9), "dots": Cost(2, 5), "full": Cost(3, 1)}
-    assert as_remat(("none", "full", "dots", "full"), costs) == "2*full+1*dots+1*none"
-    assert as_remat(("full", "full"), costs) == "full"
+def test_layers_that_save_least_come_first_among_those_of_one_use():
+    costs = {
+        Choice(remat, use): Cost(0, saved)
+        for use in USES
+        for remat, saved in (("none", 9), ("dots", 5), ("full", 1))
+    }
+
+    def options(*choices):
+        return as_options([Choice(*choice) for choice in choices], costs)
+
+    assert options(("none",), ("full",), ("dots",), ("full",)) == {
+        "remat": "2*full+1*dots+1*none",
+        "layers": "tensor",
+    }
+    assert options(("full",), ("full",)) == {"remat": "full", "layers": "tensor"}
+    assert options(("none", "tensor"), ("dots", "fsdp"), ("full", "tensor")) == {
+        "remat": "1*dots+1*full+1*none",
+        "layers": "1*fsdp+2*tensor",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +108,21 @@ def test_a_mix_takes_the_memory_that_there_is(made):
     stages = dataclasses.replace(uniform[0].layout, fsdp=2, pipe=2, microbatches=2)
     staged = [dataclasses.replace(c, layout=stages) for c in uniform]
     assert mixed_layout(staged, depth, (full + dots) // 2) is None
+
+
+def test_a_mix_takes_the_use_that_costs_least(made):
+    def candidate(use, policy, times=1.0):
+        layout = parse(f"fsdp=2,tensor=2,layers={use},remat={policy}")
+        found = made.candidate(layout)
+        return dataclasses.replace(found, seconds=found.seconds.slower(times))
+
+    depth = made.facts.layered.depth
+    for faster, slower in (USES, USES[::-1]):
+        uniform = [candidate(faster, policy) for policy in POLICIES]
+        _, dots, full = (c.memory.total for c in uniform)
+        uniform += [candidate(slower, policy, 9.0) for policy in POLICIES]
+        mix = mixed_layout(uniform, depth, (dots + full) // 2)
+        assert mix.layers == faster and "*" in mix.remat
 
 
 def test_plans_hold_mixes(made, monkeypatch):

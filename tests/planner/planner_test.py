@@ -55,6 +55,8 @@ EQUAL_TO_A_LOWERED_PROGRAM = (
     "fsdp=8,microbatches=2,remat=full",
     "data=2,fsdp=4,zero=1",
     "fsdp=4,tensor=2,remat=dots",
+    "fsdp=4,tensor=2,layers=fsdp",
+    "fsdp=2,tensor=4,remat=full,layers=3*fsdp+5*tensor",
     "pipe=2,fsdp=4,microbatches=2,zero=1",
     "pipe=4,data=2,microbatches=4,schedule=interleaved,virtual_stages=2",
     "pipe=2,fsdp=4,microbatches=2,partition=5/3",
@@ -70,10 +72,21 @@ def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
         # What does not grow with the rows, such as a mask, differs a little.
         found = getattr(candidate.memory, kind)
         assert found == pytest.approx(size, rel=0.02), kind
-    if "tensor" not in text:
+    if "tensor" not in text or "layers=fsdp" in text:
         # The sums of loss and norm are not worth a plan.
-        wire = program.contract.wire_bytes
+        exact = [term for term in program.contract.terms if not term.bound]
+        wire = sum(term.wire_bytes for term in exact)
         assert candidate.wire_bytes == pytest.approx(wire, rel=0.01)
+
+
+def test_layers_that_split_rows_move_weights_in_place_of_activations(candidates):
+    features, mix, rows = (
+        candidates.candidate(parse(f"fsdp=2,tensor=4,layers={layers}")).seconds
+        for layers in ("tensor", "4*tensor+4*fsdp", "fsdp")
+    )
+    assert features.tensor > mix.tensor > rows.tensor > 0
+    assert features.state < mix.state < rows.state
+    assert features.layers == pytest.approx(mix.layers) == pytest.approx(rows.layers)
 
 
 def test_no_cut_of_the_layers_beats_the_even_one(candidates):
