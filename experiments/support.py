@@ -16,6 +16,7 @@ from experiments import command_line
 from meshpar.compose import reason_unsupported
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from meshpar.layouts.layer_uses import ROWS
 from meshpar.layouts.layout import parse
 from meshpar.layouts.offload import OFFLOADS
 from meshpar.layouts.param import Param
@@ -99,6 +100,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("microbatches=M", "microbatches=8"),
     Feature("remat", "remat=full"),
     Feature("remat by layer", "remat=3*full+5*none"),
+    Feature(f"layers={ROWS}", f"{TENSOR}=2,layers={ROWS}"),
     Feature("prefetch", f"{FSDP}=2,zero=3,prefetch=mlp"),
     *(Feature(f"offload={part}", f"offload={part}") for part in OFFLOADS),
     Feature("virtual_stages", "virtual_stages=2"),

@@ -2,13 +2,13 @@ r"""What layouts of their own for each layer could gain at most, as predicted.
 
     python -m experiments.benchmarks.layouts_by_layer
 
-All layers of a stack have one layout, but for their rematerialization. If each could
-have another one (axes, ZeRO level), and a change of layouts between two layers cost
-nothing, memory and time of a step would be averages of those of uniform layouts. For
-each machine this prints how much faster the best averages are than the layouts that
-the planner has: at the memory of the machine's chips, on average over 60 budgets from
-the least memory in which any layout fits up to that, and at most. It takes half a
-minute.
+Layers of a stack have policies of rematerialization and uses of `tensor` of their own,
+and share all else. If each could have any layout (axes, ZeRO level), and a change of
+layouts between two layers cost nothing, memory and time of a step would be averages of
+those of uniform layouts. For each machine this prints how much faster the best averages
+are than the layouts that the planner has: at the memory of the machine's chips, on
+average over 60 budgets from the least memory in which any layout fits up to that, and
+at most. It takes half a minute.
 """
 
 import dataclasses
@@ -93,15 +93,16 @@ def _front(costs: Sequence[Cost]) -> list[Cost]:
 def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
     """What averages of all candidates save over averages of equal ones.
 
-    Candidates that differ in rematerialization alone may be mixed already.
+    Candidates that differ in `remat` and `layers` alone may be mixed already.
     """
     every: list[Cost] = []
     alike: dict[tuple, list[Cost]] = {}
     for candidate in candidates:
-        if is_mix(candidate.layout.remat) or candidate.layout.offloaded:
+        layout = candidate.layout
+        if is_mix(layout.remat) or is_mix(layout.layers) or layout.offloaded:
             continue
         every.append(Cost(candidate.memory.total, candidate.seconds.total))
-        alike.setdefault(beside_layers(candidate.layout), []).append(every[-1])
+        alike.setdefault(beside_layers(layout), []).append(every[-1])
     front, fronts = _front(every), [_front(costs) for costs in alike.values()]
     saved = []
     least = min(cost.memory for cost in every)

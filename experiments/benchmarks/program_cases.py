@@ -148,7 +148,43 @@ _CASES = (
     ),
     ("llama-1b", "v5p:2x2x2", 16, ("fsdp=4,context=2,remat=full",)),
     (*_EXHAUSTIVE, _EVERY_SIZE),
-    (_LLAMA2, "v5e:4x4", 16, ("fsdp=16,remat=full", "fsdp=4,tensor=4,remat=full")),
+    (
+        "llama-1b",
+        "v5p:2x2x2",
+        16,
+        (
+            "fsdp=4,tensor=2,remat=full,layers=fsdp",
+            "fsdp=4,tensor=2,remat=full,layers=11*tensor+11*fsdp",
+            "fsdp=2,tensor=4,remat=full,layers=fsdp",
+        ),
+    ),
+    (
+        "llama-1b",
+        "v5e:2x4",
+        16,
+        (
+            "fsdp=2,tensor=4,remat=dots,layers=fsdp",
+            "fsdp=4,tensor=2,remat=full,layers=8*fsdp+14*tensor",
+        ),
+    ),
+    ("llama-1b", "v5p:2x2x2", 8, ("fsdp=4,tensor=2,layers=fsdp",)),
+    (
+        PADDED,
+        "v5e:2x4",
+        32,
+        ("fsdp=4,tensor=2,layers=fsdp", "fsdp=2,tensor=4,layers=6*tensor+6*fsdp"),
+    ),
+    (
+        _LLAMA2,
+        "v5e:4x4",
+        16,
+        (
+            "fsdp=16,remat=full",
+            "fsdp=4,tensor=4,remat=full",
+            "fsdp=4,tensor=4,remat=full,layers=fsdp",
+            "fsdp=4,tensor=4,remat=full,layers=16*tensor+16*fsdp",
+        ),
+    ),
     (_LLAMA2, "v5e:8x8", 64, ("fsdp=16,tensor=4,remat=full",)),
     (_LLAMA2, "v6e:4x4", 32, ("fsdp=16,remat=full",)),
     (
