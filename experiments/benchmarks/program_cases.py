@@ -146,7 +146,24 @@ _CASES = (
         32,
         ("fsdp=4,tensor=2,remat=full", "fsdp=8,remat=dots", "data=8,remat=full"),
     ),
-    ("llama-1b", "v5p:2x2x2", 16, ("fsdp=4,context=2,remat=full",)),
+    (
+        "llama-1b",
+        "v5p:2x2x2",
+        16,
+        (
+            "fsdp=4,context=2,remat=full",
+            "fsdp=4,context=2,params.embed=fsdp+context,remat=full",
+        ),
+    ),
+    (
+        "llama-1b model.length=8192",
+        "v5p:2x2x2",
+        8,
+        (
+            "fsdp=4,context=2,remat=full",
+            "fsdp=4,context=2,params.embed=fsdp+context,remat=full",
+        ),
+    ),
     (*_EXHAUSTIVE, _EVERY_SIZE),
     (
         "llama-1b",
@@ -213,6 +230,12 @@ _CASES = (
         "v5p:4x4x4",
         16,
         ("fsdp=16,context=4,remat=full",),
+    ),
+    (
+        "llama2-7b model.length=32768 model.loss_block=1024",
+        "v5p:4x4x4",
+        16,
+        ("fsdp=16,context=4,params.embed=fsdp+context,remat=full",),
     ),
     (
         "mixtral-8x7b model.length=2048",
