@@ -18,11 +18,7 @@ from experiments.models.attention import (
     positions_of,
 )
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.loss import (
-    blockwise_cross_entropy,
-    cross_entropy,
-    logits,
-)
+from experiments.models.loss import mean
 from experiments.models.mlp import ExpertMlp, Mlp
 from experiments.models.norm import Norm
 from experiments.models.weights import weight
@@ -157,7 +153,7 @@ class Decoder(nnx.Module):
     def _head(self, x: Any) -> Array:
         """The logits of the last layer's output."""
         x_BLD = x[0] if self.config.num_experts else x
-        return logits(self.norm(x_BLD), self.head_weight())
+        return vocabulary.logits(self.norm(x_BLD), self.head_weight())
 
     def embed(self, tokens_BL: Array, tokens: Tokens = None) -> Any:
         """Returns the input of the first `Block`."""
@@ -185,8 +181,6 @@ class Decoder(nnx.Module):
 
     def head_loss(self, x_BLD: Array, targets_BL: Array, *weights_BL: Array) -> Array:
         """Mean next-token cross-entropy, in nats, of the last layer's output x_BLD."""
-        x_BLD = layouts.constrain(self.norm(x_BLD), "batch", "length", "embed")
-        w_DV = self.head_weight()
-        if not (block := self.config.loss_block):
-            return cross_entropy(logits(x_BLD, w_DV), targets_BL, *weights_BL)
-        return blockwise_cross_entropy(x_BLD, w_DV, targets_BL, block, *weights_BL)
+        head = self.norm(x_BLD), self.head_weight()
+        losses_BL = vocabulary.head_losses(*head, targets_BL, self.config.loss_block)
+        return mean(losses_BL, *weights_BL)

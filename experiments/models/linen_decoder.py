@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 import meshpar
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
-from experiments.models.loss import cross_entropy, logits, with_weight
-from meshpar import layouts
+from experiments.models.loss import cross_entropy, with_weight
+from meshpar import layouts, vocabulary
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 
@@ -94,7 +94,7 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         x_BLD, _ = stack(config, train, name="blocks")(x_BLD, None)
-        return logits(_norm(config)(x_BLD), embedding_VD.T)
+        return vocabulary.logits(_norm(config)(x_BLD), embedding_VD.T)
 
 
 def language_model(config: DecoderConfig, layers: str = "blocks") -> meshpar.Model:

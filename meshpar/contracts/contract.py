@@ -140,15 +140,19 @@ def _takes(
     axes: tuple[str, ...],
     wire_bytes: float,
 ) -> bool:
-    """Whether a bound has room for some bytes, which are taken from it."""
-    if not wire_bytes:
-        return True
-    for term in room:
-        fits = set(axes) <= set(term.axes) and term.kind in ("any", kind)
-        if fits and wire_bytes <= room[term]:
-            room[term] -= wire_bytes
-            return True
-    return False
+    """Whether bounds have room for some bytes together, which are taken from them."""
+    fitting = [
+        term
+        for term in room
+        if set(axes) <= set(term.axes) and term.kind in ("any", kind)
+    ]
+    if wire_bytes > sum(room[term] for term in fitting):
+        return False
+    for term in fitting:
+        taken = min(wire_bytes, room[term])
+        room[term] -= taken
+        wire_bytes -= taken
+    return True
 
 
 def _least_bytes(group: list[Collective], runs: int) -> float:

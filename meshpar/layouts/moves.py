@@ -1,8 +1,11 @@
-"""Moves: activations that a layer sends between devices by collectives of its own."""
+"""Moves: activations that models send between devices by collectives of their own."""
 
 from typing import NamedTuple
 
 from meshpar.layouts.remat import EXPERT_ROWS
+
+EMBEDDING, HEAD = "embedding", "head"
+"""Parts of a model outside its layers that move activations by hand."""
 
 
 class Move(NamedTuple):
@@ -27,6 +30,7 @@ class Move(NamedTuple):
       saved_as: name of what it brought, for policies of `remat`.
       into_sublayer: whether it moves activations into or out of a sublayer, which a
         compiler need not do then (`ops.tensor_parallel`).
+      part: `EMBEDDING` or `HEAD` for moves outside the layers.
     """
 
     kind: str
@@ -43,3 +47,4 @@ class Move(NamedTuple):
     when_repeated: bool = False
     saved_as: str = EXPERT_ROWS
     into_sublayer: bool = False
+    part: str = ""

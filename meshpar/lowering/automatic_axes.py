@@ -9,9 +9,9 @@ from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.layer_uses import policies
-from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.layer_moves import Moves
 
 _SUBLAYERS = 2
 _FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
@@ -27,7 +27,7 @@ def declared_bounds(
     frame: Frame,
     batch: Any,
     passes: Sequence[LayerPass],
-    moves: Sequence[Move],
+    moves: Moves,
     declared: Sequence[DeclaredCollective],
 ) -> Iterator[DeclaredCollective]:
     """A bound on the collectives over the axes that the compiler handles.
@@ -38,7 +38,7 @@ def declared_bounds(
       frame: the shard_map program.
       batch: abstract batch of one replica.
       passes: all passes over the layers.
-      moves: what a layer moves itself.
+      moves: what the model moves itself.
       declared: the same for all layers; bounds over these axes are added.
     """
     manual = (*frame.manual_axes, *frame.replica_axes)
@@ -48,8 +48,12 @@ def declared_bounds(
         return
     ways, size = frame.ways(axes), frame.activation_bytes(batch)
     unit = cost.wire_bytes("all_gather", size, ways)
-    ends = [m for m in moves if m.into_sublayer and not (m.bound or m.in_backward)]
+    ends = [
+        m for m in moves.layer if m.into_sublayer and not (m.bound or m.in_backward)
+    ]
     by_hand = len(ends) // 2  # Each sublayer has a way in and a way out.
+    parts = {move.part for move in moves.outside}
+    outside = _OUTSIDE * (2 - len(parts)) // 2
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
     for name, runs, depth, _ in passes:
         gathers = _FORWARD * depth
@@ -58,11 +62,11 @@ def declared_bounds(
             again = sum(count for policy, count in own if policy != NONE)
             gathers = _BACKWARD * depth + _FORWARD * again
         units += runs * sublayers * gathers
-        units += runs * _OUTSIDE // 2
+        units += runs * outside // 2
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     total = units * unit
-    if by_hand:
-        total += _whole_gradients(frame, axes)
+    if by_hand or parts:
+        total += _whole_gradients(frame, axes, outside=bool(parts))
         why = f"{why}, and gradients of weights that these axes do not split"
     own = (term for term in declared if term.bound and set(term.axes) <= set(axes))
     if rest := sum(term.wire_bytes for term in own):
@@ -70,10 +74,14 @@ def declared_bounds(
     yield DeclaredCollective("any", axes, ways, 0, int(total), why, bound=True)
 
 
-def _whole_gradients(frame: Frame, axes: tuple[str, ...]) -> float:
-    """Bytes sent for the gradients of layers' weights that axes do not split."""
+def _whole_gradients(frame: Frame, axes: tuple[str, ...], outside: bool) -> float:
+    """Bytes sent for the gradients of weights that axes do not split.
+
+    Those outside the layers count with `outside`.
+    """
     total = 0
-    for path, leaf in frame.layered.split(frame.plan.weights)[1].items():
+    shared, stack = frame.layered.split(frame.plan.weights)
+    for path, leaf in (stack | (shared if outside else {})).items():
         if not frame.shardings[path].automatic_axes & set(axes):
             total += math.prod(leaf.shape) * 4
     runs = frame.layout.microbatches

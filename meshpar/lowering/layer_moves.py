@@ -5,7 +5,7 @@ that move activations note what they move (`layouts.moves`).
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,33 @@ from meshpar.arrays import Array, Params, abstract, abstract_layer
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.layer_uses import policies
-from meshpar.layouts.moves import Move
+from meshpar.layouts.moves import EMBEDDING, HEAD, Move
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
 
 
-def traced_moves(frame: Frame, batch: Any) -> list[Move]:
-    """The moves of one layer's forward pass, for one microbatch.
+class Moves(NamedTuple):
+    """What a model moves itself, for one microbatch.
+
+    Attributes:
+      layer: moves of one layer.
+      outside: those of embedding and head.
+    """
+
+    layer: list[Move]
+    outside: list[Move]
+
+
+def traced_moves(frame: Frame, batch: Any) -> Moves:
+    """What functions of `ops` move, in the order in which they are called.
 
     Args:
       frame: the shard_map program.
       batch: abstract batch of one replica.
     """
-    num, layered, moves = frame.layout.microbatches, frame.layered, []
+    num, layered, moves = frame.layout.microbatches, frame.layered, Moves([], [])
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype),
         batch,
@@ -41,10 +53,14 @@ def traced_moves(frame: Frame, batch: Any) -> list[Move]:
     def run(shared: Params, layer: Params, rows: Any) -> Array:
         with frame.scope() as scope:
             x = layered.embed(shared, rows, None)
+            moves.outside.extend(m for m in scope.moves if m.part == EMBEDDING)
             context = layered.context(shared, rows, None)
             scope.moves.clear()  # A cut model may have run layers to find their inputs.
-            layered.layer(layer, x, None, context)
-        moves.extend(scope.moves)
+            y = layered.layer(layer, x, None, context)
+            moves.layer.extend(scope.moves)
+            scope.moves.clear()
+            layered.head_loss(shared, y, rows, None)
+            moves.outside.extend(m for m in scope.moves if m.part == HEAD)
         return jnp.zeros(())
 
     with jax.set_mesh(frame.mesh):
@@ -100,6 +116,28 @@ def declared_moves(
                 gathers=optional,
                 partial=move.group_size > 0,
             )
+
+
+def declared_outside(
+    frame: Frame, moves: Iterable[Move]
+) -> Iterator[DeclaredCollective]:
+    """Declares the moves of embedding and head in one step.
+
+    Args:
+      frame: the shard_map program.
+      moves: `Moves.outside`.
+    """
+    runs = frame.layout.microbatches
+    for move in moves:
+        yield DeclaredCollective(
+            move.kind,
+            move.axes,
+            frame.ways(move.axes),
+            runs * move.times,
+            runs * move.payload_bytes,
+            move.why,
+            gathers=move.optional,
+        )
 
 
 def _is_optional_again(layers: LayerPass, move: Move) -> bool:

@@ -32,7 +32,11 @@ from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import declared_moves, traced_moves
+from meshpar.lowering.layer_moves import (
+    declared_moves,
+    declared_outside,
+    traced_moves,
+)
 from meshpar.lowering.layer_trace import TracedLayer, trace_layer, whole_bytes
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
@@ -171,10 +175,11 @@ class ShardMapLowering(Lowering):
             yield from self.declared_state_moves(passes) if own is None else own
             yield from self.runner.declared_row_moves(passes)
         traced = traced_moves(self.frame, batch)
-        moves = list(declared_moves(self.frame, passes, traced))
+        moves = list(declared_moves(self.frame, passes, traced.layer))
         for move in moves:
             if set(move.axes) <= set(manual) or not move.bound:
                 yield move
+        yield from declared_outside(self.frame, traced.outside)
         runs = self.runner.layer_passes
         yield from declared_bounds(self.frame, batch, runs, traced, moves)
         yield from self.runner.declared_beside(batch)

@@ -199,6 +199,29 @@ class Split:
         if self.rings and not self.joins:
             self._record_whole(size, out)
 
+    def record_part(self, kind: str, size: int, part: str, **facts: Any) -> None:
+        """Notes one move of the residual stream by embedding or head.
+
+        Args:
+          kind: "all_gather" or "reduce_scatter".
+          size: bytes of the whole.
+          part: of the model.
+          **facts: fields of `Move`.
+        """
+        gathers = kind == "all_gather"
+        transport = self.transports.gradients
+        if gathers:
+            transport = self.transports.weights.for_gathers(size)
+        why = f"of the {part}" + (", gradients" if facts["in_backward"] else "")
+        facts |= {"into_sublayer": False, "part": part, "optional": gathers}
+        self._append(transport, kind, size, why, **facts)
+
+    def record_reduced(self, size: int, what: str, part: str) -> None:
+        """Notes an all_reduce of what slices of the vocabulary know of tokens."""
+        why = f"{what}, over slices of the vocabulary"
+        move = Move("all_reduce", (self.axis,), size, why, has_gradient=False)
+        current_scope().moves.append(move._replace(part=part))
+
     def _bytes(self, x: Array, features: tuple[int, ...]) -> int:
         """Bytes of whole activations [B, L, features] as they travel."""
         dtype = self.transports.wire_dtype(x.dtype)

@@ -199,7 +199,8 @@ class Candidates:
         key = (*layout.sizes.values(), layout.microbatches, layout.context_mode)
         key = *key, layout.context_order, layout.context_heads
         if key not in self._moves:
-            self._moves[key] = traced_moves(lowering.frame, self.facts.batch)
+            moves = traced_moves(lowering.frame, self.facts.batch)
+            self._moves[key] = moves.layer
         return self._moves[key]
 
     def _sends(self, lowering: ShardMapLowering) -> int:
