@@ -140,7 +140,10 @@ def _takes(
     axes: tuple[str, ...],
     wire_bytes: float,
 ) -> bool:
-    """Whether bounds have room for some bytes together, which are taken from them."""
+    """Whether bounds have room for some bytes together, which are taken from them.
+
+    Bounds over few axes come first: others leave room for what runs over more axes.
+    """
     fitting = [
         term
         for term in room
@@ -148,7 +151,7 @@ def _takes(
     ]
     if wire_bytes > sum(room[term] for term in fitting):
         return False
-    for term in fitting:
+    for term in sorted(fitting, key=lambda term: len(term.axes)):
         taken = min(wire_bytes, room[term])
         room[term] -= taken
         wire_bytes -= taken

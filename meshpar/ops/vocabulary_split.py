@@ -189,7 +189,7 @@ def _logits(
     logits_BCK = jnp.einsum("BCD,DV->BCV", x_BCD, w_DK).astype(jnp.float32)
     size = w_DK.shape[1]
     ids_K = jnp.arange(size) + lax.axis_index(split.axis) * size
-    return logits_BCK, targets_BC[..., None] == ids_K
+    return logits_BCK, targets_BC[..., None] == ids_K[None, None]
 
 
 def _blocks(block: int, *arrays: Array) -> tuple[Array, ...]:
