@@ -59,8 +59,8 @@ def _lookup(split: Split, size: int, w_VD: Array, ids_BL: Array) -> Array:
         x_BLD = jnp.where(in_slice_BL[..., None], w_KD[row_BL], 0)
         return _reduce_scattered(split, x_BLD)
 
-    first, length = PartitionSpec(split.axis), PartitionSpec(None, split.axis)
-    return split.mapped(rows, (first, _WHOLE), length)(w_VD, ids_BL)
+    first, second = PartitionSpec(split.axis), PartitionSpec(None, split.axis)
+    return split.mapped(rows, (first, _WHOLE), second)(w_VD, ids_BL)
 
 
 def _lookup_forward(
@@ -78,8 +78,8 @@ def _lookup_backward(
         zeros_KD = jnp.zeros((size, dx_BLD.shape[-1]), dx_BLD.dtype)
         return zeros_KD.at[row_BL].add(dx_BLD)
 
-    first, length = PartitionSpec(split.axis), PartitionSpec(None, split.axis)
-    return split.mapped(gradient, (length, _WHOLE), first)(dx_BLD, ids_BL), None
+    first, second = PartitionSpec(split.axis), PartitionSpec(None, split.axis)
+    return split.mapped(gradient, (second, _WHOLE), first)(dx_BLD, ids_BL), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -133,8 +133,8 @@ def _losses_forward(
         log_BL = jnp.log(sum_BL) + max_BL
         return log_BL - target_BL, log_BL, x_BLD
 
-    last, length = PartitionSpec(None, split.axis), PartitionSpec(None, split.axis)
-    run = split.mapped(forward, (length, last, _WHOLE), (_WHOLE, _WHOLE, _WHOLE))
+    second = PartitionSpec(None, split.axis)
+    run = split.mapped(forward, (second, second, _WHOLE), (_WHOLE, _WHOLE, _WHOLE))
     losses_BL, log_BL, whole_BLD = run(x_BLD, w_DV, targets_BL)
     return losses_BL, (whole_BLD, w_DV, targets_BL, log_BL)
 
@@ -163,9 +163,9 @@ def _losses_backward(
         dx_BKD = _reduce_scattered(split, _joined(dx))
         return dx_BKD, dw_DK.astype(w_DK.dtype)
 
-    last, length = PartitionSpec(None, split.axis), PartitionSpec(None, split.axis)
-    in_specs = _WHOLE, last, _WHOLE, _WHOLE, _WHOLE
-    dx_BLD, dw_DV = split.mapped(backward, in_specs, (length, last))(*saved, d_BL)
+    second = PartitionSpec(None, split.axis)
+    in_specs = _WHOLE, second, _WHOLE, _WHOLE, _WHOLE
+    dx_BLD, dw_DV = split.mapped(backward, in_specs, (second, second))(*saved, d_BL)
     return dx_BLD, dw_DV, None
 
 
