@@ -7,7 +7,6 @@ import pytest
 from support.tiny_models import batch, lower, model, plain_model
 
 import meshpar
-from experiments.models import decoder
 from meshpar import vocabulary
 from meshpar.errors import LayoutError
 from meshpar.pipeline import runner
@@ -61,13 +60,13 @@ def test_collectives_under_diverging_conditionals_are_refused(monkeypatch):
 
 
 def z_loss(logits):
-    return jnp.square(jax.nn.logsumexp(logits, -1)).mean()
+    return jnp.square(jax.nn.logsumexp(logits, -1))
 
 
 def whole_again(logits):
     """A loss that treats the slice as half of a whole vocabulary."""
     targets = jnp.zeros(logits.shape[:2], jnp.int32)
-    return vocabulary.token_losses(jnp.tile(logits, 2), targets).mean()
+    return vocabulary.token_losses(jnp.tile(logits, 2), targets)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,11 @@ def whole_again(logits):
 def test_losses_that_treat_a_slice_of_the_vocabulary_as_whole_are_refused(
     monkeypatch, penalty, words
 ):
-    def with_penalty(logits, targets):
-        return vocabulary.token_losses(logits, targets).mean() + penalty(logits)
+    def with_penalty(x, w, targets, block):
+        logits = vocabulary.logits(x, w)
+        return vocabulary.token_losses(logits, targets) + penalty(logits)
 
-    monkeypatch.setattr(decoder, "cross_entropy", with_penalty)
+    monkeypatch.setattr(vocabulary, "head_losses", with_penalty)
     program = lower("pipe=2,microbatches=2,vocab=pipe", model(depth=2))
     with pytest.raises(LayoutError, match=words):
         _ = program.lowered

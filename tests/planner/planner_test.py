@@ -75,6 +75,9 @@ def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
     if "tensor" not in text or "layers=fsdp" in text:
         # The sums of loss and norm are not worth a plan.
         exact = [term for term in program.contract.terms if not term.bound]
+        # Nor are the few activations that embedding and head move.
+        words = "of the embedding", "of the head", "slices of the vocabulary"
+        exact = [t for t in exact if not any(word in t.why for word in words)]
         wire = sum(term.wire_bytes for term in exact)
         assert candidate.wire_bytes == pytest.approx(wire, rel=0.01)
 
