@@ -9,7 +9,7 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 class Move(NamedTuple):
-    """One collective of a layer, forward unless `in_backward`.
+    """One collective of a model, forward unless `in_backward`.
 
     Attributes:
       kind: as `contracts.Collective.kind`.

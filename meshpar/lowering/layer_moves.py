@@ -4,7 +4,7 @@ One layer is traced on the shapes of one device's microbatch. The functions of `
 that move activations note what they move (`layouts.moves`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.trained_layers import differentiates_layers
 
 
 class Moves(NamedTuple):
@@ -119,15 +120,19 @@ def declared_moves(
 
 
 def declared_outside(
-    frame: Frame, moves: Iterable[Move]
+    frame: Frame, moves: Sequence[Move], batch: Any
 ) -> Iterator[DeclaredCollective]:
     """Declares the moves of embedding and head in one step.
+
+    Where the head alone is trained, a compiler may leave out all gradients.
 
     Args:
       frame: the shard_map program.
       moves: `Moves.outside`.
+      batch: abstract batch of one replica.
     """
     runs = frame.layout.microbatches
+    unread = bool(moves) and not differentiates_layers(frame, batch)
     for move in moves:
         yield DeclaredCollective(
             move.kind,
@@ -136,7 +141,7 @@ def declared_outside(
             runs * move.times,
             runs * move.payload_bytes,
             move.why,
-            gathers=move.optional,
+            gathers=move.optional or (unread and move.in_backward),
         )
 
 

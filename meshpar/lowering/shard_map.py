@@ -179,7 +179,7 @@ class ShardMapLowering(Lowering):
         for move in moves:
             if set(move.axes) <= set(manual) or not move.bound:
                 yield move
-        yield from declared_outside(self.frame, traced.outside)
+        yield from declared_outside(self.frame, traced.outside, batch)
         runs = self.runner.layer_passes
         yield from declared_bounds(self.frame, batch, runs, traced, moves)
         yield from self.runner.declared_beside(batch)

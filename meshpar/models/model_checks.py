@@ -49,7 +49,8 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     if layout.splits_vocabulary and len(scope.vocabulary_used) < 2:
         raise LayoutError(
             "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
-            "vocabulary.token_losses for its loss (meshpar.vocabulary)"
+            "vocabulary.token_losses or vocabulary.head_losses for its loss "
+            "(meshpar.vocabulary)"
         )
     check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
 

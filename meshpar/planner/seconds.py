@@ -58,7 +58,8 @@ class Seconds:
       saved: activations on their way to memory and back.
       moves: slices, copies and additions of what devices send.
       state: exposed transfers of weights and gradients.
-      tensor: exposed transfers of activations inside layers.
+      tensor: exposed transfers of activations inside layers, and between layers that
+        use `tensor` in different ways.
       sends: transfers between stages.
       host: exposed transfers between device and host memory.
       wire_bytes: bytes that one device sends in all.

@@ -82,6 +82,20 @@ def test_bounds_cover_their_bytes_and_no_more():
     assert Contract((bound,)).violations([collective("all_gather", ("data",))])
 
 
+def test_bounds_are_taken_together_those_over_few_axes_first():
+    wide, narrow = (
+        DeclaredCollective("any", axes, 8, 0, 100, "activations", bound=True)
+        for axes in (("fsdp", "tensor"), ("fsdp",))
+    )
+    gather = collective("all_gather", payload=200)  # Sends 150 bytes over fsdp.
+    for terms in ((wide, narrow), (narrow, wide)):
+        assert Contract(terms).violations([gather]) == []
+        both = collective("permute", ("fsdp", "tensor"), payload=50)
+        assert Contract(terms).violations([gather, both]) == []
+        more = collective("permute", ("fsdp", "tensor"), payload=51)
+        assert Contract(terms).violations([gather, more])
+
+
 def test_a_collective_over_a_part_of_an_axis_is_none_over_the_axis():
     term = DeclaredCollective("all_reduce", ("fsdp",), 4, 1, 100, "gradients")
     part = dataclasses.replace(collective(), partial=True, group_size=2)

@@ -3,6 +3,8 @@
 That whole models train as on one device is in `matrix_test`.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,3 +103,14 @@ def test_what_is_left_to_the_compiler_is_gradients_of_whole_weights():
     (bound,) = [t for t in terms if t.bound and t.axes == ("tensor",)]
     # The scales of two norms a layer, and of the last one, of 32 features each.
     assert bound.payload_bytes == 2 * (2 - 1) / 2 * 5 * 32 * 4
+
+
+@pytest.mark.parametrize("trained", ["head", "embedding", "blocks"])
+def test_gradients_that_train_nothing_may_be_left_out(trained):
+    whole = model()
+    params = {
+        path: dataclasses.replace(param, trained=path.startswith(trained))
+        for path, param in whole.params.items()
+    }
+    program = lower("fsdp=2,tensor=2", dataclasses.replace(whole, params=params))
+    assert program.violations() == []
