@@ -181,6 +181,7 @@ class Transports:
       gradients: a layer's gradients, reduce-scattered beside the backward pass.
       once: gradients outside the layers, or once per step, which no compute hides.
       widens: whether floats smaller than 32 bits travel as float32.
+      mixes: as `Platform.mixes_collectives`.
     """
 
     weights: Transport = ONE_SHOT
@@ -188,6 +189,7 @@ class Transports:
     gradients: Transport = ONE_SHOT
     once: Transport = ONE_SHOT
     widens: bool = False
+    mixes: bool = False
 
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which tensors of a compute dtype travel."""
@@ -208,8 +210,9 @@ def transports_for(mesh: Mesh, axes: tuple[str, ...]) -> Transports:
       axes: the axes over which weights and gradients move.
     """
     platform = platform_of(mesh)
+    widens, mixes = platform.widens_collectives, platform.mixes_collectives
     if not platform.hides_ring_steps:
-        return Transports(widens=platform.widens_collectives)
+        return Transports(widens=widens, mixes=mixes)
     shapes = {axis: ring_shape(mesh, axis) for axis in axes}
     rings = Rings(types.MappingProxyType(shapes))
     chip = chip_of(mesh.devices.flat[0].device_kind)
@@ -219,5 +222,6 @@ def transports_for(mesh: Mesh, axes: tuple[str, ...]) -> Transports:
         prefetched=rings,
         gradients=rings,
         once=dataclasses.replace(rings, loop=True),
-        widens=platform.widens_collectives,
+        widens=widens,
+        mixes=mixes,
     )

@@ -36,6 +36,11 @@ _COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "s
 """Opcodes that keep a device busy."""
 
 
+def is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or starts one."""
+    return instruction.opcode.removesuffix("-start") in _KINDS
+
+
 def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     """Lists the collectives of a compiled program that move something.
 
@@ -108,7 +113,7 @@ class Program:
             opcode = instruction.opcode
             if opcode == "while":
                 yield from self._in_loop(call, instruction)
-            elif opcode.removesuffix("-start") in _KINDS:
+            elif is_collective(instruction):
                 end = _end_of_pair(schedule, index)
                 collective = self._collective(call, schedule, index, end)
                 chain = re.search(r'chain_id="(\d+)"', instruction.line)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params, vary
-from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals
 
 

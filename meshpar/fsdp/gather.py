@@ -10,14 +10,12 @@ Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, sections 5 and 6.2 (buckets)
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params, zero_after
+from meshpar.arrays import Array, Params
 from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.fsdp.buckets import TILE, make_buckets, padding
 from meshpar.fsdp.product import Product, whole
@@ -231,55 +229,3 @@ def _all_reduce(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params
                 summed[path] = flat[start : start + x.size].reshape(x.shape)
                 start += x.size
     return {path: summed[path] for path in tree}
-
-
-def gather_with(
-    gather: Callable[[Params], Params], reduce: Callable[[Params], Params]
-) -> Callable[[Params], Params]:
-    """Makes a function leaves -> whole weights whose gradient is `reduce`.
-
-    The leaves get the gradient of the whole weights even if `gather` returns weights
-    that were gathered before (ZeRO-2).
-
-    Args:
-      gather: leaves -> whole weights.
-      reduce: gradient of the whole weights -> gradient of the leaves.
-    """
-
-    @jax.custom_vjp
-    def whole(leaves: Params) -> Params:
-        return gather(leaves)
-
-    whole.defvjp(lambda leaves: (gather(leaves), None), lambda _, g: (reduce(g),))
-    return whole
-
-
-def gather_beside(
-    gather: Callable[[Params], Params], reduce: Callable[[Params], Params]
-) -> Callable[[Any, Params], tuple[Any, Params]]:
-    """Makes a function (x, leaves) -> (x, whole weights) that orders its gradients.
-
-    The gradient of x waits until those of the leaves are reduced; otherwise as
-    `gather_with`.
-
-    Args:
-      gather: leaves -> whole weights.
-      reduce: gradient of the whole weights -> gradient of the leaves.
-    """
-
-    def backward(_: None, gradients: tuple[Any, Params]) -> tuple[Any, Params]:
-        dx, grads = gradients[0], reduce(gradients[1])
-        zero = sum(map(zero_after, grads.values()))
-
-        def later(dx: Array) -> Array:
-            is_float = jnp.issubdtype(dx.dtype, jnp.floating)
-            return dx + zero.astype(dx.dtype) if is_float else dx
-
-        return jax.tree.map(later, dx), grads
-
-    @jax.custom_vjp
-    def run(x: Any, leaves: Params) -> tuple[Any, Params]:
-        return x, gather(leaves)
-
-    run.defvjp(lambda x, leaves: ((x, gather(leaves)), None), backward)
-    return run

@@ -8,29 +8,21 @@ soon as it exists. Weights may be gathered one layer ahead, beside a layer's com
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params, to_device
+from meshpar.fsdp.gather_order import after
 from meshpar.fsdp.product import with_products
+from meshpar.fsdp.rows import Rows, add_to_row, write_row
 from meshpar.fsdp.saved import Residuals, Saved, VjpReader
+from meshpar.fsdp.sharding import automatic_axes
 from meshpar.fsdp.split_backward import SplitBackward
-
-
-class Rows(NamedTuple):
-    """Consecutive rows of a stack.
-
-    Attributes:
-      start: the first row.
-      numbers: [rows] the layer in every row, negative for padding.
-    """
-
-    start: int | Array
-    numbers: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +47,8 @@ class LayerScan:
         padding, which masks gradients, it gets arrays.
       padded: whether some rows are padding: they pass x and its gradient on, and their
         weights' gradients are zeros.
+      mixes: as `Platform.mixes_collectives`; what is gathered outside the loop waits
+        for the activations then, unless automatic axes split these.
     """
 
     layer: Callable[[Params, Any, Array, Any], Any]
@@ -67,6 +61,7 @@ class LayerScan:
     saves_on_host: bool = False
     by_parts: bool = False
     padded: bool = False
+    mixes: bool = False
 
     def _sweep(
         self,
@@ -91,25 +86,39 @@ class LayerScan:
         def is_ahead(tree: Params, ahead: bool) -> Params:
             return {p: x for p, x in tree.items() if (p in self.ahead) == ahead}
 
-        def gather(i: Any, ahead: bool) -> Params:
+        def gather(i: Any, ahead: bool, in_order: Callable = lambda x: x) -> Params:
             own = layer_slice(is_ahead(leaves, ahead), i)
             fixed = layer_slice(is_ahead(constants, ahead), i)
-            return self.gather(own, to_device(fixed) if self.streams else fixed)
+            return self.gather(
+                in_order(own), in_order(to_device(fixed) if self.streams else fixed)
+            )
 
-        def prefetch(i: Any) -> Params:
-            return gather(i, ahead=True) if self.ahead else {}
+        def prefetch(i: Any, *in_order: Callable) -> Params:
+            return gather(i, True, *in_order) if self.ahead else {}
+
+        first = functools.partial(self._after, carry)
+        # Compilers write a loop of one round out.
+        once = (first,) if depth == 1 else ()
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
             (carry, ready), (i, number, saved) = state, x
-            following = prefetch((i + (depth - 1 if reverse else 1)) % depth)
-            gathered = gather(i, ahead=False)
+            following = prefetch((i + (depth - 1 if reverse else 1)) % depth, *once)
+            gathered = gather(i, False, *once)
             carry, y = run_layer(carry, ready | gathered, start + i, number, saved)
             return (carry, following), y
 
-        first = carry, prefetch(depth - 1 if reverse else 0)
+        first = carry, prefetch(depth - 1 if reverse else 0, first)
         xs = jnp.arange(depth), numbers, saved
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
+
+    def _after(self, activations: Any, weights: Params) -> Params:
+        """The weights, after some activations if collectives mix with loops'."""
+        if not self.mixes or automatic_axes():
+            return weights
+        arrays = jax.tree.leaves(activations)
+        arrays = {str(i): x for i, x in enumerate(arrays) if x.size}
+        return after(arrays, {}, weights)
 
     def _beside(self, kept: tuple[Array, ...]) -> dict[str, Array]:
         """Context and kept activations, by names that no weight has."""
@@ -206,8 +215,8 @@ class LayerScan:
             if stack is None:
                 return (dx, None), gradient
             if sums is None:
-                return (dx, _write_row(stack, gradient, row)), {}
-            return (dx, _add_to_row(stack, gradient, row, on)), {}
+                return (dx, write_row(stack, gradient, row)), {}
+            return (dx, add_to_row(stack, gradient, row, on)), {}
 
         carry = dx, into if sums is None else sums
         (dx, stack), gradient = self._sweep(
@@ -275,25 +284,6 @@ class LayerScan:
         ) -> tuple[Params, None]:
             gradient = state.reader.run_second(weights, state.unpack())
             gradient = self.reduce(self._mask_gradient(number, gradient))
-            return _add_to_row(sums, gradient, row, on), None
+            return add_to_row(sums, gradient, row, on), None
 
         return self._sweep(run_layer, sums, leaves, constants, rows, state)[0]
-
-
-def _add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Params:
-    """Adds the gradient of one layer to its row of the sums, if `on`."""
-    result = {}
-    for path, total in sums.items():
-        addend = new[path].astype(total.dtype)
-        addend = addend if on is None else jnp.where(on, addend, 0)
-        before = lax.dynamic_index_in_dim(total, row, keepdims=False)
-        result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
-    return result
-
-
-def _write_row(stack: Params, new: Params, row: Array) -> Params:
-    """Writes the gradient of one layer into its row of those of the whole stack."""
-    return {
-        path: lax.dynamic_update_index_in_dim(x, new[path], row, 0)
-        for path, x in stack.items()
-    }

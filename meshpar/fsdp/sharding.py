@@ -84,6 +84,14 @@ class ManualSharding:
         return ManualSharding(splits, self.rest, PartitionSpec(*self.automatic[1:]))
 
 
+def automatic_axes() -> set[str]:
+    """The axes with several devices that are automatic here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1
+    }
+
+
 def on_local_shards(
     move: Callable[[Any], Params],
     tree: Mapping[str, Array | Product],

@@ -22,16 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array, Params, num_bytes, rounded, to_device
-from meshpar.collectives import transport
+from meshpar.arrays import Array, Params, rounded, to_device
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.errors import LayoutError
-from meshpar.fsdp.gather import (
-    gather_beside,
-    gather_shards,
-    gather_with,
-    reduce_scatter_grads,
-)
+from meshpar.fsdp.gather import gather_shards, reduce_scatter_grads
+from meshpar.fsdp.gather_order import after, gather_with
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.layouts.layout import Layout
@@ -185,41 +180,11 @@ class Zero:
             return {**leaves, **constants}
         shardings = self.layered.split(self.shardings)[0]
         return gather_with(
-            lambda leaves: self._whole(leaves, constants, shardings, ONE_SHOT),
-            lambda grads: self._reduced(
+            lambda leaves: self.whole(leaves, constants, shardings, ONE_SHOT),
+            lambda grads: self.reduced(
                 self._split_trained(grads)[0], shardings, self.transports.once
             ),
         )(leaves)
-
-    def before_head(self, x: Any, leaves: Params) -> tuple[Any, Params]:
-        """(x, whole weights), as `shared` makes them, of those the head alone reads.
-
-        The backward pass of the layers waits until the gradients are reduced. They
-        would be held whole until it is over.
-
-        Args:
-          x: activations after the layers.
-          leaves: the leaves of these weights.
-        """
-        shardings = self.layered.split(self.shardings)[0]
-        return gather_beside(
-            lambda leaves: self._whole(leaves, {}, shardings, ONE_SHOT),
-            lambda grads: self._reduced(grads, shardings, self.transports.once),
-        )(x, leaves)
-
-    def may_wait(self, shared: Params) -> frozenset[str]:
-        """Paths of the leaves that `before_head` may take: those that move alone."""
-        if not self.gathers_layers:
-            return frozenset()
-
-        def is_large(path: str) -> bool:
-            sharding = self.shardings[path]
-            if not sharding.splits or sharding.automatic_axes:
-                return False
-            size = num_bytes(shared[path]) * lax.axis_size(sharding.axes)
-            return size >= transport.LARGE_BYTES
-
-        return frozenset(filter(is_large, shared))
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""
@@ -240,7 +205,7 @@ class Zero:
             return jax.tree.map(self.vary, y)
 
         def reduce(grads: Params) -> Params:
-            return self._reduced(grads, self.layer_shardings, self.transports.gradients)
+            return self.reduced(grads, self.layer_shardings, self.transports.gradients)
 
         return LayerScan(
             with_policy(layer, remat, prevent_cse=False),
@@ -252,14 +217,15 @@ class Zero:
             streams=self.streams,
             saves_on_host=ACTIVATIONS in self.layout.offloaded,
             by_parts=self.reduces_by_parts,
+            mixes=self.transports.mixes,
         )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
         ahead = self.prefetched.issuperset({*leaves, *constants})
         transport = self.transports.prefetched if ahead else self.transports.weights
-        return self._whole(leaves, constants, self.layer_shardings, transport)
+        return self.whole(leaves, constants, self.layer_shardings, transport)
 
-    def _whole(
+    def whole(
         self,
         leaves: Params,
         constants: Params,
@@ -275,7 +241,7 @@ class Zero:
             return gather_shards({**leaves, **constants}, shardings, transport)
         return constants if self.reduces_early else {**leaves, **constants}
 
-    def _reduced(
+    def reduced(
         self,
         grads: Params,
         shardings: dict[str, ManualSharding],
@@ -293,7 +259,17 @@ class Zero:
             shared = reduce_scatter_grads(shared, self.shardings, transport)
         if stack and self.splits_any and not self.reduces_early:
             shardings = self.layer_shardings
+            least = min(stack, key=lambda path: stack[path].size)  # One delays all.
             stack = lax.map(
-                lambda layer: reduce_scatter_grads(layer, shardings, transport), stack
+                lambda layer: reduce_scatter_grads(layer, shardings, transport),
+                stack | self.in_order(shared, {least: stack[least]}),
             )
+            shared = self.in_order(stack, shared)
         return {**shared, **stack}
+
+    def in_order(self, first: Params, later: Any) -> Any:
+        """The arrays of a tree, after some tensors if collectives mix with loops'.
+
+        A collective may not follow a loop with collectives that it does not read.
+        """
+        return after(first, self.shardings, later) if self.transports.mixes else later

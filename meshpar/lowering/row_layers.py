@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.collectives.shard_keys import for_part
 from meshpar.fsdp.gather import all_reduce_grads
-from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.zero import Zero

@@ -13,6 +13,7 @@ from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
+from meshpar.fsdp.late_weights import LateWeights
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts import layer_uses
@@ -153,25 +154,34 @@ class ScanRunner(Runner):
         shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
 
+        def whole(leaves: Params, constants: Params) -> Params:
+            return self.frame.cast(self.zero.shared(leaves, constants))
+
+        def unread() -> Params:
+            abstract = jax.eval_shape(whole, shared, shared_constants)
+            return {path: jnp.zeros(x.shape, x.dtype) for path, x in abstract.items()}
+
+        late = LateWeights.of(
+            self.zero,
+            shared,
+            shared_constants,
+            lambda: layered.read_by_head_alone(unread(), batch, key),
+        )
+
+        def early(tree: Params) -> Params:
+            return {path: x for path, x in tree.items() if path not in late.leaves}
+
+        weights = whole(early(shared), early(shared_constants))
+
         def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
             run = differentiable(*self._segments(key, context))
-            return run(stack, stack_constants, jax.tree.map(self.frame.vary, x))
-
-        def whole(leaves: Params) -> Params:
-            return self.frame.cast(self.zero.shared(leaves, shared_constants))
-
-        late, unread = self.zero.may_wait(shared), {}
-        if late:
-            abstract = jax.eval_shape(whole, shared)
-            unread = {p: jnp.zeros(x.shape, x.dtype) for p, x in abstract.items()}
-            late &= layered.read_by_head_alone(unread, batch, key)
-        late_leaves = {path: shared.pop(path) for path in late}
+            x = jax.tree.map(self.frame.vary, x)
+            x = self.zero.in_order({**weights, **late.gathered}, x)
+            return run(stack, stack_constants, x)
 
         def before_head(x: Any, shared: Params) -> tuple[Any, Params]:
-            if not late_leaves:
-                return x, shared
-            x, weights = self.zero.before_head(x, late_leaves)
-            return x, {**shared, **self.frame.cast(weights)}
+            x, own = late.before_head(x)
+            return x, {**shared, **self.frame.cast(own)}
 
-        params = {**unread, **whole(shared), **stack}
+        params = {**(unread() if late.leaves else {}), **weights, **stack}
         return layered.loss(params, batch, key, scan, before_head)

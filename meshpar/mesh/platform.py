@@ -40,6 +40,10 @@ class Platform:
         whole (seen in jaxlib 0.12.0 and libtpu 0.0.50).
       shows_host_transfers: whether the text of compiled programs shows all copies
         between device and host memory.
+      mixes_collectives: whether a collective that follows a loop and reads nothing of
+        it may run among the collectives of the loop. Devices do not agree where, and
+        the process aborts, waits for ever, or adds up what does not belong together
+        (XLA:CPU, seen in jaxlib 0.10.2 and 0.12.0).
     """
 
     name: str
@@ -54,6 +58,7 @@ class Platform:
     on_chip_bytes: int = 0
     reduces_late: bool = True
     shows_host_transfers: bool = False
+    mixes_collectives: bool = False
 
     def logits_in_memory(self, size: int) -> int:
         """Bytes in memory for logits that take `size` bytes in float32."""
@@ -67,6 +72,7 @@ CPU = Platform(
     reduces_late=False,
     compiles_slowly=True,
     multiplies_matrices=True,
+    mixes_collectives=True,
 )
 GPU = Platform(chips.GPU, turns_stacks=True)
 TPU = Platform(

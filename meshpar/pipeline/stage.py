@@ -11,7 +11,8 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.varying import sum_varying
-from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals, Saved
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals

@@ -9,6 +9,7 @@ of the next tick, so that sends overlap with compute.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,6 +108,8 @@ class Tick:
       sends_gradients: whether any stage sends a gradient.
       send: (value, step) -> the value of the stage `step` before this one.
       shares_vocabulary: whether all stages run embedding and head together.
+      in_order: (first, later) -> `later`, which waits for `first` where the collectives
+        of one operation may mix with those of the next (`after_like`).
     """
 
     stage: PipelineStage
@@ -116,23 +119,26 @@ class Tick:
     sends_gradients: bool
     send: Callable[[Any, int], Any]
     shares_vocabulary: bool
+    in_order: Callable[[Any, Any], Any]
 
     def run(self, carry: Carry) -> Carry:
         """All operations of the tick, in order."""
+        last = carry.dx
         if self.sends_gradients:
-            dy = self.send(carry.dx, -1)
+            last = self.send(carry.dx, -1)
             slot = self.row.columns.gradient_arrived
-            carry = carry._replace(gradients=put_slot(carry.gradients, slot, dy))
+            carry = carry._replace(gradients=put_slot(carry.gradients, slot, last))
         if self.slots.forward is not False:
-            carry = self._forward(carry)
-        carry = _run_if(self.slots.backward, self._backward, carry)
+            carry, last = self._forward(carry, last)
+        backward = functools.partial(self._backward, last)
+        carry = _run_if(self.slots.backward, backward, carry)
         carry = _run_if(self.slots.embed_backward, self._embed_backward, carry)
         return _run_if(self.slots.weight, self._weights, carry)
 
-    def _forward(self, carry: Carry) -> Carry:
-        """F, its send, and head and loss."""
+    def _forward(self, carry: Carry, last: Any) -> tuple[Carry, Any]:
+        """F, its send, and head and loss; also what the last of them computes."""
         columns = self.row.columns
-        x = stage_input(self.stage, self.row, carry.inputs)
+        x = self.in_order(last, stage_input(self.stage, self.row, carry.inputs))
 
         def forward(saved_and_x: tuple[Any, Any]) -> tuple[Any, Any]:
             buffer, x = saved_and_x
@@ -142,9 +148,10 @@ class Tick:
         saved, y = _run_if(self.slots.forward, forward, (carry.saved, x))
         carry = carry._replace(saved=saved)
         if self.sends_activations:
-            inputs = put_slot(carry.inputs, columns.arrived, self.send(y, 1))
-            carry = carry._replace(inputs=inputs)
-        return _run_if(self.slots.head, self._head, (carry, y))[0]
+            arrived = self.send(y, 1)
+            inputs = put_slot(carry.inputs, columns.arrived, arrived)
+            carry, y = carry._replace(inputs=inputs), self.in_order(arrived, y)
+        return _run_if(self.slots.head, self._head, (carry, y))
 
     def _head(self, carry_and_y: tuple[Carry, Any]) -> tuple[Carry, Any]:
         carry, y = carry_and_y
@@ -156,18 +163,22 @@ class Tick:
             shared=self._add_shared(on, sums.shared, gradient),
         )
         gradients = put_slot(carry.gradients, columns.head_gradient, dy)
-        return carry._replace(gradients=gradients, sums=sums), y
+        return carry._replace(gradients=gradients, sums=sums), self.in_order(dy, y)
 
     def _add_shared(self, on: Array, total: Params, gradient: Params) -> Params:
         """Adds a gradient of the shared weights; with vocab=pipe each stage's slice."""
         every_stage = jnp.full_like(on, True)
         return add_where(every_stage if self.shares_vocabulary else on, total, gradient)
 
-    def _backward(self, carry: Carry) -> Carry:
+    def _backward(self, last: Any, carry: Carry) -> Carry:
         columns = self.row.columns
         chunk, microbatch = columns.b_chunk, columns.b_microbatch
         saved = take_slot(carry.saved, columns.b_saved)
         dy = take_slot(carry.gradients, columns.b_gradient)
+        if self.stage.saves_residuals:
+            dy = self.in_order(last, dy)
+        else:  # Its layers run forward again.
+            saved = self.in_order(last, saved)
         if carry.states is not None:
             dx, state = self.stage.backward_input(chunk, microbatch, saved, dy)
             states = put_slot(carry.states, columns.b_state, state)

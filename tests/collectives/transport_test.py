@@ -119,7 +119,7 @@ def chosen(devices=None):
 
 def test_cpus_move_small_floats_as_float32_in_one_collective():
     transports = chosen()
-    assert transports == transport.Transports(widens=True)
+    assert transports == transport.Transports(widens=True, mixes=True)
     assert transports.wire_dtype(jnp.bfloat16) == jnp.float32
     assert transports.wire_dtype(jnp.int8) == jnp.int8
     assert not transport.Transports().widens

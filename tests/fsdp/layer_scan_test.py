@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
-from meshpar.fsdp.layer_scan import LayerScan, Rows
+from meshpar.fsdp.layer_scan import LayerScan
+from meshpar.fsdp.rows import Rows
 from meshpar.layouts.remat import wrap_remat
 
 DEPTH, ROWS, EMBED, SEEN = 3, 4, 8, 5

@@ -1,0 +1,82 @@
+"""Finds collectives of a compiled program that may mix with those of a loop.
+
+XLA:CPU starts operations that use the same communicator in the order of the schedule,
+but a loop counts as started with its first round. A collective that follows the loop
+and reads nothing of it may then run between any two collectives of the loop, at another
+place on every device (`Platform.mixes_collectives`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from meshpar.contracts.hlo import is_collective
+from meshpar.contracts.hlo_text import Instruction, callees, parse_computations
+
+
+class Mixed(NamedTuple):
+    """A collective that does not wait for a loop with collectives before it.
+
+    Attributes:
+      loop: the loop.
+      collective: the collective, or what contains it.
+    """
+
+    loop: Instruction
+    collective: Instruction
+
+
+def mixed_collectives(text: str) -> list[Mixed]:
+    """All collectives that may mix with those of a loop.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()` of a program for CPUs.
+    """
+    computations, _ = parse_computations(text)
+    having = _with_collectives(computations)
+    return [m for own in computations.values() for m in _mixed_in(own, having)]
+
+
+def _called(instruction: Instruction) -> list[str]:
+    parts = re.findall(r"(?:body|condition)=%?([\w.\-]+)", instruction.line)
+    return [*parts, *callees(instruction)]
+
+
+def _with_collectives(
+    computations: Mapping[str, Mapping[str, Instruction]],
+) -> frozenset[str]:
+    """Names of the computations that run collectives, themselves or by others."""
+    callers: dict[str, set[str]] = {}
+    found = []
+    for name, own in computations.items():
+        for instruction in own.values():
+            for callee in _called(instruction):
+                callers.setdefault(callee, set()).add(name)
+        if any(map(is_collective, own.values())):
+            found.append(name)
+    having = set(found)
+    for name in found:  # Grows while it is read.
+        new = callers.get(name, set()) - having
+        having |= new
+        found += new
+    return frozenset(having)
+
+
+def _mixed_in(
+    computation: Mapping[str, Instruction], having: frozenset[str]
+) -> Iterator[Mixed]:
+    """Those of one computation."""
+    loops: list[str] = []
+    read: dict[str, frozenset[str]] = {}  # The loops that an instruction waits for.
+    for name, instruction in computation.items():
+        none: frozenset[str] = frozenset()
+        own = none.union(*(read.get(operand, none) for operand in instruction.operands))
+        inside = not having.isdisjoint(_called(instruction))
+        if inside or is_collective(instruction):
+            for loop in loops:
+                if loop not in own:
+                    yield Mixed(computation[loop], instruction)
+        if inside and instruction.opcode == "while":
+            loops.append(name)
+            own |= {name}
+        read[name] = own

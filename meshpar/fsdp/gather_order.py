@@ -1,0 +1,125 @@
+"""When weights are gathered and gradients reduced, told to compilers by dependencies.
+
+A dependency is a 0 that is computed from what comes first and added to what comes
+later: compilers drop barriers before they schedule.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array, Params, zero_after
+from meshpar.fsdp.sharding import ManualSharding, automatic_axes
+
+
+def after(first: Params, shardings: Mapping[str, ManualSharding], later: Any) -> Any:
+    """The numbers of a tree, which then cannot be computed before some tensors.
+
+    Args:
+      first: {path: tensor, whole or a shard}; call inside shard_map.
+      shardings: {path: how manual axes split it, and automatic ones}.
+      later: any tree of arrays. No gradient passes from it to `first`.
+    """
+    zero = _zero_after(lax.stop_gradient(first), shardings)
+
+    def wait(x: Array) -> Array:
+        return x + zero.astype(x.dtype) if _is_number(x) else x
+
+    return jax.tree.map(wait, later)
+
+
+def _is_number(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.number)
+
+
+def after_like(first: Any, later: Any) -> Any:
+    """The numbers of a tree, each computed after its counterpart in another tree.
+
+    Args:
+      first: a tree of arrays, split over automatic axes as those of `later`.
+      later: a tree of arrays of the same shapes.
+    """
+
+    def wait(first: Array, later: Array) -> Array:
+        if not (_is_number(first) and _is_number(later)):
+            return later
+        zero = jnp.nan_to_num(jnp.minimum(jnp.abs(first), 0))
+        return later + lax.stop_gradient(zero).astype(later.dtype)
+
+    return jax.tree.map(wait, first, later)
+
+
+def _zero_after(
+    tensors: Params, shardings: Mapping[str, ManualSharding]
+) -> float | Array:
+    """A 0 that comes after all of these; every device reads what it holds."""
+
+    def zero(tensors: Params) -> Array:
+        numbers = filter(_is_number, tensors.values())
+        total = sum(map(zero_after, numbers), jnp.float32(0))
+        return jnp.nan_to_num(total)
+
+    if not (axes := automatic_axes()):
+        return zero(tensors)
+    # All devices have the same 0: nothing has to be checked, nor to move.
+    specs = {path: shardings[path].automatic for path in tensors}
+    return jax.shard_map(
+        zero,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(),
+        axis_names=axes,
+        check_vma=False,
+    )(tensors)
+
+
+def gather_with(
+    gather: Callable[[Params], Params], reduce: Callable[[Params], Params]
+) -> Callable[[Params], Params]:
+    """Makes a function leaves -> whole weights whose gradient is `reduce`.
+
+    The leaves get the gradient of the whole weights even if `gather` returns weights
+    that were gathered before (ZeRO-2).
+
+    Args:
+      gather: leaves -> whole weights.
+      reduce: gradient of the whole weights -> gradient of the leaves.
+    """
+
+    @jax.custom_vjp
+    def whole(leaves: Params) -> Params:
+        return gather(leaves)
+
+    whole.defvjp(lambda leaves: (gather(leaves), None), lambda _, g: (reduce(g),))
+    return whole
+
+
+def gather_beside(
+    gather: Callable[[Params], Params],
+    reduce: Callable[[Params], Params],
+    shardings: Mapping[str, ManualSharding],
+) -> Callable[[Any, Params], tuple[Any, Params]]:
+    """Makes a function (x, leaves) -> (x, whole weights) that orders its gradients.
+
+    The gradient of x waits until those of the leaves are reduced; otherwise as
+    `gather_with`.
+
+    Args:
+      gather: leaves -> whole weights.
+      reduce: gradient of the whole weights -> gradient of the leaves.
+      shardings: {path of a leaf: how axes split it}.
+    """
+
+    def backward(_: None, gradients: tuple[Any, Params]) -> tuple[Any, Params]:
+        grads = reduce(gradients[1])
+        return after(grads, shardings, gradients[0]), grads
+
+    @jax.custom_vjp
+    def run(x: Any, leaves: Params) -> tuple[Any, Params]:
+        return x, gather(leaves)
+
+    run.defvjp(lambda x, leaves: ((x, gather(leaves)), None), backward)
+    return run

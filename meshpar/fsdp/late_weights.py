@@ -1,0 +1,112 @@
+"""Weights that the head alone reads: ZeRO gathers them late and reduces them early."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+
+from meshpar.arrays import Array, Params, num_bytes
+from meshpar.collectives import transport
+from meshpar.collectives.transport import ONE_SHOT
+from meshpar.fsdp.gather_order import gather_beside
+from meshpar.fsdp.sharding import ManualSharding
+from meshpar.fsdp.zero import Zero
+
+
+@dataclasses.dataclass(frozen=True)
+class LateWeights:
+    """Weights of the head that wait for the layers; maybe none.
+
+    Large ones of ZeRO-3 are gathered after the layers. Where collectives mix with those
+    of loops, all that the head alone reads are here, gathered before: as their
+    gradients do not read the backward pass of the layers, it has to wait for them.
+
+    Attributes:
+      zero: the policy.
+      leaves: their leaves.
+      gathered: the whole weights, if they are gathered before the layers.
+    """
+
+    zero: Zero
+    leaves: Params
+    gathered: Params
+
+    @classmethod
+    def of(
+        cls,
+        zero: Zero,
+        shared: Params,
+        constants: Params,
+        read_by_head_alone: Callable[[], frozenset[str]],
+    ) -> "LateWeights":
+        """Chooses them.
+
+        Args:
+          zero: the policy; it gathers or reduces inside the loss.
+          shared: leaves of embedding and head.
+          constants: of embedding and head.
+          read_by_head_alone: traces which of these weights nothing else reads.
+        """
+        paths = _candidates(zero, shared)
+        if paths:
+            paths = _in_own_buckets(zero, paths & read_by_head_alone(), shared)
+        leaves, gathered = {path: shared[path] for path in paths}, {}
+        if not zero.gathers_layers:
+            gathered = {path: constants[path] for path in paths}
+        elif zero.transports.mixes:
+            fixed = lax.stop_gradient(leaves)
+            gathered = zero.whole(fixed, {}, _shardings(zero), ONE_SHOT)
+        return cls(zero, leaves, gathered)
+
+    def before_head(self, x: Any) -> tuple[Any, Params]:
+        """(activations after the layers, the whole weights).
+
+        The backward pass of the layers waits until the gradients are reduced. They
+        would be held whole until it is over.
+        """
+        if not self.leaves:
+            return x, {}
+        zero, shardings = self.zero, _shardings(self.zero)
+        return gather_beside(
+            lambda leaves: self.gathered or zero.whole(leaves, {}, shardings, ONE_SHOT),
+            lambda grads: zero.reduced(grads, shardings, zero.transports.once),
+            shardings,
+        )(x, self.leaves)
+
+
+def _shardings(zero: Zero) -> dict[str, ManualSharding]:
+    return zero.layered.split(zero.shardings)[0]
+
+
+def _candidates(zero: Zero, shared: Params) -> frozenset[str]:
+    """Paths that move alone in ZeRO-3; all that are split, where collectives mix."""
+    mixes = zero.transports.mixes and zero.reduces_early
+
+    def waits(path: str) -> bool:
+        sharding = zero.shardings[path]
+        if mixes or not sharding.splits or sharding.automatic_axes:
+            return mixes and bool(sharding.splits)
+        return zero.gathers_layers and _moves_alone(sharding, shared[path])
+
+    return frozenset(filter(waits, shared))
+
+
+def _in_own_buckets(
+    zero: Zero, paths: frozenset[str], shared: Params
+) -> frozenset[str]:
+    """Those paths that share no bucket with others."""
+
+    def bucket(path: str) -> tuple:
+        sharding = zero.shardings[path]
+        return sharding.axes, sharding.automatic_axes, shared[path].dtype
+
+    split = {path: x for path, x in shared.items() if zero.shardings[path].splits}
+    small = {p for p, x in split.items() if not _moves_alone(zero.shardings[p], x)}
+    others = {bucket(path) for path in small - paths}
+    return paths - {path for path in paths & small if bucket(path) in others}
+
+
+def _moves_alone(sharding: ManualSharding, leaf: Array) -> bool:
+    size = num_bytes(leaf) * lax.axis_size(sharding.axes)
+    return sharding.alone or size >= transport.LARGE_BYTES

@@ -1,0 +1,39 @@
+"""Rows of a stack of layers, and gradients that are written into them."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.arrays import Array, Params
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a stack.
+
+    Attributes:
+      start: the first row.
+      numbers: [rows] the layer in every row, negative for padding.
+    """
+
+    start: int | Array
+    numbers: Array
+
+
+def add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Params:
+    """Adds the gradient of one layer to its row of the sums, if `on`."""
+    result = {}
+    for path, total in sums.items():
+        addend = new[path].astype(total.dtype)
+        addend = addend if on is None else jnp.where(on, addend, 0)
+        before = lax.dynamic_index_in_dim(total, row, keepdims=False)
+        result[path] = lax.dynamic_update_index_in_dim(total, before + addend, row, 0)
+    return result
+
+
+def write_row(stack: Params, new: Params, row: Array) -> Params:
+    """Writes the gradient of one layer into its row of those of the whole stack."""
+    return {
+        path: lax.dynamic_update_index_in_dim(x, new[path], row, 0)
+        for path, x in stack.items()
+    }
