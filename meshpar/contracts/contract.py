@@ -10,7 +10,8 @@ purpose. `Contract.violations` compares them with the collectives of a compiled 
   them alone.
 - All_reduces that cross slices of TPUs are held to a range (`slices`).
 - No other collective may occur.
-The bytes of the state must be exact as well.
+The bytes of the state must be exact as well. On CPUs no collective may run among those
+of a loop (`loop_order`).
 """
 
 import dataclasses

@@ -8,33 +8,36 @@ place on every device (`Platform.mixes_collectives`).
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from meshpar.contracts.hlo import is_collective
-from meshpar.contracts.hlo_text import Instruction, callees, parse_computations
+from meshpar.contracts.hlo_text import (
+    Instruction,
+    callees,
+    parse_computations,
+    source_lines,
+)
 
 
-class Mixed(NamedTuple):
-    """A collective that does not wait for a loop with collectives before it.
-
-    Attributes:
-      loop: the loop.
-      collective: the collective, or what contains it.
-    """
-
-    loop: Instruction
-    collective: Instruction
-
-
-def mixed_collectives(text: str) -> list[Mixed]:
-    """All collectives that may mix with those of a loop.
+def order_violations(text: str) -> list[str]:
+    """One line for each collective that does not wait for a loop before it.
 
     Args:
       text: `jax.stages.Compiled.as_text()` of a program for CPUs.
     """
     computations, _ = parse_computations(text)
-    having = _with_collectives(computations)
-    return [m for own in computations.values() for m in _mixed_in(own, having)]
+    having, sources = _with_collectives(computations), source_lines(text)
+    found = [m for own in computations.values() for m in _mixed_in(own, having)]
+
+    def place(instruction: Instruction) -> str:
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
+        source = sources.get(frame.group(1), "") if frame else ""
+        return f"{instruction.name} ({source})" if source else instruction.name
+
+    return [
+        f"{place(collective)} may run among the collectives of a loop that it does not "
+        f"wait for, {', '.join(map(place, loops))}: CPUs mix them up"
+        for collective, loops in found
+    ]
 
 
 def _called(instruction: Instruction) -> list[str]:
@@ -64,18 +67,17 @@ def _with_collectives(
 
 def _mixed_in(
     computation: Mapping[str, Instruction], having: frozenset[str]
-) -> Iterator[Mixed]:
-    """Those of one computation."""
+) -> Iterator[tuple[Instruction, list[Instruction]]]:
+    """(collective, or what contains one; loops that it may mix with)."""
     loops: list[str] = []
+    none: frozenset[str] = frozenset()
     read: dict[str, frozenset[str]] = {}  # The loops that an instruction waits for.
     for name, instruction in computation.items():
-        none: frozenset[str] = frozenset()
         own = none.union(*(read.get(operand, none) for operand in instruction.operands))
         inside = not having.isdisjoint(_called(instruction))
         if inside or is_collective(instruction):
-            for loop in loops:
-                if loop not in own:
-                    yield Mixed(computation[loop], instruction)
+            if mixed := [computation[loop] for loop in loops if loop not in own]:
+                yield instruction, mixed
         if inside and instruction.opcode == "while":
             loops.append(name)
             own |= {name}

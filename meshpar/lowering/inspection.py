@@ -13,6 +13,7 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.hlo import parse_hlo
 from meshpar.contracts.host_transfers import HostTransfer, host_transfers
+from meshpar.contracts.loop_order import order_violations
 from meshpar.contracts.step_time import Rates, StepTime, estimate
 from meshpar.lowering.base import Lowering
 from meshpar.mesh.chips import chip_of
@@ -108,6 +109,13 @@ class Inspection:
         if platform_of(self.mesh).shows_host_transfers:
             return host_transfers(self.compiled.as_text())
         return None
+
+    @functools.cached_property
+    def order_violations(self) -> list[str]:
+        """Collectives that may mix with those of a loop, where platforms let them."""
+        if platform_of(self.mesh).mixes_collectives:
+            return order_violations(self.compiled.as_text())
+        return []
 
     @functools.cached_property
     def time(self) -> StepTime | None:

@@ -182,6 +182,7 @@ class TrainProgram(Program):
             *self.contract.violations(self.collectives),
             *self.contract.state_violations(self.state_bytes(self.compiled)),
             *host_violations(self.contract.host, self.inspection.host_transfers),
+            *self.inspection.order_violations,
         ]
 
     @property

@@ -46,6 +46,7 @@ def test_around_rings_gradients_are_the_same(
         gradients=rings,
         once=dataclasses.replace(rings, loop=True),
         widens=True,
+        mixes=True,
     )
     monkeypatch.setattr(frame, "transports_for", lambda *_: transports)
     program = lower(layout, TINY)
@@ -62,6 +63,15 @@ def test_around_rings_gradients_are_the_same(
         prefetches = 2 * 3  # The first layer of both passes, in three steps each.
         assert once.count("permute") == prefetches
     assert program.contract.wire_bytes == pytest.approx(want.contract.wire_bytes)
+
+
+def test_on_cpus_collectives_outside_loops_wait_for_those_inside(monkeypatch):
+    """Compilers for CPUs let them mix where no dependency says their order."""
+    assert lower("fsdp=4,zero=1", TINY).violations() == []
+    transports = transport.Transports(widens=True)
+    monkeypatch.setattr(frame, "transports_for", lambda *_: transports)
+    (line, *_) = lower("fsdp=4,zero=1", TINY).violations()
+    assert line.startswith("reduce_scatter") and "CPUs mix them up" in line
 
 
 @pytest.mark.parametrize("layout", ["fsdp=4", "fsdp=2,remat=full,microbatches=2"])
