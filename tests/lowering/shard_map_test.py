@@ -46,7 +46,6 @@ def test_around_rings_gradients_are_the_same(
         gradients=rings,
         once=dataclasses.replace(rings, loop=True),
         widens=True,
-        mixes=True,
     )
     monkeypatch.setattr(frame, "transports_for", lambda *_: transports)
     program = lower(layout, TINY)
@@ -54,7 +53,7 @@ def test_around_rings_gradients_are_the_same(
     assert not lower("fsdp=4,tensor=2", TINY).lowering.zero.reduces_by_parts
     _, by_rings = program.gradients(program.init(0), batch())
     assert relative_error(host(by_rings), host(gradients)) < 1e-5
-    assert program.violations() == []
+    assert program.contract.violations(program.collectives) == []
     depth = TINY.layered.depth
     layered = {c.kind for c in program.collectives if c.executions % depth == 0}
     assert layered == kinds
