@@ -21,7 +21,8 @@ def after(first: Params, shardings: Mapping[str, ManualSharding], later: Any) ->
 
     Args:
       first: {path: tensor, whole or a shard}; call inside shard_map.
-      shardings: {path: how manual axes split it, and automatic ones}.
+      shardings: {path: how manual axes split it, and automatic ones}; these split no
+        tensor that has none.
       later: any tree of arrays. No gradient passes from it to `first`.
     """
     zero = _zero_after(lax.stop_gradient(first), shardings)
@@ -66,7 +67,10 @@ def _zero_after(
     if not (axes := automatic_axes()):
         return zero(tensors)
     # All devices have the same 0: nothing has to be checked, nor to move.
-    specs = {path: shardings[path].automatic for path in tensors}
+    specs = {
+        path: shardings[path].automatic if path in shardings else PartitionSpec()
+        for path in tensors
+    }
     return jax.shard_map(
         zero,
         in_specs=(specs,),

@@ -25,58 +25,60 @@ class LateWeights:
     Attributes:
       zero: the policy.
       leaves: their leaves.
-      gathered: the whole weights, if they are gathered before the layers.
     """
 
     zero: Zero
     leaves: Params
-    gathered: Params
 
     @classmethod
     def of(
         cls,
         zero: Zero,
         shared: Params,
-        constants: Params,
         read_by_head_alone: Callable[[], frozenset[str]],
     ) -> "LateWeights":
         """Chooses them.
 
         Args:
-          zero: the policy; it gathers or reduces inside the loss.
+          zero: the policy.
           shared: leaves of embedding and head.
-          constants: of embedding and head.
           read_by_head_alone: traces which of these weights nothing else reads.
         """
         paths = _candidates(zero, shared)
         if paths:
             paths = _in_own_buckets(zero, paths & read_by_head_alone(), shared)
-        leaves, gathered = {path: shared[path] for path in paths}, {}
-        if not zero.gathers_layers:
-            gathered = {path: constants[path] for path in paths}
-        elif zero.transports.mixes:
-            fixed = lax.stop_gradient(leaves)
-            gathered = zero.whole(fixed, {}, _shardings(zero), ONE_SHOT)
-        return cls(zero, leaves, gathered)
+        return cls(zero, {path: shared[path] for path in paths})
 
-    def before_head(self, x: Any) -> tuple[Any, Params]:
+    def split(self, shared: Params, constants: Params) -> tuple[Params, Params]:
+        """(leaves, constants) of embedding and head that are made whole first.
+
+        The constants are whole weights if they were gathered before (ZeRO-2).
+        """
+        early = {path: x for path, x in shared.items() if path not in self.leaves}
+        if self.zero.gathers_layers and self.zero.transports.mixes:
+            constants = constants | lax.stop_gradient(self.leaves)
+        return early, constants
+
+    def before_head(self, x: Any, whole: Params) -> tuple[Any, Params]:
         """(activations after the layers, the whole weights).
 
         The backward pass of the layers waits until the gradients are reduced. They
         would be held whole until it is over.
+
+        Args:
+          x: activations after the layers.
+          whole: weights that were made whole before the layers.
         """
         if not self.leaves:
             return x, {}
-        zero, shardings = self.zero, _shardings(self.zero)
+        zero, shardings = self.zero, self.zero.layered.split(self.zero.shardings)[0]
+        ready = {path: whole[path] for path in self.leaves if path in whole}
+        ready = lax.stop_gradient(ready)
         return gather_beside(
-            lambda leaves: self.gathered or zero.whole(leaves, {}, shardings, ONE_SHOT),
+            lambda leaves: ready or zero.whole(leaves, {}, shardings, ONE_SHOT),
             lambda grads: zero.reduced(grads, shardings, zero.transports.once),
             shardings,
         )(x, self.leaves)
-
-
-def _shardings(zero: Zero) -> dict[str, ManualSharding]:
-    return zero.layered.split(zero.shardings)[0]
 
 
 def _candidates(zero: Zero, shared: Params) -> frozenset[str]:

@@ -182,7 +182,7 @@ class Zero:
         return gather_with(
             lambda leaves: self.whole(leaves, constants, shardings, ONE_SHOT),
             lambda grads: self.reduced(
-                self._split_trained(grads)[0], shardings, self.transports.once
+                {path: grads[path] for path in leaves}, shardings, self.transports.once
             ),
         )(leaves)
 
@@ -251,8 +251,13 @@ class Zero:
         early = self.reduces_early
         return reduce_scatter_grads(grads, shardings, transport) if early else grads
 
-    def scattered(self, grads: Params) -> Params:
-        """Reduce-scatters the gradients that are still whole, layer by layer."""
+    def scattered(self, grads: Params, reduced: Params) -> Params:
+        """Reduce-scatters the gradients that are still whole, layer by layer.
+
+        Args:
+          grads: {path: gradient, whole or a shard}.
+          reduced: arrays under other names, sums over devices that come first.
+        """
         shared, stack = self.layered.split(grads)
         transport = self.transports.once
         if self.splits_any and not self.reduces_shared_early:
@@ -262,7 +267,7 @@ class Zero:
             least = min(stack, key=lambda path: stack[path].size)  # One delays all.
             stack = lax.map(
                 lambda layer: reduce_scatter_grads(layer, shardings, transport),
-                stack | self.in_order(shared, {least: stack[least]}),
+                stack | self.in_order(shared | reduced, {least: stack[least]}),
             )
             shared = self.in_order(stack, shared)
         return {**shared, **stack}

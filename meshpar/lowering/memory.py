@@ -41,6 +41,11 @@ class Memory:
         """Bytes on the device at the peak."""
         return sum(dataclasses.astuple(self)) - self.host
 
+    @property
+    def temporary(self) -> int:
+        """Bytes of the total that every step takes anew."""
+        return self.weights + self.gradients + self.activations + self.working
+
 
 _RUNNING, _RUNNING_IN_TICKS = 0.5, 0.4
 """Shares of what a layer holds while it runs backward that are in memory at once: of

@@ -154,34 +154,29 @@ class ScanRunner(Runner):
         shared_constants, stack_constants = layered.split(constants)
         shared, stack = layered.split(leaves)
 
-        def whole(leaves: Params, constants: Params) -> Params:
-            return self.frame.cast(self.zero.shared(leaves, constants))
-
         def unread() -> Params:
-            abstract = jax.eval_shape(whole, shared, shared_constants)
+            def whole() -> Params:
+                return self.frame.cast(self.zero.shared(shared, shared_constants))
+
+            abstract = jax.eval_shape(whole)
             return {path: jnp.zeros(x.shape, x.dtype) for path, x in abstract.items()}
 
         late = LateWeights.of(
             self.zero,
             shared,
-            shared_constants,
             lambda: layered.read_by_head_alone(unread(), batch, key),
         )
-
-        def early(tree: Params) -> Params:
-            return {path: x for path, x in tree.items() if path not in late.leaves}
-
-        weights = whole(early(shared), early(shared_constants))
+        whole = self.zero.shared(*late.split(shared, shared_constants))
 
         def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
             run = differentiable(*self._segments(key, context))
-            x = jax.tree.map(self.frame.vary, x)
-            x = self.zero.in_order({**weights, **late.gathered}, x)
+            x = self.zero.in_order(whole, jax.tree.map(self.frame.vary, x))
             return run(stack, stack_constants, x)
 
         def before_head(x: Any, shared: Params) -> tuple[Any, Params]:
-            x, own = late.before_head(x)
+            x, own = late.before_head(x, whole)
             return x, {**shared, **self.frame.cast(own)}
 
-        params = {**(unread() if late.leaves else {}), **weights, **stack}
+        placeholders = unread() if late.leaves else {}
+        params = {**placeholders, **self.frame.cast(whole), **stack}
         return layered.loss(params, batch, key, scan, before_head)

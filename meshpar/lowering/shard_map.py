@@ -125,7 +125,8 @@ class ShardMapLowering(Lowering):
         totals = self.frame.over_devices(totals)
         if self.zero.transports.widens:
             grads = {path: x.astype(jnp.float32) for path, x in grads.items()}
-        grads = self.zero.scattered(grads)
+        numbers = {str(i): x for i, x in enumerate(jax.tree.leaves(totals))}
+        grads = self.zero.scattered(grads, numbers)
         return totals, all_reduce_grads(grads, self.zero.shardings)
 
     def mean_gradients(self, sums: Params, totals: Totals) -> Params:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Sequence
 
@@ -14,9 +15,9 @@ _CPU = Chip(
     "cpu",
     "cpu",
     (),
-    peak_flops=1e11,
+    peak_flops=2e11,
     memory_bytes=0,
-    memory_bandwidth=1e10,
+    memory_bandwidth=1.6e10,
     link_bandwidth=5e9,
     num_links=1,
     torus_dims=0,
@@ -24,7 +25,11 @@ _CPU = Chip(
     tile=(1, 1),
     gathers_beside_compute=False,
 )
-"""A core of a computer: rough figures, good for comparing layouts alone."""
+"""A core of a computer, as measured on one (docs/planning.md)."""
+
+_CPU_FRESH_BANDWIDTH = 3.3e9
+"""Bytes per second and core at which a system gives memory to a program, page by page,
+when the program first writes to it."""
 
 _RESERVED = 0.04
 """Share of a device's memory that plans leave to the runtime and to fragmentation."""
@@ -42,6 +47,8 @@ class Machine:
       narrow: what matmuls with a dim that fills no row of a tile, such as a head_dim of
         64, take in addition, over their time at the chip's peak.
       overlaps: whether transfers run beside compute.
+      fresh_bandwidth: bytes per second at which a step gets memory for its temporary
+        arrays; infinite where the memory is the program's all the time.
       slowdown: measured over predicted seconds of a step; 1 without measurements.
     """
 
@@ -51,6 +58,7 @@ class Machine:
     efficiency: float
     narrow: float
     overlaps: bool
+    fresh_bandwidth: float = math.inf
     slowdown: float = 1.0
 
     @functools.cached_property
@@ -71,7 +79,7 @@ class Machine:
         return 2 * self.chip.link_bandwidth
 
 
-_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6}
+_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "cpu": 1.0}
 """{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others."""
 
 _NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
@@ -99,8 +107,17 @@ def machine_of(
         memory = memory or _physical_memory() // len(devices)
     memory = memory or int((1 - _RESERVED) * chip.memory_bytes)
     efficiency = _EFFICIENCY.get(chip.name, 0.7)
-    narrow, overlaps = _NARROW.get(chip.name, 0.0), kind != _CPU.platform
-    return Machine(tuple(devices), chip, memory, efficiency, narrow, overlaps, slowdown)
+    is_cpu = kind == _CPU.platform
+    return Machine(
+        tuple(devices),
+        chip,
+        memory,
+        efficiency,
+        _NARROW.get(chip.name, 0.0),
+        overlaps=not is_cpu,
+        fresh_bandwidth=_CPU_FRESH_BANDWIDTH if is_cpu else math.inf,
+        slowdown=slowdown,
+    )
 
 
 def _physical_memory() -> int:

@@ -112,9 +112,10 @@ class Candidates:
         host = tuple(lowering.host_transfers(None, traced))
         terms = {FEATURES: shared.terms, ROWS: shared.row_terms}
         traffic = Traffic(terms, host, one_way, shared.sends)
-        seconds = step_seconds(lowering, facts, self.machine, rows, traced, traffic)
-        seconds = seconds.slower(self.machine.slowdown)
         memory = lowering.memory(None, traced=traced)
+        seconds = step_seconds(
+            lowering, facts, self.machine, rows, traced, traffic, memory.temporary
+        ).slower(self.machine.slowdown)
         known = uncertainty_of(layout, self.machine)
         return Candidate(layout, memory, seconds, seconds.wire_bytes, known)
 

@@ -14,6 +14,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average
 from meshpar.layouts.remat import NONE, repeated_share
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
+from meshpar.lowering.runner import Runner
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_of
@@ -56,6 +57,7 @@ class Seconds:
       outside: compute of embedding and head.
       update: the optimizer.
       saved: activations on their way to memory and back.
+      fresh: memory for temporary arrays, where a computer gives it page by page.
       moves: slices, copies and additions of what devices send.
       state: exposed transfers of weights and gradients.
       tensor: exposed transfers of activations inside layers, and between layers that
@@ -73,6 +75,7 @@ class Seconds:
     outside: float
     update: float
     saved: float
+    fresh: float
     moves: float
     state: float
     tensor: float
@@ -106,6 +109,7 @@ def step_seconds(
     rows: float,
     traced: TracedLayer,
     traffic: Traffic,
+    temporary: int,
 ) -> Seconds:
     """Predicts the time of a step.
 
@@ -116,23 +120,15 @@ def step_seconds(
       rows: of a microbatch on one device.
       traced: bytes of one layer and of the head on one device.
       traffic: what a step moves.
+      temporary: bytes on one device that a step takes anew.
     """
     layout, runner = lowering.layout, lowering.runner
     layer = _layer_seconds(layout, facts, machine, rows)
-    compute: dict[Beside, float] = {}
-    passes, in_kernels = 0, 0.0
-    by_use = {FEATURES: runner.layer_passes, ROWS: runner.row_passes}
-    for use, run in ((use, run) for use, own in by_use.items() for run in own):
-        times = run.runs * run.depth
-        seconds, kernels = layer.of(run.name)
-        beside = Beside(run.name, use)
-        compute[beside] = compute.get(beside, 0.0) + times * seconds
-        in_kernels += times * kernels
-        passes += times
+    passes = _Passes.of(runner, layer)
+    compute = passes.compute
     needed = layout.microbatches * lowering.model.layered.depth / layout.pipe
     # Stages that save their inputs run forward once more.
-    repeats = Beside("forward again", FEATURES) in compute
-    stages_again = layer.forward if repeats else 0.0
+    stages_again = layer.forward if passes.repeats else 0.0
     layers, again = 3 * needed * layer.forward, needed * (layer.again + stages_again)
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
@@ -162,15 +158,47 @@ def step_seconds(
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
         update=update / memory_bandwidth,
-        saved=_SAVED * passes * traced.saved / memory_bandwidth,
+        saved=_SAVED * passes.saves * traced.saved / memory_bandwidth,
+        fresh=temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
         state=state_seconds(lowering, machine, traffic, compute),
         tensor=sent + sent_by_rows / machine.link_bandwidth,
         sends=sends / bandwidth(lowering, machine, (PIPE,)),
         host=host_seconds(lowering, machine, traffic, compute),
         wire_bytes=state_bytes + tensor_bytes + sent_by_rows + sends,
-        kernels=in_kernels,
+        kernels=passes.kernels,
     )
+
+
+class _Passes(NamedTuple):
+    """All passes over the layers in one step, on one device.
+
+    Attributes:
+      compute: seconds that transfers may stand beside.
+      kernels: the part of that in kernels written by hand.
+      saves: times that a layer saves for its backward pass, or reads what it saved.
+      repeats: whether stages of a pipeline run forward again, to save then.
+    """
+
+    compute: dict[Beside, float]
+    kernels: float
+    saves: int
+    repeats: bool
+
+    @classmethod
+    def of(cls, runner: Runner, layer: "_LayerSeconds") -> "_Passes":
+        compute: dict[Beside, float] = {}
+        saves, in_kernels = 0, 0.0
+        by_use = {FEATURES: runner.layer_passes, ROWS: runner.row_passes}
+        repeats = any(run.name == "forward again" for run in runner.layer_passes)
+        for use, run in ((use, run) for use, own in by_use.items() for run in own):
+            times = run.runs * run.depth
+            seconds, kernels = layer.of(run.name)
+            beside = Beside(run.name, use)
+            compute[beside] = compute.get(beside, 0.0) + times * seconds
+            in_kernels += times * kernels
+            saves += 0 if repeats and run.name == "forward" else times
+        return cls(compute, in_kernels, saves, repeats)
 
 
 class _LayerSeconds(NamedTuple):

@@ -1,5 +1,7 @@
 """Every form of attention equals plain jnp, in values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,6 +131,31 @@ def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual, saves)
     for x, expected in zip(*map(jax.tree.leaves, (values, reference)), strict=True):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
     assert shapes == {(1, 8, 2, 4)}
+
+
+def test_devices_share_kv_heads_that_are_fewer(monkeypatch):
+    """Each has copies of those that its queries read, and kernels see these alone."""
+    layout, shapes = layouts.parse("fsdp=2,tensor=4"), set()
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def kernel(*qkv, window):
+        shapes.add(tuple(x.shape for x in qkv))
+        return attention_kernels.reference(*qkv, window=window)
+
+    monkeypatch.setattr(attention_kernels, "traced_platform", lambda: platform.TPU)
+    monkeypatch.setattr(attention_kernels, "splash", kernel)
+
+    def attention(*qkv):
+        with layouts.use(layout, mesh, ()):
+            return context.attention(*qkv, window=96)
+
+    qkv, plain = arrays(8, 2, 128, 4), functools.partial(kernel, window=96)
+    with jax.set_mesh(mesh):
+        values = jax.jit(lambda *a: (attention(*a), gradients(attention, *a)))(*qkv)
+    assert shapes == {((1, 128, 2, 4), (1, 128, 1, 4), (1, 128, 1, 4))}
+    expected = plain(*qkv), gradients(plain, *qkv)
+    for x, want in zip(*map(jax.tree.leaves, (values, expected)), strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
 
 
 def test_outside_a_layout_the_platform_is_the_default_backend():

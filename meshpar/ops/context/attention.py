@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
 
 from meshpar.arrays import Array
 from meshpar.errors import LayoutError
@@ -12,6 +15,7 @@ from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.context_modes import ALLGATHER, RING, ULYSSES
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.ops.attention_kernels import DIM_NAMES, SEGMENT_NAMES, by_platform
+from meshpar.ops.context.exchange import head_ways
 from meshpar.ops.context.gathered import gathered_attention
 from meshpar.ops.context.ring import ring_attention
 from meshpar.ops.context.ulysses import ulysses_attention
@@ -71,8 +75,10 @@ def attention(
 def _attention(
     q: Array, k: Array, v: Array, segments_BL: Array | None = None, window: int = 0
 ) -> Array:
-    qkv = q, k, v
     scope = scopes.current_scope()
+    if scope is not None and q.shape[2] % (ways := head_ways(scope)) == 0:
+        k, v = (_heads_for(ways, x) for x in (k, v))
+    qkv = q, k, v
     if scope is None or scope.mesh.shape.get(CONTEXT, 1) == 1:
         return by_platform(*qkv, segments_BL, window)
     axes = scope.layout.activation_rules["length"]
@@ -93,3 +99,12 @@ def _attention(
 
     others = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
     return on_shards(on_one_device, DIM_NAMES, *qkv, others=others)
+
+
+def _heads_for(ways: int, x_BLKH: Array) -> Array:
+    """Keys or values with as many copies of each head as divide over some devices.
+
+    A device then holds the heads that its queries read.
+    """
+    copies = math.lcm(x_BLKH.shape[2], ways) // x_BLKH.shape[2]
+    return x_BLKH if copies == 1 else jnp.repeat(x_BLKH, copies, axis=2)

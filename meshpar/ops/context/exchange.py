@@ -42,9 +42,8 @@ def spec_of(x: Array) -> PartitionSpec:
     return activation_spec(scope_in_use(), x.shape, names)
 
 
-def head_ways() -> int:
+def head_ways(scope: Scope) -> int:
     """Devices over which automatic axes split the heads."""
-    scope = scope_in_use()
     axes = scope.layout.activation_rules["heads"]
     free = (a for a in axes if a in scope.mesh.shape and a not in scope.manual_axes)
     return ways_of(free, scope.mesh.shape)

@@ -71,7 +71,7 @@ def gathered_attention(
     transports = transports_for(scope_in_use().mesh, (CONTEXT,))
     ways, num, kv = 1, 1, jnp.stack([k_BLKH, v_BLKH])
     if transports.gradients is not ONE_SHOT:
-        ways = head_ways()
+        ways = head_ways(scope_in_use())
         num = next(n for n in (_GROUPS, 2, 1) if kv.shape[_HEADS] // ways % n == 0)
     segments = None
     if segments_BL is not None:

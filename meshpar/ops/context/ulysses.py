@@ -18,6 +18,7 @@ from meshpar.ops.context.exchange import (
     head_ways,
     num_ranks,
     record,
+    scope_in_use,
     whole_segments,
     widened,
 )
@@ -70,7 +71,7 @@ def split_heads(
     """
     if num == 1:
         return q_BLNH, jnp.stack([k_BLKH, v_BLKH])
-    others = head_ways()
+    others = head_ways(scope_in_use())
     heads, kv_heads = q_BLNH.shape[_HEADS] // others, k_BLKH.shape[_HEADS] // others
     if heads % num:
         raise LayoutError(
