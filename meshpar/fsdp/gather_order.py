@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params, zero_after
-from meshpar.fsdp.sharding import ManualSharding, automatic_axes
+from meshpar.fsdp.sharding import ManualSharding
 
 
 def after(first: Params, shardings: Mapping[str, ManualSharding], later: Any) -> Any:
@@ -64,18 +64,19 @@ def _zero_after(
         total = sum(map(zero_after, numbers), jnp.float32(0))
         return jnp.nan_to_num(total)
 
-    if not (axes := automatic_axes()):
-        return zero(tensors)
-    # All devices have the same 0: nothing has to be checked, nor to move.
     specs = {
         path: shardings[path].automatic if path in shardings else PartitionSpec()
         for path in tensors
     }
+    if not any(map(any, specs.values())):
+        return zero(tensors)
+    mesh = jax.sharding.get_abstract_mesh()
+    # All devices have the same 0: nothing has to be checked, nor to move.
     return jax.shard_map(
         zero,
         in_specs=(specs,),
         out_specs=PartitionSpec(),
-        axis_names=axes,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
     )(tensors)
 
