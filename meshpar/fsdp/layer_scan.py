@@ -96,9 +96,9 @@ class LayerScan:
         def prefetch(i: Any, *in_order: Callable) -> Params:
             return gather(i, True, *in_order) if self.ahead else {}
 
-        first = functools.partial(self._after, carry)
+        waiting = functools.partial(self._after, carry)
         # Compilers write a loop of one round out.
-        once = (first,) if depth == 1 else ()
+        once = (waiting,) if depth == 1 else ()
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
             (carry, ready), (i, number, saved) = state, x
@@ -107,7 +107,7 @@ class LayerScan:
             carry, y = run_layer(carry, ready | gathered, start + i, number, saved)
             return (carry, following), y
 
-        first = carry, prefetch(depth - 1 if reverse else 0, first)
+        first = carry, prefetch(depth - 1 if reverse else 0, waiting)
         xs = jnp.arange(depth), numbers, saved
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
