@@ -92,6 +92,11 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(keys): leaf for keys, leaf in leaves}
 
 
+def is_number(x: Array) -> bool:
+    """Whether an array holds numbers; random keys and float0 are none."""
+    return jnp.issubdtype(x.dtype, jnp.number)
+
+
 def zero_after(x: Array) -> Array:
     """A float32 0 that cannot be computed before x.
 

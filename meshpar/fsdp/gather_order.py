@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, Params, zero_after
+from meshpar.arrays import Array, Params, is_number, zero_after
 from meshpar.fsdp.sharding import ManualSharding
 
 
@@ -28,30 +28,9 @@ def after(first: Params, shardings: Mapping[str, ManualSharding], later: Any) ->
     zero = _zero_after(lax.stop_gradient(first), shardings)
 
     def wait(x: Array) -> Array:
-        return x + zero.astype(x.dtype) if _is_number(x) else x
+        return x + zero.astype(x.dtype) if is_number(x) else x
 
     return jax.tree.map(wait, later)
-
-
-def _is_number(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.number)
-
-
-def after_like(first: Any, later: Any) -> Any:
-    """The numbers of a tree, each computed after its counterpart in another tree.
-
-    Args:
-      first: a tree of arrays, split over automatic axes as those of `later`.
-      later: a tree of arrays of the same shapes.
-    """
-
-    def wait(first: Array, later: Array) -> Array:
-        if not (_is_number(first) and _is_number(later)):
-            return later
-        zero = jnp.nan_to_num(jnp.minimum(jnp.abs(first), 0))
-        return later + lax.stop_gradient(zero).astype(later.dtype)
-
-    return jax.tree.map(wait, first, later)
 
 
 def _zero_after(
@@ -60,7 +39,7 @@ def _zero_after(
     """A 0 that comes after all of these; every device reads what it holds."""
 
     def zero(tensors: Params) -> Array:
-        numbers = filter(_is_number, tensors.values())
+        numbers = filter(is_number, tensors.values())
         total = sum(map(zero_after, numbers), jnp.float32(0))
         return jnp.nan_to_num(total)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
+from meshpar.mesh.order import in_turn
 from meshpar.models.metrics import LossResult, masked
 from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
 
@@ -247,7 +248,12 @@ def _before_backward(loss: Array) -> Array:
     return loss
 
 
+def _wait_for_loss(loss: Array, gradient: Array) -> tuple[Array]:
+    gradient, loss = jax.lax.optimization_barrier((gradient, loss))
+    return (in_turn(loss, gradient),)
+
+
 _before_backward.defvjp(
     lambda loss: (loss, loss),
-    lambda loss, gradient: jax.lax.optimization_barrier((gradient, loss))[:1],
+    _wait_for_loss,
 )

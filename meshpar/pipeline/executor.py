@@ -45,7 +45,6 @@ class Executor:
       num_stages: P.
       wraps: whether the last stage sends to the first one (several chunks).
       vary: marks an array as differing over the manual axes.
-      in_order: as of `Tick`.
       shares_vocabulary: whether all stages run embedding and head together, each on its
         slice of the vocabulary.
     """
@@ -54,7 +53,6 @@ class Executor:
     num_stages: int
     wraps: bool
     vary: Callable[[Array], Array]
-    in_order: Callable[[Any, Any], Any]
     shares_vocabulary: bool = False
 
     def _send(self, x: Any, step: int) -> Any:
@@ -164,7 +162,6 @@ class Executor:
             sends_gradients=self.loop.sends_gradients(phase),
             send=self._send,
             shares_vocabulary=self.shares_vocabulary,
-            in_order=self.in_order,
         )
         return tick.run(carry), None
 

@@ -21,7 +21,6 @@ from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError, MeshparError
-from meshpar.fsdp.gather_order import after_like
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
@@ -133,7 +132,6 @@ class PipelineRunner(Runner):
             num_stages=self.spec.schedule.num_stages,
             wraps=self.spec.schedule.num_chunks > 1,
             vary=self.frame.vary,
-            in_order=after_like if self.frame.transports.mixes else lambda _, x: x,
             shares_vocabulary=self.layout.splits_vocabulary,
         )
 

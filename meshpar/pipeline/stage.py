@@ -16,6 +16,7 @@ from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals, Saved
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
+from meshpar.mesh.order import in_turn
 from meshpar.models.layer_stack import LAYERS_KEY, Key, LayeredModel, fold_key
 from meshpar.models.metrics import LossResult, masked
 
@@ -187,7 +188,8 @@ class PipelineStage:
             return totals.loss, totals
 
         weighted, vjp, totals = jax.vjp(loss, self.shared, y, has_aux=True)
-        gradients = vjp(jnp.where(on, 1.0, jnp.zeros_like(weighted)))
+        start = jnp.where(on, 1.0, jnp.zeros_like(weighted))
+        gradients = vjp(in_turn(weighted, start))  # Both passes may have loops.
         gradient, dy = jax.tree.map(lambda g: masked(totals.weight, g), gradients)
         return totals, dy, gradient
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.lowering.totals import Totals
+from meshpar.mesh.order import in_turn
 from meshpar.pipeline.buffers import put_slot, take_slot, where_tree
 from meshpar.pipeline.phases import Slots
 from meshpar.pipeline.stage import PipelineStage
@@ -108,8 +109,6 @@ class Tick:
       sends_gradients: whether any stage sends a gradient.
       send: (value, step) -> the value of the stage `step` before this one.
       shares_vocabulary: whether all stages run embedding and head together.
-      in_order: (first, later) -> `later`, which waits for `first` where the collectives
-        of one operation may mix with those of the next (`after_like`).
     """
 
     stage: PipelineStage
@@ -119,7 +118,6 @@ class Tick:
     sends_gradients: bool
     send: Callable[[Any, int], Any]
     shares_vocabulary: bool
-    in_order: Callable[[Any, Any], Any]
 
     def run(self, carry: Carry) -> Carry:
         """All operations of the tick, in order."""
@@ -138,7 +136,7 @@ class Tick:
     def _forward(self, carry: Carry, last: Any) -> tuple[Carry, Any]:
         """F, its send, and head and loss; also what the last of them computes."""
         columns = self.row.columns
-        x = self.in_order(last, stage_input(self.stage, self.row, carry.inputs))
+        x = in_turn(last, stage_input(self.stage, self.row, carry.inputs))
 
         def forward(saved_and_x: tuple[Any, Any]) -> tuple[Any, Any]:
             buffer, x = saved_and_x
@@ -150,7 +148,7 @@ class Tick:
         if self.sends_activations:
             arrived = self.send(y, 1)
             inputs = put_slot(carry.inputs, columns.arrived, arrived)
-            carry, y = carry._replace(inputs=inputs), self.in_order(arrived, y)
+            carry, y = carry._replace(inputs=inputs), in_turn(arrived, y)
         return _run_if(self.slots.head, self._head, (carry, y))
 
     def _head(self, carry_and_y: tuple[Carry, Any]) -> tuple[Carry, Any]:
@@ -163,7 +161,7 @@ class Tick:
             shared=self._add_shared(on, sums.shared, gradient),
         )
         gradients = put_slot(carry.gradients, columns.head_gradient, dy)
-        return carry._replace(gradients=gradients, sums=sums), self.in_order(dy, y)
+        return carry._replace(gradients=gradients, sums=sums), in_turn(dy, y)
 
     def _add_shared(self, on: Array, total: Params, gradient: Params) -> Params:
         """Adds a gradient of the shared weights; with vocab=pipe each stage's slice."""
@@ -176,9 +174,9 @@ class Tick:
         saved = take_slot(carry.saved, columns.b_saved)
         dy = take_slot(carry.gradients, columns.b_gradient)
         if self.stage.saves_residuals:
-            dy = self.in_order(last, dy)
+            dy = in_turn(last, dy)
         else:  # Its layers run forward again.
-            saved = self.in_order(last, saved)
+            saved = in_turn(last, saved)
         if carry.states is not None:
             dx, state = self.stage.backward_input(chunk, microbatch, saved, dy)
             states = put_slot(carry.states, columns.b_state, state)
