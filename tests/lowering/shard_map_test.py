@@ -73,6 +73,14 @@ def test_on_cpus_collectives_outside_loops_wait_for_those_inside(monkeypatch):
     assert line.startswith("reduce_scatter") and "CPUs mix them up" in line
 
 
+@pytest.mark.parametrize(
+    "layout", ["pipe=2,fsdp=2,microbatches=2,vocab=pipe", "fsdp=2,tensor=2"]
+)
+def test_loops_over_blocks_of_the_loss_run_in_turn(layout):
+    program = lower(layout, model(depth=4, kv_heads=2, loss_block=4))
+    assert program.violations() == []
+
+
 @pytest.mark.parametrize("layout", ["fsdp=4", "fsdp=2,remat=full,microbatches=2"])
 def test_weights_gathered_one_layer_ahead_are_declared(layout):
     program = lower(f"{layout},prefetch=attention/[qkv]$,prefetch=mlp", TINY)
