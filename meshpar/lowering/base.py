@@ -2,8 +2,7 @@
 
 A lowering computes gradients (`jit`: the compiler inserts the collectives; `shard_map`:
 we write them). It declares its collectives, predicts its memory, adds sections to
-reports, and refuses layouts that it does not support. The optimizer runs on shards in
-the same way under all lowerings.
+reports, and refuses what it does not support. The optimizer runs on shards under all.
 """
 
 import dataclasses
@@ -58,6 +57,8 @@ class Lowering:
     name: ClassVar[str]
     types_replicas: ClassVar[bool] = False
     """Whether values that differ between replicas have to be marked so (check_vma)."""
+    orders_collectives: ClassVar[bool] = False
+    """Whether collectives wait for loops where platforms might mix them with those."""
 
     model: Model
     optimizer: Optimizer | None

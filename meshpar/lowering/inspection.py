@@ -53,6 +53,7 @@ class Inspection:
         lower: Callable[[], jax.stages.Lowered],
         mesh: Mesh,
         check: Callable[[list[Collective]], None],
+        ordered: bool = False,
     ):
         """Inspects a program.
 
@@ -60,8 +61,10 @@ class Inspection:
           lower: lowers it.
           mesh: the device mesh.
           check: raises MeshparError if the compiled program must not run.
+          ordered: as `Lowering.orders_collectives`.
         """
         self._lower, self.mesh, self._check = lower, mesh, check
+        self._ordered = ordered
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -112,8 +115,8 @@ class Inspection:
 
     @functools.cached_property
     def order_violations(self) -> list[str]:
-        """Collectives that may mix with those of a loop, where platforms let them."""
-        if platform_of(self.mesh).mixes_collectives:
+        """Collectives that may mix with those of a loop, though they should wait."""
+        if self._ordered and platform_of(self.mesh).mixes_collectives:
             return order_violations(self.compiled.as_text())
         return []
 
@@ -175,7 +178,7 @@ def inspect_step(
                 compiler_options=compiler_options(mesh),
             ).lower(abstract_state, *arguments)
 
-    return Inspection(lower, mesh, lowering.check_compiled)
+    return Inspection(lower, mesh, lowering.check_compiled, lowering.orders_collectives)
 
 
 def bytes_per_device(abstract: Any, shardings: Any) -> int:

@@ -57,7 +57,7 @@ class ShardMapLowering(Lowering):
     """
 
     name = "shard_map"
-    types_replicas = True
+    types_replicas = orders_collectives = True
 
     runner: Runner
 

@@ -38,7 +38,7 @@ def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
         assert f"<td>{candidate['layout']}</td>" in text
     for reason, count in found["refused"].items():
         assert f'<td class="number">{count}</td><td>{html.escape(reason)}</td>' in text
-    done = command(*PLAN, "--top=2", "--json", "--require=zero=3")
+    done = command(*PLAN, "--top=2", "--json", "--require=zero=3,fsdp=4")
     plans = json.loads(done.out)
     assert len(plans["best"]) == 2 and plans["devices"] == 4
     for candidate in plans["best"]:
