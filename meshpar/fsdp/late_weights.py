@@ -87,9 +87,11 @@ def _candidates(zero: Zero, shared: Params) -> frozenset[str]:
 
     def waits(path: str) -> bool:
         sharding = zero.shardings[path]
-        if mixes or not sharding.splits or sharding.automatic_axes:
-            return mixes and bool(sharding.splits)
-        return zero.gathers_layers and _moves_alone(sharding, shared[path])
+        if mixes or not sharding.splits:
+            return bool(sharding.splits)
+        if sharding.automatic_axes or not zero.gathers_layers:
+            return False
+        return _moves_alone(sharding, shared[path])
 
     return frozenset(filter(waits, shared))
 

@@ -8,7 +8,6 @@ soon as it exists. Weights may be gathered one layer ahead, beside a layer's com
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,33 +85,34 @@ class LayerScan:
         def is_ahead(tree: Params, ahead: bool) -> Params:
             return {p: x for p, x in tree.items() if (p in self.ahead) == ahead}
 
-        def gather(i: Any, ahead: bool, in_order: Callable = lambda x: x) -> Params:
+        activations = carry
+
+        def gather(i: Any, ahead: bool, in_loop: bool) -> Params:
             own = layer_slice(is_ahead(leaves, ahead), i)
             fixed = layer_slice(is_ahead(constants, ahead), i)
-            return self.gather(
-                in_order(own), in_order(to_device(fixed) if self.streams else fixed)
-            )
+            fixed = to_device(fixed) if self.streams else fixed
+            if not in_loop:
+                own, fixed = self._after(activations, (own, fixed))
+            return self.gather(own, fixed)
 
-        def prefetch(i: Any, *in_order: Callable) -> Params:
-            return gather(i, True, *in_order) if self.ahead else {}
+        def prefetch(i: Any, in_loop: bool) -> Params:
+            return gather(i, True, in_loop) if self.ahead else {}
 
-        waiting = functools.partial(self._after, carry)
-        # Compilers write a loop of one round out.
-        once = (waiting,) if depth == 1 else ()
+        is_loop = depth > 1  # Compilers write a loop of one round out.
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
             (carry, ready), (i, number, saved) = state, x
-            following = prefetch((i + (depth - 1 if reverse else 1)) % depth, *once)
-            gathered = gather(i, False, *once)
+            following = prefetch((i + (depth - 1 if reverse else 1)) % depth, is_loop)
+            gathered = gather(i, False, is_loop)
             carry, y = run_layer(carry, ready | gathered, start + i, number, saved)
             return (carry, following), y
 
-        first = carry, prefetch(depth - 1 if reverse else 0, waiting)
+        first = carry, prefetch(depth - 1 if reverse else 0, in_loop=False)
         xs = jnp.arange(depth), numbers, saved
         (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
         return carry, ys
 
-    def _after(self, activations: Any, weights: Params) -> Params:
+    def _after(self, activations: Any, weights: Any) -> Any:
         """The weights, after some activations if collectives mix with loops'."""
         if not self.mixes or automatic_axes():
             return weights

@@ -80,12 +80,15 @@ class Machine:
 
 
 _EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "cpu": 1.0}
-"""{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others."""
+"""{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others.
+
+The peak of a CPU is what matmuls reached on one.
+"""
 
 _NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.
 
-Both are fitted to the cycles that the compilers of v5e, v5p and v6e state
+For v5e, v5p and v6e both are fitted to the cycles that their compilers state
 (docs/planning.md), which do not tell what else slows down real chips.
 """
 

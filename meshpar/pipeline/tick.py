@@ -5,7 +5,8 @@ Its operations run in this order:
     gradient arrives | embed | F | send | head and loss | B | embedding's gradient | W
 
 An activation is sent beside head and backward pass, a gradient beside the forward pass
-of the next tick, so that sends overlap with compute.
+of the next tick, so that sends overlap with compute. Where platforms may mix up their
+collectives, each operation waits for the one before (`mesh.order`).
 """
 
 import dataclasses
