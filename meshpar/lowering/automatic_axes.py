@@ -1,7 +1,7 @@
 """Bounds on what a compiler moves over the axes that are automatic inside shard_map."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshpar.contracts import cost
@@ -9,6 +9,7 @@ from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.layer_uses import policies
+from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.layer_moves import Moves
@@ -28,6 +29,7 @@ def declared_bounds(
     batch: Any,
     passes: Sequence[LayerPass],
     moves: Moves,
+    runs_of: Callable[[Move], int],
     declared: Sequence[DeclaredCollective],
 ) -> Iterator[DeclaredCollective]:
     """A bound on the collectives over the axes that the compiler handles.
@@ -39,6 +41,7 @@ def declared_bounds(
       batch: abstract batch of one replica.
       passes: all passes over the layers.
       moves: what the model moves itself.
+      runs_of: how often a step runs a move of embedding or head.
       declared: the same for all layers; bounds over these axes are added.
     """
     manual = (*frame.manual_axes, *frame.replica_axes)
@@ -66,7 +69,8 @@ def declared_bounds(
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     total = units * unit
     if by_hand or parts:
-        total += _whole_gradients(frame, axes, outside=bool(parts))
+        runs = max(map(runs_of, moves.outside), default=0)
+        total += _whole_gradients(frame, axes, passes, runs)
         why = f"{why}, and gradients of weights that these axes do not split"
     own = (term for term in declared if term.bound and set(term.axes) <= set(axes))
     if rest := sum(term.wire_bytes for term in own):
@@ -74,15 +78,25 @@ def declared_bounds(
     yield DeclaredCollective("any", axes, ways, 0, int(total), why, bound=True)
 
 
-def _whole_gradients(frame: Frame, axes: tuple[str, ...], outside: bool) -> float:
+def _whole_gradients(
+    frame: Frame, axes: tuple[str, ...], passes: Sequence[LayerPass], runs: int
+) -> float:
     """Bytes sent for the gradients of weights that axes do not split.
 
-    Those outside the layers count with `outside`.
+    Args:
+      frame: the shard_map program.
+      axes: the automatic axes.
+      passes: all passes over the layers.
+      runs: how often embedding and head run; 0 to leave out their weights.
     """
-    total = 0
-    shared, stack = frame.layered.split(frame.plan.weights)
-    for path, leaf in (stack | (shared if outside else {})).items():
-        if not frame.shardings[path].automatic_axes & set(axes):
-            total += math.prod(leaf.shape) * 4
-    runs = frame.layout.microbatches
-    return runs * cost.wire_bytes("all_reduce", total, frame.ways(axes))
+    shared, stack = (
+        sum(
+            4 * math.prod(leaf.shape)
+            for path, leaf in leaves.items()
+            if not frame.shardings[path].automatic_axes & set(axes)
+        )
+        for leaves in frame.layered.split(frame.plan.weights)
+    )
+    layers = sum(run.runs * run.depth for run in passes if run.name == "backward")
+    total = runs * shared + layers * stack // frame.layered.depth
+    return cost.wire_bytes("all_reduce", total, frame.ways(axes))

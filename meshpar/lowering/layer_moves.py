@@ -4,7 +4,7 @@ One layer is traced on the shapes of one device's microbatch. The functions of `
 that move activations note what they move (`layouts.moves`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.trained_layers import differentiates_layers
+from meshpar.lowering.trained_layers import differentiates_layers, trains_all_outside
 
 
 class Moves(NamedTuple):
@@ -120,28 +120,34 @@ def declared_moves(
 
 
 def declared_outside(
-    frame: Frame, moves: Sequence[Move], batch: Any
+    frame: Frame, moves: Sequence[Move], runs_of: Callable[[Move], int], batch: Any
 ) -> Iterator[DeclaredCollective]:
     """Declares the moves of embedding and head in one step.
 
-    Where the head alone is trained, a compiler may leave out all gradients.
+    Where the head alone is trained, a compiler may leave out all gradients; where a
+    part of the embedding is not, those of the embedding.
 
     Args:
       frame: the shard_map program.
       moves: `Moves.outside`.
+      runs_of: how often a step runs a move.
       batch: abstract batch of one replica.
     """
-    runs = frame.layout.microbatches
-    unread = bool(moves) and not differentiates_layers(frame, batch)
+    if not moves:
+        return
+    unread = not differentiates_layers(frame, batch)
+    unread_by_part = {HEAD: unread, EMBEDDING: unread or not trains_all_outside(frame)}
     for move in moves:
+        runs = runs_of(move)
         yield DeclaredCollective(
             move.kind,
             move.axes,
             frame.ways(move.axes),
-            runs * move.times,
+            0 if move.bound else runs * move.times,
             runs * move.payload_bytes,
             move.why,
-            gathers=move.optional or (unread and move.in_backward),
+            bound=move.bound,
+            gathers=move.optional or (move.in_backward and unread_by_part[move.part]),
         )
 
 

@@ -13,7 +13,9 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
+from meshpar.layouts.moves import Move
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.layer_moves import Moves
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.state import TrainState
@@ -88,9 +90,23 @@ class Runner:
         del passes
         return iter(())
 
-    def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """Collectives of the runner's own, such as sends between stages."""
+    def runs_outside(self, batch: Any) -> Callable[[Move], int]:
+        """How often one step runs each move of embedding and head.
+
+        Args:
+          batch: abstract batch of one replica.
+        """
         del batch
+        return lambda move: self.frame.layout.microbatches
+
+    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
+        """Collectives of the runner's own, such as sends between stages.
+
+        Args:
+          batch: abstract batch of one replica.
+          moves: what the model moves itself.
+        """
+        del batch, moves
         return iter(())
 
     def held(self, traced: TracedLayer, held: Held) -> Held:

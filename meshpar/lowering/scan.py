@@ -18,6 +18,7 @@ from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts import layer_uses
 from meshpar.layouts.layer_uses import FEATURES, ROWS, Run
+from meshpar.lowering.layer_moves import Moves
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.row_layers import RowLayers
@@ -79,8 +80,9 @@ class ScanRunner(Runner):
             own = [run for run in self.row_passes if run.name in names]
             yield from declared_weights(self.frame, self.row_zero, own, counts)
 
-    def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
+    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
         """Moves of activations between layers that split rows and others."""
+        del moves
         if self.dims is not None:
             changes = sum(run.num_changes for run in self._stack)
             yield from declared_exchanges(self.frame, self.dims, changes, batch)

@@ -183,10 +183,11 @@ class ShardMapLowering(Lowering):
         for move in moves:
             if set(move.axes) <= set(manual) or not move.bound:
                 yield move
-        yield from declared_outside(self.frame, traced.outside, batch)
+        runs_of = self.runner.runs_outside(batch)
+        yield from declared_outside(self.frame, traced.outside, runs_of, batch)
         runs = self.runner.layer_passes
-        yield from declared_bounds(self.frame, batch, runs, traced, moves)
-        yield from self.runner.declared_beside(batch)
+        yield from declared_bounds(self.frame, batch, runs, traced, runs_of, moves)
+        yield from self.runner.declared_beside(batch, traced)
 
     def host_transfers(
         self, batch: Any, traced: TracedLayer | None = None

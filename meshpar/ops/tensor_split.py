@@ -216,21 +216,6 @@ class Split:
         facts |= {"into_sublayer": False, "part": part, "optional": gathers}
         self._append(transport, kind, size, why, **facts)
 
-    def record_reduced(self, size: int, what: str, part: str, optional: bool) -> None:
-        """Notes an all_reduce of what slices of the vocabulary know of tokens.
-
-        Args:
-          size: bytes.
-          what: is reduced.
-          part: of the model.
-          optional: whether a compiler may send fewer bytes.
-        """
-        why = f"{what}, over slices of the vocabulary"
-        facts = {"has_gradient": False, "part": part, "optional": optional}
-        current_scope().moves.append(
-            Move("all_reduce", (self.axis,), size, why, **facts)
-        )
-
     def _bytes(self, x: Array, features: tuple[int, ...]) -> int:
         """Bytes of whole activations [B, L, features] as they travel."""
         dtype = self.transports.wire_dtype(x.dtype)

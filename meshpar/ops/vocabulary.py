@@ -12,16 +12,20 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.arrays import Array
+from meshpar.arrays import Array, num_bytes, vary
+from meshpar.collectives.transport import transports_for
 from meshpar.collectives.varying import sum_varying
 from meshpar.layouts.axes import PIPE
+from meshpar.layouts.moves import EMBEDDING, Move
 from meshpar.layouts.scope import constrain, current_scope
-from meshpar.ops import vocabulary_split
+from meshpar.ops import vocabulary_slices, vocabulary_split
+from meshpar.ops.vocabulary_slices import blocks_of, joined_blocks
 from meshpar.rows.opaque import split_as_arguments
 
 
@@ -47,13 +51,39 @@ def lookup(w_VD: Array, ids: Array) -> Array:
       ids: integer token ids of any shape.
     """
     size = w_VD.shape[0]
-    if (axis := _split_axis("lookup", size)) is None:
-        split = vocabulary_split.split_of(ids, size)
-        return w_VD[ids] if split is None else vocabulary_split.lookup(split, w_VD, ids)
-    row = ids - lax.axis_index(axis) * size
-    in_slice = (row >= 0) & (row < size)
-    x_D = w_VD[jnp.clip(row, 0, size - 1)]
-    return sum_varying(jnp.where(in_slice[..., None], x_D, jnp.zeros_like(x_D)), axis)
+    axis, split = _split_axis("lookup", size), vocabulary_split.split_of(ids, size)
+    ids = vocabulary_slices.from_slice(ids, size, axis)
+    if split is not None:
+        x_D = vocabulary_split.lookup(split, w_VD, ids)
+        return x_D if axis is None else _added_rows(axis, x_D, split.ways)
+    if axis is None:
+        return w_VD[ids]
+    row, in_slice = vocabulary_slices.rows_of(ids, size)
+    return _added_rows(axis, jnp.where(in_slice[..., None], w_VD[row], 0))
+
+
+def _added_rows(axis: str, x_D: Array, ways: int = 1) -> Array:
+    """Adds the rows that all slices of a vocabulary hold.
+
+    Notes the all_reduces of the rows and of their gradient, for contracts.
+
+    Args:
+      axis: mesh axis that splits the vocabulary.
+      x_D: rows from this device's slice, zeros for other tokens.
+      ways: devices that split the rows, over automatic axes.
+    """
+    scope = current_scope()
+    wire = transports_for(scope.mesh, (axis,)).wire_dtype(x_D.dtype)
+    size = num_bytes(jax.ShapeDtypeStruct(x_D.shape, wire)) // ways
+    # Where the compiler splits rows, it may send a part of them.
+    bound = scope.layout.tensor > ways
+    for in_backward in (False, True):
+        why = "of the embedding" + (", gradients" if in_backward else "")
+        facts = {"bound": bound, "in_backward": in_backward, "part": EMBEDDING}
+        move = Move("all_reduce", (axis,), size, f"activations {why}", **facts)
+        scope.moves.append(move)
+    # Marked as varying here: else models choose what their vjps sum.
+    return vary(sum_varying(x_D, axis), (axis,))
 
 
 def logits(x_BLD: Array, w_DV: Array) -> Array:
@@ -71,23 +101,14 @@ def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
     """Negative log-likelihood of every target, in nats, float32 [B, L].
 
     The target's logit is picked by comparison, not by indexing: if the vocabulary is
-    split, the comparison is local and costs one all_reduce of [B, L].
+    split, the comparison is local, and two all_reduces of numbers per token follow.
 
     Args:
       logits_BLV: logits of the vocabulary, or of this device's slice of it.
       targets_BL: integer token ids.
     """
-    size = logits_BLV.shape[-1]
-    axis = _split_axis("token_losses", size)
-    logits_BLV = logits_BLV.astype(jnp.float32)
-    ids_V = jnp.arange(size) + (0 if axis is None else lax.axis_index(axis) * size)
-    is_target_BLV = targets_BL[..., None] == ids_V[None, None]
-    target_BL = jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0.0), axis=-1)
-    if axis is None:
-        return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL
-    max_BL = lax.pmax(lax.stop_gradient(jnp.max(logits_BLV, axis=-1)), axis)
-    sum_BL = lax.psum(jnp.sum(jnp.exp(logits_BLV - max_BL[..., None]), axis=-1), axis)
-    return jnp.log(sum_BL) + max_BL - lax.psum(target_BL, axis)
+    axis = _split_axis("token_losses", logits_BLV.shape[-1])
+    return _joined(axis, _of_logits(axis, logits_BLV, targets_BL), targets_BL)
 
 
 def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) -> Array:
@@ -109,8 +130,9 @@ def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) ->
     if split := vocabulary_split.split_of(targets_BL, w_DV.shape[1]):
         x_BLD = constrain(x_BLD, "batch", "residual_length", "embed")
         w_DV = constrain(w_DV, None, "vocab")
-        _split_axis("token_losses", w_DV.shape[1])
-        return vocabulary_split.losses(split, size, x_BLD, w_DV, targets_BL)
+        axis = _split_axis("token_losses", w_DV.shape[1])
+        ids_BL = vocabulary_slices.from_slice(targets_BL, w_DV.shape[1], axis)
+        return vocabulary_split.losses(split, axis, size, x_BLD, w_DV, ids_BL)
     x_BLD = constrain(x_BLD, "batch", "length", "embed")
     if not block:
         return token_losses(logits(x_BLD, w_DV), targets_BL)
@@ -124,16 +146,33 @@ def _blockwise_losses(
     x_BLD: Array, w_DV: Array, targets_BL: Array, block: int
 ) -> Array:
     """The loss of every token, float32 [B, L]."""
-
-    def split(x_BL: Array) -> Array:
-        blocks = x_BL.reshape(x_BL.shape[0], -1, block, *x_BL.shape[2:])
-        return blocks.swapaxes(0, 1)
+    axis = _split_axis("token_losses", w_DV.shape[1])
 
     @jax.checkpoint
-    def block_losses(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
+    def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, Any]:
         x_BCD, targets_BC = inputs
         logits_BCV = logits(x_BCD, w_DV.astype(x_BCD.dtype))
-        return None, token_losses(logits_BCV, targets_BC)
+        return None, _of_logits(axis, logits_BCV, targets_BC)
 
-    _, losses = lax.scan(block_losses, None, (split(x_BLD), split(targets_BL)))
-    return losses.swapaxes(0, 1).reshape(targets_BL.shape)
+    _, blocks = lax.scan(of_block, None, blocks_of(block, x_BLD, targets_BL))
+    return _joined(axis, jax.tree.map(joined_blocks, blocks), targets_BL)
+
+
+def _of_logits(axis: str | None, logits_BLV: Array, targets_BL: Array) -> Any:
+    """Losses of tokens, or what a slice knows of them where an axis splits them."""
+    logits_BLV = logits_BLV.astype(jnp.float32)
+    size = logits_BLV.shape[-1]
+    ids_BL = vocabulary_slices.from_slice(targets_BL, size, axis)
+    is_target_BLV = vocabulary_slices.is_target(ids_BL, size)
+    if axis is not None:
+        return vocabulary_slices.statistics_of(logits_BLV, is_target_BLV)
+    target_BL = jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL
+
+
+def _joined(axis: str | None, of_logits: Any, targets_BL: Array) -> Array:
+    """Losses from the result of `_of_logits` for all tokens, float32 [B, L]."""
+    if axis is None:
+        return of_logits
+    vocabulary_slices.record_joined(axis, targets_BL)
+    return vocabulary_slices.losses_of(vocabulary_slices.joined(of_logits, axis))[0]

@@ -20,6 +20,7 @@ from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.totals import Totals
+from meshpar.mesh.order import in_turn
 from meshpar.models.metrics import nonzero
 from meshpar.pipeline.buffers import (
     put_slot,
@@ -67,11 +68,12 @@ class _Carry(NamedTuple):
 
 
 class _HeadResult(NamedTuple):
-    """Totals and gradient of the head, valid where `on` (the last stage)."""
+    """Totals and gradients of the head, valid where `on` (the last stage)."""
 
     on: Array
     totals: Totals
     gradient: Params
+    dy: Any
 
 
 _StageWith = Callable[[tuple[Params, Params]], PipelineStage]
@@ -183,16 +185,16 @@ class AsynchronousStep:
         dy = send_to_stage(carry.dx, -1, self.frame.layout.pipe)
         gradients = put_slot(carry.gradients, row.gradient_arrived, dy)
         carry = carry._replace(gradients=gradients)
-        carry, head = self._forward(stage_with, carry, row)
+        carry, head = self._forward(stage_with, carry, row, dy)
         carry, gradient = self._backward(stage_with, carry, row, head)
         carry = self._update(carry, gradient, updates)
         totals = carry.totals.added(head.totals)
         return carry._replace(totals=where_tree(head.on, totals, carry.totals))
 
     def _forward(
-        self, stage_with: _StageWith, carry: _Carry, row: Columns
+        self, stage_with: _StageWith, carry: _Carry, row: Columns, last: Any
     ) -> tuple[_Carry, _HeadResult]:
-        """F with head and loss."""
+        """F with head and loss, in turn after what arrived last."""
         weights = self._compute_weights(carry.params)
         stage = stage_with(weights)
         x = where_tree(
@@ -200,12 +202,12 @@ class AsynchronousStep:
             stage.embed(row.f_microbatch),
             take_slot(carry.inputs, row.f_input),
         )
-        y = stage.run(row.f_chunk, row.f_microbatch, x)
+        y = stage.run(row.f_chunk, row.f_microbatch, in_turn(last, x))
         saved = put_slot(carry.saved, row.f_saved, (x, weights))
-        x = send_to_stage(y, 1, self.frame.layout.pipe)
-        inputs = put_slot(carry.inputs, row.arrived, x)
-        last = row.last > 0
-        totals, dy, gradient = stage.head(row.f_microbatch, y, last)
+        arrived = send_to_stage(y, 1, self.frame.layout.pipe)
+        inputs = put_slot(carry.inputs, row.arrived, arrived)
+        on, y = row.last > 0, in_turn(arrived, y)
+        totals, dy, gradient = stage.head(row.f_microbatch, y, on)
         weight = totals.divisor
         if self.frame.batch_axes:
             weight = lax.psum(weight, self.frame.batch_axes)
@@ -218,14 +220,14 @@ class AsynchronousStep:
             saved=saved,
             gradients=put_slot(carry.gradients, row.head_gradient, dy),
         )
-        return carry, _HeadResult(last, totals, gradient)
+        return carry, _HeadResult(on, totals, gradient, dy)
 
     def _backward(
         self, stage_with: _StageWith, carry: _Carry, row: Columns, head: _HeadResult
     ) -> tuple[_Carry, Params]:
         """B with the saved weights; also returns the gradient of all weights."""
         x, (shared, stack) = take_slot(carry.saved, row.b_saved)
-        stage = stage_with((shared, stack))
+        stage, x = stage_with((shared, stack)), in_turn(head.dy, x)
         dy = take_slot(carry.gradients, row.b_gradient)
         zeros = zeros_like(stack, self.frame.vary, dtype=jnp.float32)
         on, microbatch = row.b_on > 0, row.b_microbatch

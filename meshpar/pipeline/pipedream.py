@@ -25,10 +25,12 @@ from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape
-from meshpar.layouts.axes import PIPE
+from meshpar.layouts.axes import PIPE, TENSOR
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.layer_moves import Moves
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.optimizer import Optimizer
@@ -40,7 +42,7 @@ from meshpar.pipeline.asynchronous import AsynchronousStep
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.report import pipeline_report
 from meshpar.pipeline.runner import PipelineRunner
-from meshpar.pipeline.terms import declared_sends
+from meshpar.pipeline.terms import declared_between, runs_outside
 from meshpar.schedules.table import Schedule
 from meshpar.schedules.ticks import Phase
 
@@ -207,10 +209,22 @@ class PipeDreamRunner(Runner):
         yield DeclaredCollective(
             "all_reduce", (PIPE,), frame.layout.pipe, count, size, why
         )
+        if frame.layout.tensor > 1:
+            reduced = self.optimizer.reach.reduced_bytes
+            numbers = 4 * len(frame.plan.gradients) + 2 * reduced
+            why = "norms, and the optimizer's reductions, of every minibatch"
+            ways = frame.layout.tensor
+            yield DeclaredCollective(
+                "all_reduce", (TENSOR,), ways, 0, ticks * numbers, why, bound=True
+            )
 
-    def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
+    def runs_outside(self, batch: Any) -> Callable[[Move], int]:
+        """How often one step runs each move: in all ticks of embedding and head."""
+        return runs_outside(self.frame, self.executor.loop, batch)
+
+    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
         """Sends between stages."""
-        return declared_sends(self.frame, self.executor.loop, batch)
+        return declared_between(self.frame, self.executor.loop, batch, moves)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step, with the stashed weights."""

@@ -25,6 +25,8 @@ from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.moves import Move
+from meshpar.lowering.layer_moves import Moves
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
@@ -241,10 +243,13 @@ class PipelineRunner(Runner):
             check_vocabulary(self.frame.plan, result)
         return self.frame.totals(result, is_last)
 
-    def declared_beside(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """Sends between stages, and the all_reduces of a split vocabulary."""
-        yield from terms.declared_sends(self.frame, self.loop, batch)
-        yield from terms.declared_vocabulary(self.frame, self.loop, batch)
+    def runs_outside(self, batch: Any) -> Callable[[Move], int]:
+        """How often one step runs each move: in all ticks of embedding and head."""
+        return terms.runs_outside(self.frame, self.loop, batch)
+
+    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
+        """What stages send, and add up around a head that they share."""
+        return terms.declared_between(self.frame, self.loop, batch, moves)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""

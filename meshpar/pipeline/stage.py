@@ -200,7 +200,8 @@ class PipelineStage:
     def _loss(self, shared: Params, microbatch: Array, y: Any, on: Array) -> Totals:
         if self.shares_vocabulary:
             masked = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
-            y = jax.tree.map(lambda y: sum_varying(y, PIPE), masked)
+            # Marked as varying here: else models choose what their vjps sum.
+            y = jax.tree.map(lambda y: self.vary(sum_varying(y, PIPE)), masked)
         batch, key = self._batch(microbatch), self._key(microbatch)
         shared = self._shared_constants | shared
         is_last = microbatch == len(jax.tree.leaves(self.batches)[0]) - 1

@@ -2,72 +2,132 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from meshpar.arrays import num_bytes
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import PIPE
+from meshpar.layouts.axes import PIPE, TENSOR
+from meshpar.layouts.moves import HEAD, Move
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.layer_moves import Moves
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.padding import lanes_of
-from meshpar.lowering.trained_layers import differentiates_layers
+from meshpar.lowering.trained_layers import differentiates_layers, embeds_again
 from meshpar.mesh.chips import chip_of
 from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
 
 
-def declared_sends(
-    frame: Frame, loop: TickLoop, batch: Any
+class Between(NamedTuple):
+    """The activations of one microbatch between two layers.
+
+    Attributes:
+      num: their number.
+      bytes: that one device sends of all.
+      bound: whether it may send fewer, as a compiler splits them.
+      unread: whether their gradients may be left out, as no layer is trained by them.
+    """
+
+    num: int
+    bytes: int
+    bound: bool
+    unread: bool
+
+    @classmethod
+    def of(cls, frame: Frame, batch: Any, moves: Moves) -> "Between":
+        """Those of a program.
+
+        Args:
+          frame: the shard_map program around the pipeline.
+          batch: abstract batch of one replica.
+          moves: what the model moves itself.
+        """
+        leaves = frame.activations(batch)
+        size, ways = sum(map(num_bytes, leaves)), frame.layout.tensor
+        unread = not differentiates_layers(frame, batch)
+
+        def by_hand(moves: list[Move]) -> bool:
+            return any(m.axes == (TENSOR,) and not m.bound for m in moves)
+
+        # Layers by hand leave the length split, as the embedding does.
+        split = len(leaves) == 1 and by_hand(moves.layer) and by_hand(moves.outside)
+        if split and ways > 1:
+            return cls(1, size // ways, False, unread)
+        return cls(len(leaves), size, ways > 1, unread)
+
+    def declare(
+        self, kind: str, num: int, ticks: int, why: str, gradients: bool
+    ) -> DeclaredCollective:
+        """One collective over `pipe` in every of some ticks.
+
+        Args:
+          kind: of the collective.
+          num: of stages.
+          ticks: in which it runs.
+          why: its purpose.
+          gradients: whether it moves gradients.
+        """
+        count, size = ticks * self.num, ticks * self.bytes
+        may_drop = gradients and self.unread
+        if self.bound or (may_drop and kind == "permute"):
+            why = f"at most: {why}"
+            return DeclaredCollective(kind, (PIPE,), num, count, size, why, bound=True)
+        return DeclaredCollective(
+            kind, (PIPE,), num, count, size, why, gathers=may_drop
+        )
+
+
+def declared_between(
+    frame: Frame, loop: TickLoop, batch: Any, moves: Moves
 ) -> Iterator[DeclaredCollective]:
-    """Declares the activations and gradients that stages send in one step.
+    """Declares what stages send, and add up around a head that all of them share.
+
+    A head whose vocabulary all stages split adds up, in each of its ticks, its input,
+    the gradient of that, and the 1 or 0 from which the backward pass starts. The model
+    moves the rest (`ops.vocabulary`).
+
+    Args:
+      frame: the shard_map program around the pipeline.
+      loop: the schedule's ticks, by phases.
+      batch: abstract batch of one replica.
+      moves: what the model moves itself.
+    """
+    num, between = frame.layout.pipe, Between.of(frame, batch, moves)
+    sends = loop.num_activation_sends, loop.num_gradient_sends
+    names = "activations to the next stage", "gradients to the stage before"
+    for ticks, why, gradients in zip(sends, names, (False, True), strict=True):
+        yield between.declare("permute", num, ticks, why, gradients)
+    if frame.layout.splits_vocabulary:
+        ticks = loop.count_ticks("head")
+        for why, gradients in (("input", False), ("gradient of the input", True)):
+            why = f"vocab=pipe: {why} of the head"
+            yield between.declare("all_reduce", num, ticks, why, gradients)
+        why = "vocab=pipe: where the backward pass starts"
+        yield DeclaredCollective("all_reduce", (PIPE,), num, ticks, 4 * ticks, why)
+
+
+def runs_outside(frame: Frame, loop: TickLoop, batch: Any) -> Callable[[Move], int]:
+    """How often one step runs each move of embedding and head.
 
     Args:
       frame: the shard_map program around the pipeline.
       loop: the schedule's ticks, by phases.
       batch: abstract batch of one replica.
     """
-    num, leaves = frame.layout.pipe, frame.activations(batch)
-    size = sum(map(num_bytes, leaves))
-    sends = loop.num_activation_sends, loop.num_gradient_sends
-    names = "activations to the next stage", "gradients to the stage before"
-    if frame.layout.tensor == 1:
-        # A compiler may leave out gradients by which nothing is trained.
-        bounds = False, not differentiates_layers(frame, batch)
-        for count, why, bound in zip(sends, names, bounds, strict=True):
-            runs, total = count * len(leaves), count * size
-            yield DeclaredCollective(
-                "permute", (PIPE,), num, runs, total, why, bound=bound
-            )
-        return
-    # The model may split the activations between blocks over `tensor`, or not.
-    count, why = sum(sends), f"at most: {', '.join(names)}"
-    yield DeclaredCollective(
-        "permute", (PIPE,), num, count, count * size, why, bound=True
-    )
+    forward, head, backward = map(loop.count_ticks, ("forward", "head", "backward"))
+    again = backward if embeds_again(frame, batch) else 0
 
+    def runs(move: Move) -> int:
+        if move.part == HEAD:
+            return head
+        return backward if move.in_backward else forward + again
 
-def declared_vocabulary(
-    frame: Frame, loop: TickLoop, batch: Any
-) -> Iterator[DeclaredCollective]:
-    """Declares a bound on the all_reduces of embedding and head over all stages.
-
-    Each tick of the embedding reduces x once, and once for the gradient. Each tick of
-    the head reduces x, its gradient and some numbers per token.
-    """
-    if not frame.layout.splits_vocabulary:
-        return
-    ticks = loop.count_ticks
-    count = ticks("forward") + 3 * ticks("head") + ticks("backward")
-    size = count * frame.activation_bytes(batch)
-    why = f"vocab=pipe: at most {count} activations, for embedding and head"
-    yield DeclaredCollective(
-        "all_reduce", (PIPE,), frame.layout.pipe, 0, size, why, bound=True
-    )
+    return runs
 
 
 def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) -> int:

@@ -84,10 +84,21 @@ def test_moves_are_those_of_megatron_whatever_the_block(block):
     ]
 
 
+def test_pipelines_run_them_in_every_tick():
+    whole, token = BATCH // 2 * LENGTH * 32 * 4, BATCH // 2 * LENGTH * 4
+    assert outside("pipe=2,tensor=2,microbatches=2") == [
+        ("all_gather", 2, 2 * whole),  # Of the head, for each microbatch.
+        ("all_gather", 3, 3 * whole),
+        ("all_reduce", 2, 2 * token),
+        ("all_reduce", 2, 4 * token),
+        ("reduce_scatter", 2, 2 * whole),
+        ("reduce_scatter", 3, 3 * whole),
+    ]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        "pipe=2,tensor=2,microbatches=2",
         "tensor=2,params.vocab=none,activations.vocab=none",
         "tensor=2,activations.residual_length=none",
     ],
