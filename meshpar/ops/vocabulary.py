@@ -12,11 +12,9 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from meshpar.arrays import Array, num_bytes, vary
 from meshpar.collectives.transport import transports_for
@@ -24,8 +22,7 @@ from meshpar.collectives.varying import sum_varying
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.moves import EMBEDDING, Move
 from meshpar.layouts.scope import constrain, current_scope
-from meshpar.ops import vocabulary_slices, vocabulary_split
-from meshpar.ops.vocabulary_slices import blocks_of, joined_blocks
+from meshpar.ops import blockwise_loss, vocabulary_slices, vocabulary_split
 from meshpar.rows.opaque import split_as_arguments
 
 
@@ -107,15 +104,24 @@ def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
       logits_BLV: logits of the vocabulary, or of this device's slice of it.
       targets_BL: integer token ids.
     """
-    axis = _split_axis("token_losses", logits_BLV.shape[-1])
-    return _joined(axis, _of_logits(axis, logits_BLV, targets_BL), targets_BL)
+    size = logits_BLV.shape[-1]
+    axis, logits_BLV = _split_axis("token_losses", size), logits_BLV.astype(jnp.float32)
+    ids_BL = vocabulary_slices.from_slice(targets_BL, size, axis)
+    is_target_BLV = vocabulary_slices.is_target(ids_BL, size)
+    if axis is None:
+        target_BL = jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0.0), axis=-1)
+        return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL
+    vocabulary_slices.record_joined(axis, targets_BL)
+    own = vocabulary_slices.statistics_of(logits_BLV, is_target_BLV)
+    return vocabulary_slices.losses_of(own, axis)[0]
 
 
 def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) -> Array:
     """`token_losses` of the head x w, with the logits of some tokens at a time.
 
     Memory holds the logits of one block, [B, block, V], instead of [B, L, V]. The
-    backward pass computes them again.
+    backward pass computes them again. With blocks, and where `tensor` splits the
+    vocabulary, there are reverse-mode derivatives alone.
 
     Args:
       x_BLD: input of the head.
@@ -124,55 +130,22 @@ def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) ->
       block: most tokens of each sequence in a block, fewer where it does not divide L;
         0 for all.
     """
-    length = x_BLD.shape[1]
+    length, vocab = x_BLD.shape[1], w_DV.shape[1]
     # A device may hold a part of each sequence.
     size = math.gcd(block or length, length)
-    if split := vocabulary_split.split_of(targets_BL, w_DV.shape[1]):
+    split = vocabulary_split.split_of(targets_BL, vocab)
+    if split is None and not block:
+        x_BLD = constrain(x_BLD, "batch", "length", "embed")
+        return token_losses(logits(x_BLD, w_DV), targets_BL)
+    axis = _split_axis("token_losses", vocab)
+    ids_BL = vocabulary_slices.from_slice(targets_BL, vocab, axis)
+    # Gather w along D before the loop: inside it, every block would gather it again.
+    w_DV = constrain(w_DV, None, "vocab")
+    if axis is not None:
+        vocabulary_slices.record_joined(axis, targets_BL)
+    if split is not None:
         x_BLD = constrain(x_BLD, "batch", "residual_length", "embed")
-        w_DV = constrain(w_DV, None, "vocab")
-        axis = _split_axis("token_losses", w_DV.shape[1])
-        ids_BL = vocabulary_slices.from_slice(targets_BL, w_DV.shape[1], axis)
         return vocabulary_split.losses(split, axis, size, x_BLD, w_DV, ids_BL)
     x_BLD = constrain(x_BLD, "batch", "length", "embed")
-    if not block:
-        return token_losses(logits(x_BLD, w_DV), targets_BL)
-    # Gather w along D before the loop: inside it, every block would gather it again.
-    w_DV = constrain(w_DV, None, "vocab").astype(jnp.float32)
-    losses = functools.partial(_blockwise_losses, block=size)
-    return split_as_arguments(losses, x_BLD, w_DV, targets_BL)
-
-
-def _blockwise_losses(
-    x_BLD: Array, w_DV: Array, targets_BL: Array, block: int
-) -> Array:
-    """The loss of every token, float32 [B, L]."""
-    axis = _split_axis("token_losses", w_DV.shape[1])
-
-    @jax.checkpoint
-    def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, Any]:
-        x_BCD, targets_BC = inputs
-        logits_BCV = logits(x_BCD, w_DV.astype(x_BCD.dtype))
-        return None, _of_logits(axis, logits_BCV, targets_BC)
-
-    _, blocks = lax.scan(of_block, None, blocks_of(block, x_BLD, targets_BL))
-    return _joined(axis, jax.tree.map(joined_blocks, blocks), targets_BL)
-
-
-def _of_logits(axis: str | None, logits_BLV: Array, targets_BL: Array) -> Any:
-    """Losses of tokens, or what a slice knows of them where an axis splits them."""
-    logits_BLV = logits_BLV.astype(jnp.float32)
-    size = logits_BLV.shape[-1]
-    ids_BL = vocabulary_slices.from_slice(targets_BL, size, axis)
-    is_target_BLV = vocabulary_slices.is_target(ids_BL, size)
-    if axis is not None:
-        return vocabulary_slices.statistics_of(logits_BLV, is_target_BLV)
-    target_BL = jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0.0), axis=-1)
-    return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL
-
-
-def _joined(axis: str | None, of_logits: Any, targets_BL: Array) -> Array:
-    """Losses from the result of `_of_logits` for all tokens, float32 [B, L]."""
-    if axis is None:
-        return of_logits
-    vocabulary_slices.record_joined(axis, targets_BL)
-    return vocabulary_slices.losses_of(vocabulary_slices.joined(of_logits, axis))[0]
+    losses = functools.partial(blockwise_loss.losses, logits, axis, size)
+    return split_as_arguments(losses, x_BLD, w_DV, ids_BL)

@@ -54,8 +54,8 @@ def statistics_of(logits_K: Array, is_target_K: Array) -> Statistics:
     """What a slice knows by its logits, float32 [..., K], and which are targets."""
     maxima = lax.stop_gradient(jnp.max(logits_K, axis=-1))
     # All tokens of a slice may be masked by -inf.
-    maxima = jnp.where(jnp.isfinite(maxima), maxima, 0.0)
-    sums = jnp.sum(jnp.exp(logits_K - maxima[..., None]), axis=-1)
+    finite = jnp.where(jnp.isfinite(maxima), maxima, 0.0)
+    sums = jnp.sum(jnp.exp(logits_K - finite[..., None]), axis=-1)
     targets = jnp.sum(jnp.where(is_target_K, logits_K, 0.0), axis=-1)
     return Statistics(maxima, sums, targets)
 
@@ -67,8 +67,14 @@ def joined(slices: Statistics, axis: str) -> Statistics:
     return Statistics(maxima, *lax.psum(jnp.stack([own, slices.targets]), axis))
 
 
-def losses_of(whole: Statistics) -> tuple[Array, Array]:
-    """(losses, logs of sums of exp(logit)) from what all slices know, float32 [...]."""
+def losses_of(slices: Statistics, axis: str | None) -> tuple[Array, Array]:
+    """(losses, logs of sums of exp(logit) over the whole vocabulary), float32 [...].
+
+    Args:
+      slices: what this device's slice knows.
+      axis: mesh axis that splits the vocabulary; None if nothing does.
+    """
+    whole = slices if axis is None else joined(slices, axis)
     logs = jnp.log(whole.sums) + whole.maxima
     return logs - whole.targets, logs
 
@@ -82,16 +88,3 @@ def record_joined(axis: str, targets_BL: Array) -> None:
         facts = {"optional": optional, "has_gradient": False, "part": HEAD}
         move = Move("all_reduce", (axis,), times * size, why, **facts)
         current_scope().moves.append(move)
-
-
-def blocks_of(block: int, *arrays: Array) -> tuple[Array, ...]:
-    """Arrays [B, L, ...] as blocks [L / block, B, block, ...]."""
-    return tuple(
-        x.reshape(x.shape[0], -1, block, *x.shape[2:]).swapaxes(0, 1) for x in arrays
-    )
-
-
-def joined_blocks(blocks: Array) -> Array:
-    """The inverse of `blocks_of`."""
-    x = blocks.swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])

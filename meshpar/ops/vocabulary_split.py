@@ -17,15 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, num_bytes, vary_alike
 from meshpar.layouts.moves import EMBEDDING, HEAD
 from meshpar.layouts.scope import current_scope
-from meshpar.ops import vocabulary_slices
+from meshpar.ops import blockwise_loss, vocabulary_slices
 from meshpar.ops.tensor_split import Split
-from meshpar.ops.vocabulary_slices import blocks_of, from_slice, joined_blocks
+from meshpar.ops.vocabulary_slices import from_slice
 
 _WHOLE = PartitionSpec()
 
@@ -91,7 +90,7 @@ def losses(
     block: int,
     x_BLD: Array,
     w_DV: Array,
-    targets_BL: Array,
+    ids_BL: Array,
 ) -> Array:
     """Losses of all tokens, float32 [B, L], with the logits of one block at a time.
 
@@ -102,25 +101,16 @@ def losses(
       block: tokens of each sequence in a block; divides L.
       x_BLD: input of the head, with its length split.
       w_DV: the head, or the slice of it.
-      targets_BL: token ids, counted from the first one of the slice.
+      ids_BL: targets, counted from the first token of the slice.
     """
-    x_BLD, w_DV, targets_BL = vary_alike(x_BLD, w_DV, targets_BL)
     _record(split, x_BLD, HEAD)
-    for axis in (split.axis, *([outer] if outer else [])):
-        vocabulary_slices.record_joined(axis, targets_BL)
-    return _losses(split, outer, block, x_BLD, w_DV, targets_BL)
+    vocabulary_slices.record_joined(split.axis, ids_BL)
+    return _losses(split, outer, block, *vary_alike(x_BLD, w_DV, ids_BL))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _losses(
-    split: Split,
-    outer: str | None,
-    block: int,
-    x_BLD: Array,
-    w_DV: Array,
-    targets_BL: Array,
-) -> Array:
-    return _losses_forward(split, outer, block, x_BLD, w_DV, targets_BL)[0]
+def _losses(split: Split, outer: str | None, block: int, *arrays: Array) -> Array:
+    return _losses_forward(split, outer, block, *arrays)[0]
 
 
 def _losses_forward(
@@ -129,26 +119,19 @@ def _losses_forward(
     block: int,
     x_BLD: Array,
     w_DV: Array,
-    targets_BL: Array,
+    ids_BL: Array,
 ) -> tuple[Array, tuple]:
-    def forward(x_BKD: Array, w_DK: Array, targets_BL: Array) -> tuple[Any, Array]:
+    def forward(x_BKD: Array, w_DK: Array, ids_BL: Array) -> tuple[Any, Array]:
         x_BLD = split.whole(x_BKD)
-
-        def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, Any]:
-            logits = _logits(split, w_DK, *inputs)
-            return None, vocabulary_slices.statistics_of(*logits)
-
-        blocks = lax.scan(of_block, None, blocks_of(block, x_BLD, targets_BL))[1]
-        statistics = jax.tree.map(joined_blocks, blocks)
-        return vocabulary_slices.joined(statistics, split.axis), x_BLD
+        ids_BL = from_slice(ids_BL, w_DK.shape[1], split.axis)
+        own = blockwise_loss.statistics(_head, block, x_BLD, w_DK, ids_BL)
+        return vocabulary_slices.joined(own, split.axis), x_BLD
 
     second = PartitionSpec(None, split.axis)
     run = split.mapped(forward, (second, second, _WHOLE), (_WHOLE, _WHOLE))
-    statistics, whole_BLD = run(x_BLD, w_DV, targets_BL)
-    if outer:
-        statistics = vocabulary_slices.joined(statistics, outer)
-    losses_BL, log_BL = vocabulary_slices.losses_of(statistics)
-    return losses_BL, (whole_BLD, w_DV, targets_BL, log_BL)
+    statistics, whole_BLD = run(x_BLD, w_DV, ids_BL)
+    losses_BL, logs_BL = vocabulary_slices.losses_of(statistics, outer)
+    return losses_BL, (whole_BLD, w_DV, ids_BL, logs_BL)
 
 
 def _losses_backward(
@@ -161,31 +144,18 @@ def _losses_backward(
     del outer
 
     def backward(
-        x_BLD: Array, w_DK: Array, targets_BL: Array, log_BL: Array, d_BL: Array
+        x_BLD: Array, w_DK: Array, ids_BL: Array, *numbers_BL: Array
     ) -> tuple[Array, Array]:
-        def of_block(dw_DK: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-            x_BCD, targets_BC, log_BC, d_BC = inputs
-            logits_BCK, is_target_BCK = _logits(split, w_DK, x_BCD, targets_BC)
-            share_BCK = jnp.exp(logits_BCK - log_BC[..., None])
-            dy_BCK = (share_BCK - is_target_BCK) * d_BC[..., None]
-            dy_BCK = dy_BCK.astype(x_BCD.dtype)
-            dx_BCD = jnp.einsum("BCV,DV->BCD", dy_BCK, w_DK.astype(x_BCD.dtype))
-            own_DK = jnp.einsum(
-                "BCD,BCV->DV", x_BCD, dy_BCK, preferred_element_type=jnp.float32
-            )
-            return dw_DK + own_DK, dx_BCD
-
-        zeros = jnp.zeros(w_DK.shape, jnp.float32)
-        inputs = blocks_of(block, x_BLD, targets_BL, log_BL, d_BL)
-        dw_DK, dx = lax.scan(of_block, zeros, inputs)
-        dx_BKD = _reduce_scattered(split, joined_blocks(dx))
-        return dx_BKD, dw_DK.astype(w_DK.dtype)
+        ids_BL = from_slice(ids_BL, w_DK.shape[1], split.axis)
+        dx_BLD, dw_DK = blockwise_loss.gradients(
+            _head, block, x_BLD, w_DK, ids_BL, *numbers_BL
+        )
+        return _reduce_scattered(split, dx_BLD), dw_DK
 
     second = PartitionSpec(None, split.axis)
     in_specs = _WHOLE, second, _WHOLE, _WHOLE, _WHOLE
     args = vary_alike(*saved, d_BL)
-    dx_BLD, dw_DV = split.mapped(backward, in_specs, (second, second))(*args)
-    return dx_BLD, dw_DV, None
+    return *split.mapped(backward, in_specs, (second, second))(*args), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
@@ -194,15 +164,9 @@ _losses.defvjp(_losses_forward, _losses_backward)
 # Inside shard_map.
 
 
-def _logits(
-    split: Split, w_DK: Array, x_BCD: Array, targets_BC: Array
-) -> tuple[Array, Array]:
-    """(this device's logits of a block in float32, which of them are targets)."""
-    w_DK = w_DK.astype(x_BCD.dtype)
-    logits_BCK = jnp.einsum("BCD,DV->BCV", x_BCD, w_DK).astype(jnp.float32)
-    size = w_DK.shape[1]
-    ids_BC = from_slice(targets_BC, size, split.axis)
-    return logits_BCK, vocabulary_slices.is_target(ids_BC, size)
+def _head(x_BCD: Array, w_DK: Array) -> Array:
+    """This device's logits of a block."""
+    return jnp.einsum("BCD,DK->BCK", x_BCD, w_DK)
 
 
 def _reduce_scattered(split: Split, x_BLD: Array) -> Array:

@@ -1,0 +1,146 @@
+"""Losses of a head, and its gradients, with the logits of some tokens at a time.
+
+Memory holds logits [B, C, V] instead of [B, L, V]. The backward pass computes them
+again, and with the saved log of the sum over the vocabulary it reads them once. The
+gradient of the head is added up in float32.
+
+Suffixes: B sequences, L their length, C tokens of a block, D features, K tokens of a
+slice of the vocabulary (or all).
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.arrays import Array, vary_alike
+from meshpar.ops import vocabulary_slices
+from meshpar.ops.vocabulary_slices import Statistics
+
+Head = Callable[[Array, Array], Array]
+"""(x[B, C, D], w[D, K]) -> logits[B, C, K]."""
+
+
+def statistics(
+    head: Head, block: int, x_BLD: Array, w_DK: Array, ids_BL: Array
+) -> Statistics:
+    """What a slice of the vocabulary knows of the losses, float32 [B, L] each.
+
+    Args:
+      head: the matmul.
+      block: tokens of each sequence in a block; divides L.
+      x_BLD: input of the head.
+      w_DK: this slice of the head.
+      ids_BL: targets, counted from the first token of the slice.
+    """
+
+    def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, Statistics]:
+        return None, vocabulary_slices.statistics_of(*_logits(head, w_DK, *inputs))
+
+    blocks = lax.scan(of_block, None, _blocks(block, x_BLD, ids_BL))[1]
+    return jax.tree.map(_joined, blocks)
+
+
+def gradients(
+    head: Head,
+    block: int,
+    x_BLD: Array,
+    w_DK: Array,
+    ids_BL: Array,
+    logs_BL: Array,
+    d_BL: Array,
+) -> tuple[Array, Array]:
+    """(gradient of x by this slice, gradient of w).
+
+    Args:
+      head: as in `statistics`.
+      block: as in `statistics`.
+      x_BLD: as in `statistics`.
+      w_DK: as in `statistics`.
+      ids_BL: as in `statistics`.
+      logs_BL: log of the sum of exp(logit) over the whole vocabulary.
+      d_BL: gradient of the losses.
+    """
+
+    def of_block(dw_DK: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        x_BCD, ids_BC, logs_BC, d_BC = inputs
+        logits_BCK, is_target_BCK = _logits(head, w_DK, x_BCD, ids_BC)
+        share_BCK = jnp.exp(logits_BCK - logs_BC[..., None])
+        dy_BCK = (share_BCK - is_target_BCK) * d_BC[..., None]
+        dy_BCK = dy_BCK.astype(x_BCD.dtype)
+        dx_BCD = jnp.einsum("BCK,DK->BCD", dy_BCK, w_DK.astype(x_BCD.dtype))
+        own_DK = jnp.einsum(
+            "BCD,BCK->DK", x_BCD, dy_BCK, preferred_element_type=jnp.float32
+        )
+        return dw_DK + own_DK, dx_BCD
+
+    zeros_DK = jnp.zeros_like(w_DK, jnp.float32)
+    inputs = _blocks(block, x_BLD, ids_BL, logs_BL, d_BL)
+    dw_DK, dx = lax.scan(of_block, zeros_DK, inputs)
+    return _joined(dx), dw_DK.astype(w_DK.dtype)
+
+
+def losses(
+    head: Head,
+    axis: str | None,
+    block: int,
+    x_BLD: Array,
+    w_DK: Array,
+    ids_BL: Array,
+) -> Array:
+    """Losses of all tokens, float32 [B, L].
+
+    Args:
+      head: as in `statistics`.
+      axis: manual mesh axis that splits the vocabulary; None if nothing does.
+      block: as in `statistics`.
+      x_BLD: as in `statistics`.
+      w_DK: as in `statistics`.
+      ids_BL: as in `statistics`.
+    """
+    return _losses(head, axis, block, *vary_alike(x_BLD, w_DK, ids_BL))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _losses(head: Head, axis: str | None, block: int, *arrays: Array) -> Array:
+    return _forward(head, axis, block, *arrays)[0]
+
+
+def _forward(head: Head, axis: str | None, block: int, *arrays: Array) -> tuple:
+    losses_BL, logs_BL = vocabulary_slices.losses_of(
+        statistics(head, block, *arrays), axis
+    )
+    return losses_BL, (*arrays, logs_BL)
+
+
+def _backward(
+    head: Head, axis: str | None, block: int, saved: tuple[Array, ...], d_BL: Array
+) -> tuple[Array, Array, None]:
+    del axis
+    return *gradients(head, block, *vary_alike(*saved, d_BL)), None
+
+
+_losses.defvjp(_forward, _backward)
+
+
+def _logits(
+    head: Head, w_DK: Array, x_BCD: Array, ids_BC: Array
+) -> tuple[Array, Array]:
+    """(logits of a block in float32, which of them are targets)."""
+    logits_BCK = head(x_BCD, w_DK.astype(x_BCD.dtype)).astype(jnp.float32)
+    return logits_BCK, vocabulary_slices.is_target(ids_BC, w_DK.shape[1])
+
+
+def _blocks(block: int, *arrays: Array) -> tuple[Array, ...]:
+    """Arrays [B, L, ...] as blocks [L / C, B, C, ...]."""
+    return tuple(
+        x.reshape(x.shape[0], -1, block, *x.shape[2:]).swapaxes(0, 1) for x in arrays
+    )
+
+
+def _joined(blocks: Array) -> Array:
+    """The inverse of `_blocks`."""
+    x = blocks.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
