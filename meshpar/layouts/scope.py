@@ -40,6 +40,7 @@ class Scope:
       experts_used: whether the model called `ops.experts.mixture`.
       moves: activations that functions of `ops` moved between devices, in order.
       looped_flops: FLOPs of grouped matmuls, where loops hide their number of rounds.
+      marks_rows: whether `ops.vocabulary.lookup` marks rows as varying over `pipe`.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class Scope:
     experts_used: bool = False
     moves: list[Move] = dataclasses.field(default_factory=list)
     looped_flops: list[float] = dataclasses.field(default_factory=list)
+    marks_rows: bool = True
 
 
 _scope = jax.make_user_context(default_value=None)
@@ -62,6 +64,13 @@ def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator
     """Makes `constrain` and `remat` follow a layout while a model is traced."""
     with _scope(scope := Scope(layout, mesh, frozenset(manual_axes))):
         yield scope
+
+
+@contextlib.contextmanager
+def unmarked_rows() -> Iterator[None]:
+    """Traces a model for a check, in which rows of an embedding keep their type."""
+    with _scope(dataclasses.replace(_scope.value, marks_rows=False, moves=[])):
+        yield
 
 
 def current_scope() -> Scope | None:

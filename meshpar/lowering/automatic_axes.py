@@ -1,7 +1,7 @@
 """Bounds on what a compiler moves over the axes that are automatic inside shard_map."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshpar.contracts import cost
@@ -9,10 +9,9 @@ from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.layer_uses import policies
-from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import Moves
+from meshpar.lowering.layer_moves import Moves, Runs
 
 _SUBLAYERS = 2
 _FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
@@ -29,7 +28,7 @@ def declared_bounds(
     batch: Any,
     passes: Sequence[LayerPass],
     moves: Moves,
-    runs_of: Callable[[Move], int],
+    outside: Runs,
     declared: Sequence[DeclaredCollective],
 ) -> Iterator[DeclaredCollective]:
     """A bound on the collectives over the axes that the compiler handles.
@@ -41,7 +40,7 @@ def declared_bounds(
       batch: abstract batch of one replica.
       passes: all passes over the layers.
       moves: what the model moves itself.
-      runs_of: how often a step runs a move of embedding or head.
+      outside: runs of embedding and head.
       declared: the same for all layers; bounds over these axes are added.
     """
     manual = (*frame.manual_axes, *frame.replica_axes)
@@ -56,7 +55,7 @@ def declared_bounds(
     ]
     by_hand = len(ends) // 2  # Each sublayer has a way in and a way out.
     parts = {move.part for move in moves.outside}
-    outside = _OUTSIDE * (2 - len(parts)) // 2
+    automatic = _OUTSIDE * (2 - len(parts)) // 2
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
     for name, runs, depth, _ in passes:
         gathers = _FORWARD * depth
@@ -65,11 +64,11 @@ def declared_bounds(
             again = sum(count for policy, count in own if policy != NONE)
             gathers = _BACKWARD * depth + _FORWARD * again
         units += runs * sublayers * gathers
-        units += runs * outside // 2
+        units += runs * automatic // 2
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     total = units * unit
     if by_hand or parts:
-        runs = max(map(runs_of, moves.outside), default=0)
+        runs = max(map(outside.of, moves.outside), default=0)
         total += _whole_gradients(frame, axes, passes, runs)
         why = f"{why}, and gradients of weights that these axes do not split"
     own = (term for term in declared if term.bound and set(term.axes) <= set(axes))

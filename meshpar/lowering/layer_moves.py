@@ -4,7 +4,7 @@ One layer is traced on the shapes of one device's microbatch. The functions of `
 that move activations note what they move (`layouts.moves`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import moves_again
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.frame import Frame
+from meshpar.lowering.repeated_moves import repeated
 from meshpar.lowering.trained_layers import differentiates_layers, trains_all_outside
 
 
@@ -29,10 +30,35 @@ class Moves(NamedTuple):
     Attributes:
       layer: moves of one layer.
       outside: those of embedding and head.
+      repeated: {mesh axes: bytes that one device sends at most} by collectives of the
+        head that run once more, in loops and for rematerialization.
     """
 
     layer: list[Move]
     outside: list[Move]
+    repeated: dict[tuple[str, ...], int]
+
+
+class Runs(NamedTuple):
+    """How often embedding and head run in one step.
+
+    Attributes:
+      embed: the embedding.
+      embed_backward: its gradient.
+      head: the head, both ways.
+      embed_again: the embedding for its gradient, if that reads it.
+    """
+
+    embed: int
+    embed_backward: int
+    head: int
+    embed_again: int = 0
+
+    def of(self, move: Move) -> int:
+        """Runs of a move, but those of `embed_again`."""
+        if move.part == HEAD:
+            return self.head
+        return self.embed_backward if move.in_backward else self.embed
 
 
 def traced_moves(frame: Frame, batch: Any) -> Moves:
@@ -42,7 +68,8 @@ def traced_moves(frame: Frame, batch: Any) -> Moves:
       frame: the shard_map program.
       batch: abstract batch of one replica.
     """
-    num, layered, moves = frame.layout.microbatches, frame.layered, Moves([], [])
+    num, layered = frame.layout.microbatches, frame.layered
+    moves = Moves([], [], {})
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype),
         batch,
@@ -54,14 +81,15 @@ def traced_moves(frame: Frame, batch: Any) -> Moves:
     def run(shared: Params, layer: Params, rows: Any) -> Array:
         with frame.scope() as scope:
             x = layered.embed(shared, rows, None)
-            moves.outside.extend(m for m in scope.moves if m.part == EMBEDDING)
+            moves.outside.extend(_of_part(EMBEDDING, scope.moves))
             context = layered.context(shared, rows, None)
             scope.moves.clear()  # A cut model may have run layers to find their inputs.
             y = layered.layer(layer, x, None, context)
             moves.layer.extend(scope.moves)
             scope.moves.clear()
-            layered.head_loss(shared, y, rows, None)
-            moves.outside.extend(m for m in scope.moves if m.part == HEAD)
+            head = jax.make_jaxpr(lambda *a: layered.head_loss(*a, rows, None).loss)
+            moves.repeated.update(repeated(head(shared, y).jaxpr))
+            moves.outside.extend(_of_part(HEAD, scope.moves))
         return jnp.zeros(())
 
     with jax.set_mesh(frame.mesh):
@@ -78,6 +106,11 @@ def traced_moves(frame: Frame, batch: Any) -> Moves:
             )
         jax.eval_shape(run, shared, abstract_layer(stack), rows)
     return moves
+
+
+def _of_part(part: str, moves: Sequence[Move]) -> list[Move]:
+    """The moves outside the layers, of the part in which they are."""
+    return [move._replace(part=part) for move in moves if move.part]
 
 
 def declared_moves(
@@ -120,26 +153,26 @@ def declared_moves(
 
 
 def declared_outside(
-    frame: Frame, moves: Sequence[Move], runs_of: Callable[[Move], int], batch: Any
+    frame: Frame, moves: Moves, runs: Runs, batch: Any
 ) -> Iterator[DeclaredCollective]:
     """Declares the moves of embedding and head in one step.
 
     Where the head alone is trained, a compiler may leave out all gradients; where a
-    part of the embedding is not, those of the embedding.
+    parameter outside the layers is not, those of the embedding.
 
     Args:
       frame: the shard_map program.
-      moves: `Moves.outside`.
-      runs_of: how often a step runs a move.
+      moves: what the model moves itself.
+      runs: of embedding and head.
       batch: abstract batch of one replica.
     """
-    if not moves:
+    if not moves.outside:
         return
     unread = not differentiates_layers(frame, batch)
     unread_by_part = {HEAD: unread, EMBEDDING: unread or not trains_all_outside(frame)}
-    for move in moves:
-        runs = runs_of(move)
-        yield DeclaredCollective(
+
+    def declare(move: Move, runs: int, may_drop: bool) -> DeclaredCollective:
+        return DeclaredCollective(
             move.kind,
             move.axes,
             frame.ways(move.axes),
@@ -147,8 +180,19 @@ def declared_outside(
             runs * move.payload_bytes,
             move.why,
             bound=move.bound,
-            gathers=move.optional or (move.in_backward and unread_by_part[move.part]),
+            gathers=may_drop,
         )
+
+    for move in moves.outside:
+        may_drop = move.optional or (move.in_backward and unread_by_part[move.part])
+        yield declare(move, runs.of(move), may_drop)
+        if runs.embed_again and move.part == EMBEDDING and not move.in_backward:
+            again = move._replace(why=f"{move.why}, again for its gradient")
+            yield declare(again, runs.embed_again, True)
+    for axes, size in moves.repeated.items():
+        why, size = "a head that runs again, or in a loop", runs.head * size
+        ways = frame.ways(axes)
+        yield DeclaredCollective("any", axes, ways, 0, size, why, bound=True)
 
 
 def _is_optional_again(layers: LayerPass, move: Move) -> bool:

@@ -13,9 +13,8 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.moves import Move
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import Moves
+from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.state import TrainState
@@ -90,14 +89,15 @@ class Runner:
         del passes
         return iter(())
 
-    def runs_outside(self, batch: Any) -> Callable[[Move], int]:
-        """How often one step runs each move of embedding and head.
+    def runs_outside(self, batch: Any) -> Runs:
+        """Runs of embedding and head in one step.
 
         Args:
           batch: abstract batch of one replica.
         """
         del batch
-        return lambda move: self.frame.layout.microbatches
+        num = self.frame.layout.microbatches
+        return Runs(num, num, num)
 
     def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
         """Collectives of the runner's own, such as sends between stages.

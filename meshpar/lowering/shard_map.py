@@ -183,10 +183,10 @@ class ShardMapLowering(Lowering):
         for move in moves:
             if set(move.axes) <= set(manual) or not move.bound:
                 yield move
-        runs_of = self.runner.runs_outside(batch)
-        yield from declared_outside(self.frame, traced.outside, runs_of, batch)
+        outside = self.runner.runs_outside(batch)
+        yield from declared_outside(self.frame, traced, outside, batch)
         runs = self.runner.layer_passes
-        yield from declared_bounds(self.frame, batch, runs, traced, runs_of, moves)
+        yield from declared_bounds(self.frame, batch, runs, traced, outside, moves)
         yield from self.runner.declared_beside(batch, traced)
 
     def host_transfers(

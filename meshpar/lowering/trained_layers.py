@@ -1,6 +1,5 @@
-"""What training differentiates: the layers of a model, and its embedding."""
+"""Whether training differentiates the layers of a model, and how its embedding."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -48,4 +47,5 @@ def embeds_again(frame: Frame, batch: Any) -> bool:
 
     dx = jax.eval_shape(lambda w, b: embed(w, b, None), weights, batch)
     used = used_inputs(gradient, weights, batch, dx)
-    return any(any(itertools.chain(*frame.plan.weights[path].spec)) for path in used)
+    tables = (frame.plan.weights[path] for path in used)
+    return any("vocab" in (leaf.names or ()) for leaf in tables)

@@ -26,7 +26,7 @@ Head = Callable[[Array, Array], Array]
 def statistics(
     head: Head, block: int, x_BLD: Array, w_DK: Array, ids_BL: Array
 ) -> Statistics:
-    """What a slice of the vocabulary knows of the losses, float32 [B, L] each.
+    """Numbers of each token over a slice of the vocabulary, float32 [B, L] each.
 
     Args:
       head: the matmul.

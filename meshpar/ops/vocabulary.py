@@ -49,7 +49,7 @@ def lookup(w_VD: Array, ids: Array) -> Array:
     """
     size = w_VD.shape[0]
     axis, split = _split_axis("lookup", size), vocabulary_split.split_of(ids, size)
-    ids = vocabulary_slices.from_slice(ids, size, axis)
+    ids = vocabulary_slices.local_ids(ids, size, axis)
     if split is not None:
         x_D = vocabulary_split.lookup(split, w_VD, ids)
         return x_D if axis is None else _added_rows(axis, x_D, split.ways)
@@ -73,14 +73,17 @@ def _added_rows(axis: str, x_D: Array, ways: int = 1) -> Array:
     wire = transports_for(scope.mesh, (axis,)).wire_dtype(x_D.dtype)
     size = num_bytes(jax.ShapeDtypeStruct(x_D.shape, wire)) // ways
     # Where the compiler splits rows, it may send a part of them.
-    bound = scope.layout.tensor > ways
-    for in_backward in (False, True):
-        why = "of the embedding" + (", gradients" if in_backward else "")
-        facts = {"bound": bound, "in_backward": in_backward, "part": EMBEDDING}
-        move = Move("all_reduce", (axis,), size, f"activations {why}", **facts)
-        scope.moves.append(move)
-    # Marked as varying here: else models choose what their vjps sum.
-    return vary(sum_varying(x_D, axis), (axis,))
+    facts = {"bound": scope.layout.tensor > ways, "part": EMBEDDING}
+    why = "activations of the embedding"
+    move = Move("all_reduce", (axis,), size, why, has_gradient=False, **facts)
+    # Where rows of several embeddings are added, their gradients are one array.
+    shared = any(m.part == EMBEDDING and m.in_backward for m in scope.moves)
+    why = f"{why}, gradients"
+    gradient = move._replace(why=why, in_backward=True, optional=shared)
+    scope.moves.extend((move, gradient))
+    x_D = sum_varying(x_D, axis)
+    # The vjp adds gradients up over the axis here, and not inside the model.
+    return vary(x_D, (axis,)) if scope.marks_rows else x_D
 
 
 def logits(x_BLD: Array, w_DV: Array) -> Array:
@@ -106,7 +109,7 @@ def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
     """
     size = logits_BLV.shape[-1]
     axis, logits_BLV = _split_axis("token_losses", size), logits_BLV.astype(jnp.float32)
-    ids_BL = vocabulary_slices.from_slice(targets_BL, size, axis)
+    ids_BL = vocabulary_slices.local_ids(targets_BL, size, axis)
     is_target_BLV = vocabulary_slices.is_target(ids_BL, size)
     if axis is None:
         target_BL = jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0.0), axis=-1)
@@ -121,7 +124,7 @@ def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) ->
 
     Memory holds the logits of one block, [B, block, V], instead of [B, L, V]. The
     backward pass computes them again. With blocks, and where `tensor` splits the
-    vocabulary, there are reverse-mode derivatives alone.
+    vocabulary, there are reverse-mode derivatives alone: use block=0 for others.
 
     Args:
       x_BLD: input of the head.
@@ -138,7 +141,7 @@ def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) ->
         x_BLD = constrain(x_BLD, "batch", "length", "embed")
         return token_losses(logits(x_BLD, w_DV), targets_BL)
     axis = _split_axis("token_losses", vocab)
-    ids_BL = vocabulary_slices.from_slice(targets_BL, vocab, axis)
+    ids_BL = vocabulary_slices.local_ids(targets_BL, vocab, axis)
     # Gather w along D before the loop: inside it, every block would gather it again.
     w_DV = constrain(w_DV, None, "vocab")
     if axis is not None:

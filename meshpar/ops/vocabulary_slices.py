@@ -1,4 +1,4 @@
-"""One device's slice of a vocabulary: its tokens, and what it knows of their losses.
+"""One device's slice of a vocabulary: its tokens, and its part of their losses.
 
 Suffixes: B sequences, L their length, K tokens of the slice; `...` any dims of tokens.
 
@@ -16,7 +16,7 @@ from meshpar.layouts.scope import current_scope
 
 
 class Statistics(NamedTuple):
-    """What one slice, or several, know of the losses of tokens, float32 [...] each.
+    """Numbers of each token over one slice of the vocabulary or several, float32 [...].
 
     Attributes:
       maxima: the largest logit.
@@ -29,7 +29,7 @@ class Statistics(NamedTuple):
     targets: Array
 
 
-def from_slice(ids: Array, size: int, axis: str | None) -> Array:
+def local_ids(ids: Array, size: int, axis: str | None) -> Array:
     """Token ids counted from the first one of this device's slice.
 
     Args:
@@ -41,17 +41,17 @@ def from_slice(ids: Array, size: int, axis: str | None) -> Array:
 
 
 def rows_of(ids: Array, size: int) -> tuple[Array, Array]:
-    """(rows of a slice, whether it holds the tokens) by ids of `from_slice`."""
+    """(rows of a slice, whether it holds the tokens) by `local_ids`."""
     return jnp.clip(ids, 0, size - 1), (ids >= 0) & (ids < size)
 
 
 def is_target(ids: Array, size: int) -> Array:
-    """Which tokens of a slice are ids[...] of `from_slice`, bool [..., K]."""
+    """Whether each token of a slice is ids[...], counted locally; bool [..., K]."""
     return ids[..., None] == jnp.arange(size)[(None,) * ids.ndim]
 
 
 def statistics_of(logits_K: Array, is_target_K: Array) -> Statistics:
-    """What a slice knows by its logits, float32 [..., K], and which are targets."""
+    """Numbers of each token from a slice's logits, float32 [..., K], and targets."""
     maxima = lax.stop_gradient(jnp.max(logits_K, axis=-1))
     # All tokens of a slice may be masked by -inf.
     finite = jnp.where(jnp.isfinite(maxima), maxima, 0.0)
@@ -61,7 +61,7 @@ def statistics_of(logits_K: Array, is_target_K: Array) -> Statistics:
 
 
 def joined(slices: Statistics, axis: str) -> Statistics:
-    """What slices along an axis know together, by two all_reduces."""
+    """Numbers over all slices along an axis, by two all_reduces."""
     maxima = lax.pmax(slices.maxima, axis)
     own = slices.sums * jnp.exp(slices.maxima - maxima)
     return Statistics(maxima, *lax.psum(jnp.stack([own, slices.targets]), axis))
@@ -71,7 +71,7 @@ def losses_of(slices: Statistics, axis: str | None) -> tuple[Array, Array]:
     """(losses, logs of sums of exp(logit) over the whole vocabulary), float32 [...].
 
     Args:
-      slices: what this device's slice knows.
+      slices: of this device's slice.
       axis: mesh axis that splits the vocabulary; None if nothing does.
     """
     whole = slices if axis is None else joined(slices, axis)

@@ -24,7 +24,7 @@ from meshpar.layouts.moves import EMBEDDING, HEAD
 from meshpar.layouts.scope import current_scope
 from meshpar.ops import blockwise_loss, vocabulary_slices
 from meshpar.ops.tensor_split import Split
-from meshpar.ops.vocabulary_slices import from_slice
+from meshpar.ops.vocabulary_slices import local_ids
 
 _WHOLE = PartitionSpec()
 
@@ -52,7 +52,7 @@ def lookup(split: Split, w_VD: Array, ids_BL: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _lookup(split: Split, size: int, w_VD: Array, ids_BL: Array) -> Array:
     def rows(w_KD: Array, ids_BL: Array) -> Array:
-        ids_BL = from_slice(ids_BL, size, split.axis)
+        ids_BL = local_ids(ids_BL, size, split.axis)
         row_BL, in_slice_BL = vocabulary_slices.rows_of(ids_BL, size)
         x_BLD = jnp.where(in_slice_BL[..., None], w_KD[row_BL], 0)
         return _reduce_scattered(split, x_BLD)
@@ -71,7 +71,7 @@ def _lookup_backward(
     split: Split, size: int, ids_BL: Array, dx_BLD: Array
 ) -> tuple[Array, None]:
     def gradient(dx_BKD: Array, ids_BL: Array) -> Array:
-        ids_BL = from_slice(ids_BL, size, split.axis)
+        ids_BL = local_ids(ids_BL, size, split.axis)
         row_BL, in_slice_BL = vocabulary_slices.rows_of(ids_BL, size)
         dx_BLD = jnp.where(in_slice_BL[..., None], split.whole(dx_BKD), 0)
         zeros_KD = jnp.zeros((size, dx_BLD.shape[-1]), dx_BLD.dtype)
@@ -95,13 +95,12 @@ def losses(
     """Losses of all tokens, float32 [B, L], with the logits of one block at a time.
 
     Args:
-      split: how devices split the vocabulary, or the slice of it that they share.
-      outer: mesh axis that splits the vocabulary into such slices; None if nothing
-        does.
+      split: how `tensor` splits the vocabulary, or this stage's slice of it.
+      outer: the mesh axis over stages that hold slices; None if a stage holds all.
       block: tokens of each sequence in a block; divides L.
       x_BLD: input of the head, with its length split.
-      w_DV: the head, or the slice of it.
-      ids_BL: targets, counted from the first token of the slice.
+      w_DV: the head, or the stage's slice of it.
+      ids_BL: targets, counted from the first token of that slice.
     """
     _record(split, x_BLD, HEAD)
     vocabulary_slices.record_joined(split.axis, ids_BL)
@@ -123,7 +122,7 @@ def _losses_forward(
 ) -> tuple[Array, tuple]:
     def forward(x_BKD: Array, w_DK: Array, ids_BL: Array) -> tuple[Any, Array]:
         x_BLD = split.whole(x_BKD)
-        ids_BL = from_slice(ids_BL, w_DK.shape[1], split.axis)
+        ids_BL = local_ids(ids_BL, w_DK.shape[1], split.axis)
         own = blockwise_loss.statistics(_head, block, x_BLD, w_DK, ids_BL)
         return vocabulary_slices.joined(own, split.axis), x_BLD
 
@@ -146,7 +145,7 @@ def _losses_backward(
     def backward(
         x_BLD: Array, w_DK: Array, ids_BL: Array, *numbers_BL: Array
     ) -> tuple[Array, Array]:
-        ids_BL = from_slice(ids_BL, w_DK.shape[1], split.axis)
+        ids_BL = local_ids(ids_BL, w_DK.shape[1], split.axis)
         dx_BLD, dw_DK = blockwise_loss.gradients(
             _head, block, x_BLD, w_DK, ids_BL, *numbers_BL
         )

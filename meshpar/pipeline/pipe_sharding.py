@@ -4,14 +4,19 @@
 of embedding and head.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from meshpar.arrays import Array, Params, abstract, vary
 from meshpar.errors import LayoutError
+from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.layouts.axes import PIPE
-from meshpar.layouts.plan import Plan
-from meshpar.layouts.scope import current_scope
-from meshpar.models.layer_stack import LayeredModel
+from meshpar.layouts.plan import LeafPlan, Plan
+from meshpar.layouts.scope import current_scope, unmarked_rows
+from meshpar.models.layer_stack import Key, LayeredModel
 from meshpar.models.metrics import LossResult
 
 
@@ -45,28 +50,48 @@ def check_parameters(layered: LayeredModel, plan: Plan) -> None:
             )
 
 
-def check_vocabulary(plan: Plan, result: LossResult) -> None:
+def check_vocabulary(
+    plan: Plan, head: Callable[[Params, Any], LossResult], shared: Params, y: Any
+) -> None:
     """Checks that the head treats its slice of the vocabulary as a slice.
 
-    Call it with vocab=pipe, while the loss is traced inside shard_map.
+    Call it with vocab=pipe, inside shard_map. The head is traced once more, with
+    slices as all that differs between stages.
 
     Args:
       plan: shapes and splits of the parameters.
-      result: loss and metrics.
+      head: (weights of embedding and head, output of the last layer) -> the loss.
+      shared: these weights.
+      y: output of the last layer.
 
     Raises:
       LayoutError: a value depends on the logits of one slice alone, or a function of
         `vocabulary` was given a whole vocabulary.
     """
-    values = {"loss": result.loss, **result.aux}
-    for name, value in values.items():
-        types = (jax.typeof(jnp.asarray(x)) for x in jax.tree.leaves(value))
-        if any(PIPE in kind.manual_axis_type.varying for kind in types):
-            raise LayoutError(
-                f"vocab=pipe: {name} depends on the logits otherwise than through "
-                "vocabulary.token_losses, and a stage has one slice of them; leave "
-                "that out, or use vocab=edge"
-            )
+    differing: list[str] = []
+
+    def trace() -> None:
+        def same(x: Array, axes: tuple[str, ...] = ()) -> Array:
+            return vary(jnp.zeros(x.shape, x.dtype), axes)
+
+        slices = {p for p, leaf in plan.weights.items() if _over_pipe(leaf)}
+        weights = {
+            p: same(x, (PIPE,) if p in slices else ()) for p, x in shared.items()
+        }
+        with unmarked_rows():
+            result = head(weights, jax.tree.map(same, y))
+        for name, value in {"loss": result.loss, **result.aux}.items():
+            types = (jax.typeof(jnp.asarray(x)) for x in jax.tree.leaves(value))
+            if any(PIPE in kind.manual_axis_type.varying for kind in types):
+                differing.append(name)
+
+    jax.eval_shape(trace)
+    if differing:
+        raise LayoutError(
+            f"vocab=pipe: {differing[0]} depends on the logits otherwise than through "
+            "vocabulary.token_losses, and a stage has one slice of them; leave that "
+            "out, or use vocab=edge"
+        )
     whole_sizes = {
         leaf.shape[dim]
         for leaf in plan.parameters.values()
@@ -82,3 +107,61 @@ def check_vocabulary(plan: Plan, result: LossResult) -> None:
                 f"but a slice has {slices}: name the vocab dim of embedding and head, "
                 "and do not allow it to be whole"
             )
+
+
+def checked_loss(
+    plan: Plan,
+    head_loss: Callable[[Params, Any, Any, Key], LossResult],
+    shared: Params,
+    y: Any,
+    batch: Any,
+    key: Key,
+) -> LossResult:
+    """The loss by a head of which each stage has a slice, after `check_vocabulary`.
+
+    Args:
+      plan: shapes and splits of the parameters.
+      head_loss: of the model.
+      shared: as of `head_loss`, as all that follow.
+      y: output of the last layer.
+      batch: the batch.
+      key: random key.
+    """
+
+    def head(shared: Params, y: Any) -> LossResult:
+        return head_loss(shared, y, batch, key)
+
+    check_vocabulary(plan, head, shared, y)
+    return head(shared, y)
+
+
+def check_context(
+    layered: LayeredModel, plan: Plan, shared: Params, batch: Any
+) -> None:
+    """Checks that what all layers read needs no slice of another stage.
+
+    Call it with vocab=pipe, inside shard_map.
+
+    Args:
+      layered: the model.
+      plan: shapes and splits of the parameters.
+      shared: weights of embedding and head.
+      batch: this device's part of the batch.
+
+    Raises:
+      LayoutError: `context` of the model reads an embedding.
+    """
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    weights = abstract(shared)
+    used = used_inputs(lambda w, b: layered.context(w, b, None), weights, rows)
+    if read := sorted(path for path in used if _over_pipe(plan.weights[path])):
+        raise LayoutError(
+            f"vocab=pipe: context of the model reads {read[0]}, of which a stage has a "
+            "slice, and stages run their layers on different microbatches; read it in "
+            "embed, or use vocab=edge"
+        )
+
+
+def _over_pipe(leaf: LeafPlan) -> bool:
+    """Whether stages hold slices of a weight."""
+    return any(PIPE in axes for axes in leaf.spec)

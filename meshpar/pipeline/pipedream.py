@@ -27,10 +27,9 @@ from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape
 from meshpar.layouts.axes import PIPE, TENSOR
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
-from meshpar.lowering.layer_moves import Moves
+from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.optimizer import Optimizer
@@ -218,8 +217,8 @@ class PipeDreamRunner(Runner):
                 "all_reduce", (TENSOR,), ways, 0, ticks * numbers, why, bound=True
             )
 
-    def runs_outside(self, batch: Any) -> Callable[[Move], int]:
-        """How often one step runs each move: in all ticks of embedding and head."""
+    def runs_outside(self, batch: Any) -> Runs:
+        """Runs of embedding and head in one step: those of their ticks."""
         return runs_outside(self.frame, self.executor.loop, batch)
 
     def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:

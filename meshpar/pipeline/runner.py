@@ -25,19 +25,17 @@ from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.moves import Move
-from meshpar.lowering.layer_moves import Moves
+from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key
-from meshpar.models.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.pipeline import terms
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.phases import TickLoop
-from meshpar.pipeline.pipe_sharding import check_parameters, check_vocabulary
+from meshpar.pipeline.pipe_sharding import check_context, check_parameters, checked_loss
 from meshpar.pipeline.report import PipelineReport, pipeline_report
 from meshpar.pipeline.spec import PipelineSpec
 from meshpar.pipeline.stage import PipelineStage
@@ -216,9 +214,13 @@ class PipelineRunner(Runner):
           key: random key; None evaluates.
         """
         partition, layout = self.spec.partition, self.layout
+        layered, head_loss = self.frame.layered, self.frame.layered.head_loss
+        if layout.splits_vocabulary:
+            check_context(layered, self.frame.plan, {**shared, **constants}, batch)
+            head_loss = functools.partial(checked_loss, self.frame.plan, head_loss)
         numbers = jnp.asarray(partition.order).reshape(partition.num_stages, -1)
         return PipelineStage(
-            layered=self.frame.layered,
+            layered=layered,
             shared=shared,
             stack=stack,
             constants=constants,
@@ -227,7 +229,8 @@ class PipelineRunner(Runner):
             numbers=self.frame.vary(numbers[lax.axis_index(PIPE)]),
             num_chunks=partition.num_chunks,
             layers=self._layers,
-            totals=self._totals,
+            head_loss=head_loss,
+            totals=self.frame.totals,
             vary=self.frame.vary,
             saves_residuals=layout.save == "residuals",
             shares_vocabulary=layout.splits_vocabulary,
@@ -238,17 +241,12 @@ class PipelineRunner(Runner):
         order = self.spec.partition.order
         return dataclasses.replace(layers, padded=bool((order < 0).any()))
 
-    def _totals(self, result: LossResult, is_last: Any) -> Totals:
-        if self.layout.splits_vocabulary:
-            check_vocabulary(self.frame.plan, result)
-        return self.frame.totals(result, is_last)
-
-    def runs_outside(self, batch: Any) -> Callable[[Move], int]:
-        """How often one step runs each move: in all ticks of embedding and head."""
+    def runs_outside(self, batch: Any) -> Runs:
+        """Runs of embedding and head in one step: those of their ticks."""
         return terms.runs_outside(self.frame, self.loop, batch)
 
     def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
-        """What stages send, and add up around a head that they share."""
+        """Sends between stages, and sums around a head that they share."""
         return terms.declared_between(self.frame, self.loop, batch, moves)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:

@@ -37,6 +37,7 @@ class PipelineStage:
       numbers: the layer in every row of `stack`, negative for padding.
       num_chunks: chunks of layers.
       layers: (key, context) -> the scan over layers.
+      head_loss: that of `layered`.
       totals: (result of the loss, whether its microbatch is the last) -> totals.
       vary: marks an array as differing over the manual axes.
       saves_residuals: whether `forward` saves the layers' residuals instead of their
@@ -53,6 +54,7 @@ class PipelineStage:
     numbers: Array
     num_chunks: int
     layers: Callable[[Key, Any], LayerScan]
+    head_loss: Callable[[Params, Any, Any, Key], LossResult]
     totals: Callable[[LossResult, Any], Totals]
     vary: Callable[[Array], Array]
     saves_residuals: bool
@@ -200,9 +202,9 @@ class PipelineStage:
     def _loss(self, shared: Params, microbatch: Array, y: Any, on: Array) -> Totals:
         if self.shares_vocabulary:
             masked = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
-            # Marked as varying here: else models choose what their vjps sum.
+            # The vjp adds gradients up over pipe here, and not inside the model.
             y = jax.tree.map(lambda y: self.vary(sum_varying(y, PIPE)), masked)
         batch, key = self._batch(microbatch), self._key(microbatch)
         shared = self._shared_constants | shared
         is_last = microbatch == len(jax.tree.leaves(self.batches)[0]) - 1
-        return self.totals(self.layered.head_loss(shared, y, batch, key), is_last)
+        return self.totals(self.head_loss(shared, y, batch, key), is_last)

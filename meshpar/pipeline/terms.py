@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from meshpar.arrays import num_bytes
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import PIPE, TENSOR
-from meshpar.layouts.moves import HEAD, Move
+from meshpar.layouts.moves import Move
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import Moves
+from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.padding import lanes_of
@@ -23,14 +23,14 @@ from meshpar.pipeline.phases import TickLoop
 from meshpar.schedules.ticks import Tables
 
 
-class Between(NamedTuple):
+class Activations(NamedTuple):
     """The activations of one microbatch between two layers.
 
     Attributes:
       num: their number.
-      bytes: that one device sends of all.
+      bytes: of all that one device sends at a time.
       bound: whether it may send fewer, as a compiler splits them.
-      unread: whether their gradients may be left out, as no layer is trained by them.
+      unread: whether a compiler may leave out some of their gradients.
     """
 
     num: int
@@ -39,8 +39,8 @@ class Between(NamedTuple):
     unread: bool
 
     @classmethod
-    def of(cls, frame: Frame, batch: Any, moves: Moves) -> "Between":
-        """Those of a program.
+    def of(cls, frame: Frame, batch: Any, moves: Moves) -> "Activations":
+        """The activations of a program.
 
         Args:
           frame: the shard_map program around the pipeline.
@@ -49,7 +49,8 @@ class Between(NamedTuple):
         """
         leaves = frame.activations(batch)
         size, ways = sum(map(num_bytes, leaves)), frame.layout.tensor
-        unread = not differentiates_layers(frame, batch)
+        # A head need not read all of several activations.
+        unread = len(leaves) > 1 or not differentiates_layers(frame, batch)
 
         def by_hand(moves: list[Move]) -> bool:
             return any(m.axes == (TENSOR,) and not m.bound for m in moves)
@@ -60,32 +61,35 @@ class Between(NamedTuple):
             return cls(1, size // ways, False, unread)
         return cls(len(leaves), size, ways > 1, unread)
 
-    def declare(
-        self, kind: str, num: int, ticks: int, why: str, gradients: bool
-    ) -> DeclaredCollective:
-        """One collective over `pipe` in every of some ticks.
+    def sends(self, num: int, ticks: int, why: str, unread: bool) -> DeclaredCollective:
+        """Declares the permutes of all activations over `pipe`.
 
         Args:
-          kind: of the collective.
           num: of stages.
-          ticks: in which it runs.
-          why: its purpose.
-          gradients: whether it moves gradients.
+          ticks: in which they run.
+          why: their purpose.
+          unread: whether a compiler may leave them out.
         """
-        count, size = ticks * self.num, ticks * self.bytes
-        may_drop = gradients and self.unread
-        if self.bound or (may_drop and kind == "permute"):
-            why = f"at most: {why}"
-            return DeclaredCollective(kind, (PIPE,), num, count, size, why, bound=True)
+        bound, count, size = self.bound or unread, ticks * self.num, ticks * self.bytes
+        why = f"at most: {why}" if bound else why
         return DeclaredCollective(
-            kind, (PIPE,), num, count, size, why, gathers=may_drop
+            "permute", (PIPE,), num, count, size, why, bound=bound
+        )
+
+    def sums(self, num: int, ticks: int, why: str, unread: bool) -> DeclaredCollective:
+        """Declares the all_reduces of all activations over `pipe`; args of `sends`."""
+        size, may_drop = ticks * self.bytes, unread or self.num > 1
+        count, why = 0 if self.bound else ticks * self.num, f"vocab=pipe: {why}"
+        bound, gathers = self.bound, may_drop and not self.bound
+        return DeclaredCollective(
+            "all_reduce", (PIPE,), num, count, size, why, bound, gathers
         )
 
 
 def declared_between(
     frame: Frame, loop: TickLoop, batch: Any, moves: Moves
 ) -> Iterator[DeclaredCollective]:
-    """Declares what stages send, and add up around a head that all of them share.
+    """Declares sends between stages, and sums around a head that all of them share.
 
     A head whose vocabulary all stages split adds up, in each of its ticks, its input,
     the gradient of that, and the 1 or 0 from which the backward pass starts. The model
@@ -97,22 +101,21 @@ def declared_between(
       batch: abstract batch of one replica.
       moves: what the model moves itself.
     """
-    num, between = frame.layout.pipe, Between.of(frame, batch, moves)
-    sends = loop.num_activation_sends, loop.num_gradient_sends
-    names = "activations to the next stage", "gradients to the stage before"
-    for ticks, why, gradients in zip(sends, names, (False, True), strict=True):
-        yield between.declare("permute", num, ticks, why, gradients)
+    num, activations = frame.layout.pipe, Activations.of(frame, batch, moves)
+    forward, backward = loop.num_activation_sends, loop.num_gradient_sends
+    unread = activations.unread
+    yield activations.sends(num, forward, "activations to the next stage", False)
+    yield activations.sends(num, backward, "gradients to the stage before", unread)
     if frame.layout.splits_vocabulary:
         ticks = loop.count_ticks("head")
-        for why, gradients in (("input", False), ("gradient of the input", True)):
-            why = f"vocab=pipe: {why} of the head"
-            yield between.declare("all_reduce", num, ticks, why, gradients)
+        yield activations.sums(num, ticks, "input of the head", False)
+        yield activations.sums(num, ticks, "gradient of the input of the head", unread)
         why = "vocab=pipe: where the backward pass starts"
         yield DeclaredCollective("all_reduce", (PIPE,), num, ticks, 4 * ticks, why)
 
 
-def runs_outside(frame: Frame, loop: TickLoop, batch: Any) -> Callable[[Move], int]:
-    """How often one step runs each move of embedding and head.
+def runs_outside(frame: Frame, loop: TickLoop, batch: Any) -> Runs:
+    """Runs of embedding and head in one step: those of their ticks.
 
     Args:
       frame: the shard_map program around the pipeline.
@@ -120,14 +123,7 @@ def runs_outside(frame: Frame, loop: TickLoop, batch: Any) -> Callable[[Move], i
       batch: abstract batch of one replica.
     """
     forward, head, backward = map(loop.count_ticks, ("forward", "head", "backward"))
-    again = backward if embeds_again(frame, batch) else 0
-
-    def runs(move: Move) -> int:
-        if move.part == HEAD:
-            return head
-        return backward if move.in_backward else forward + again
-
-    return runs
+    return Runs(forward, backward, head, backward if embeds_again(frame, batch) else 0)
 
 
 def buffer_bytes(tables: Tables, traced: TracedLayer, rows: int, per_slot: int) -> int:
