@@ -44,6 +44,7 @@ class TracedLayer(NamedTuple):
       padding: added to what is saved, where the compiler pads it (`with_padding`).
       logits: of one block of the loss, in float32.
       largest: the largest weight outside the stack, as a device computes with it.
+      tied: the same if embedding and head share it; 0 if each has its own.
     """
 
     x: int
@@ -54,6 +55,7 @@ class TracedLayer(NamedTuple):
     padding: int
     logits: int
     largest: int
+    tied: int
 
 
 def trace_layer(
@@ -216,6 +218,10 @@ def _trace(
     held = residuals_of(layer, *args, kept=kept)
     logits = logits_bytes(layered, shared, x, rows, key)
     grouped = grouped_bytes(layer, layer_weights, x, key, context)
+    largest = largest_weight(layered, plan)
+    of_head = layered.read_by_head_alone(shared, rows, key)
+    sizes = (whole_bytes(plan.weights[path], plan.layout.sizes) for path in of_head)
+    tied = 0 if largest in sizes else largest
 
     def of_policy(policy: str) -> TracedLayer:
         own = with_policy(layer, policy)
@@ -231,7 +237,8 @@ def _trace(
             deferred=split // ways,
             padding=padding // ways,
             logits=logits // token_shards // logits_ways(layered, plan),
-            largest=largest_weight(layered, plan),
+            largest=largest,
+            tied=tied,
         )
 
     return of_policy

@@ -136,7 +136,10 @@ def predicted_memory(
         layer = _RUNNING * traced.running + copies * held.layer
         # The gradients of the layers are not there yet, and nearly all in the layers.
         head = (_HEAD + held.gathers_head) * traced.largest - held.gradients
-        head += held.logits
+        # Its input and the gradient of that, whole where devices split them.
+        head += held.logits + traced.x + held.gathered
+        if held.gathers_head:  # The embedding's gradient is added before a scatter.
+            layer += traced.tied
     layer += _GATHERED * held.gathered + traced.grouped
     whole_head = int(_WHOLE_HEAD * traced.largest) if held.whole_head else 0
     return Memory(

@@ -54,7 +54,7 @@ class Platform:
     compiles_slowly: bool = False
     multiplies_matrices: bool = False
     turns_stacks: bool = False
-    logits_copies: float = 1.5
+    logits_copies: float = 1.1
     on_chip_bytes: int = 0
     reduces_late: bool = True
     shows_host_transfers: bool = False

@@ -48,10 +48,10 @@ def kind_of(layout: Layout) -> str:
 
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
-    (TPU, OTHERS): Uncertainty(Range(0.96, 1.03), Range(0.83, 1.28)),
-    (TPU, TENSOR): Uncertainty(Range(0.93, 1.03), Range(0.89, 1.19)),
-    (TPU, PIPE): Uncertainty(Range(0.93, 1.03), Range(0.92, 2.13)),
-    (GPU, OTHERS): Uncertainty(Range(0.95, 1.01), None),
+    (TPU, OTHERS): Uncertainty(Range(0.94, 1.03), Range(0.83, 1.28)),
+    (TPU, TENSOR): Uncertainty(Range(0.96, 1.03), Range(0.89, 1.19)),
+    (TPU, PIPE): Uncertainty(Range(0.93, 1.02), Range(0.91, 2.05)),
+    (GPU, OTHERS): Uncertainty(Range(0.99, 1.01), None),
     (GPU, TENSOR): Uncertainty(Range(1.02, 1.03), None),
 }
 """{(platform, kind of layouts): found over predicted}."""
