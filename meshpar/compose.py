@@ -38,6 +38,7 @@ from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.state import abstract_state
 from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
+from meshpar.models import whole_model
 from meshpar.models.model import Model
 from meshpar.models.model_checks import check_parts, check_trace
 from meshpar.models.row_dims import RowDims, row_dims
@@ -84,9 +85,10 @@ def lower(
       clip_norm: largest global gradient norm; larger gradients are scaled down.
       compute_dtype: dtype to which parameters are cast for the loss (bfloat16 over
         float32 master weights); None computes in the parameters' own dtype.
-      lowering: "shard_map" (explicit collectives, for models with layers), "jit" (the
-        compiler's), or "auto" to compile both and take the better program; by default
-        shard_map wherever it is possible.
+      lowering: "shard_map" (explicit collectives), "jit" (the compiler's), or "auto"
+        to compile both and take the better program; by default shard_map for models
+        with layers, wherever it is possible. Models without layers run under
+        "shard_map" over data and fsdp, if nothing but their loss reads the batch.
       mode: how replicas that train apart are synchronized, for layouts with
         replica=R (`LocalSGD`); or islands, each under the layout (`Islands`). Each
         trains on its part of the batch.
@@ -105,6 +107,7 @@ def lower(
     check_leaves(batch)
     if reason := reason_unsupported(model, layout, lowering, mode, clip_norm):
         raise LayoutError(reason)
+    model = _layered(model, lowering)
     if make_programs := MODES_OF_MANY.get(type(mode)):
         one = functools.partial(lower, model, optimizer, layout, clip_norm=clip_norm)
         one = functools.partial(one, compute_dtype=compute_dtype, lowering=lowering)
@@ -146,6 +149,13 @@ def lower(
         for candidate in lowerings
     ]
     return programs[0] if len(programs) == 1 else pick_lowering(programs)
+
+
+def _layered(model: Model, lowering: str) -> Model:
+    """The model, as one head if it has no layers and shard_map is asked for."""
+    if model.layered is not None or lowering != ShardMapLowering.name:
+        return model
+    return whole_model.as_one_head(model)
 
 
 def _lowering_names(model: Model, layout: Layout, lowering: str) -> list[str]:
@@ -216,6 +226,10 @@ def reason_unsupported(
     if lowering and lowering not in known:
         return f"lowering={lowering!r} ({nearest(lowering, known)})"
     no_shard_map = ShardMapLowering.reason_unsupported(model, layout)
+    if (whole := _layered(model, lowering)) is not model:
+        no_shard_map = whole_model.reason_unsupported(
+            model, layout
+        ) or ShardMapLowering.reason_unsupported(whole, layout)
     if lowering == ShardMapLowering.name and no_shard_map:
         return f"lowering=shard_map: {no_shard_map}; use lowering=jit"
     if mode is not None and type(mode) not in (kinds := MODES | MODES_OF_MANY):

@@ -255,15 +255,15 @@ class Lowering:
           state: bytes of the training state by kind; by default of the plan.
           traced: of one layer, if traced before.
         """
-        if self.model.layered is None:
+        layered, plan = self.model.layered, self.plan
+        if layered is None or not layered.split(self.model.params)[1]:
             return None
         if traced is None:
-            traced = trace_layer(self.model.layered, self.plan, self.mesh, batch)
+            traced = trace_layer(layered, plan, self.mesh, batch)
         state, moved = state or self.plan.bytes_per_device(), self.plan.host_bytes()
         state = {kind: size - moved.get(kind, 0) for kind, size in state.items()}
         host = sum(moved.values())
         held = self.held(traced)
-        layered, plan = self.model.layered, self.plan
         held = held._replace(**held_at_times(traced, layered, plan, self.mesh))
         if ACTIVATIONS in self.layout.offloaded:
             host += held.activations

@@ -10,6 +10,8 @@ from typing import Any
 from meshpar import compat
 
 _COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute"
+"""How the names of their primitives begin."""
+
 _REMAT = frozenset(("remat", "remat2", "checkpoint"))
 
 

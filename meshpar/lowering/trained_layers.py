@@ -1,4 +1,4 @@
-"""Whether training differentiates the layers of a model, and how its embedding."""
+"""Whether gradients pass through the layers of a model, and read its embedding."""
 
 from typing import Any
 

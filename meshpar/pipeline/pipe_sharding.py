@@ -74,9 +74,9 @@ def check_vocabulary(
         def same(x: Array, axes: tuple[str, ...] = ()) -> Array:
             return vary(jnp.zeros(x.shape, x.dtype), axes)
 
-        slices = {p for p, leaf in plan.weights.items() if _over_pipe(leaf)}
         weights = {
-            p: same(x, (PIPE,) if p in slices else ()) for p, x in shared.items()
+            path: same(x, (PIPE,) if _over_pipe(plan.weights[path]) else ())
+            for path, x in shared.items()
         }
         with unmarked_rows():
             result = head(weights, jax.tree.map(same, y))
@@ -117,15 +117,15 @@ def checked_loss(
     batch: Any,
     key: Key,
 ) -> LossResult:
-    """The loss by a head of which each stage has a slice, after `check_vocabulary`.
+    """The loss, where each stage has a slice of the head, after `check_vocabulary`.
 
     Args:
       plan: shapes and splits of the parameters.
-      head_loss: of the model.
-      shared: as of `head_loss`, as all that follow.
+      head_loss: that of the model.
+      shared: weights of embedding and head.
       y: output of the last layer.
-      batch: the batch.
-      key: random key.
+      batch: a microbatch.
+      key: its random key.
     """
 
     def head(shared: Params, y: Any) -> LossResult:

@@ -223,10 +223,11 @@ def test_activations_of_a_layer_stay_off_the_batch_axes():
     )
 
 
-def test_models_without_stages_go_to_the_compiler():
+def test_models_without_layers_go_to_the_compiler():
     plain = dataclasses.replace(TINY, layered=None)
     with pytest.raises(LayoutError, match="no layered form.*meshpar.LayerStack"):
-        lower("fsdp=2", plain, lowering="shard_map")
+        lower("fsdp=2,tensor=2", plain, lowering="shard_map")
+    assert lower("fsdp=2", plain).lowering.name == "jit"
     with pytest.raises(LayoutError, match="lowering='shard' .*shard_map"):
         lower("fsdp=2", plain, lowering="shard")
 

@@ -28,12 +28,13 @@ class Layer(nnx.Module):
         return x_BD
 
 
-def make_program(num_weights, layout, layers):
+def make_program(num_weights, layout, layers, lowering=""):
     def make(rngs):
         return nnx.Sequential(*(Layer(num_weights // 2, rngs) for _ in range(2)))
 
     model = meshpar.from_nnx(make, loss_fn, layers=layers)
-    return meshpar.lower(model, optax.adam(1e-2), layout, batch())
+    optimizer = optax.adam(1e-2)
+    return meshpar.lower(model, optimizer, layout, batch(), lowering=lowering)
 
 
 def loss_fn(module, batch):
@@ -49,10 +50,12 @@ def num_collectives(program):
     return collections.Counter(found.kind for found in program.collectives)
 
 
-@pytest.mark.parametrize("layers", [None, "layers"])
+@pytest.mark.parametrize(
+    "layers, lowering", [(None, ""), (None, "shard_map"), ("layers", "")]
+)
 @pytest.mark.parametrize("layout", ["data=8", "fsdp=8", "data=2,fsdp=4,zero=1"])
-def test_collectives_do_not_grow_with_the_number_of_weights(layout, layers):
-    few, many = (make_program(n, layout, layers) for n in (4, 16))
+def test_collectives_do_not_grow_with_the_number_of_weights(layout, layers, lowering):
+    few, many = (make_program(n, layout, layers, lowering) for n in (4, 16))
     assert num_collectives(few) == num_collectives(many)
     assert many.violations() == []
 

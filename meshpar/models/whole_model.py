@@ -1,0 +1,66 @@
+"""Models without layers on devices that each see a part of the batch.
+
+A model whose layers are not known runs as one head: nothing is embedded, one layer
+without parameters passes that on, and the head is the whole loss. Weights are gathered
+together when a step begins, and gradients are reduced together when it ends, so that
+the number of collectives does not grow with that of tensors.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.arrays import Array, Params
+from meshpar.layouts.axes import DATA, FSDP
+from meshpar.layouts.layout import Layout
+from meshpar.models.layer_stack import Key, LayeredModel
+from meshpar.models.metrics import LossResult
+from meshpar.models.model import Model
+
+_HONOURED = frozenset(
+    (DATA, FSDP, "zero", "microbatches", "min_shard_size")
+    + ("params", "activations", "paths", "allow")
+)
+"""Fields of layouts that need no layers."""
+
+
+def reason_unsupported(model: Model, layout: Layout) -> str:
+    """Why a model without layers cannot run so under a layout; "" if it can."""
+    for field in dataclasses.fields(layout):
+        value = getattr(layout, field.name)
+        if field.name not in _HONOURED and value != field.default:
+            return (
+                f"{field.name}={value} asks for layers, and the model has no layered "
+                "form (name its layers by layers=, or give from_nnx a "
+                "meshpar.LayerStack)"
+            )
+    if state := sorted(path for path, param in model.params.items() if param.is_state):
+        return (
+            f"the model changes {state[0]} by the whole batch, of which a device sees "
+            "a part"
+        )
+    return ""
+
+
+def as_one_head(model: Model) -> Model:
+    """The model in a layered form whose head is all of it."""
+
+    def embed(shared: Params, batch: Any, key: Key) -> Array:
+        del shared, key
+        return jnp.zeros((len(jax.tree.leaves(batch)[0]), 1))
+
+    def layer(weights: Params, x: Array, key: Key, context: Any) -> Array:
+        del weights, key, context
+        return x
+
+    def head_loss(shared: Params, x: Array, batch: Any, key: Key) -> LossResult:
+        del x
+        if key is None:
+            return model.evaluation_loss(shared, batch)
+        return model.loss(shared, batch, key)
+
+    # No path of a parameter is empty before its first slash.
+    layered = LayeredModel("/", 1, embed, layer, head_loss)
+    return dataclasses.replace(model, layered=layered)
