@@ -88,7 +88,8 @@ def lower(
       lowering: "shard_map" (explicit collectives), "jit" (the compiler's), or "auto"
         to compile both and take the better program; by default shard_map for models
         with layers, wherever it is possible. Models without layers run under
-        "shard_map" over data and fsdp, if nothing but their loss reads the batch.
+        "shard_map" over data and fsdp if asked to, and if their loss is a mean over
+        rows.
       mode: how replicas that train apart are synchronized, for layouts with
         replica=R (`LocalSGD`); or islands, each under the layout (`Islands`). Each
         trains on its part of the batch.

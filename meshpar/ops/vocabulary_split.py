@@ -113,12 +113,7 @@ def _losses(split: Split, outer: str | None, block: int, *arrays: Array) -> Arra
 
 
 def _losses_forward(
-    split: Split,
-    outer: str | None,
-    block: int,
-    x_BLD: Array,
-    w_DV: Array,
-    ids_BL: Array,
+    split: Split, outer: str | None, block: int, *arrays: Array
 ) -> tuple[Array, tuple]:
     def forward(x_BKD: Array, w_DK: Array, ids_BL: Array) -> tuple[Any, Array]:
         x_BLD = split.whole(x_BKD)
@@ -128,7 +123,8 @@ def _losses_forward(
 
     second = PartitionSpec(None, split.axis)
     run = split.mapped(forward, (second, second, _WHOLE), (_WHOLE, _WHOLE))
-    statistics, whole_BLD = run(x_BLD, w_DV, ids_BL)
+    _, w_DV, ids_BL = arrays
+    statistics, whole_BLD = run(*arrays)
     losses_BL, logs_BL = vocabulary_slices.losses_of(statistics, outer)
     return losses_BL, (whole_BLD, w_DV, ids_BL, logs_BL)
 
