@@ -73,6 +73,22 @@ def to_device(tree: Any) -> Any:
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
+def row_key(stack: str, path: str) -> str:
+    """Key of a leaf of the optimizer state that one layer of a stack alone has.
+
+    Args:
+      stack: path of the stack.
+      path: the model's own path of the layer's parameter.
+    """
+    return f"{stack}@{path}"
+
+
+def stack_of_row(key: Any) -> str:
+    """Path of the stack whose one layer a key of `row_key` names; "" for others."""
+    stack, found, _ = str(key).partition("@")
+    return stack if found else ""
+
+
 def parameter_path(keys: Iterable[Any], params: Any) -> str | None:
     """Path of the parameter that a leaf of the optimizer state belongs to, or None.
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+from jax.tree_util import DictKey, keystr, tree_flatten_with_path, tree_unflatten
 
-from meshpar.arrays import num_bytes, parameter_path
+from meshpar.arrays import num_bytes, parameter_path, stack_of_row
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import AXES, PIPE, in_use, is_held, names_of
 from meshpar.layouts.layout import Layout
@@ -253,6 +253,8 @@ class _LeafPlans:
         """The plan of one leaf of the optimizer state; it follows its parameter."""
         path = parameter_path(keys, self.params)
         resolved = _Resolved(None, _whole(x.shape), "no parameter's: whole")
+        if path is None and (stack := _stack_of(keys)) in self.params:
+            resolved = self._row(stack, x.shape)
         if path is not None:
             resolved, param = self.resolved[path], self.params[path]
             if x.shape != param.shape:
@@ -260,6 +262,21 @@ class _LeafPlans:
                 reason = f"{x.shape} of {path} {param.shape}: {relation}"
                 resolved = _Resolved(None, spec, reason)
         return self.leaf(keystr(keys), "optimizer", x, resolved)
+
+    def _row(self, stack: str, shape: tuple[int, ...]) -> _Resolved:
+        """The sharding of a leaf of one layer of a stack."""
+        param, spec = self.params[stack], self.resolved[stack].spec[1:]
+        if shape == param.shape[1:]:
+            return _Resolved(None, spec, f"one layer of {stack}")
+        row = dataclasses.replace(param, shape=param.shape[1:])
+        spec, relation = _related_spec(row, spec, shape)
+        return _Resolved(None, spec, f"{shape}, of one layer of {stack}: {relation}")
+
+
+def _stack_of(keys: tuple) -> str:
+    """Path of the stack to one of whose layers a leaf of the state belongs, or ""."""
+    entries = (key.key for key in keys if isinstance(key, DictKey))
+    return next(filter(None, map(stack_of_row, entries)), "")
 
 
 def make_plan(

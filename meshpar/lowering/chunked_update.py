@@ -25,6 +25,7 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.offload import PARAMETERS
 from meshpar.layouts.plan import Plan
+from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.models.model import Model
 
@@ -44,6 +45,11 @@ def check_layerwise(optimizer: Optimizer, params: Params, offload: str) -> None:
         tensors, or on its place among the layers.
     """
     reach, text = optimizer.reach, f"offload={offload} updates layer by layer, and"
+    if optimizer.layers == MODEL:
+        raise LayoutError(
+            f"{text} the optimizer treats layers differently (labels, masks or rates "
+            "by layer): leave offload out"
+        )
     if reach.crossed:
         raise LayoutError(
             f"{text} the optimizer's update of {min(reach.crossed)} depends on other "
@@ -52,8 +58,8 @@ def check_layerwise(optimizer: Optimizer, params: Params, offload: str) -> None:
         )
     if mixed := reach.mixed & params.keys():
         raise LayoutError(
-            f"{text} the optimizer's update of {min(mixed)} depends on all of its "
-            f"layers: {_REMEDY}"
+            f"{text} an element of the optimizer's update of {min(mixed)} depends on "
+            f"others of the tensor: {_REMEDY}"
         )
     if reach.positional or reach.summarizes:
         kept = "draws random numbers" if reach.positional else "keeps sums over tensors"

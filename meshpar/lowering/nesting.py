@@ -6,12 +6,13 @@ that masks and labels by path mean what they say. Everything else sees {path: ar
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from meshpar.arrays import Params
+from meshpar.lowering.layer_rows import LayerRows, RowNumbers, stack_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Nesting:
     def _tree(self) -> dict[Any, Any]:
         """The nested dicts, with paths as leaves."""
         return self.nest({path: path for path in self.keys})
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """Paths in the order of the leaves of the nested dicts."""
+        return jax.tree.leaves(self._tree)
 
     def nest(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
         """Nested dicts from {path: value}."""
@@ -47,14 +53,19 @@ class Nesting:
         """
         return dict(_cut(self._tree, nested))
 
-    def flatten_all(self, tree: Any) -> Any:
-        """The tree with every params-shaped dict in it flattened, inner ones too."""
+    def flatten_all(self, tree: Any, merge: Callable[[dict], dict] = dict) -> Any:
+        """The tree with every params-shaped dict in it flattened, inner ones too.
+
+        Args:
+          tree: any tree.
+          merge: {path: value} -> the dict that takes its place.
+        """
 
         def convert(node: Any) -> Any:
             if not self._is_nested(node):
                 return node
-            flat = self.flatten(node)
-            return {path: self.flatten_all(value) for path, value in flat.items()}
+            flat = merge(self.flatten(node))
+            return {p: self.flatten_all(value, merge) for p, value in flat.items()}
 
         return jax.tree.map(convert, tree, is_leaf=self._is_nested)
 
@@ -77,34 +88,52 @@ def _cut(
 
 @dataclasses.dataclass(frozen=True)
 class NestedState:
-    """The two forms of an optimizer state: as the optimizer makes it, and flat.
+    """The two forms of an optimizer state: as the optimizer makes it, and as stored.
 
-    Both have the same leaves in another order, so that each gives the other exactly.
+    Stored states have {path: leaf} in place of nested dicts, and layers stacked.
 
     Attributes:
       nested: the structure as the optimizer makes it.
-      flat: the structure with {path: leaf} in place of nested dicts.
-      order: for every leaf of `flat`, its number in `nested`.
+      stored: the structure as stored.
+      order: for every leaf as stored, its number in `nested`, or those of its rows.
     """
 
     nested: Any
-    flat: Any
-    order: tuple[int, ...]
+    stored: Any
+    order: tuple[int | RowNumbers, ...]
 
     @classmethod
-    def of(cls, state: Any, nesting: Nesting) -> "NestedState":
-        """The forms of a state with nested parameters."""
-        structure = jax.tree.structure(state)
-        numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
-        order, flat = jax.tree.flatten(nesting.flatten_all(numbers))
-        return cls(structure, flat, tuple(order))
+    def of(cls, state: Any, nesting: Nesting, rows: LayerRows) -> "NestedState":
+        """The forms of a state with nested parameters.
 
-    def flatten(self, state: Any) -> Any:
-        """The flat form of a state."""
+        Args:
+          state: as the optimizer makes it.
+          nesting: of the parameters that it sees.
+          rows: how these are stored.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        numbers = jax.tree.unflatten(structure, range(len(leaves)))
+        stored = nesting.flatten_all(numbers, lambda flat: rows.grouped(flat, leaves))
+        order, stored = jax.tree.flatten(stored)
+        return cls(structure, stored, tuple(order))
+
+    def store(self, state: Any) -> Any:
+        """The state as stored."""
         leaves = self.nested.flatten_up_to(state)
-        return jax.tree.unflatten(self.flat, [leaves[number] for number in self.order])
+
+        def leaf(place: int | RowNumbers) -> Any:
+            if not isinstance(place, RowNumbers):
+                return leaves[place]
+            return stack_rows([None if n is None else leaves[n] for n in place.numbers])
+
+        return jax.tree.unflatten(self.stored, [leaf(place) for place in self.order])
 
     def nest(self, state: Any) -> Any:
-        """The nested form of a state: the inverse of `flatten`."""
-        leaves = dict(zip(self.order, self.flat.flatten_up_to(state), strict=True))
+        """The state as the optimizer makes it: the inverse of `store`."""
+        leaves: dict[int, Any] = {}
+        for place, x in zip(self.order, self.stored.flatten_up_to(state), strict=True):
+            if not isinstance(place, RowNumbers):
+                leaves[place] = x
+                continue
+            leaves |= {n: x[i] for i, n in enumerate(place.numbers) if n is not None}
         return jax.tree.unflatten(self.nested, [leaves[n] for n in range(len(leaves))])

@@ -11,14 +11,14 @@ elements, so the answer errs to the safe side.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from meshpar.compat import CALLS, called_jaxpr
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
     "cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh "
     "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
@@ -65,6 +65,20 @@ class Reach:
     moves: bool
     branches: bool
     summarizes: bool
+
+    def of_stacks(self, places: Mapping[str, tuple[str, int]]) -> "Reach":
+        """The reach of the stacks that hold these parameters.
+
+        Args:
+          places: {parameter: (path of its stack, number of its row)}.
+        """
+
+        def stacks(paths: frozenset[str]) -> frozenset[str]:
+            return frozenset(places.get(path, (path,))[0] for path in paths)
+
+        return dataclasses.replace(
+            self, mixed=stacks(self.mixed), crossed=stacks(self.crossed)
+        )
 
     @property
     def elementwise(self) -> bool:
@@ -130,7 +144,7 @@ class _Reader:
         out = eqn.outvars[0].aval if eqn.outvars else None
         if name in _POSITIONAL:
             self.positional |= out.size > 1
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE:
             return [_elementwise(eqn.invars, labels, out)]
         joined = _join(labels)
         if name in _RESHAPES:

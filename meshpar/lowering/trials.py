@@ -22,6 +22,7 @@ from meshpar.arrays import Array, Params
 from meshpar.contracts import hlo
 from meshpar.contracts.collective import Collective
 from meshpar.errors import MeshparError
+from meshpar.lowering.optimizer import Optimizer, optimizer_of
 from meshpar.lowering.state import TrainState
 from meshpar.models.model import Model
 
@@ -121,7 +122,7 @@ class Trials:
 
         def one(values: Values) -> TrainState:
             params = self.model.init(jax.random.key(seed))
-            start = self.make_optimizer(values).init(self._trained(params))
+            start = self._optimizer(values).init(self._trained(params))
             return TrainState(jnp.int32(0), jnp.uint32(seed), params, start)
 
         sharding = NamedSharding(self.mesh, PartitionSpec(TRIAL))
@@ -192,12 +193,15 @@ class Trials:
             path: x for path, x in params.items() if self.model.params[path].trained
         }
 
+    def _optimizer(self, values: Values) -> Optimizer:
+        """The optimizer of one trial; it sees the model's own tree."""
+        return optimizer_of(self.model, self.make_optimizer(values))
+
     def _one_step(
         self, values: Values, state: TrainState, batch: Any
     ) -> tuple[TrainState, Array]:
         """One step of one trial, as a run of its own would make it."""
-        trained, optimizer = self._trained(state.params), self.make_optimizer(values)
-        optimizer = optax.with_extra_args_support(optimizer)
+        trained = self._trained(state.params)
 
         def loss_fn(part: Params) -> Array:
             result = self.model.loss(state.params | part, batch, state.key())
@@ -209,8 +213,8 @@ class Trials:
             return result.loss
 
         loss, grads = jax.value_and_grad(loss_fn)(trained)
-        updates, optimizer_state = optimizer.update(
-            grads, state.optimizer_state, trained, value=loss, grad=grads
+        updates, optimizer_state = self._optimizer(values).update(
+            grads, state.optimizer_state, trained, loss
         )
         params = state.params | optax.apply_updates(trained, updates)
         return state.after_step(params, optimizer_state), loss

@@ -125,6 +125,16 @@ class LayerGroups:
                 )
         return stacked
 
+    def rows(self, params: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """{path of a stack: the module's path of each row}, from {path: anything}."""
+        rows = {}
+        for number, own in enumerate(self.by_layer(params)[: self.period]):
+            layers = range(number, self.depth, self.period)
+            for rest in own:
+                paths = (f"{self.path.replace('*', str(n))}/{rest}" for n in layers)
+                rows[self._column(number) + rest] = tuple(paths)
+        return rows
+
     def stacked(self, variables: Params) -> Params:
         """{path: array} with the layers stacked, from that of the module."""
         by_layer = self.by_layer(variables)

@@ -11,6 +11,7 @@ from meshpar.arrays import Array, Params
 from meshpar.errors import LayoutError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_cut import LayerCut, OnCall
+from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
@@ -177,5 +178,7 @@ class _LinenModel:
         model = Model(params, self.init, loss, evaluation_loss, self.bind, layered)
         if not self.layers:
             return model
-        stacked = self.layers.stack.stacked
-        return dataclasses.replace(model, stack_variables=stacked)
+        rows, stacked = {}, self.layers.stack.stacked
+        if isinstance(self.layers.stack, LayerGroups):
+            rows = self.layers.stack.rows(self.params)
+        return dataclasses.replace(model, rows=rows, stack_variables=stacked)

@@ -34,6 +34,8 @@ class Model:
         model has no such form.
       keys: {path: keys of the parameter in the model's nested dicts}, which optimizers
         see; paths are split at "/" where it has none.
+      rows: {path of a stack: the module's path of each row}, of layers that meshpar
+        stacks; None for a row of padding.
       stack_variables: {path of the module: array} -> {path: array}, the layers stacked.
       cached: the model with a cache, for generation; None if it gives none.
     """
@@ -45,6 +47,7 @@ class Model:
     bind: Callable[[Params], Any]
     layered: LayeredModel | None = None
     keys: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    rows: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
     stack_variables: Callable[[Params], Params] = lambda params: params
     cached: CachedModel | None = None
 

@@ -203,13 +203,16 @@ class _NnxModel:
             return self.result(params, batch, None)
 
         leaves = self.whole.leaves.items()
-        keys = {path: keys for path, (keys, _) in leaves if path in params}
+        keys = {path: keys for path, (keys, _) in leaves}
         model = Model(
             params, self.init, loss, evaluation_loss, self.bind, layered, keys
         )
         if self.lists is None:
             return model
-        return dataclasses.replace(model, stack_variables=self.lists.stack.stacked)
+        stack = self.lists.stack
+        return dataclasses.replace(
+            model, rows=stack.rows(self.whole.leaves), stack_variables=stack.stacked
+        )
 
 
 def _described(

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, tree_map_with_path
 
-from meshpar.arrays import Params, parameter_path
+from meshpar.arrays import Params, parameter_path, stack_of_row
 from meshpar.errors import LayoutError
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.models.model import Model
@@ -39,7 +39,10 @@ class LayerOrder:
 
         def convert(keys: Any, leaf: Any) -> Any:
             paths = [key.key for key in keys if isinstance(key, DictKey)]
-            stacked = any(str(path).startswith(self.prefix) for path in paths)
+            stacked = any(
+                str(path).startswith(self.prefix) and not stack_of_row(path)
+                for path in paths
+            )
             return fn(leaf) if stacked and leaf.shape[:1] == (length,) else leaf
 
         return tree_map_with_path(convert, tree)
@@ -81,6 +84,8 @@ class LayerOrder:
             has neither its shape nor is a scalar; or layers as stored get other
             updates than in the order of the model.
         """
+        if optimizer.rows.rows:
+            return  # It sees the model's own layers, in their order.
         stack = [path for path in params if path.startswith(self.prefix)]
         remedy = "use schedule=1f1b with a depth that pipe divides"
 
@@ -115,6 +120,10 @@ class LayerOrder:
         return dataclasses.replace(
             model,
             params=params,
+            rows={
+                path: tuple(None if i < 0 else rows[i] for i in self.partition.order)
+                for path, rows in model.rows.items()
+            },
             init=lambda key: self.as_stored(model.init(key)),
             loss=lambda params, batch, key: model.loss(restore(params), batch, key),
             evaluation_loss=lambda params, batch: model.evaluation_loss(

@@ -33,6 +33,7 @@ from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.optimizer import Optimizer
+from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.reach import Reach
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
@@ -113,6 +114,12 @@ class PipeDreamRunner(Runner):
                     f"schedule={name}: the optimizer keeps {leaf.path} {leaf.shape}, "
                     "which belongs to several stages; use an elementwise optimizer"
                 )
+        if self.optimizer.layers == MODEL:
+            raise LayoutError(
+                f"schedule={name} runs the optimizer on each stage by itself, and it "
+                "treats layers differently (labels, masks or rates by layer); use "
+                "schedule=1f1b"
+            )
         stack = self.frame.layered.split(plan.parameters)[1]
         if reason := _reason_beyond_stage(self.optimizer.reach, stack):
             raise LayoutError(
