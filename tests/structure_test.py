@@ -25,7 +25,7 @@ AXES = {"replica", "pipe", "data", "fsdp", "expert", "context", "tensor"}
 PLATFORMS = {"cpu", "tpu", "gpu", "cuda"}
 
 MAX_FLOORS = 10
-MAX_LINES = 299
+MAX_LINES = 449
 MAX_MEDIAN_LINES = 149
 MAX_FUNCTION_LINES = 59
 

@@ -166,7 +166,7 @@ class LayersAtOnce(ValueNumbers):
             x = self.stacks[value.number]
         if not any(self.rows.padding) or len(x) != num:
             return x
-        padded = np.expand_dims(self.rows.padding, range(1, x.ndim))
+        padded = np.expand_dims(self.rows.padding, tuple(range(1, x.ndim)))
         return jnp.where(padded, jnp.zeros_like(x), x)
 
     def _row(self, value: Value) -> Array:

@@ -190,7 +190,7 @@ def _of_trees(
         transformation,
         nesting,
         rows,
-        MODEL,
+        MODEL if rows.rows else STACKS,
         stored,
         reach.of_stacks(rows.places),
         forms,

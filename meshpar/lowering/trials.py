@@ -126,7 +126,7 @@ class Trials:
             return TrainState(jnp.int32(0), jnp.uint32(seed), params, start)
 
         sharding = NamedSharding(self.mesh, PartitionSpec(TRIAL))
-        init = jax.jit(jax.vmap(one), out_shardings=sharding)
+        init = jax.jit(jax.vmap(one, axis_name=TRIAL), out_shardings=sharding)
         return init(self._values)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Array]:

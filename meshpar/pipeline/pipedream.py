@@ -31,9 +31,9 @@ from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.memory import Held
 from meshpar.lowering.optimizer import Optimizer
-from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.reach import Reach
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState

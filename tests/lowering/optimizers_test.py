@@ -20,6 +20,7 @@ from support.tiny_models import host, model, relative_error
 import meshpar
 from meshpar.arrays import abstract, leaves_by_path, parameter_path
 from meshpar.errors import MeshparError
+from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting
 from meshpar.lowering.optimizer import make_optimizer
 
@@ -148,10 +149,10 @@ def test_flat_and_nested_states_are_exact_inverses(name):
     state = jax.eval_shape(transformation.init, nest(PARAMS))
     structure = jax.tree.structure(state)
     state = jax.tree.unflatten(structure, range(structure.num_leaves))
-    forms = NestedState.of(state, Nesting(KEYS))
-    flat = forms.flatten(state)
+    forms = NestedState.of(state, Nesting(KEYS), LayerRows({}))
+    flat = forms.store(state)
     assert forms.nest(flat) == state
-    assert forms.flatten(forms.nest(flat)) == flat
+    assert forms.store(forms.nest(flat)) == flat
     # Leaves that belong to a parameter stand below its path, the others do not.
     leaves = jax.tree_util.tree_leaves_with_path(flat)
     nested_names = {
