@@ -11,6 +11,7 @@ from meshpar.compose import lower as lower
 from meshpar.errors import LayoutError as LayoutError
 from meshpar.errors import MeshparError as MeshparError
 from meshpar.errors import StalenessError as StalenessError
+from meshpar.explain.user_loop import verify as verify
 from meshpar.generation import Generator as Generator
 from meshpar.generation import Sampling as Sampling
 from meshpar.generation import generator as generator

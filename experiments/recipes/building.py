@@ -88,8 +88,10 @@ def make_optimizer(
     follow the loads.
     """
 
-    def decays(path: tuple, _: Any) -> bool:
-        param = model.params["/".join(map(str, path))]
+    def decays(path: tuple, x: Any) -> bool:
+        param = model.params.get("/".join(map(str, path)))
+        if param is None:  # One layer of a stack, as the model itself has it.
+            return x.ndim >= 2
         stacked = param.names is not None and "layers" in param.names
         return len(param.shape) - stacked >= 2
 
@@ -183,6 +185,7 @@ def make_program(
     layout: meshpar.Layout,
     devices: Sequence[jax.Device],
     weighted: bool = False,
+    optimizer: optax.GradientTransformation | optax.MultiSteps | None = None,
 ) -> meshpar.TrainProgram:
     """Lowers a configuration under a layout.
 
@@ -191,15 +194,18 @@ def make_program(
       layout: the layout.
       devices: as many devices as the layout fills.
       weighted: whether batches hold the weight of every token.
+      optimizer: in place of the configured one.
 
     Raises:
       MeshparError: a model, layout or mode that do not fit.
     """
     model = make_model(config)
     batch = abstract_batch(config, weighted)
+    if optimizer is None:
+        optimizer = make_optimizer(config.optimizer, config.steps, model)
     return meshpar.lower(
         model,
-        make_optimizer(config.optimizer, config.steps, model),
+        optimizer,
         layout,
         batch,
         devices=devices,

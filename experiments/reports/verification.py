@@ -37,6 +37,7 @@ def as_dict(report: VerifyReport, layout: meshpar.Layout) -> dict[str, Any]:
     return {
         "layout": str(layout),
         "equal": report.ok,
+        "judge": report.judge,
         "violations": report.violations,
         "first_difference": first and dataclasses.asdict(first),
         "comparisons": [dataclasses.asdict(c) for c in report.comparisons],
@@ -60,7 +61,7 @@ def print_report(
         console.print(f"CONTRACT BROKEN: {violation}", soft_wrap=True)
     if report.ok:
         console.print(
-            f"EQUAL: {layout} trains the same model as one device "
+            f"EQUAL: {layout} trains the same model as {report.judge} "
             f"({num_steps} steps, {len(report.comparisons)} comparisons) and "
             f"keeps its contract ({num_collectives} collectives)",
             soft_wrap=True,

@@ -137,7 +137,8 @@ class Trainer:
                     "goes on from here"
                 )
                 return RESTART
-            report.finish(setup, self._program.weights(state), log, progress)
+            params = self._program.evaluated_params(state)
+            report.finish(setup, params, log, progress)
         return 0
 
     def _enter(self, part: str) -> None:

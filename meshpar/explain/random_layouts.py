@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshpar.errors import MeshparError
-from meshpar.explain.verify import Group, record, verify
+from meshpar.explain.judge import reason_no_judge
+from meshpar.explain.verify import Group, judged, record, verify
 from meshpar.layouts.axes import CONTEXT, DATA, FSDP, PIPE, TENSOR
 from meshpar.layouts.context_modes import CONTEXT_MODES, RING, ULYSSES
 from meshpar.layouts.grammar import write_items
@@ -60,13 +61,21 @@ EQUAL, REFUSED, WRONG = "equal", "refused", "WRONG"
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """A layout and the lowering that is asked for; "" for the default."""
+    """A layout and the lowering that is asked for; "" for the default.
+
+    Attributes:
+      layout: its string.
+      lowering: its name.
+      more: what else was drawn, for reports.
+    """
 
     layout: str
     lowering: str = ""
+    more: str = ""
 
     def __str__(self) -> str:
-        return self.layout + (f" lowering={self.lowering}" if self.lowering else "")
+        lowering = f"lowering={self.lowering}" if self.lowering else ""
+        return " ".join(filter(None, (self.layout, lowering, self.more)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +171,7 @@ def verify_layouts(
     tolerance: float = 1e-5,
     noise: bool = False,
 ) -> Iterator[Outcome]:
-    """Compares layouts with one device, which is compiled and trained once.
+    """Compares layouts with a plain loop, which is compiled and trained once.
 
     Args:
       lower_layout: (layout, lowering) -> the program, on as many devices as the layout
@@ -183,8 +192,11 @@ def verify_layouts(
             program = lower_layout(parse(draw.layout), draw.lowering)
             microbatches = program.layout.microbatches if noise else 1
             if microbatches not in references:
-                alone = lower_layout(Layout(microbatches=microbatches), "")
-                references[microbatches] = list(record(alone, batches, seed))
+                if microbatches > 1 or reason_no_judge(program):
+                    alone = lower_layout(Layout(microbatches=microbatches), "")
+                    references[microbatches] = list(record(alone, batches, seed))
+                else:
+                    references[microbatches] = list(judged(program, batches, seed))
             report = verify(program, references[microbatches], batches, seed, tolerance)
         except MeshparError as error:
             yield Outcome(draw, REFUSED, _first_lines(error))

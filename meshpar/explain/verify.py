@@ -1,18 +1,21 @@
-"""Equivalence: a layout trains the same model as one device, tensor by tensor.
+"""Equivalence: a layout trains the model of a plain loop, tensor by tensor.
 
 Training and evaluation are compared, and the compiled program is held to its contract.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshpar.arrays import is_key
+from meshpar.arrays import is_key, parameter_path
 from meshpar.errors import MeshparError
+from meshpar.explain.judge import PlainLoop, Step, reason_no_judge
 from meshpar.layouts.param import follows_load
+from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.ops.experts.statistics import DEVICE_LOAD
 
@@ -23,19 +26,27 @@ Some gradients are zero but for rounding (a key bias under softmax): their error
 beside the other tensors of their kind, not beside themselves.
 """
 
+_SLACK = 4.0
+"""Times the change by one rounding of the start that a weight may differ."""
+
+_WEIGHTS = 10.0
+"""Times the tolerance of a gradient that a weight may differ after some steps."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One tensor at one step, under the layout and on one device.
+    """One tensor at one step, under the layout and as it should be.
 
     Attributes:
-      step: training step, from 1.
-      kind: "evaluation", "loss", "gradient", "grad_norm", "metric", "optimizer" or
-        "state" (running statistics, other variables that are no parameters, and biases
-        that balance experts).
-      tensor: path of the tensor, or name of the metric; "" for loss and grad_norm.
+      step: training step, from 1; 0 for the weights at the start.
+      kind: "evaluation", "loss", "gradient", "grad_norm", "metric", "optimizer",
+        "weight" or "state" (running statistics, other variables that are no parameters,
+        and biases that balance experts).
+      tensor: path of the tensor in the module, or name of the metric; "" for loss and
+        grad_norm.
       error: norm of the difference over the norm of the reference.
       tolerance: largest error that counts as rounding.
+      values: the element that differs most, under the layout and as it should be.
     """
 
     step: int
@@ -43,19 +54,35 @@ class Comparison:
     tensor: str
     error: float
     tolerance: float
+    values: tuple[float, float] = (math.nan, math.nan)
 
     @property
     def ok(self) -> bool:
         """Whether the tensors are equal within rounding; NaN is not."""
         return bool(self.error <= self.tolerance)
 
+    def __str__(self) -> str:
+        found, wanted = self.values
+        return (
+            f"first {self.kind} {self.tensor} at step {self.step}, relative error "
+            f"{self.error:.1e} above {self.tolerance:.0e} ({found:.6g} where it should "
+            f"be {wanted:.6g})"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """All comparisons of one verification, in order, and violations of the contract."""
+    """All comparisons of one verification, in order, and violations of the contract.
+
+    Attributes:
+      comparisons: in the order of the steps.
+      violations: of the contract.
+      judge: what the program was compared with.
+    """
 
     comparisons: tuple[Comparison, ...]
     violations: tuple[str, ...] = ()
+    judge: str = "one device"
 
     @property
     def first_difference(self) -> Comparison | None:
@@ -71,11 +98,16 @@ class VerifyReport:
     def problem(self) -> str:
         """The first tensor that differs, or the violations; "" if all is well."""
         if first := self.first_difference:
-            return (
-                f"first {first.kind} {first.tensor} at step {first.step}, relative "
-                f"error {first.error:.1e} above {first.tolerance:.0e}"
-            )
+            return str(first)
         return "; ".join(self.violations)
+
+    def __str__(self) -> str:
+        if self.first_difference is not None:
+            return f"DIFFERENT from {self.judge}: {self.problem}"
+        if self.violations:
+            return f"CONTRACT BROKEN: {self.problem}"
+        steps = max((c.step for c in self.comparisons), default=0)
+        return f"EQUAL to {self.judge}: {steps} steps, {len(self.comparisons)} tensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,29 +116,49 @@ class Group:
 
     Attributes:
       kind: as in `Comparison`.
-      tensors: {path: array}.
+      tensors: {path in the module: array}.
+      rounding: {path: norm} of the change that rounding alone makes of a weight, where
+        that is known; weights are compared there alone.
     """
 
     kind: str
     tensors: dict[str, Any]
+    rounding: dict[str, float] | None = None
 
 
-def _compare(
-    step: int, tested: Group, expected: Group, tolerance: float
+def compare(
+    step: int, tested: Mapping[str, Any], expected: Group, tolerance: float
 ) -> Iterator[Comparison]:
-    """Compares the tensors of one group, the errors relative to those expected."""
-    found = {path: np.asarray(x, np.float64) for path, x in tested.tensors.items()}
+    """Compares the tensors of one group, the errors relative to those expected.
+
+    Args:
+      step: number of the step.
+      tested: {path: array}, of these tensors at least.
+      expected: the tensors as they should be.
+      tolerance: largest relative error that counts as rounding; of weights, ten times
+        that.
+    """
+    bound = tolerance * (_WEIGHTS if expected.kind == "weight" else 1)
     wanted = {path: np.asarray(x, np.float64) for path, x in expected.tensors.items()}
     norms = {path: float(np.linalg.norm(x)) for path, x in wanted.items()}
     floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
     for path, reference in wanted.items():
-        difference = float(np.linalg.norm(found[path] - reference))
+        found = np.asarray(tested[path], np.float64)
+        differences = np.abs(found - reference)
+        slack = _SLACK * (expected.rounding or {}).get(path, 0.0)
         scale = max(norms[path], floor) or 1.0
-        yield Comparison(step, expected.kind, path, difference / scale, tolerance)
+        # Not max(): it may hide a NaN.
+        error = (float(np.linalg.norm(differences)) - slack) / scale
+        error = 0.0 if error < 0 else error
+        values = (math.nan, math.nan)
+        if differences.size:
+            worst = np.unravel_index(differences.argmax(), differences.shape)
+            values = float(found[worst]), float(reference[worst])
+        yield Comparison(step, expected.kind, path, error, bound, values)
 
 
-def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
-    """{part of the optimizer state, such as mu or nu: {path: array}}."""
+def _optimizer_groups(state: Any, rows: LayerRows) -> dict[str, dict[str, Any]]:
+    """{part of the optimizer state, such as mu or nu: {path in the module: array}}."""
     groups: dict[str, dict[str, Any]] = {}
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     for keys, leaf in leaves:
@@ -117,11 +169,16 @@ def _optimizer_groups(state: Any) -> dict[str, dict[str, Any]]:
         )
         if is_key(leaf):
             leaf = jax.random.key_data(leaf)
-        groups.setdefault(part, {})[jax.tree_util.keystr(keys)] = leaf
+        names = rows.rows.get(parameter_path(keys, rows.rows), ())
+        text, own = jax.tree_util.keystr(keys), groups.setdefault(part, {})
+        if names and np.shape(leaf)[:1] == (len(names),):
+            own |= {f"{text} {name}": leaf[i] for i, name in enumerate(names)}
+        else:
+            own[text] = leaf
     return groups
 
 
-def _by_module(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _by_module(state: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     """The variables of each module: a mean near 0 counts beside its variance."""
     modules: dict[str, dict[str, Any]] = {}
     for path, x in state.items():
@@ -129,86 +186,156 @@ def _by_module(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
     return modules.values()
 
 
+def weight_groups(
+    weights: Mapping[str, Any], moved: Mapping[str, Any] | None = None
+) -> list[Group]:
+    """Weights after a step, those of a module beside each other.
+
+    Args:
+      weights: {path in the module: array}.
+      moved: what became of them from a start that was moved by one rounding; None for
+        weights that are to be compared with others.
+    """
+    groups = []
+    for own in _by_module(weights):
+        rounding = None
+        if moved is not None:
+            changes = {p: np.float64(moved[p]) - np.asarray(x) for p, x in own.items()}
+            rounding = {p: float(np.linalg.norm(x)) for p, x in changes.items()}
+        groups.append(Group("weight", own, rounding))
+    return groups
+
+
+def _groups(
+    program: TrainProgram,
+    step: Step,
+    optimizer_state: Any,
+    moved: Mapping[str, Any] | None = None,
+) -> list[Group]:
+    """The tensors of one step.
+
+    Args:
+      program: says which variables are what.
+      step: of the program or of the judge, on the host.
+      optimizer_state: as programs store it, layers in the order of the model.
+      moved: variables after the step, as in `weight_groups`.
+    """
+    rows = program.model_rows
+    params = rows.unstacked(program.model.params, lambda param, _: param)
+    loads = {path for path, param in params.items() if follows_load(param.names)}
+    kept = {p: x for p, x in step.variables.items() if params[p].is_state or p in loads}
+    weights = {p: x for p, x in step.variables.items() if p not in kept}
+    slopes = {p: x for p, x in step.gradients.items() if p not in loads}
+    metrics = {n: x for n, x in step.metrics.items() if n != DEVICE_LOAD}
+    parts = _optimizer_groups(optimizer_state, rows)
+    return [
+        *(Group("evaluation", {name: x}) for name, x in step.evaluation.items()),
+        Group("loss", {"": metrics.pop("loss")}),
+        Group("gradient", slopes),
+        Group("gradient", {p: step.gradients[p] for p in loads & {*step.gradients}}),
+        Group("grad_norm", {"": metrics.pop("grad_norm")}),
+        *(Group("metric", {name: x}) for name, x in metrics.items()),
+        *(Group("optimizer", tensors) for tensors in parts.values()),
+        *(Group("state", tensors) for tensors in _by_module(kept)),
+        *weight_groups(weights, moved),
+    ]
+
+
 def record(
     program: TrainProgram, batches: Iterable[Any], seed: int = 0
 ) -> Iterator[list[Group]]:
-    """Trains and yields the tensors of every step, on the host.
+    """Trains and yields the tensors of the start and of every step, on the host.
 
     Args:
       program: the program.
       batches: host batches, one per step.
       seed: seed of the run.
     """
-    state = program.init(seed)
+    state, rows = program.init(seed), program.model_rows
+    start = jax.device_get(program.in_model_order(state).params)
+    yield [Group("weight", rows.unstacked(start))]
     for batch in batches:
         evaluation = jax.device_get(program.evaluate(state, batch))
         gradients = jax.device_get(program.gradients(state, batch)[1])
         state, metrics = program.step(state, batch)
+        whole = jax.device_get(program.in_model_order(state))
+        variables, gradients = map(rows.unstacked, (whole.params, gradients))
         metrics = jax.device_get(metrics)
-        whole = program.in_model_order(state)
-        parts = _optimizer_groups(jax.device_get(whole.optimizer_state))
-        kept = {
-            path: whole.params[path]
-            for path, param in program.model.params.items()
-            if param.is_state or follows_load(param.names)
-        }
-        slopes = program.lowering.plan.slopes(gradients)
-        loads = {path: x for path, x in gradients.items() if path not in slopes}
-        metrics.pop(DEVICE_LOAD, None)
-        yield [
-            *(Group("evaluation", {name: x}) for name, x in evaluation.items()),
-            Group("loss", {"": metrics.pop("loss")}),
-            Group("gradient", slopes),
-            Group("gradient", loads),
-            Group("grad_norm", {"": metrics.pop("grad_norm")}),
-            *(Group("metric", {name: x}) for name, x in metrics.items()),
-            *(Group("optimizer", tensors) for tensors in parts.values()),
-            *(Group("state", tensors) for tensors in _by_module(jax.device_get(kept))),
-        ]
+        step = Step(evaluation, metrics, gradients, variables, None)
+        yield _groups(program, step, whole.optimizer_state)
+
+
+def judged(
+    program: TrainProgram, batches: Sequence[Any], seed: int = 0
+) -> Iterator[list[Group]]:
+    """The tensors of the start and of every step of a plain loop (`explain.judge`).
+
+    Args:
+      program: the program to be judged.
+      batches: host batches, one per step.
+      seed: seed of the run.
+    """
+    loop, rows = PlainLoop.of(program), program.model_rows
+    start = {path: np.asarray(x) for path, x in loop.init(seed).items()}
+    yield weight_groups(start, start)
+    steps = loop.run(batches, seed), loop.run(batches, seed, moved=True)
+    for step, moved in zip(*steps, strict=True):
+        state = jax.device_get(loop.stored(step.optimizer_state, rows))
+        yield _groups(program, step, state, moved.variables)
 
 
 def verify(
     program: TrainProgram,
-    reference: TrainProgram | Sequence[list[Group]],
+    reference: TrainProgram | Sequence[list[Group]] | None,
     batches: Iterable[Any],
     seed: int = 0,
     tolerance: float = 1e-5,
 ) -> VerifyReport:
-    """Trains both programs side by side and compares every tensor in every step.
+    """Trains a program beside its judge and compares every tensor in every step.
 
     Each step evaluates its batch with the weights that it starts from, and then trains.
-    Parameters are not compared themselves: Adam turns gradients that are rounding
-    noise into whole steps, and the losses, gradients and moments of the steps that
-    follow show every difference that matters.
+    Weights are compared with the judge alone, but for what rounding makes of them: Adam
+    turns gradients that are rounding noise into whole steps.
 
     Args:
       program: the program under test.
-      reference: the same model and optimizer on one device, or what `record` made of
-        them with the same batches and seed.
+      reference: None for the judge, a plain loop of the user's module on one device.
+        For a second opinion, the same model and optimizer on one device, or what
+        `record` made of them with the same batches and seed.
       batches: host batches, one per step: any of your own with the shapes of the
         program.
       seed: seed of both runs.
-      tolerance: largest relative error that counts as rounding.
+      tolerance: largest relative error that counts as rounding; ten times that for
+        weights.
 
     Returns:
       All comparisons, and the violations of the contract of `program`.
 
     Raises:
-      MeshparError: the run has several processes, so one device cannot hold both; or
-        the program trains with stale weights, which is another algorithm.
+      MeshparError: the run has several processes, so one device cannot hold both; the
+        program trains with stale weights, which is another algorithm; or there is no
+        judge (`reason_no_judge`).
     """
     if program.reason_not_equal:
         raise MeshparError(program.reason_not_equal)
     if jax.process_count() > 1:
         raise MeshparError("verify compares with one device: run it in one process")
-    batches = list(batches)
-    if isinstance(reference, TrainProgram):
-        expected_steps = record(reference, batches, seed)
+    batches, judge = list(batches), "one device"
+    if reference is None:
+        if reason := reason_no_judge(program):
+            raise MeshparError(f"no plain loop can judge this program: {reason}")
+        expected, judge = judged(program, batches, seed), "a plain loop"
+    elif isinstance(reference, TrainProgram):
+        expected = record(reference, batches, seed)
     else:
-        expected_steps = iter(reference)
+        expected = iter(reference)
     comparisons: list[Comparison] = []
-    steps = zip(record(program, batches, seed), expected_steps, strict=True)
-    for step, (tested, expected) in enumerate(steps, start=1):
-        for pair in zip(tested, expected, strict=True):
-            comparisons += _compare(step, *pair, tolerance)
-    return VerifyReport(tuple(comparisons), tuple(program.violations()))
+    steps = zip(record(program, batches, seed), expected, strict=True)
+    for step, (tested, wanted) in enumerate(steps):
+        found: dict[str, dict[str, Any]] = {}
+        for group in tested:
+            found.setdefault(group.kind, {}).update(group.tensors)
+        for group in wanted:
+            if group.kind != "weight" or group.rounding is not None:
+                comparisons += compare(step, found[group.kind], group, tolerance)
+    return VerifyReport(tuple(comparisons), tuple(program.violations()), judge)

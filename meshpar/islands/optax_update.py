@@ -9,6 +9,7 @@ import optax
 from meshpar.errors import MeshparError
 from meshpar.islands.key_range import Contribution
 from meshpar.islands.rules import UpdateFunction
+from meshpar.lowering.optimizer import make_optimizer
 
 
 def optax_update(optimizer: optax.GradientTransformation) -> UpdateFunction:
@@ -45,13 +46,27 @@ def optax_update(optimizer: optax.GradientTransformation) -> UpdateFunction:
     return update
 
 
+def _check_elementwise(optimizer: optax.GradientTransformation) -> None:
+    """Raises MeshparError for an optimizer that mixes numbers or draws random ones."""
+    values = {"values": jax.ShapeDtypeStruct((8,), np.float32)}
+    reach = make_optimizer(optimizer, values, {"values": ("values",)}).reach
+    if not reach.elementwise or reach.positional:
+        why = "draws random numbers" if reach.elementwise else "looks at whole tensors"
+        raise MeshparError(
+            "update: a store updates every key range by itself, and the optimizer "
+            f"{why}; use an elementwise one, such as optax.adagrad"
+        )
+
+
 def as_update(update: Any) -> UpdateFunction | dict[str, UpdateFunction]:
     """A server-side update from an optax optimizer, a function, or a dict of them.
 
     Raises:
-      MeshparError: anything else.
+      MeshparError: anything else, or an optimizer whose update of a number depends on
+        others: a store updates every range of them alone.
     """
     if isinstance(update, optax.GradientTransformation):
+        _check_elementwise(update)
         return optax_update(update)
     if callable(update):
         return update

@@ -154,7 +154,7 @@ class IslandsProgram(TrainProgram):
 
     # Weights.
 
-    def weights(self, state: TrainState) -> Params:
+    def evaluated_params(self, state: TrainState) -> Params:
         """The store's weights, {path: array}."""
         if self._running.host is None or int(state.step) != self._running.step:
             return state.params
@@ -163,7 +163,7 @@ class IslandsProgram(TrainProgram):
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Loss and aux of the store's weights in evaluation mode."""
-        params, sums = self.weights(state), self.metric_sums()
+        params, sums = self.evaluated_params(state), self.metric_sums()
         for part in self._parts(batch):
             sums.add(self.evaluate_params(params, part))
         return sums.result()
@@ -174,7 +174,7 @@ class IslandsProgram(TrainProgram):
         """The store's weights, once all islands wait."""
         if self._running.host is not None:
             self._running.host.drain()
-        params = self.weights(state)
+        params = self.evaluated_params(state)
         whole = NamedSharding(self.mesh, PartitionSpec())
         step = jax.device_put(np.int32(int(state.step)), whole)
         return TrainState(step, state.seed, params, state.optimizer_state)

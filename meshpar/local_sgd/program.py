@@ -155,7 +155,7 @@ class LocalProgram(TrainProgram):
         with jax.set_mesh(self.mesh):
             return super().init(seed, params)
 
-    def weights(self, state: LocalState) -> Params:
+    def evaluated_params(self, state: LocalState) -> Params:
         """The average of the replicas, {path: array}."""
         with jax.set_mesh(self.mesh):
             return self._average(state.params)

@@ -32,6 +32,9 @@ from meshpar.lowering.reach import Reach, read_reach
 from meshpar.lowering.value_numbers import Leaf, ValueNumbers
 from meshpar.models.model import Model
 
+_ZERO_STEPS = 4
+"""Updates of zeros after which an optimizer is trusted to leave them."""
+
 _EXTRA = (("value", "grad"), ("value",), ("grad",), ())
 """Extra arguments with which an update is tried, in turn."""
 
@@ -217,6 +220,8 @@ def _of_stacks(
     same_form = optimizer.abstract_state == own.abstract_state
     if not same_form or not _are_same(own, optimizer, params):
         return None
+    if any(own.rows.padding) and not _keeps_zeros(optimizer, own.rows.rows):
+        return None
     return dataclasses.replace(optimizer, layers=STACKS)
 
 
@@ -323,6 +328,20 @@ def _are_same(own: Optimizer, stacks: Optimizer, params: Mapping[str, Any]) -> b
             (inits, [o.forms.order for o in both], True),
         )
     )
+
+
+def _keeps_zeros(optimizer: Optimizer, stacks: Collection[str]) -> bool:
+    """Whether rows of zeros stay so: an elementwise update runs on padding, too."""
+    keys = optimizer.nesting.keys
+    small = {path: jnp.zeros((1, 1)) for path in keys}
+    small = optimizer.nesting.nest(small)
+    state, loss = optimizer.transformation.init(small), jnp.zeros(())
+    for _ in range(_ZERO_STEPS):
+        updates, state = _update(optimizer.transformation, small, state, small, loss)
+        flat = optimizer.nesting.flatten(updates)
+        if any(jnp.any(flat[path] != 0) for path in stacks):
+            return False
+    return True
 
 
 def _traced_init(optimizer: Optimizer, params: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer, other_batch
 from meshpar.lowering.inspection import read_collectives
+from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.metric_sums import MetricSums
 from meshpar.lowering.placed import PlacedArrays
 from meshpar.lowering.portable import StoredOrder
@@ -75,6 +76,18 @@ class Program:
             )
             for path, leaf in self.lowering.plan.parameters.items()
         }
+
+    @functools.cached_property
+    def model_rows(self) -> LayerRows:
+        """The module's path of every row of a stack, in the order of the model."""
+        rows = LayerRows(self.model.rows)
+        if (order := self.layer_order) is None:
+            return rows
+        places = {stack: np.arange(len(paths)) for stack, paths in rows.rows.items()}
+        places = {p: np.asarray(x) for p, x in order.in_model_order(places).items()}
+        return LayerRows(
+            {p: tuple(paths[i] for i in places[p]) for p, paths in rows.rows.items()}
+        )
 
     def init_params(self, seed: int = 0) -> Params:
         """Fresh parameters: the same numbers whatever the layout."""

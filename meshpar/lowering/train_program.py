@@ -91,7 +91,17 @@ class TrainProgram(Program):
         return self.evaluate_params(state.params, batch)
 
     def weights(self, state: TrainState) -> Params:
-        """The weights that `evaluate` uses, {path: array}."""
+        """The weights that `evaluate` uses, {path in the module: array}.
+
+        Layers have paths of their own, such as "layers/0/up/kernel", in the order of
+        the module, whatever the layout.
+        """
+        params, order = self.evaluated_params(state), self.layer_order
+        params = order.in_model_order(params) if order else params
+        return self.model_rows.unstacked(params)
+
+    def evaluated_params(self, state: TrainState) -> Params:
+        """The weights that `evaluate` uses, as `evaluate_params` takes them."""
         return state.params
 
     def ema_weights(self, state: TrainState) -> Params:

@@ -8,13 +8,16 @@ Equations that a part does not need are removed by the compiler.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 from jax.extend import core
 
+from meshpar import compat
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_call import (
     Arguments,
@@ -38,6 +41,9 @@ class Stack(Protocol):
     num_rows: int
     period: int
     num_calls: int
+
+    def unstacked(self, params: Params) -> Params:
+        """{path in the module: array} of stacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +165,66 @@ class LayerCut:
             )
         return loss_result(result)
 
+    def _with(self, layers: Params) -> "LayerCut":
+        """The model whose loss function also finds the parameters of layers.
+
+        Args:
+          layers: {path in the module: array}.
+        """
+
+        def run(shared: Params, *args: Any) -> Any:
+            return self.run({**shared, **layers}, *args)
+
+        return dataclasses.replace(self, run=run)
+
+    def check_reads(self, params: Params, batch: Any, key: Key) -> None:
+        """Refuses a loss that reads what the parts of the model do not have.
+
+        Args:
+          params: {path: ShapeDtypeStruct}, layers stacked.
+          batch: abstract batch.
+          key: abstract random key, or None for evaluation.
+
+        Raises:
+          MeshparError: the loss function reads parameters of layers, or outputs of
+            layers before the last.
+        """
+        stack = {path: x for path, x in params.items() if path in self.params}
+        shared = {path: x for path, x in params.items() if path not in stack}
+        layers = jax.eval_shape(self.stack.unstacked, stack)
+
+        def embed(layers: Params, *args: Any) -> LayerCall:
+            return self._with(layers).embed(*args)
+
+        def head(layers: Params, outputs: list[list[Array]], *args: Any) -> LossResult:
+            shared, x, batch, key = args
+            cut = self._with(layers)
+            return loss_result(cut._run(shared, batch, key, _Head(cut, x, outputs)))
+
+        x = jax.eval_shape(embed, layers, shared, batch, key)
+        outputs = [list(x.x)] * self.stack.num_calls
+
+        closed = jax.make_jaxpr(head)(layers, outputs, shared, x, batch, key)
+        read, inputs = compat.used_inputs(closed), iter(closed.jaxpr.invars)
+        for path, variable in zip(sorted(layers), inputs, strict=False):
+            if variable in read:
+                raise MeshparError(
+                    f"layers={self.layers!r}: the loss reads the parameter {path} of a "
+                    f"layer ({compat.user_line(read[variable])}), and meshpar runs it "
+                    "without the layers; leave layers out (layers=''), or let the "
+                    "optimizer do it (weight decay: optax.add_decayed_weights)"
+                )
+        earlier = itertools.islice(inputs, len(x.x) * (self.stack.num_calls - 1))
+        for number, variable in enumerate(earlier):
+            if variable in read:
+                line = compat.user_line(read[variable])
+                raise MeshparError(
+                    f"layers={self.layers!r}: the loss reads the output of "
+                    f"{self.name(number // len(x.x))} ({line}), and only that of the "
+                    "last layer is kept; leave layers out (layers=''), or carry what "
+                    "it needs along in the activations"
+                )
+
     def layered_model(self) -> LayeredModel:
         """The model layer by layer."""
         return LayeredModel(
@@ -170,6 +236,7 @@ class LayerCut:
             context=self.context,
             kept=lambda x: x.kept,
             pattern=self.stack.period,
+            check_reads=self.check_reads,
         )
 
 
@@ -230,8 +297,14 @@ class _Head:
       num_called: layers called so far.
     """
 
-    def __init__(self, cut: LayerCut, x: LayerCall) -> None:
+    def __init__(
+        self,
+        cut: LayerCut,
+        x: LayerCall,
+        outputs: Sequence[Sequence[Array]] | None = None,
+    ) -> None:
         self._cut, self._x = cut, x
+        self._outputs = outputs or [x.x] * cut.stack.num_calls
         self._first: Arguments | None = None
         self.num_called = 0
 
@@ -247,7 +320,7 @@ class _Head:
         arguments = Arguments(cut.name(number), args, kwargs)
         self._first = first = self._first or arguments
         _check_order(cut, number, self.num_called)
-        if number and not _are_same(arguments.x, x.x):
+        if number and not _are_same(arguments.x, self._outputs[number - 1]):
             raise ValueError(
                 f"layers={cut.layers!r}: the model computes between layers "
                 f"{number - 1} and {number}; move that into the layer, so that each "
@@ -268,7 +341,7 @@ class _Head:
                 "in the pattern; give them the same ones"
             )
         self.num_called += 1
-        return in_structure(cut.name(number), column.output, x.x)
+        return in_structure(cut.name(number), column.output, self._outputs[number])
 
 
 def _trace_state() -> Any:
@@ -285,7 +358,7 @@ def _check_order(cut: LayerCut, number: int, due: int) -> None:
         )
 
 
-def _are_same(first: list[Any], second: list[Any]) -> bool:
+def _are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether two lists hold the very same arrays."""
     pairs = zip(first, second, strict=False)
     return len(first) == len(second) and all(a is b for a, b in pairs)

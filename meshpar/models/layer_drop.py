@@ -123,6 +123,7 @@ def with_dropped_layers(model: Model, schedule: Schedule, seed: int = 0) -> Mode
         evaluation_loss=evaluation_loss,
         bind=lambda params: model.bind(without_numbers(params)),
         layered=layered,
+        plain=None,
     )
 
 

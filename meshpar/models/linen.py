@@ -18,6 +18,7 @@ from meshpar.models.linen_layers import LinenLayers
 from meshpar.models.loss_call import call_loss, with_axis, with_step
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
+from meshpar.models.plain import plain_linen
 
 LossFn = Callable[[Callable, Any], Any]
 
@@ -83,7 +84,17 @@ def from_linen(
         modes[False] = dataclasses.replace(functions, module=evaluation_module)
     found = LinenLayers.of(functions, layers, params) if layers else None
     own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, found)
-    model = with_axis(own.model(), axis_name)
+    plain = plain_linen(
+        module,
+        loss_fn,
+        evaluation_loss_fn,
+        evaluation_module,
+        functions.init,
+        lambda variables: functions.collections(variables, params),
+        functions.random_keys,
+    )
+    model = dataclasses.replace(own.model(), plain=plain)
+    model = with_axis(model, axis_name)
     return with_step(model, loss_fn, evaluation_loss_fn)
 
 

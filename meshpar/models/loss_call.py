@@ -69,7 +69,12 @@ def with_axis(model: Model, name: str) -> Model:
         return run
 
     loss, evaluation_loss = map(under_axis, (model.loss, model.evaluation_loss))
-    return dataclasses.replace(model, loss=loss, evaluation_loss=evaluation_loss)
+    plain = model.plain
+    if plain is not None:
+        plain = dataclasses.replace(plain, loss=under_axis(plain.loss))
+    return dataclasses.replace(
+        model, loss=loss, evaluation_loss=evaluation_loss, plain=plain
+    )
 
 
 def with_step(model: Model, *fns: Callable | None) -> Model:

@@ -18,6 +18,23 @@ from meshpar.models.metrics import LossResult
 STEP = "training_step"
 """Path of the number of steps done, for models whose loss asks for it."""
 
+Variables = dict[str, Array]
+"""{path in the module: array} of all variables, random streams aside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainModel:
+    """A module as its user wrote it, and its loss functions (`models.plain`).
+
+    Attributes:
+      init: random key -> variables.
+      loss: (variables, batch, key) -> (what the loss function returns, the variables
+        after it ran); without a key in evaluation mode.
+    """
+
+    init: Callable[[Array], Variables]
+    loss: Callable[[Variables, Any, Array | None], tuple[Any, Variables]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -37,6 +54,8 @@ class Model:
       rows: {path of a stack: the module's path of each row}, of layers that meshpar
         stacks; None for a row of padding.
       stack_variables: {path of the module: array} -> {path: array}, the layers stacked.
+      plain: the module as its user wrote it, with which programs are compared; None
+        where they are compared with one device alone.
       cached: the model with a cache, for generation; None if it gives none.
     """
 
@@ -49,6 +68,7 @@ class Model:
     keys: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
     stack_variables: Callable[[Params], Params] = lambda params: params
+    plain: PlainModel | None = None
     cached: CachedModel | None = None
 
     def keys_of(self, path: str) -> tuple[Any, ...]:

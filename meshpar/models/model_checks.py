@@ -33,6 +33,11 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     """
     params = abstract(model.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
+    if (layered := model.layered) is not None:
+        with jax.set_mesh(mesh), model_scope(layout, mesh):
+            layered.check_reads(params, batch, key)
+            if layered.evaluates:
+                layered.check_reads(params, batch, None)
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
         check_divides(jaxpr, scope)

@@ -30,6 +30,7 @@ from meshpar.models.nnx_functions import (
     path_of,
 )
 from meshpar.models.nnx_layers import NnxLayers, listed_layers, module_at
+from meshpar.models.plain import plain_nnx
 
 LossFn = Callable[[nnx.Module, Any], Any]
 
@@ -89,6 +90,7 @@ def from_nnx(
 
     abstract, *inner = abstract_modules(make_model, parts)
     whole = NnxFunctions(abstract)
+    plain = plain_nnx(make_model, loss_fn, evaluation_loss_fn)
     params = whole.params(_trained_predicate(trained))
     if described:
         stack = NnxFunctions(inner[0], described.stack.replace(".", "/") + "/", True)
@@ -98,7 +100,8 @@ def from_nnx(
         layered = dataclasses.replace(layered, evaluates=evaluates)
         own = _NnxModel(make_model, whole, None, evaluation_loss_fn)
         asking = described.embed, described.head_loss, evaluation_loss_fn
-        model = with_axis(own.model(params, layered), axis_name)
+        model = dataclasses.replace(own.model(params, layered), plain=plain)
+        model = with_axis(model, axis_name)
         return with_step(model, *asking)
     lists = NnxLayers.of(layers, inner, params) if layers else None
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
@@ -107,7 +110,8 @@ def from_nnx(
     else:
         params = checked_params(lists.stack.stacked_params(params))
         model = own.model(params, own.layered(params))
-    return with_step(with_axis(model, axis_name), loss_fn, evaluation_loss_fn)
+    model = with_axis(dataclasses.replace(model, plain=plain), axis_name)
+    return with_step(model, loss_fn, evaluation_loss_fn)
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:

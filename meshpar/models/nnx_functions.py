@@ -142,7 +142,7 @@ class NnxFunctions:
         Args:
           params: {path: array}.
           key: random key.
-          graph: the structure; by default that of the module in training mode, or in
+          graph: the structure; by default that of the module as it was given, or in
             evaluation mode without a key.
         """
         rng_key = jax.random.key(0) if key is None else key
@@ -158,7 +158,8 @@ class NnxFunctions:
         if graph is not None:
             return nnx.merge(graph, state)
         module = nnx.merge(self._graph, state)
-        module.eval() if key is None else module.train()
+        if key is None:
+            module.eval()
         return module
 
     def run(

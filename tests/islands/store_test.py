@@ -8,6 +8,7 @@ from meshpar.errors import MeshparError
 from meshpar.islands import ASP, BSP, SSP, KeyRange, Payload, Store, split, updates
 from meshpar.islands.consistency import parse_consistency
 from meshpar.islands.coordinator import RangeLostError
+from meshpar.islands.optax_update import as_update
 from meshpar.islands.ring import chains
 from meshpar.islands.wire import Wire, decoders
 
@@ -149,3 +150,11 @@ def test_what_the_store_refuses(call, words):
     store.join("a")
     with pytest.raises(MeshparError, match=words):
         call(store)
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused():
+    """A store updates each key range alone; LAMB's norm would be that of a range."""
+    with pytest.raises(MeshparError, match="looks at whole tensors"):
+        as_update(optax.lamb(1e-2))
+    with pytest.raises(MeshparError, match="draws random numbers"):
+        as_update({"values": optax.noisy_sgd(1e-2, key=0)})

@@ -75,6 +75,7 @@ def balanced(
       MeshparError: the model has no such bias.
     """
     biases = {path for path, p in model.params.items() if follows_load(p.names)}
+    biases |= {row for path in biases for row in model.rows.get(path, ())}
     if not biases:
         raise MeshparError(
             "the model has no bias that balances experts: name the dim of one "

@@ -1,0 +1,112 @@
+"""Updates of stacked layers equal those of the model's own tree, for each optimizer."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from experiments.optimizers import OPTIMIZERS
+from meshpar.lowering.layer_rows import LayerRows
+from meshpar.lowering.layer_update import MODEL, ROWS, STACKS
+from meshpar.lowering.optimizer import make_optimizer, with_extra_args
+
+SHAPES = {"layers/*/up/kernel": (8, 6), "layers/*/norm/scale": (8,), "head": (8, 4)}
+DEPTH = 4
+ORDERS = {"as in the model": (0, 1, 2, 3), "padded": (0, 2, None, 3, 1, None)}
+LAYER_BY_LAYER = {"first layers frozen", "odd layers by muon", "noisy_sgd"}
+AT_ONCE = {
+    "adafactor",
+    "lamb",
+    "lars",
+    "muon",
+    "sm3",
+    "adaptive clipping",
+    "centralized gradients",
+    "clipping by block",
+    "decay of matrices alone",
+    "several steps of muon",
+}
+ELEMENTWISE = {"adam", "adamw", "lion", "sgd", "rmsprop", "several steps", "yogi"}
+
+
+def own_paths():
+    layers = [p for p in SHAPES if "*" in p]
+    paths = [p.replace("*", str(i)) for p in layers for i in range(DEPTH)]
+    return {**{p: SHAPES["/".join(_starred(p))] for p in paths}, "head": SHAPES["head"]}
+
+
+def _starred(path):
+    return ("*" if part.isdigit() else part for part in path.split("/"))
+
+
+def random(seed):
+    rng = np.random.default_rng(seed)
+    return {p: rng.normal(size=s).astype(np.float32) for p, s in own_paths().items()}
+
+
+def keys_of(path):
+    return tuple(int(part) if part.isdigit() else part for part in path.split("/"))
+
+
+def nested(flat):
+    tree = {}
+    for path, x in flat.items():
+        *above, last = keys_of(path)
+        inner = tree
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = x
+    return tree
+
+
+def rows_in(order):
+    return LayerRows(
+        {
+            path.replace("/*", ""): tuple(
+                None if i is None else path.replace("*", str(i)) for i in order
+            )
+            for path in SHAPES
+            if "*" in path
+        }
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_equal_those_of_the_models_own_tree(name, order):
+    plain, rows = with_extra_args(OPTIMIZERS[name]), rows_in(ORDERS[order])
+    start, stacks = random(0), rows.stacked(random(0))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stacks)
+    keys = {path: keys_of(path) for path in own_paths()}
+    optimizer = make_optimizer(OPTIMIZERS[name], shapes, keys, rows)
+    if order == "as in the model":
+        how = MODEL if name in LAYER_BY_LAYER else ROWS if name in AT_ONCE else STACKS
+        if name in LAYER_BY_LAYER | AT_ONCE | ELEMENTWISE:
+            assert optimizer.layers == how
+    params, state = nested(start), plain.init(nested(start))
+    stored = optimizer.init(stacks)
+    update = jax.jit(optimizer.update)
+    extra = {"value": 0.5, "grad": None}
+    for step in range(1, 4):
+        grads, loss = random(step), np.float32(0.5)
+        extra = {"value": loss, "grad": nested(grads)}
+        updates, state = _plain_update(plain, nested(grads), state, params, extra)
+        params = optax.apply_updates(params, updates)
+        changes, stored = update(rows.stacked(grads), stored, stacks, loss)
+        stacks = optax.apply_updates(stacks, changes)
+    found, expected = nested(rows.unstacked(jax.device_get(stacks))), params
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+    for stack, paths in rows.rows.items():
+        padding = [i for i, path in enumerate(paths) if path is None]
+        assert not np.asarray(stacks[stack])[padding].any()
+
+
+def _plain_update(plain, grads, state, params, extra):
+    """One update of optax, with the extra arguments that it takes."""
+    for names in (("value", "grad"), ()):
+        try:
+            return plain.update(grads, state, params, **{n: extra[n] for n in names})
+        except TypeError as error:
+            if not names or "unexpected keyword" not in str(error):
+                raise
