@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -168,3 +169,26 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     constants, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(constants)), len(list(carry))
+
+
+_LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:jax|flax|optax)[/\\]")
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def user_line(eqn: Any) -> str:
+    """The line of a user's code that made an equation, "file:line"; "" if unknown.
+
+    The innermost one outside of jax, flax, optax and this library, if there is any.
+    """
+    from jax._src import source_info_util
+
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [
+        frame
+        for frame in frames
+        if not _LIBRARIES.search(frame.file_name)
+        and not frame.file_name.startswith(_HERE)
+    ]
+    for frame in own or frames:
+        return f"{frame.file_name}:{frame.start_line}"
+    return ""
