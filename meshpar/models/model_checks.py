@@ -1,6 +1,6 @@
 """Checks of a model under a layout, by traces of its loss, before it is compiled."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,17 @@ from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import check_marks
+from meshpar.layouts.row_draws import Draws
 from meshpar.models.foreign_shardings import check_divides
 from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.models.row_check import Split, averaged_state, check_losses
+from meshpar.models.row_check import (
+    Split,
+    averaged_state,
+    check_draws,
+    check_losses,
+)
 
 
 def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
@@ -55,9 +61,21 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
 
 
+class CheckedParts(NamedTuple):
+    """What the parts of a batch need to know of the loss.
+
+    Attributes:
+      averaged: paths of the state that parts average.
+      draws: which random numbers belong to rows.
+    """
+
+    averaged: frozenset[str] = frozenset()
+    draws: Draws = Draws()
+
+
 def check_parts(
     model: Model, layout: Layout, by_hand: bool, batch: Any
-) -> frozenset[str]:
+) -> CheckedParts:
     """Checks the losses of a split batch.
 
     Args:
@@ -65,9 +83,6 @@ def check_parts(
       layout: the layout.
       by_hand: whether each device sees its part of the batch alone (shard_map).
       batch: abstract batch of one replica.
-
-    Returns:
-      Paths of the state that parts average.
 
     Raises:
       LayoutError: a loss or metric that the parts of a split batch cannot give.
@@ -80,11 +95,20 @@ def check_parts(
     splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
     if layout.microbatches > 1:
         splits["microbatches"] = layout.microbatches
-    if splits:
-        state = check_losses(model, batch, Split.by(splits), evaluates)
-        if (num := layout.microbatches) > 1:
-            return averaged_state(state, Split.by({"microbatches": num}))
-    return frozenset()
+    if not splits:
+        return CheckedParts()
+    state, drawn = check_losses(model, batch, Split.by(splits), evaluates)
+    averaged: frozenset[str] = frozenset()
+    if (num := layout.microbatches) > 1:
+        averaged = averaged_state(state, Split.by({"microbatches": num}))
+    if drawn is None:
+        return CheckedParts(averaged)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    own = {axis: num for axis, num in splits.items() if axis != TENSOR}
+    for parts in (own, splits, *([{"microbatches": num}] if num > 1 else [])):
+        check_draws(drawn, rows, Split.by(parts))
+    draws = Draws(frozenset(drawn.rows), frozenset(drawn.keys))
+    return CheckedParts(averaged, draws)
 
 
 def _check_dtypes(layout: Layout, x: Any) -> None:

@@ -102,6 +102,29 @@ def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
     return frozenset(p for p, value in state.items() if not isinstance(value, Fixed))
 
 
+def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
+    """Checks that sizes tell draws for rows from draws for all rows together.
+
+    Args:
+      drawn: from `check_losses`.
+      rows: of the batch, before it is split.
+      split: its parts.
+
+    Raises:
+      LayoutError: a size of both.
+    """
+    part = rows // split.parts
+    for own, others in (drawn.rows, drawn.others), (drawn.keys, drawn.other_keys):
+        for size in {per_row * part for per_row in own} & {*others}:
+            raise LayoutError(
+                f"the loss draws {size} random numbers, or arrays of them, for all "
+                f"rows together (at {others[size]}), and {size} for the {part} rows of "
+                f"a part ({split.why} splits a batch of {rows} rows into parts): their "
+                "sizes do not tell them apart; use parts of another size, or draw for "
+                "all rows with another first dim, such as [1, ...]"
+            )
+
+
 def _check(
     fn: Callable, what: str, params: Any, batch: Any, key: Any, split: Split
 ) -> Checked:
