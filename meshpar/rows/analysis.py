@@ -171,7 +171,8 @@ class RowAnalysis:
         def as_rows(values: list[Any]) -> list[Any]:
             return self._outputs(eqn, values)
 
-        return plain_results(eqn, values, self.prime, is_elementwise(eqn), as_rows)
+        each = is_elementwise(eqn) and eqn.primitive.name not in _RULES
+        return plain_results(eqn, values, self.prime, each, as_rows)
 
     def _note_draws(self, eqn: Any, values: list[Any]) -> None:
         """Takes note of draws in a function that is not followed."""
