@@ -127,7 +127,7 @@ def _verify_random(
         batches,
         seed=config.seed,
         tolerance=_tolerance(config),
-        noise=config.model.depends_on_microbatches,
+        by_microbatches=config.model.depends_on_microbatches,
     )
     counts = verification.print_outcomes(outcomes)
     return 1 if counts[random_layouts.WRONG] else 0

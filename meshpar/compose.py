@@ -130,12 +130,12 @@ def lower(
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
-    check_trace(model, layout, mesh, step_batch)
+    names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
+    by_hand = ShardMapLowering.name in names
+    check_trace(model, layout, mesh, step_batch, by_hand)
     state = abstract_state(params, optimizer_state, plan, mesh)
     parts = Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
-    names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
-        by_hand = ShardMapLowering.name in names
         checked = check_parts(model, layout, by_hand, abstract_batch)
         dims = None
         if splits_rows(layout.layers):

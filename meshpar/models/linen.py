@@ -15,7 +15,7 @@ from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
-from meshpar.models.loss_call import call_loss, with_axis, with_step
+from meshpar.models.loss_call import call_loss, with_arguments, with_axis
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 
@@ -84,7 +84,7 @@ def from_linen(
     found = LinenLayers.of(functions, layers, params) if layers else None
     own = _LinenModel(modes, loss_fn, evaluation_loss_fn or loss_fn, params, found)
     model = with_axis(own.model(), axis_name)
-    return with_step(model, loss_fn, evaluation_loss_fn)
+    return with_arguments(model, [loss_fn], evaluation_loss_fn)
 
 
 def _example(inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -38,6 +38,7 @@ class Model:
         stacks; None for a row of padding.
       stack_variables: {path of the module: array} -> {path: array}, the layers stacked.
       cached: the model with a cache, for generation; None if it gives none.
+      asks_for_key: whether the evaluation loss has an argument `key`, which is None.
     """
 
     params: Mapping[str, Param]
@@ -50,6 +51,7 @@ class Model:
     rows: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
     stack_variables: Callable[[Params], Params] = lambda params: params
     cached: CachedModel | None = None
+    asks_for_key: bool = False
 
     def keys_of(self, path: str) -> tuple[Any, ...]:
         """Keys of a parameter in the model's nested dicts."""

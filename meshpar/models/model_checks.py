@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from meshpar import compat
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
@@ -25,7 +26,9 @@ from meshpar.models.row_check import (
 )
 
 
-def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
+def check_trace(
+    model: Model, layout: Layout, mesh: Mesh, batch: Any, by_hand: bool
+) -> None:
     """Traces the loss once and holds the layout to the names that the model used.
 
     Args:
@@ -33,14 +36,19 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
       layout: the layout.
       mesh: the device mesh.
       batch: abstract batch of one step.
+      by_hand: whether each device sees its part of the batch alone (shard_map).
 
     Raises:
-      LayoutError: a rule or an option that the model does not honour.
+      LayoutError: a rule or an option that the model does not honour, or a call of
+        Python from a device's part of the program.
+      MeshparError: the loss needs a random key, and is that of evaluation, too.
     """
     params = abstract(model.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
+        if model.asks_for_key:
+            jax.eval_shape(model.evaluation_loss, params, batch)
         check_divides(jaxpr, scope)
         if layout.pipe > 1 or splits_rows(layout.layers):
             x = jax.eval_shape(model.layered.embed, params, batch, key)
@@ -59,6 +67,8 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
             "(meshpar.vocabulary)"
         )
     check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
+    if by_hand and layout.num_devices > layout.tensor:
+        _check_callbacks(jaxpr.jaxpr)
 
 
 class CheckedParts(NamedTuple):
@@ -109,6 +119,28 @@ def check_parts(
         check_draws(drawn, rows, Split.by(parts))
     draws = Draws(frozenset(drawn.rows), frozenset(drawn.keys))
     return CheckedParts(averaged, draws)
+
+
+_CALLBACKS = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+}
+"""{primitive that calls Python: the function that a user calls}."""
+
+
+def _check_callbacks(jaxpr: Any) -> None:
+    """Raises LayoutError if the model calls Python, which jax runs in no shard."""
+    for eqn in compat.equations(jaxpr):
+        if (name := _CALLBACKS.get(eqn.primitive.name)) is not None:
+            place = compat.user_line(eqn)
+            raise LayoutError(
+                f"the model calls {name}{place and f' at {place}'}, which jax does not "
+                "run where each device has a part of the batch or of the layers "
+                "(shard_map): leave it out, return the number as a metric "
+                "(aux), or look at it under lowering=jit without pipe="
+            )
 
 
 def _check_dtypes(layout: Layout, x: Any) -> None:

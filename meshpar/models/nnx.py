@@ -19,7 +19,7 @@ from meshpar.models.layer_stack import (
     fold_key,
     refuse_updates,
 )
-from meshpar.models.loss_call import call_loss, with_axis, with_step
+from meshpar.models.loss_call import call_loss, with_arguments, with_axis
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
@@ -97,9 +97,9 @@ def from_nnx(
         evaluates = evaluation_loss_fn is None
         layered = dataclasses.replace(layered, evaluates=evaluates)
         own = _NnxModel(make_model, whole, None, evaluation_loss_fn)
-        asking = described.embed, described.head_loss, evaluation_loss_fn
+        asking = described.embed, described.head_loss
         model = with_axis(own.model(params, layered), axis_name)
-        return with_step(model, *asking)
+        return with_arguments(model, asking, evaluation_loss_fn)
     lists = NnxLayers.of(layers, inner, params) if layers else None
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
     if lists is None:
@@ -107,7 +107,8 @@ def from_nnx(
     else:
         params = checked_params(lists.stack.stacked_params(params))
         model = own.model(params, own.layered(params))
-    return with_step(with_axis(model, axis_name), loss_fn, evaluation_loss_fn)
+    model = with_axis(model, axis_name)
+    return with_arguments(model, [loss_fn], evaluation_loss_fn)
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:

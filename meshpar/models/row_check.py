@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import jax
 
 from meshpar.arrays import abstract
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.models.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of, reason_no_mean
 from meshpar.models.row_values import row_values, with_rows
+from meshpar.models.unbound_names import explained_names
 from meshpar.rows.draws import Drawn
 from meshpar.rows.values import Fixed, Mixed
 
@@ -152,7 +153,10 @@ def _of_one_part(
     (num, *_) = (x.shape[0] for x in jax.tree.leaves(batch))
     part = jax.tree.map(lambda x: with_rows(x, num // split.parts), batch)
     try:
-        shape = jax.eval_shape(fn, params, part, key)
+        with explained_names():
+            shape = jax.eval_shape(fn, params, part, key)
+    except MeshparError:
+        raise  # It has the cause and the remedy.
     except Exception as error:
         raise LayoutError(
             f"{what} cannot be traced with the {num // split.parts} rows of a part "
