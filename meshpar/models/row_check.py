@@ -131,7 +131,9 @@ def _check(
 ) -> Checked:
     drawn: Drawn | None = Drawn()
     try:
-        result = row_values(fn, params, batch, key, drawn)
+        whole = jax.tree.leaves(batch)[0].shape[0]
+        rows = [n for n in (whole, whole // split.parts) if n]
+        result = row_values(fn, params, batch, key, drawn, rows)
     except Exception as error:
         result = _of_one_part(fn, what, params, batch, key, split, error)
         drawn = None

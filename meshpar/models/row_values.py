@@ -1,6 +1,6 @@
 """Traces of a function with other numbers of rows, and what its results depend on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,17 @@ from meshpar import compat
 from meshpar.rows import opaque
 from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.draws import Drawn
-from meshpar.rows.two_traces import Differences, UnlikeError
-from meshpar.rows.values import Counted, Fixed, Key, Mixed, Rows, counts
+from meshpar.rows.two_traces import Differences, UnlikeError, unlike_work
+from meshpar.rows.values import (
+    BRANCHES,
+    IN_BATCH,
+    Counted,
+    Fixed,
+    Key,
+    Mixed,
+    Rows,
+    counts,
+)
 
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
 _OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
@@ -18,7 +27,12 @@ _OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
 
 
 def row_values(
-    fn: Callable, params: Any, batch: Any, key: Any, drawn: Drawn | None = None
+    fn: Callable,
+    params: Any,
+    batch: Any,
+    key: Any,
+    drawn: Drawn | None = None,
+    rows: Sequence[int] = (),
 ) -> Any:
     """The result of fn(params, batch, key) with a value of `rows.values` in each leaf.
 
@@ -28,6 +42,8 @@ def row_values(
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...].
       key: abstract random key.
       drawn: takes note of what it draws from the key.
+      rows: the numbers of rows with which it will run. A function that does other
+        things with them, such as one that branches on their number, is found by them.
     """
     prime, *others = _primes_for(params, batch)
 
@@ -43,8 +59,9 @@ def row_values(
     def analysis(differences: Differences) -> RowAnalysis:
         return RowAnalysis(prime, differences, drawn or Drawn())
 
-    seconds = ((rows, traced(rows)[0]) for rows in others)
-    return compared_values(closed, shape, inputs, prime, seconds, analysis)
+    seconds = ((n, traced(n)[0]) for n in others)
+    runs = [(n, traced(n)[0]) for n in rows]
+    return compared_values(closed, shape, inputs, prime, seconds, analysis, runs)
 
 
 def traced_with_shape(fn: Callable, *args: Any) -> tuple[Any, Any]:
@@ -64,6 +81,7 @@ def compared_values(
     prime: int,
     seconds: Iterator[tuple[int, Any]],
     analysis: Callable[[Differences], RowAnalysis],
+    runs: Sequence[tuple[int, Any]] = (),
 ) -> Any:
     """The values of a traced function's results, by a comparison with other traces.
 
@@ -75,6 +93,7 @@ def compared_values(
       seconds: (rows, jaxpr) of other traces; the first one that has the same equations
         is compared.
       analysis: differences -> evaluates the jaxpr.
+      runs: (rows, jaxpr) of those that will run.
     """
     unlike: Any = None
     for rows, second in seconds:
@@ -83,12 +102,27 @@ def compared_values(
                 closed, second, (prime, rows), frozenset(opaque.RULES)
             )
         except UnlikeError as error:
-            unlike = unlike or error
+            unlike = unlike or error.equation
             continue
-        return values_of(closed, shape, inputs, analysis(found))
-    place = unlike.equation is not None and compat.user_line(unlike.equation)
-    reason = "what it computes depends on the number of rows"
-    return jax.tree.map(lambda _: Mixed(reason, place=place or ""), shape)
+        found, unlike = _held_to_runs(found, closed, runs)
+        if unlike is None:
+            return values_of(closed, shape, inputs, analysis(found))
+        break
+    place = compat.user_line(unlike) if unlike is not None else ""
+    return jax.tree.map(lambda _: Mixed(BRANCHES, IN_BATCH, place), shape)
+
+
+def _held_to_runs(
+    found: Differences, closed: Any, runs: Sequence[tuple[int, Any]]
+) -> tuple[Differences, Any]:
+    """(differences, equation with which what runs does another thing, if any)."""
+    for rows, other in runs:
+        try:
+            found = found.compared_with(closed, other, rows)
+        except UnlikeError:
+            if (unlike := unlike_work(closed, other)) is not None:
+                return found, unlike
+    return found, None
 
 
 def values_of(closed: Any, shape: Any, inputs: list[Any], analysis: RowAnalysis) -> Any:

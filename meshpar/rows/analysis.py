@@ -16,13 +16,14 @@ from meshpar import compat
 from meshpar.rows import draws, indexing, loops, opaque, shapes
 from meshpar.rows.arithmetic import elementwise
 from meshpar.rows.counting import equal_constant, plain_results
-from meshpar.rows.dims import is_elementwise, other_results
+from meshpar.rows.dims import is_elementwise, other_results, truncates
 from meshpar.rows.folding import known_value
 from meshpar.rows.two_traces import Differences
 from meshpar.rows.values import (
     IN_BATCH,
     NUMBER,
     PLAIN,
+    REDUCED,
     Counted,
     Fixed,
     Key,
@@ -30,6 +31,7 @@ from meshpar.rows.values import (
     Rows,
     counts,
     degree_by_value,
+    nonlinear,
 )
 
 _CALLS = frozenset(
@@ -159,6 +161,8 @@ class RowAnalysis:
             return values
         if name not in indexing.RULES and (counted := _counted(values, name)):
             return [counts(counted)] * num
+        if truncates(eqn) and any(isinstance(v, REDUCED) for v in values):
+            return [nonlinear("a conversion to integers")] * num
         if name in _RULES:
             return [_RULES[name](eqn, values, self.prime)] * num
         if is_elementwise(eqn):

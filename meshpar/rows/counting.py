@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.rows.arithmetic import MOVES, TESTS
+from meshpar.rows.dims import truncates
 from meshpar.rows.folding import folded
 from meshpar.rows.shapes import row_dims
 from meshpar.rows.values import (
@@ -138,6 +139,8 @@ def _degree(eqn: Any, values: Sequence[Any], prime: int) -> int | None:
 def _of_factors(name: str, values: Sequence[Any], prime: int, eqn: Any) -> int | None:
     """`_degree`, where operands have one."""
     degrees = [v.degree for v in values]
+    if truncates(eqn):
+        return None
     if name in MOVES or name in _LOSE:
         return 0 if name in _LOSE else degrees[0]
     if name == "mul":

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from meshpar.rows.arithmetic import MOVES
 from meshpar.rows.shapes import row_dims
 from meshpar.rows.values import COMBINED, REDUCED, Fixed, Mixed, Rows, nonlinear
@@ -33,6 +35,14 @@ def is_elementwise(eqn: Any) -> bool:
         return shape == () or repeated
 
     return all(fits(getattr(v.aval, "shape", ())) for v in eqn.invars)
+
+
+def truncates(eqn: Any) -> bool:
+    """Whether an equation makes integers of floating-point numbers."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
+    return jnp.issubdtype(old, jnp.inexact) and not jnp.issubdtype(new, jnp.inexact)
 
 
 def other_results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:

@@ -6,6 +6,7 @@ anything else, such as n - 1 or the root of n.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-_POWERS = (1, -1, 2, -2, 3, -3)
+from meshpar import compat
+
+_POWERS = (0, 1, -1, 2, -2, 3, -3)
 _NO_SIZES = ("integer_pow",)
 """Primitives whose integers are no sizes, so that they must not grow with the rows."""
+
+_MOVES = frozenset(
+    ("broadcast_in_dim", "reshape", "squeeze", "transpose", "jit", "pjit")
+    + ("convert_element_type", "expand_dims", "copy", "copy_p")
+)
+"""Primitives that move numbers, and calls."""
 
 _JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
@@ -62,6 +71,25 @@ class Differences:
         found = cls(primes, opaque)
         found._compare(first, second, None)
         return found
+
+    def compared_with(self, first: Any, other: Any, rows: int) -> "Differences":
+        """These differences, held to a trace with another number of rows.
+
+        A number that does not go on as these differences say, such as min(rows, 8),
+        comes from the number of rows in an odd way.
+
+        Args:
+          first: the first jaxpr, as in `between`.
+          other: a closed jaxpr.
+          rows: its number of rows.
+
+        Raises:
+          UnlikeError: they do not hold the same equations.
+        """
+        degrees, irregular = dict(self.degrees), set(self.irregular)
+        held = _Held((self.primes[0], rows), self.opaque, degrees, irregular)
+        held._compare(first, other, None)
+        return Differences(self.primes, self.opaque, degrees, irregular, held._seen)
 
     def degree(self, owner: Any, index: int) -> int | None:
         """The power of the number of rows of one literal or constant; None if odd."""
@@ -114,13 +142,21 @@ class Differences:
         if (degree := self._power(first, second)) != 0:
             self.degrees[id(owner), index] = degree
 
-    def _power(self, first: Any, second: Any) -> int | None:
-        """The power of the number of rows by which two constants differ."""
+    def _power(
+        self, first: Any, second: Any, powers: tuple[int, ...] = _POWERS
+    ) -> int | None:
+        """The power of the number of rows by which two constants differ.
+
+        Args:
+          first: one constant.
+          second: the other one.
+          powers: which it may be.
+        """
         if not isinstance(getattr(first, "dtype", np.dtype(float)), np.dtype):
             return 0  # A random key.
-        return self._of(np.asarray(first), np.asarray(second))
+        return self._of(np.asarray(first), np.asarray(second), powers)
 
-    def _of(self, first: Any, second: Any) -> int | None:
+    def _of(self, first: Any, second: Any, powers: tuple[int, ...]) -> int | None:
         if first.ndim != second.ndim or first.dtype != second.dtype:
             return None
         for dim, sizes in enumerate(zip(first.shape, second.shape, strict=True)):
@@ -129,13 +165,15 @@ class Differences:
                     return None
                 first, second = (np.take(x, [0], axis=dim) for x in (first, second))
         one, other = (x.astype(np.float64) for x in (first, second))
-        if np.array_equal(one, other, equal_nan=True):
+        if 0 in powers and np.array_equal(one, other, equal_nan=True):
             return 0
         is_float = jnp.issubdtype(first.dtype, jnp.floating)
         tolerance = 4 * float(jnp.finfo(first.dtype).eps) if is_float else 1e-12
         factor = self.primes[1] / self.primes[0]
-        for power in _POWERS:
-            if np.allclose(other, one * factor**power, rtol=tolerance, atol=0):
+        for power in powers:
+            if power and np.allclose(
+                other, one * factor**power, rtol=tolerance, atol=0
+            ):
                 return power
         return None
 
@@ -152,6 +190,33 @@ class Differences:
     def _is_size(self, first: int, second: int) -> bool:
         times, rest = divmod(first, self.primes[0])
         return first == second or (not rest and second == times * self.primes[1])
+
+
+class _Held(Differences):
+    """Holds differences to another trace: what does not go on is odd."""
+
+    def _note(self, owner: Any, index: int, first: Any, second: Any) -> None:
+        degree = self.degree(owner, index)
+        if degree is not None and self._power(first, second, (degree,)) is None:
+            self.degrees[id(owner), index] = None
+
+
+def unlike_work(first: Any, second: Any) -> Any:
+    """The first equation with which two closed jaxprs do not do the same; or None.
+
+    Moves of numbers, which depend on whether a dim is of size 1, do not count.
+    """
+    pairs = itertools.zip_longest(*map(_work, (first.jaxpr, second.jaxpr)))
+    for one, other in pairs:
+        if one is None or other is None or one.primitive is not other.primitive:
+            return one or other
+    return None
+
+
+def _work(jaxpr: Any) -> Iterator[Any]:
+    for eqn in compat.equations(jaxpr):
+        if eqn.primitive.name not in _MOVES:
+            yield eqn
 
 
 def _check_equal(first: Any, second: Any, equation: Any) -> None:

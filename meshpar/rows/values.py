@@ -128,6 +128,7 @@ PLAIN = (Fixed, Counted)
 
 IN_BATCH = "put it into the batch, as an array with an entry for every row"
 COUNTS = "it counts rows of the batch, which each part would do by itself"
+BRANCHES = "what it computes depends on the number of rows"
 NUMBER = "it computes with the number of rows, which is another one in each part"
 
 ENTERS = Mixed(

@@ -361,6 +361,15 @@ def as_many_rounds_as_rows(net, b):
     return squared(net, b) * step
 
 
+def branch_on_rows(net, b):
+    return squared(net, b) * (2 if len(b["x"]) < 8 else 1)
+
+
+def other_work_for_few_rows(net, b):
+    losses = errors(net, b)
+    return (losses if len(losses) < 8 else jnp.sqrt(losses + 1)).mean()
+
+
 def folded_by_number(net, b, key):
     def noisy(number, x):
         return x + jax.random.normal(jax.random.fold_in(key, number), x.shape)
@@ -397,6 +406,9 @@ COUNTING = {
     "bessel": scaled(lambda n: n / (n - 1)),
     "one_more": one_more,
     "plus_rows": plus_rows,
+    "at_most_eight": scaled(lambda n: min(n, 8)),
+    "branch": branch_on_rows,
+    "other_work": other_work_for_few_rows,
     "rounds": as_many_rounds_as_rows,
     "folded": folded_by_number,
 }
@@ -420,6 +432,8 @@ CHOOSING = {
     "at_most": chosen(lambda x: jnp.minimum(x, 3.0)),
     "clipped": chosen(lambda x: jnp.clip(x, 1.0, 3.0)),
     "flooding": chosen(lambda x: jnp.abs(x - 3.0) + 3.0),
+    "cut_to_an_integer": chosen(lambda x: x * x.astype(int)),
+    "whole_number": chosen(lambda x: x.astype(int).astype(float)),
     "sign": chosen(lambda x: x * jnp.sign(x - 3.0)),
     "arithmetic": chosen(lambda x: x * (x > 3.0)),
     "finite": chosen(lambda x: jnp.where(jnp.isfinite(x), x, 0)),
