@@ -44,7 +44,7 @@ def batch():
         "x": normal(ROWS, WIDTH),
         "y": normal(ROWS),
         "mask": (rng.random(ROWS) < 0.6).astype(np.float32),
-        "label": rng.integers(0, CLASSES, ROWS),
+        "label": rng.integers(0, CLASSES, ROWS, np.int32),
         "others": normal(ROWS, 3, CLASSES),
         "teacher": rng.dirichlet(np.ones(CLASSES), ROWS).astype(np.float32),
         "temperature": rng.uniform(0.5, 2, ROWS).astype(np.float32),
@@ -120,7 +120,8 @@ def regularized(net, b):
     logits = net(b["x"])
     entropy = -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1)
     z_loss = jnp.square(jax.nn.logsumexp(logits, -1))
-    return (entropies(net, b) - 0.01 * entropy).mean() + 1e-3 * z_loss.mean() + 0.5
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, b["label"])
+    return (losses - 0.01 * entropy).mean() + 1e-3 * z_loss.mean() + 0.5
 
 
 def with_weight_decay(net, b):
@@ -184,9 +185,12 @@ def branch_in_each_row(net, b):
 
 def sorted_in_a_row(net, b):
     logits = net(b["x"])
-    hard = lax.top_k(logits, 2)[0].sum(-1)
     middle = jnp.sort(logits, -1)[:, CLASSES // 2]
-    return (hard + middle + jnp.cumsum(logits, -1)[:, 2]).mean()
+    return (middle + jnp.cumsum(logits, -1)[:, 2]).mean()
+
+
+def two_largest_in_a_row(net, b):
+    return lax.top_k(net(b["x"]), 2)[0].sum(-1).mean()
 
 
 def along_features(net, b):
@@ -229,7 +233,13 @@ ACCEPTED = (
     *(regularized, with_weight_decay, triplet, contrastive_in_a_row),
     *(gradient_penalty, divided_by_rows, a_share_of_rows, counted_by_ones),
     *(at_least_one_row, equal_weights, in_half_precision, choice_in_each_row),
-    *(branch_in_each_row, sorted_in_a_row, along_features, time_of_the_batch),
+    *(
+        branch_in_each_row,
+        sorted_in_a_row,
+        two_largest_in_a_row,
+        along_features,
+        time_of_the_batch,
+    ),
     *(loop_over_features, fixed_projection, by_class, empty_guard),
 )
 """Losses whose parts give the loss of the batch."""
@@ -422,6 +432,14 @@ def chosen(choose):
     return lambda net, b: choose(errors(net, b).mean())
 
 
+def larger_if(choice, loss):
+    return jnp.where(choice, loss, 2 * loss)
+
+
+def above_their_mean(losses):
+    return jnp.where(losses > losses.mean(), losses, 0).mean()
+
+
 CHOOSING = {
     "where": chosen(lambda x: jnp.where(x > 2, 3 * x, x)),
     "cond": chosen(lambda x: lax.cond(x > 2, lambda x: 3 * x, lambda x: x, x)),
@@ -438,16 +456,12 @@ CHOOSING = {
     "arithmetic": chosen(lambda x: x * (x > 3.0)),
     "finite": chosen(lambda x: jnp.where(jnp.isfinite(x), x, 0)),
     "positive": chosen(lambda x: jnp.where(x > 0, 3 * x, x)),
-    "masked": lambda net, b: jnp.where(
-        b["y"].sum() > 0, errors(net, b).mean(), 2 * errors(net, b).mean()
-    ),
+    "masked": lambda net, b: larger_if(b["y"].sum() > 0, squared(net, b)),
     "zeroed": lambda net, b: jnp.where(b["y"].sum() > 0, squared(net, b), 0.0),
     "larger": lambda net, b: jnp.maximum(squared(net, b), jnp.abs(b["y"]).mean()),
     "factor": lambda net, b: squared(net, b) * jnp.where(b["y"].mean() > 0, 1.0, 2.0),
     "stacked": lambda net, b: jnp.max(jnp.stack([squared(net, b), b["y"].mean()])),
-    "rows": lambda net, b: jnp.where(
-        errors(net, b) > errors(net, b).mean(), errors(net, b), 0
-    ).mean(),
+    "rows": lambda net, b: above_their_mean(errors(net, b)),
 }
 """Losses in which a number made of all rows chooses."""
 
