@@ -170,7 +170,7 @@ def _verify_all(
         batches,
         seed=config.seed,
         tolerance=_tolerance(config),
-        noise=config.model.depends_on_microbatches,
+        by_microbatches=config.model.depends_on_microbatches,
     )
 
 

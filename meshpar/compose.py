@@ -40,7 +40,7 @@ from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models import whole_model
 from meshpar.models.model import Model
-from meshpar.models.model_checks import check_parts, check_trace
+from meshpar.models.model_checks import CheckedParts, check_parts, check_trace
 from meshpar.models.row_dims import RowDims, row_dims
 from meshpar.pipeline import pipedream
 from meshpar.pipeline import runner as pipeline
@@ -130,18 +130,18 @@ def lower(
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
-    check_trace(model, layout, mesh, step_batch)
+    names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
+    by_hand = ShardMapLowering.name in names
+    check_trace(model, layout, mesh, step_batch, by_hand)
     state = abstract_state(params, optimizer_state, plan, mesh)
     parts = Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
-    names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
     with jax.set_mesh(mesh):
-        by_hand = ShardMapLowering.name in names
-        averaged = check_parts(model, layout, by_hand, abstract_batch)
+        checked = check_parts(model, layout, by_hand, abstract_batch)
         dims = None
         if splits_rows(layout.layers):
             why_split = f"layers={layout.layers}"
             dims = row_dims(model.layered, params, abstract_batch, why_split)
-    lowerings = [make_lowering(name, parts, spec, averaged, dims) for name in names]
+    lowerings = [make_lowering(name, parts, spec, checked, dims) for name in names]
     if mode is not None:
         make = MODES[type(mode)]
         return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
@@ -187,14 +187,14 @@ def make_lowering(
     name: str,
     parts: Parts,
     spec: PipelineSpec | None,
-    averaged: frozenset[str],
+    checked: CheckedParts,
     dims: RowDims | None = None,
 ) -> Lowering:
     """The lowering of a name, with the runner that the pipeline asks for."""
     if name == JitLowering.name:
-        return JitLowering(*parts, averaged)
+        return JitLowering(*parts, *checked)
     stage_axes, layered = PipelineRunner.stage_axes if spec else (), parts.model.layered
-    frame = Frame(layered, parts.plan, parts.mesh, stage_axes)
+    frame = Frame(layered, parts.plan, parts.mesh, stage_axes, draws=checked.draws)
     zero = frame.zero()
     if spec is None:
         return ShardMapLowering(*parts, ScanRunner(frame, zero, dims))

@@ -177,10 +177,10 @@ class DecoderConfig:
     def depends_on_microbatches(self) -> bool:
         """Whether a batch's loss or gradient changes with its number of microbatches.
 
-        Dropout draws a mask for each of them; experts are balanced within each; float8
-        scales the gradients of weights for each.
+        Experts are balanced within each of them; float8 scales the gradients of weights
+        for each.
         """
-        return self.dropout > 0 or self.num_experts > 0 or self.float8
+        return self.num_experts > 0 or self.float8
 
     @property
     def head_dim(self) -> int:

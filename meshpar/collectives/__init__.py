@@ -21,4 +21,5 @@ from meshpar.collectives.rings import torus_all_gather as torus_all_gather
 from meshpar.collectives.rings import torus_reduce_scatter as torus_reduce_scatter
 from meshpar.collectives.rings import tree_all_reduce as tree_all_reduce
 from meshpar.collectives.rings import tree_broadcast as tree_broadcast
+from meshpar.collectives.shard_keys import for_microbatch as for_microbatch
 from meshpar.collectives.shard_keys import for_shard as for_shard

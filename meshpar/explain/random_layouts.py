@@ -169,7 +169,7 @@ def verify_layouts(
     *,
     seed: int = 0,
     tolerance: float = 1e-5,
-    noise: bool = False,
+    by_microbatches: bool = False,
 ) -> Iterator[Outcome]:
     """Compares layouts with a plain loop, which is compiled and trained once.
 
@@ -180,8 +180,8 @@ def verify_layouts(
       batches: host batches, one per step.
       seed: seed of every run.
       tolerance: largest relative error that counts as rounding.
-      noise: whether the model draws noise, which differs between numbers of
-        microbatches: then one device trains once for every such number.
+      by_microbatches: whether the loss depends on the number of microbatches, as one
+        that balances experts does: then one device trains once for every such number.
 
     Yields:
       The outcome of every layout, in order.
@@ -190,7 +190,7 @@ def verify_layouts(
     for draw in draws:
         try:
             program = lower_layout(parse(draw.layout), draw.lowering)
-            microbatches = program.layout.microbatches if noise else 1
+            microbatches = program.layout.microbatches if by_microbatches else 1
             if microbatches not in references:
                 if microbatches > 1 or reason_no_judge(program):
                     alone = lower_layout(Layout(microbatches=microbatches), "")

@@ -33,8 +33,10 @@ from meshpar.layouts.axes import (
     in_use,
     ways_of,
 )
+from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan, Spec, partition_spec
+from meshpar.layouts.row_draws import Draws
 from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.state import cast_params
@@ -54,6 +56,7 @@ class Frame:
       mesh: the device mesh.
       stage_axes: manual axes beside those that split the batch.
       row_axes: axes that split the batch here, and features elsewhere (`row_layers`).
+      draws: which random numbers of the loss belong to rows.
     """
 
     layered: LayeredModel
@@ -61,6 +64,7 @@ class Frame:
     mesh: Mesh
     stage_axes: tuple[str, ...] = ()
     row_axes: tuple[str, ...] = ()
+    draws: Draws = Draws()
 
     @functools.cached_property
     def over_rows(self) -> "Frame":
@@ -202,18 +206,25 @@ class Frame:
             axis_names=set(self.manual_axes),
         )
 
-    def shard_key(self, key: Array) -> Array:
-        """The key whose draws are this shard's part of the plain key's draws."""
+    def shard_key(self, key: Array, batch: Any) -> Array:
+        """The key whose draws are this shard's part of the plain key's draws.
+
+        Args:
+          key: the plain key.
+          batch: this shard's part of the batch.
+        """
         rows, *inner = (
             tuple(axis for axis in axes if axis in self.batch_axes)
             for axes in BATCH_DIMS.values()
         )
         order = self.layout.token_order
         split = [Inner(lax.axis_index(a), self.ways(a), order) for a in inner if a]
-        if not rows and not split:
+        in_parts = self.layout.microbatches > 1 or splits_rows(self.layout.layers)
+        if not rows and not split and not in_parts:
             return key
         first = lax.axis_index(rows) if rows else jnp.uint32(0)
-        return for_shard(key, first, *split)
+        num = len(jax.tree.leaves(batch)[0])
+        return for_shard(key, first, num, *split, draws=self.draws)
 
     def totals(self, result: LossResult, is_last: Any = True) -> Totals:
         """Loss and metrics of this device's samples, each times its weight.

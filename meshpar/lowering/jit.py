@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
+from meshpar.collectives.shard_keys import for_microbatch, for_shard
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.layouts.axes import TENSOR
 from meshpar.layouts.layer_uses import splits_rows
@@ -22,6 +23,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.row_draws import Draws
 from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
@@ -37,11 +39,13 @@ class JitLowering(Lowering):
     Attributes:
       averaged: paths of the state whose new value is the mean of what the microbatches
         make of it; of other state they all make the same.
+      draws: which random numbers of the loss belong to rows.
     """
 
     name = "jit"
 
     averaged: frozenset[str]
+    draws: Draws = Draws()
 
     @classmethod
     def reason_unsupported(cls, model: Model, layout: Layout) -> str:
@@ -136,10 +140,12 @@ class JitLowering(Lowering):
         num = self.plan.layout.microbatches
         batches = jax.tree.map(self._split_rows, split_microbatches(batch, num))
         first = jax.tree.map(lambda x: x[0], batches)
+        rows = len(jax.tree.leaves(batch)[0])
+        keys = for_shard(key, jnp.uint32(0), rows, draws=self.draws)
 
         def body(sums: Gradients, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
             m, batch = m_batch
-            totals, new, state = microbatch(batch, jax.random.fold_in(key, m))
+            totals, new, state = microbatch(batch, for_microbatch(keys, m, num))
             grads = {
                 path: x + (totals.divisor * new[path]).astype(x.dtype)
                 for path, x in sums.gradients.items()

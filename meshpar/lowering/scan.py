@@ -11,6 +11,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
+from meshpar.collectives.shard_keys import for_microbatch
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.differentiable_scan import Segment, differentiable
 from meshpar.fsdp.late_weights import LateWeights
@@ -25,7 +26,7 @@ from meshpar.lowering.row_layers import RowLayers
 from meshpar.lowering.row_terms import declared_exchanges, declared_weights
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
-from meshpar.models.layer_stack import Key, fold_key
+from meshpar.models.layer_stack import Key
 from meshpar.models.metrics import LossResult
 from meshpar.models.row_dims import RowDims
 
@@ -121,7 +122,7 @@ class ScanRunner(Runner):
 
         def body(sums: Any, m_batch: tuple[Array, Any]) -> tuple[Any, None]:
             m, batch = m_batch
-            totals, new = gradients(batch, fold_key(key, m), m == num - 1)
+            totals, new = gradients(batch, for_microbatch(key, m, num), m == num - 1)
             grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], new)
             return (sums[0].added(totals), grads), None
 

@@ -118,7 +118,9 @@ class ShardMapLowering(Lowering):
 
     def _sums(self, params: Params, key: Array, batch: Any) -> tuple[Totals, Params]:
         """`gradient_sums` on one shard of the batch."""
-        totals, grads = self.runner.sums(params, batch, self.frame.shard_key(key))
+        totals, grads = self.runner.sums(
+            params, batch, self.frame.shard_key(key, batch)
+        )
         shared, stack = self.frame.layered.split(grads)
         totals, shared = self.zero.in_order(stack, (totals, shared))
         grads = {**shared, **stack}

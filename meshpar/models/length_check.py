@@ -5,8 +5,9 @@ tokens are computed one by one, and positions are mixed and counted by functions
 `ops.context` alone. The analysis of rows (`rows.positions`) proves it.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.token_order import check_length
 from meshpar.models.metrics import LossResult
 from meshpar.models.model import Model
-from meshpar.models.row_check import problem_of, values_of
-from meshpar.rows import opaque
+from meshpar.models.row_problems import problem_of
+from meshpar.models.row_values import compared_values, traced_with_shape, values_of
 from meshpar.rows.positions import PositionAnalysis
-from meshpar.rows.values import Fixed, Mixed, Rows
+from meshpar.rows.two_traces import Differences
+from meshpar.rows.values import COUNTS, NUMBER, Fixed, Key, Mixed, Rows
 
 _SMALLEST = 5
 """Smallest length to trace with: smaller numbers divide most sizes of a model."""
@@ -60,28 +62,33 @@ def check_positions(model: Model, batch: Any, layout: Layout, evaluates: bool) -
 
 def _check(fn: Callable, what: str, arguments: tuple, why: str) -> None:
     params, batch, *key = arguments
-    prime = _length_for(params, batch)
-    batch = jax.tree.map(lambda x: _with_length(x, prime), batch)
+    prime, *others = _lengths_for(params, batch)
     inputs = [
         *(Fixed() for _ in jax.tree.leaves(params)),
         *(Rows(1) if len(x.shape) > 1 else Fixed() for x in jax.tree.leaves(batch)),
-        *(Fixed() for _ in key),
+        *(Key() for _ in key),
     ]
 
-    def traced(*arguments: Any) -> LossResult:
-        return fn(*arguments)
+    def traced(length: int) -> tuple[Any, Any]:
+        tokens = jax.tree.map(lambda x: _with_length(x, length), batch)
+        return traced_with_shape(fn, params, tokens, *key)
+
+    def analysis(differences: Differences) -> PositionAnalysis:
+        return PositionAnalysis(prime, differences)
 
     try:
-        with opaque.analysed():
-            make = jax.make_jaxpr(traced, return_shape=True)
-            closed, shape = make(params, batch, *key)
+        closed, shape = traced(prime)
     except Exception as error:
         raise LayoutError(
             f"{what} cannot be traced with sequences of {prime} tokens, by which it is "
             f"checked ({why} splits the length of sequences); {_REMEDY} "
             f"({type(error).__name__}: {error})"
         ) from error
-    result = values_of(closed, shape, inputs, PositionAnalysis(prime))
+    if others:
+        seconds = ((length, traced(length)[0]) for length in others)
+        result = compared_values(closed, shape, inputs, prime, seconds, analysis)
+    else:
+        result = values_of(closed, shape, inputs, PositionAnalysis(prime))
     if problem := _problem(result, what):
         raise LayoutError(
             f"{problem} ({why} splits the length of sequences, and each of their "
@@ -92,7 +99,14 @@ def _check(fn: Callable, what: str, arguments: tuple, why: str) -> None:
 def _problem(result: LossResult, what: str) -> str:
     """The first problem of a loss, whatever weight comes with it; "" without."""
     if isinstance(result.loss, Mixed):
-        return f"{what} is not computed position by position: {result.loss.reason}"
+        reason, place = result.loss.reason, result.loss.place
+        if reason in (COUNTS, NUMBER):
+            reason = (
+                "positions are counted from 0 (or numbers are given for each), which "
+                "each part of a sequence would do by itself"
+            )
+        reason += place and f", at {place}"
+        return f"{what} is not computed position by position: {reason}"
     return problem_of(result, what)
 
 
@@ -103,17 +117,26 @@ def _with_length(x: Any, length: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
-def _length_for(params: Any, batch: Any) -> int:
-    """A prime that divides no size of the model, at most the length of the batch."""
+def _lengths_for(params: Any, batch: Any) -> list[int]:
+    """Up to three primes that divide no size of the model, longest first.
+
+    They are at most the length of the batch.
+    """
     leaves = jax.tree.leaves(batch)
     longest = max(x.shape[1] for x in leaves if len(x.shape) > 1)
     sizes = {size for x in jax.tree.leaves(params) for size in x.shape}
     sizes |= {size for x in leaves for size in (*x.shape[:1], *x.shape[2:])}
-    for length in range(max(longest, 2 * _SMALLEST), _SMALLEST - 1, -1):
-        is_prime = all(length % n for n in range(2, math.isqrt(length) + 1))
-        if is_prime and all(size % length for size in sizes if size):
-            return length
+    primes = _primes_down_from(max(longest, 2 * _SMALLEST))
+    usable = (p for p in primes if all(size % p for size in sizes if size))
+    if lengths := list(itertools.islice(usable, 3)):
+        return lengths
     raise LayoutError(
         f"sequences of {longest} tokens are too short to be split: no smaller prime "
         "divides none of the model's sizes"
     )
+
+
+def _primes_down_from(length: int) -> Iterator[int]:
+    for number in range(length, _SMALLEST - 1, -1):
+        if all(number % n for n in range(2, math.isqrt(number) + 1)):
+            yield number

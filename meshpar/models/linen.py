@@ -15,7 +15,7 @@ from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
-from meshpar.models.loss_call import call_loss, with_axis, with_step
+from meshpar.models.loss_call import call_loss, with_arguments, with_axis
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.plain import plain_linen
@@ -95,7 +95,7 @@ def from_linen(
     )
     model = dataclasses.replace(own.model(), plain=plain)
     model = with_axis(model, axis_name)
-    return with_step(model, loss_fn, evaluation_loss_fn)
+    return with_arguments(model, [loss_fn], evaluation_loss_fn)
 
 
 def _example(inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import HEAD_KEY, Key, fold_key
 from meshpar.models.model import STEP, Model
@@ -35,13 +36,25 @@ def call_loss(fn: Callable, *args: Any, params: Params, key: Key) -> Any:
       *args: its positional arguments.
       params: the variables of the model, with the number of steps.
       key: random key of the batch; None in evaluation mode.
+
+    Raises:
+      MeshparError: it needs a key, and evaluation passes none.
     """
     extra: dict[str, Any] = {}
     if asks_for(fn, "key"):
         extra["key"] = fold_key(key, _LOSS_KEY)
     if asks_for(fn, "step"):
         extra["step"] = params[STEP]
-    return fn(*args, **extra)
+    try:
+        return fn(*args, **extra)
+    except (AttributeError, TypeError, ValueError) as error:
+        if key is not None or "key" not in extra or "None" not in str(error):
+            raise
+        raise MeshparError(
+            "the loss needs a random key, and evaluation passes none (key=None): give "
+            "an evaluation_loss_fn= that needs none, or draw nothing where key is None "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def with_axis(model: Model, name: str) -> Model:
@@ -77,13 +90,25 @@ def with_axis(model: Model, name: str) -> Model:
     )
 
 
-def with_step(model: Model, *fns: Callable | None) -> Model:
-    """The model, with the number of steps among its variables if a function asks.
+def with_arguments(
+    model: Model, fns: Sequence[Callable], evaluation_loss_fn: Callable | None
+) -> Model:
+    """The model with what its loss functions ask for.
+
+    It has the number of steps among its variables if a function has an argument `step`.
+
+    Args:
+      model: the model.
+      fns: the loss function of training, or the parts of it.
+      evaluation_loss_fn: that of evaluation; `fns` by default.
 
     Raises:
       ValueError: the model has a variable of that path.
     """
-    if not any(asks_for(fn, "step") for fn in fns if fn is not None):
+    evaluates = [evaluation_loss_fn] if evaluation_loss_fn is not None else fns
+    asks = any(asks_for(fn, "key") for fn in evaluates)
+    model = dataclasses.replace(model, asks_for_key=asks)
+    if not any(asks_for(fn, "step") for fn in (*fns, *evaluates)):
         return model
     if STEP in model.params:
         raise ValueError(

@@ -57,6 +57,7 @@ class Model:
       plain: the module as its user wrote it, with which programs are compared; None
         where they are compared with one device alone.
       cached: the model with a cache, for generation; None if it gives none.
+      asks_for_key: whether the evaluation loss has an argument `key`, which is None.
     """
 
     params: Mapping[str, Param]
@@ -70,6 +71,7 @@ class Model:
     stack_variables: Callable[[Params], Params] = lambda params: params
     plain: PlainModel | None = None
     cached: CachedModel | None = None
+    asks_for_key: bool = False
 
     def keys_of(self, path: str) -> tuple[Any, ...]:
         """Keys of a parameter in the model's nested dicts."""

@@ -1,25 +1,34 @@
 """Checks of a model under a layout, by traces of its loss, before it is compiled."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from meshpar import compat
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import check_marks
+from meshpar.layouts.row_draws import Draws
 from meshpar.models.foreign_shardings import check_divides
 from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.models.row_check import Split, averaged_state, check_losses
+from meshpar.models.row_check import (
+    Split,
+    averaged_state,
+    check_draws,
+    check_losses,
+)
 
 
-def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
+def check_trace(
+    model: Model, layout: Layout, mesh: Mesh, batch: Any, by_hand: bool
+) -> None:
     """Traces the loss once and holds the layout to the names that the model used.
 
     Args:
@@ -27,9 +36,12 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
       layout: the layout.
       mesh: the device mesh.
       batch: abstract batch of one step.
+      by_hand: whether each device sees its part of the batch alone (shard_map).
 
     Raises:
-      LayoutError: a rule or an option that the model does not honour.
+      LayoutError: a rule or an option that the model does not honour, or a call of
+        Python from a device's part of the program.
+      MeshparError: the loss needs a random key, and is that of evaluation, too.
     """
     params = abstract(model.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -40,6 +52,8 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
                 layered.check_reads(params, batch, None)
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
+        if model.asks_for_key:
+            jax.eval_shape(model.evaluation_loss, params, batch)
         check_divides(jaxpr, scope)
         if layout.pipe > 1 or splits_rows(layout.layers):
             x = jax.eval_shape(model.layered.embed, params, batch, key)
@@ -58,11 +72,25 @@ def check_trace(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
             "(meshpar.vocabulary)"
         )
     check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
+    if by_hand and layout.num_devices > layout.tensor:
+        _check_callbacks(jaxpr.jaxpr)
+
+
+class CheckedParts(NamedTuple):
+    """What the parts of a batch need to know of the loss.
+
+    Attributes:
+      averaged: paths of the state that parts average.
+      draws: which random numbers belong to rows.
+    """
+
+    averaged: frozenset[str] = frozenset()
+    draws: Draws = Draws()
 
 
 def check_parts(
     model: Model, layout: Layout, by_hand: bool, batch: Any
-) -> frozenset[str]:
+) -> CheckedParts:
     """Checks the losses of a split batch.
 
     Args:
@@ -70,9 +98,6 @@ def check_parts(
       layout: the layout.
       by_hand: whether each device sees its part of the batch alone (shard_map).
       batch: abstract batch of one replica.
-
-    Returns:
-      Paths of the state that parts average.
 
     Raises:
       LayoutError: a loss or metric that the parts of a split batch cannot give.
@@ -85,11 +110,42 @@ def check_parts(
     splits = {axis: n for axis, n in layout.sizes.items() if axis in axes and n > 1}
     if layout.microbatches > 1:
         splits["microbatches"] = layout.microbatches
-    if splits:
-        state = check_losses(model, batch, Split.by(splits), evaluates)
-        if (num := layout.microbatches) > 1:
-            return averaged_state(state, Split.by({"microbatches": num}))
-    return frozenset()
+    if not splits:
+        return CheckedParts()
+    state, drawn = check_losses(model, batch, Split.by(splits), evaluates)
+    averaged: frozenset[str] = frozenset()
+    if (num := layout.microbatches) > 1:
+        averaged = averaged_state(state, Split.by({"microbatches": num}))
+    if drawn is None:
+        return CheckedParts(averaged)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    own = {axis: num for axis, num in splits.items() if axis != TENSOR}
+    for parts in (own, splits, *([{"microbatches": num}] if num > 1 else [])):
+        check_draws(drawn, rows, Split.by(parts))
+    draws = Draws(frozenset(drawn.rows), frozenset(drawn.keys))
+    return CheckedParts(averaged, draws)
+
+
+_CALLBACKS = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+}
+"""{primitive that calls Python: the function that a user calls}."""
+
+
+def _check_callbacks(jaxpr: Any) -> None:
+    """Raises LayoutError if the model calls Python, which jax runs in no shard."""
+    for eqn in compat.equations(jaxpr):
+        if (name := _CALLBACKS.get(eqn.primitive.name)) is not None:
+            place = compat.user_line(eqn)
+            raise LayoutError(
+                f"the model calls {name}{place and f' at {place}'}, which jax does not "
+                "run where each device has a part of the batch or of the layers "
+                "(shard_map): leave it out, return the number as a metric "
+                "(aux), or look at it under lowering=jit without pipe="
+            )
 
 
 def _check_dtypes(layout: Layout, x: Any) -> None:

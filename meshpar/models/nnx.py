@@ -19,7 +19,7 @@ from meshpar.models.layer_stack import (
     fold_key,
     refuse_updates,
 )
-from meshpar.models.loss_call import call_loss, with_axis, with_step
+from meshpar.models.loss_call import call_loss, with_arguments, with_axis
 from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
@@ -99,10 +99,10 @@ def from_nnx(
         evaluates = evaluation_loss_fn is None
         layered = dataclasses.replace(layered, evaluates=evaluates)
         own = _NnxModel(make_model, whole, None, evaluation_loss_fn)
-        asking = described.embed, described.head_loss, evaluation_loss_fn
+        asking = described.embed, described.head_loss
         model = dataclasses.replace(own.model(params, layered), plain=plain)
         model = with_axis(model, axis_name)
-        return with_step(model, *asking)
+        return with_arguments(model, asking, evaluation_loss_fn)
     lists = NnxLayers.of(layers, inner, params) if layers else None
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
     if lists is None:
@@ -111,7 +111,7 @@ def from_nnx(
         params = checked_params(lists.stack.stacked_params(params))
         model = own.model(params, own.layered(params))
     model = with_axis(dataclasses.replace(model, plain=plain), axis_name)
-    return with_step(model, loss_fn, evaluation_loss_fn)
+    return with_arguments(model, [loss_fn], evaluation_loss_fn)
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:

@@ -7,7 +7,7 @@ import jax
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.models.layer_stack import LayeredModel
-from meshpar.models.row_check import row_values
+from meshpar.models.row_values import row_values
 from meshpar.rows.values import Fixed, Rows
 
 NO_ROWS = -1

@@ -116,7 +116,7 @@ class AsynchronousStep:
           (weights, optimizer state, totals of the whole batch with "grad_norm").
         """
         frame, tables = self.frame, self.pipeline.loop.tables
-        key, columns = frame.shard_key(key), self.executor.stage_columns()
+        key, columns = frame.shard_key(key, batch), self.executor.stage_columns()
         stage_index = lax.axis_index(PIPE)
         # Weights differ over pipe alone, so the flags of their updates must, too.
         updates = _Updates(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
+from meshpar.collectives.shard_keys import for_microbatch
 from meshpar.collectives.varying import sum_varying
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
@@ -25,7 +26,7 @@ from meshpar.models.metrics import LossResult, masked
 class PipelineStage:
     """One stage inside shard_map; chunks and microbatches are int32 scalars.
 
-    Random keys depend on key, microbatch and layer, as without a pipeline.
+    Random keys depend on key, rows and layer, as without a pipeline.
 
     Attributes:
       layered: the model.
@@ -69,7 +70,9 @@ class PipelineStage:
     def _key(self, microbatch: Array) -> Key:
         """The key of a microbatch."""
         num = len(jax.tree.leaves(self.batches)[0])
-        return fold_key(self.key, microbatch) if num > 1 else self.key
+        if self.key is None or num == 1:
+            return self.key
+        return for_microbatch(self.key, microbatch, num)
 
     @functools.cached_property
     def _shared_constants(self) -> Params:

@@ -22,6 +22,7 @@ from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model import Model
+from meshpar.models.model_checks import CheckedParts
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
@@ -151,7 +152,7 @@ class Candidates:
         plan = self._plan(layout, model, mesh, spec if order else None)
         optimizer, dtype = facts.optimizer_of(model), facts.compute_dtype
         parts = Parts(model, optimizer, plan, mesh, None, dtype)
-        return make_lowering(ShardMapLowering.name, parts, spec, frozenset())
+        return make_lowering(ShardMapLowering.name, parts, spec, CheckedParts())
 
     def _mesh(self, layout: Layout) -> Mesh:
         """The mesh of a layout; layouts of the same sizes share it, or its refusal."""

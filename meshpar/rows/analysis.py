@@ -1,26 +1,36 @@
 """Abstract interpretation of a loss: how each result depends on the rows of the batch.
 
-The loss is traced with a prime number of rows, which shows in shapes and in counts, and
-its jaxpr is evaluated on the values of `rows.values`. Nothing is allocated or compiled.
+The loss is traced with a prime number of rows, which shows in shapes, and its jaxpr is
+evaluated on the values of `rows.values`. A second trace with another prime shows which
+of its numbers come from the number of rows. Nothing is allocated or compiled.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 from meshpar import compat
-from meshpar.rows import indexing, opaque, shapes
-from meshpar.rows.arithmetic import MOVES, counted, elementwise, joined, same
-from meshpar.rows.folding import constant, folded
+from meshpar.rows import draws, indexing, loops, opaque, shapes
+from meshpar.rows.arithmetic import elementwise
+from meshpar.rows.counting import equal_constant, plain_results
+from meshpar.rows.dims import is_elementwise, other_results, truncates
+from meshpar.rows.folding import known_value
+from meshpar.rows.two_traces import Differences
 from meshpar.rows.values import (
-    COMBINED,
+    IN_BATCH,
+    NUMBER,
+    PLAIN,
     REDUCED,
+    Counted,
     Fixed,
+    Key,
     Mixed,
     Rows,
-    Test,
+    counts,
+    degree_by_value,
     nonlinear,
 )
 
@@ -28,9 +38,6 @@ _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
     + ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 )
-_MAX_ROUNDS = 8
-"""Rounds after which a loop's carry has to stay as it is."""
-
 _RULES: dict[str, Callable[[Any, Sequence[Any], int], Any]] = {
     "reduce_sum": shapes.reduce_sum,
     "reduce_max": shapes.reduce_other,
@@ -51,18 +58,8 @@ _RULES: dict[str, Callable[[Any, Sequence[Any], int], Any]] = {
     "concatenate": shapes.concatenate,
     "stack": shapes.concatenate,
     "dot_general": shapes.dot_general,
-    "gather": indexing.gather,
-    "scatter": indexing.scatter,
-    "scatter_add": indexing.scatter,
-    "scatter-add": indexing.scatter,
+    **indexing.RULES,
 }
-_ALONG = ("axis", "axes", "dimension", "dimensions", "split_axis", "concat_dimension")
-"""Parameters that name the dims along which a primitive works."""
-
-_MATRICES = frozenset(
-    ("cholesky", "lu", "qr", "geqrf", "eigh", "svd", "triangular_solve", "fft")
-)
-"""Primitives that work along their last dims."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +68,38 @@ class RowAnalysis:
 
     Attributes:
       prime: the number of rows.
+      differences: from the trace with another number of rows; None without one, when
+        constants show by their values what they have to do with it.
+      drawn: takes note of what is drawn from the key of the loss.
+      dim: the dim of draws that belongs to rows.
     """
 
     prime: int
+    differences: Differences | None = None
+    drawn: draws.Drawn = dataclasses.field(default_factory=draws.Drawn)
+    dim: int = 0
 
-    def constant(self, value: Any) -> Any:
-        """A constant of a jaxpr."""
-        return constant(value)
+    def constant(self, value: Any, owner: Any, index: int) -> Any:
+        """A constant of a jaxpr.
+
+        Args:
+          value: the array.
+          owner: the jaxpr or the equation that holds it.
+          index: its place there.
+        """
+        known = known_value(value)
+        if not isinstance(getattr(value, "dtype", np.dtype(float)), np.dtype):
+            return Fixed()
+        if self.differences is not None:
+            degree = self.differences.degree(owner, index)
+        else:
+            degree = 0 if known is None else degree_by_value(known, self.prime)
+        return equal_constant(value, known, degree, self.prime)
+
+    def run_closed(self, closed: Any, values: Sequence[Any]) -> list[Any]:
+        """The values of the outputs of a closed jaxpr, from those of its inputs."""
+        consts = [self.constant(x, closed, i) for i, x in enumerate(closed.consts)]
+        return self.run(closed.jaxpr, consts, values)
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]
@@ -92,161 +114,83 @@ class RowAnalysis:
         env = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, values, strict=True))
 
-        def read(atom: Any) -> Any:
-            if isinstance(atom, core.Literal):
-                return self.constant(atom.val)
-            return env[atom]
+        def read(atoms: Sequence[Any], owner: Any) -> list[Any]:
+            return [
+                self.constant(atom.val, owner, i)
+                if isinstance(atom, core.Literal)
+                else env[atom]
+                for i, atom in enumerate(atoms)
+            ]
 
         for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            outputs = self._equation(eqn, read(eqn.invars, eqn))
+            placed = (_placed(value, eqn) for value in outputs)
+            env.update(zip(eqn.outvars, placed, strict=True))
+        return read(jaxpr.outvars, jaxpr)
 
     def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name in _CALLS:
             if (rule := opaque.RULES.get(eqn.params.get("name"))) is not None:
+                self._note_draws(eqn, values)
                 return rule(eqn, values, self.prime)
             return self._body(_jaxpr_of(eqn), values)
-        if name in ("scan", "while", "cond"):
-            return getattr(self, f"_{name}")(eqn, values)
-        if all(isinstance(v, Fixed) for v in values) and name not in _CONTRACTIONS:
-            return self._fixed(eqn, values)
+        if name in loops.RULES:
+            outputs = loops.RULES[name](eqn, values, self._body)
+        else:
+            outputs = self._outputs(eqn, values)
+        return list(map(_irregular, outputs)) if self._counts(eqn) else outputs
+
+    def _counts(self, eqn: Any) -> bool:
+        """Whether an equation has a size that depends on the rows in an odd way."""
+        if eqn.primitive.name == "scan" and eqn.params["length"] % self.prime == 0:
+            return True
+        return self.differences is not None and id(eqn) in self.differences.irregular
+
+    def _outputs(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name, num = eqn.primitive.name, len(eqn.outvars)
         if mixed := next((v for v in values if isinstance(v, Mixed)), None):
-            return [mixed] * len(eqn.outvars)
+            return [mixed] * num
+        if name in draws.NAMES:
+            return draws.results(eqn, values, self.prime, self.dim, self.drawn)
+        if any(isinstance(v, Key) for v in values):
+            return [_of_keys(eqn, values)] * num
+        if all(isinstance(v, PLAIN) for v in values):
+            return self._plain(eqn, values)
         if name == "optimization_barrier":
             return values
+        if name not in indexing.RULES and (counted := _counted(values, name)):
+            return [counts(counted)] * num
+        if truncates(eqn) and any(isinstance(v, REDUCED) for v in values):
+            return [nonlinear("a conversion to integers")] * num
         if name in _RULES:
-            if all(isinstance(v, Fixed) for v in values):
-                (known,) = self._fixed(eqn, values)
-                if known.known is not None:
-                    return [known]
-            return [_RULES[name](eqn, values, self.prime)] * len(eqn.outvars)
+            return [_RULES[name](eqn, values, self.prime)] * num
         if is_elementwise(eqn):
-            return [elementwise(name, values, self.prime)]
-        return self._other(eqn, values)
+            return [elementwise(name, values)]
+        return other_results(eqn, values, self.prime)
 
-    def _fixed(self, eqn: Any, values: list[Any]) -> list[Any]:
-        known = [v.known for v in values]
-        if (result := folded(eqn, known)) is not None:
-            return [Fixed(result)]
-        if eqn.primitive.name == "add" and not eqn.outvars[0].aval.shape:
-            return [counted(values, self.prime)]
-        return [Fixed()] * len(eqn.outvars)
+    def _plain(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """The results of an equation whose operands hold no data of the batch."""
+
+        def as_rows(values: list[Any]) -> list[Any]:
+            return self._outputs(eqn, values)
+
+        each = is_elementwise(eqn) and eqn.primitive.name not in _RULES
+        return plain_results(eqn, values, self.prime, each, as_rows)
+
+    def _note_draws(self, eqn: Any, values: list[Any]) -> None:
+        """Takes note of draws in a function that is not followed."""
+        if not any(isinstance(v, Key) for v in values):
+            return
+        for inner in compat.equations(_jaxpr_of(eqn).jaxpr):
+            if inner.primitive.name == draws.BITS:
+                self.drawn.note(inner.params["shape"], self.prime, inner, False)
 
     def _body(self, body: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr, open or closed."""
         if isinstance(body, core.ClosedJaxpr):
-            consts = [self.constant(x) for x in body.consts]
-            return self.run(body.jaxpr, consts, values)
+            return self.run_closed(body, values)
         return self.run(body, [], values)
-
-    def _other(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """A primitive without a rule: row-wise, if it works along other dims."""
-        name, results = eqn.primitive.name, []
-        if any(isinstance(v, REDUCED) for v in values):
-            return [nonlinear(name)] * len(eqn.outvars)
-        rows = [v for v in values if isinstance(v, Rows)]
-        dims = {v.dim for v in rows}
-        if any(v.degree or v.is_ratio for v in rows):
-            return [nonlinear(name)] * len(eqn.outvars)
-        if name == "conv_general_dilated":
-            return [self._convolution(eqn, values)]
-        along = self._along(eqn)
-        if len({v.inner for v in rows}) > 1 or dims & along:
-            return [Mixed(f"{name} works along rows")] * len(eqn.outvars)
-        for variable in eqn.outvars:
-            held = shapes.row_dims(variable.aval, self.prime)
-            if len(held) != 1:
-                results.append(Mixed(f"{name} combines rows"))
-            else:
-                results.append(Rows(held[0], rows[0].inner))
-        return results
-
-    def _along(self, eqn: Any) -> set[int]:
-        """The dims along which a primitive works, as far as its parameters say."""
-        along: set[int] = set()
-        for key in _ALONG:
-            value = eqn.params.get(key)
-            if isinstance(value, int):
-                along.add(value)
-            elif isinstance(value, tuple):
-                along.update(x for x in value if isinstance(x, int))
-        rank = max(len(getattr(v.aval, "shape", ())) for v in eqn.invars)
-        if eqn.primitive.name in _MATRICES:
-            lengths = eqn.params.get("fft_lengths", (0, 0))
-            along.update(range(rank - len(lengths), rank))
-        if eqn.primitive.name == "top_k":
-            along.add(rank - 1)
-        window = eqn.params.get("window_dimensions", ())
-        along.update(dim for dim, size in enumerate(window) if size > 1)
-        return along
-
-    def _convolution(self, eqn: Any, values: list[Any]) -> Any:
-        """A convolution of rows with a fixed kernel."""
-        image, kernel = values
-        numbers, groups = eqn.params["dimension_numbers"], "batch_group_count"
-        if not isinstance(kernel, Fixed) or eqn.params[groups] > 1:
-            return COMBINED
-        if image.dim != numbers.lhs_spec[0]:
-            return Mixed("a convolution works along rows")
-        return Rows(numbers.out_spec[0], image.inner)
-
-    # Loops and choices.
-
-    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        num_consts, num_carry = compat.scan_counts(eqn)
-        consts, carry = values[:num_consts], values[num_consts:][:num_carry]
-        slices = [_slice(v) for v in values[num_consts + num_carry :]]
-
-        def step(carry: list[Any]) -> list[Any]:
-            return self._body(eqn.params["jaxpr"], [*consts, *carry, *slices])
-
-        outputs = self._settled(step, list(carry))
-        return [*outputs[:num_carry], *map(_stacked, outputs[num_carry:])]
-
-    def _while(self, eqn: Any, values: list[Any]) -> list[Any]:
-        params, num = eqn.params, eqn.params["cond_nconsts"]
-        held, rest = values[:num], values[num:]
-        consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
-
-        def step(carry: list[Any]) -> list[Any]:
-            return self._body(params["body_jaxpr"], [*consts, *carry])
-
-        carry = self._settled(step, list(carry))
-        (goes_on,) = self._body(params["cond_jaxpr"], [*held, *carry])
-        if isinstance(goes_on, Fixed):
-            return carry
-        return [Mixed("a loop runs as long as the batch says")] * len(carry)
-
-    def _settled(
-        self, step: Callable[[list[Any]], list[Any]], carry: list[Any]
-    ) -> list[Any]:
-        """The outputs of a loop's body once its carry stays as it is."""
-        for _ in range(_MAX_ROUNDS):
-            outputs = step(carry)
-            new = [joined(pair) for pair in zip(carry, outputs, strict=False)]
-            if all(map(same, new, carry)):
-                return [*carry, *outputs[len(carry) :]]
-            carry = new
-        mixed = Mixed("a loop changes how a number depends on the rows")
-        return [mixed] * len(outputs)
-
-    def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
-        which, *operands = values
-        branches = [self._body(body, operands) for body in eqn.params["branches"]]
-        if isinstance(which, Fixed):
-            return [joined(cases) for cases in zip(*branches, strict=True)]
-        if isinstance(which, Test):
-            return [
-                elementwise("select_n", (which, *cases), self.prime)
-                for cases in zip(*branches, strict=True)
-            ]
-        return [Mixed("the batch chooses what is computed")] * len(eqn.outvars)
-
-
-_CONTRACTIONS = frozenset(("reduce_sum", "dot_general"))
-"""Primitives that may turn an array of many rows into a sum, even of fixed values."""
 
 
 def _jaxpr_of(eqn: Any) -> Any:
@@ -255,40 +199,37 @@ def _jaxpr_of(eqn: Any) -> Any:
     return next(v for v in eqn.params.values() if isinstance(v, bodies))
 
 
-def is_elementwise(eqn: Any) -> bool:
-    """Whether all operands have the shape of the result, or are repeated to it."""
-    if len(eqn.outvars) != 1:
-        return False
-    if eqn.primitive.name in MOVES:
-        return True
-    if any(key in eqn.params for key in _ALONG) or eqn.primitive.name in _MATRICES:
-        return False
-    out = getattr(eqn.outvars[0].aval, "shape", ())
-
-    def fits(shape: tuple[int, ...]) -> bool:
-        repeated = len(shape) == len(out) and all(
-            size in (1, whole) for size, whole in zip(shape, out, strict=True)
-        )
-        return shape == () or repeated
-
-    return all(fits(getattr(v.aval, "shape", ())) for v in eqn.invars)
+def _irregular(value: Any) -> Any:
+    """A result with a size that depends on the number of rows in an odd way."""
+    if isinstance(value, PLAIN):
+        return Counted(NUMBER, value.known)
+    return value if isinstance(value, Mixed) else Mixed(NUMBER, IN_BATCH)
 
 
-def _slice(value: Any) -> Any:
-    """One step's part of a value that a loop runs over."""
-    if isinstance(value, Fixed):
-        return Fixed()
-    if isinstance(value, Rows):
-        if value.dim == 0:
-            return Mixed("a loop runs over rows")
-        return value._replace(dim=value.dim - 1, columns=())
+def _placed(value: Any, eqn: Any) -> Any:
+    """A value that the equation has found to be refused, with the user's line."""
+    if isinstance(value, Mixed | Counted) and not value.place:
+        return value._replace(place=compat.user_line(eqn))
     return value
 
 
-def _stacked(value: Any) -> Any:
-    """The results of all steps of a loop."""
-    if isinstance(value, Fixed):
-        return Fixed()
-    if isinstance(value, Rows):
-        return value._replace(dim=value.dim + 1, columns=())
-    return value
+def _counted(values: Sequence[Any], name: str) -> Counted | None:
+    """An operand that counts rows, or one that holds the number of each row."""
+    for value in values:
+        if isinstance(value, Counted) and name not in ("concatenate", "stack"):
+            return value
+        for column in value.columns if isinstance(value, Rows) else ():
+            if isinstance(column, Counted):
+                return column
+    return None
+
+
+def _of_keys(eqn: Any, values: Sequence[Any]) -> Any:
+    """What moves the key of the loss, or the keys made from it."""
+    others = [v for v in values if not isinstance(v, Key)]
+    if counted := next((v for v in others if isinstance(v, Counted)), None):
+        return counts(counted)
+    is_key = not isinstance(eqn.outvars[0].aval.dtype, np.dtype)
+    if is_key and all(isinstance(v, Fixed) for v in others):
+        return Key()
+    return Mixed(f"{eqn.primitive.name} of a random key is not followed")

@@ -6,17 +6,27 @@ from typing import Any
 import numpy as np
 
 from meshpar.rows.values import (
+    BOUNDED,
+    CHOSEN,
     COMBINED,
     ENTERS,
+    EXACT,
+    FORMS,
+    GUARDED,
+    IN_BATCH,
+    NUMBER,
+    PLAIN,
     REDUCED,
+    Counted,
     Fixed,
     Inverse,
+    Key,
     Mixed,
     Ratio,
     Rows,
     Summed,
     Test,
-    degree_of,
+    counts,
     is_zero,
     nonlinear,
 )
@@ -28,30 +38,33 @@ MOVES = frozenset(
 )
 """Primitives of one operand that keep sums sums."""
 
-_TESTS = frozenset(
-    ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "and", "or", "not", "xor")
-)
+TESTS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""Comparisons of two numbers."""
+
+_LOGIC = frozenset(("and", "or", "not", "xor"))
 _ADDS = frozenset(("add", "sub", "add_any"))
-_FORMS = ("exact", "shifted", "guarded")
+_EPSILON = 1e-6
+"""Largest constant whose place among sums and means changes nothing but rounding."""
+
+_OF_NUMBER = Mixed(NUMBER, IN_BATCH)
 
 
-def elementwise(name: str, values: Sequence[Any], prime: int) -> Any:
+def elementwise(name: str, values: Sequence[Any]) -> Any:
     """The value of an elementwise primitive, or of one that moves numbers only.
 
     Args:
       name: of the primitive.
-      values: of its operands, not all of them `Fixed`.
-      prime: the number of rows.
+      values: of its operands, not all of them `Fixed`, none of them `Counted`.
     """
     if mixed := next((v for v in values if isinstance(v, Mixed)), None):
         return mixed
     has_rows = any(isinstance(v, Rows) for v in values)
     if not any(isinstance(v, REDUCED) for v in values):
-        return _of_rows(name, values, prime)
-    return _scaled(name, values) if has_rows else _of_sums(name, values, prime)
+        return _of_rows(name, values)
+    return _scaled(name, values) if has_rows else _of_sums(name, values)
 
 
-def _of_rows(name: str, values: Sequence[Any], prime: int) -> Any:
+def _of_rows(name: str, values: Sequence[Any]) -> Any:
     """Arithmetic of `Rows` with `Fixed`."""
     rows = [v for v in values if isinstance(v, Rows)]
     if len({(v.dim, v.inner) for v in rows}) > 1:
@@ -62,19 +75,17 @@ def _of_rows(name: str, values: Sequence[Any], prime: int) -> Any:
         return first._replace(columns=())
     if name in ("mul", "div"):
         signs = (1, -1 if name == "div" else 1)
-        degree = sum(
-            sign * (v.degree if isinstance(v, Rows) else degree_of(v, prime))
-            for sign, v in zip(signs, values, strict=True)
-        )
+        degree = sum(sign * v.degree for sign, v in zip(signs, values, strict=True))
         ratios = [isinstance(v, Rows) and v.is_ratio for v in values]
         if sum(ratios) > 1 or (name == "div" and ratios[1]):
             return nonlinear(name)
         return plain._replace(degree=degree, is_ratio=any(ratios))
     factors = {(v.degree, v.is_ratio) for v in rows}
-    if factors == {(0, False)}:
-        return plain
-    linear = name in _ADDS or (name == "select_n" and isinstance(values[0], Fixed))
     others = [v for v in values if isinstance(v, Fixed)]
+    if factors == {(0, False)}:
+        odd = any(v.degree and not is_zero(v) for v in others)
+        return _OF_NUMBER if odd else plain
+    linear = name in _ADDS or (name == "select_n" and isinstance(values[0], Fixed))
     if name == "select_n":
         others, factors = _cases(values)
         linear = True
@@ -107,82 +118,126 @@ def _scaled(name: str, values: Sequence[Any]) -> Any:
     if name == "select_n" and isinstance(values[0], Test):
         rows = [v for v in values[1:] if not is_zero(v)]
         ratios = {v for v in rows if isinstance(v, Rows) and v.is_ratio}
-        if len(rows) == len(ratios) == 1:
+        if values[0].of_zero and len(rows) == len(ratios) == 1:
             return rows[0]
+        return CHOSEN
     return ENTERS
 
 
-def _of_sums(name: str, values: Sequence[Any], prime: int) -> Any:
+def _of_sums(name: str, values: Sequence[Any]) -> Any:
     """Arithmetic of sums over rows with `Fixed`."""
     if name in MOVES:
         return values[0]
-    if name in _TESTS:
-        known = (Fixed, Summed, Ratio, Test)
-        return Test() if all(isinstance(v, known) for v in values) else nonlinear(name)
+    if name in TESTS:
+        is_sum = any(isinstance(v, Summed) for v in values)
+        return Test(is_sum and any(map(is_zero, values)))
+    if name in _LOGIC:
+        return Test(all(isinstance(v, Test) and v.of_zero for v in values))
+    if name == "is_finite":
+        return Test()
     if name in _ADDS:
         return _added(*values)
     if name in ("mul", "div"):
-        return _product(name, *values, prime=prime)
+        return _product(name, *values)
     if name in ("max", "min", "clamp"):
         sums = {v.degree for v in values if isinstance(v, Summed)}
         if len(sums) == 1 and all(isinstance(v, Fixed | Summed) for v in values):
-            return Summed(sums.pop(), "guarded")
+            return Summed(sums.pop(), BOUNDED)
         return nonlinear(name)
     if name == "select_n":
         which, *cases = values
         if isinstance(which, Fixed):
             return joined(cases)
         if isinstance(which, Test):
-            return _guarded(cases)
+            return _guarded(cases) if which.of_zero else CHOSEN
     return nonlinear(name)
 
 
 def _guarded(cases: Sequence[Any]) -> Any:
-    """One of several values, chosen by a comparison of sums."""
-    value = joined([case for case in cases if not is_zero(case)] or cases)
-    if isinstance(value, Summed) and value.form != "exact":
-        return value._replace(form="guarded")
-    return Test() if isinstance(value, Fixed) else value
+    """One of several values, chosen by whether a sum is 0."""
+    reduced = [case for case in cases if isinstance(case, REDUCED)]
+    others = [case for case in cases if not isinstance(case, REDUCED)]
+    if not reduced:
+        return Test(True)
+    if len(reduced) > 1 or not isinstance(reduced[0], Ratio | Summed):
+        return CHOSEN
+    value = reduced[0]
+    if isinstance(value, Summed):
+        form = BOUNDED if all(map(is_zero, others)) else GUARDED
+        return value._replace(form=_weaker(value.form, form))
+    return value
+
+
+def _weaker(first: str, second: str) -> str:
+    """The form that includes two forms."""
+    return max(first, second, key=FORMS.index)
 
 
 def _added(first: Any, second: Any) -> Any:
     for one, other in ((first, second), (second, first)):
-        if is_zero(one):
+        if is_zero(one) or (isinstance(other, Summed) and _is_small(one)):
             return other
     kinds = {type(first), type(second)}
     if kinds == {Summed} and first.degree == second.degree:
-        return Summed(first.degree, max(first.form, second.form, key=_FORMS.index))
+        form, shifts = _weaker(first.form, second.form), {first.shift, second.shift}
+        return _shifted(Summed(first.degree, form), shifts)
     if kinds == {Summed, Fixed}:
-        value = first if isinstance(first, Summed) else second
-        return value._replace(form=max(value.form, "shifted", key=_FORMS.index))
+        value, number = first, second
+        if isinstance(first, Fixed):
+            value, number = second, first
+        return _shifted(value, {value.shift, number.degree})
     if kinds == {Ratio, Fixed} or (kinds == {Ratio} and first == second):
-        return first if isinstance(first, Ratio) else second
+        value, number = first, second
+        if isinstance(first, Fixed):
+            value, number = second, first
+        return value if number.degree == 0 or kinds == {Ratio} else _OF_NUMBER
+    if Test in kinds:
+        return CHOSEN
     return Mixed("a sum over rows, a mean over rows or a ratio are added to each other")
 
 
-def _product(name: str, first: Any, second: Any, *, prime: int) -> Any:
+def _shifted(value: Summed, shifts: set[int | None]) -> Any:
+    """A sum with constants of these degrees added to it."""
+    shifts = shifts - {None}
+    if len(shifts) > 1:
+        return _OF_NUMBER
+    return value._replace(shift=shifts.pop() if shifts else None)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a constant is as small as those that keep divisors from 0."""
+    known = value.known if isinstance(value, Fixed) else None
+    if known is None or known.dtype.kind not in "fV" or value.degree:
+        return False
+    return bool(np.all(np.abs(known.astype(np.float64)) <= _EPSILON))
+
+
+def _product(name: str, first: Any, second: Any) -> Any:
     if name == "mul" and isinstance(first, Fixed | Inverse | Test):
         first, second = second, first
     sign = -1 if name == "div" else 1
     if isinstance(second, Fixed) and not isinstance(first, Test):
-        return first._replace(degree=first.degree + sign * degree_of(second, prime))
+        times = sign * second.degree
+        if isinstance(first, Inverse):
+            times = -times
+        value = first._replace(degree=first.degree + times)
+        if isinstance(first, Summed) and first.shift is not None:
+            return value._replace(shift=first.shift + times)
+        return value
+    is_sum = isinstance(first, Summed) and first.form == EXACT and first.shift is None
     if name == "div" and isinstance(second, Summed):
+        form = second.form if second.shift is None else BOUNDED
         if isinstance(first, Fixed):
-            return Inverse(second.degree - degree_of(first, prime))
-        if isinstance(first, Summed) and first.form == "exact":
-            return Ratio(first.degree - second.degree)
-    if name == "mul" and isinstance(second, Inverse):
-        if isinstance(first, Summed) and first.form == "exact":
-            return Ratio(first.degree - second.degree)
-    if name == "mul" and isinstance(second, Test) and isinstance(first, Ratio | Summed):
+            return Inverse(second.degree - first.degree, form)
+        if is_sum:
+            return Ratio(first.degree - second.degree, form)
+    if name == "mul" and isinstance(second, Inverse) and is_sum:
+        return Ratio(first.degree - second.degree, second.form)
+    if isinstance(second, Test) and isinstance(first, Ratio) and second.of_zero:
         return first
+    if isinstance(first, Test) or isinstance(second, Test):
+        return CHOSEN
     return nonlinear(name)
-
-
-def counted(values: Sequence[Any], prime: int) -> Any:
-    """The sum of two numbers: a counter of rows if one is the number of rows."""
-    degree = max(degree_of(v, prime) for v in values)
-    return Summed(degree - 1, "shifted") if degree > 0 else Fixed()
 
 
 def joined(values: Sequence[Any]) -> Any:
@@ -197,9 +252,13 @@ def same(first: Any, second: Any) -> bool:
     """Whether two values are equal; arrays by their numbers."""
     if isinstance(first, Fixed) and isinstance(second, Fixed):
         one, other = first.known, second.known
+        if first.degree != second.degree:
+            return False
         if one is None or other is None:
             return one is other
         return bool(np.array_equal(one, other))
+    if isinstance(first, Counted) and isinstance(second, Counted):
+        return (first.cause, first.place) == (second.cause, second.place)
     return type(first) is type(second) and first == second
 
 
@@ -207,14 +266,24 @@ def _join(first: Any, second: Any) -> Any:
     if same(first, second):
         return first
     for one, other in ((first, second), (second, first)):
-        if isinstance(one, Mixed) or (is_zero(one) and not isinstance(other, Fixed)):
-            return one if isinstance(one, Mixed) else other
+        if isinstance(one, Mixed):
+            return one
+        if isinstance(one, Counted):
+            return one._replace(known=None) if isinstance(other, PLAIN) else counts(one)
+        if isinstance(one, Key):
+            return Mixed("a key of the loss is joined with other numbers")
+    for one, other in ((first, second), (second, first)):
+        if is_zero(one) and not isinstance(other, Fixed):
+            return other
     kinds = {type(first), type(second)}
     if kinds == {Fixed}:
-        return Fixed()
+        degrees = {v.degree for v in (first, second) if not is_zero(v)} or {0}
+        return Fixed(None, degrees.pop()) if len(degrees) == 1 else Counted(NUMBER)
     if kinds == {Rows, Fixed}:
-        rows = first if isinstance(first, Rows) else second
-        return nonlinear("a choice") if rows.degree or rows.is_ratio else rows
+        rows, number = (first, second) if isinstance(first, Rows) else (second, first)
+        if rows.degree or rows.is_ratio:
+            return nonlinear("a choice")
+        return _OF_NUMBER if number.degree else rows
     if kinds == {Rows}:
-        return elementwise("add", (first, second), 0)
+        return elementwise("add", (first, second))
     return _added(first, second)

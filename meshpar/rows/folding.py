@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.rows.values import Fixed
-
 MAX_SIZE = 1 << 16
 """Largest array that is folded."""
 
@@ -69,13 +67,11 @@ _WITH_PARAMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def constant(value: Any) -> Fixed:
-    """A constant of a jaxpr, known if it is small."""
+def known_value(value: Any) -> Any:
+    """A constant of a jaxpr as a numpy array; None if it is not small, or a key."""
     if hasattr(value, "dtype") and not isinstance(value.dtype, np.dtype):
-        return Fixed()  # A random key.
-    if np.size(value) > MAX_SIZE:
-        return Fixed()
-    return Fixed(np.asarray(value))
+        return None  # A random key.
+    return None if np.size(value) > MAX_SIZE else np.asarray(value)
 
 
 def folded(eqn: Any, known: Sequence[Any]) -> Any:

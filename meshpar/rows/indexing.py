@@ -10,11 +10,13 @@ from meshpar.rows.values import (
     COMBINED,
     PICKED,
     REDUCED,
+    Counted,
     Fixed,
     Mixed,
     Ratio,
     Rows,
     Summed,
+    counts,
     is_zero,
     nonlinear,
 )
@@ -28,11 +30,18 @@ def gather(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     if any(isinstance(v, REDUCED) for v in values):
         linear = isinstance(indices, Fixed) and isinstance(operand, Summed | Ratio)
         return operand if linear else nonlinear("indexing")
+    counted = _counted(indices)
+    if isinstance(operand, Counted):
+        return counts(operand)
     if isinstance(operand, Fixed):
+        if counted and not row_dims(eqn.invars[0].aval, prime):
+            return counts(counted)
         if indices.dim >= len(outer) or indices.degree or indices.is_ratio:
             return COMBINED
         return Rows(outer[indices.dim], indices.inner)
     dim = _dim_of_indices(eqn, operand, indices, prime)
+    if counted and (dim is None or operand.dim in numbers.operand_batching_dims):
+        return counts(counted)
     if dim is not None:
         if isinstance(indices, Rows) and (indices.dim, indices.inner) != (
             dim,
@@ -61,12 +70,24 @@ def _dim_of_indices(eqn: Any, operand: Rows, indices: Any, prime: int) -> int | 
     return _counting_dim(indices, place, prime)
 
 
+def _counted(indices: Any, but: int | None = None) -> Counted | None:
+    """The indices that count rows, or a column of them that does, but for one."""
+    if isinstance(indices, Counted):
+        return indices
+    columns = indices.columns if isinstance(indices, Rows) else ()
+    found = (v for i, v in enumerate(columns) if isinstance(v, Counted) and i != but)
+    return next(found, None)
+
+
 def _counting_dim(indices: Any, place: int, prime: int) -> int | None:
     """The dim along which a column of indices counts 0, 1, 2, ... over all rows."""
-    column = None
-    if isinstance(indices, Fixed) and indices.known is not None:
+    column = others = None
+    if isinstance(indices, Counted) and indices.known is not None:
         column = indices.known[..., place]
+        others = np.delete(indices.known, place, axis=-1)
     elif isinstance(indices, Rows) and indices.columns:
+        if _counted(indices, place):
+            return None
         column = getattr(indices.columns[place], "known", None)
     if column is None:
         return None
@@ -75,7 +96,8 @@ def _counting_dim(indices: Any, place: int, prime: int) -> int | None:
         if size % prime == 0 and np.array_equal(
             column, np.broadcast_to(lined_up, column.shape)
         ):
-            return dim
+            first = None if others is None else np.take(others, [0], axis=dim)
+            return dim if others is None or np.all(others == first) else None
     return None
 
 
@@ -91,11 +113,16 @@ def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     rows = [v for v in values if isinstance(v, Rows)]
     if any(v.degree or v.is_ratio for v in (operand, indices) if isinstance(v, Rows)):
         return nonlinear("writing by index")
+    counted = _counted(indices)
+    if other := next((v for v in (operand, updates) if isinstance(v, Counted)), None):
+        return counts(other)
+    if counted and (not held or held[0] in numbers.operand_batching_dims):
+        return counts(counted)
     if not held:
         if eqn.primitive.name not in ("scatter_add", "scatter-add"):
             return Mixed("rows overwrite each other")
-        degree = updates.degree if isinstance(updates, Rows) else 0
-        return Summed(degree, "exact" if is_zero(operand) else "shifted")
+        degree = updates.degree if isinstance(updates, Rows | Fixed) else 0
+        return Summed(degree, shift=None if is_zero(operand) else operand.degree)
     if len(held) > 1 or any(v.degree or v.is_ratio for v in rows):
         return COMBINED
     (dim,) = held
@@ -107,4 +134,13 @@ def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
             return Rows(dim, rows[0].inner)
     elif isinstance(indices, Fixed) and row_dims(eqn.invars[2].aval, prime):
         return Rows(dim, rows[0].inner)
-    return PICKED
+    return counts(counted) if counted else PICKED
+
+
+RULES = {
+    "gather": gather,
+    "scatter": scatter,
+    "scatter_add": scatter,
+    "scatter-add": scatter,
+}
+"""{primitive: rule for the value of its result}."""

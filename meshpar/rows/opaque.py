@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshpar.rows.values import Fixed, Mixed, Rows, nonlinear
+from meshpar.rows.values import Counted, Fixed, Key, Mixed, Rows, counts, nonlinear
 
 NAME = "split_as_arguments"
 """Name of the jitted function by which the analysis knows `split_as_arguments`."""
@@ -60,7 +60,9 @@ def results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
     """
     if mixed := next((v for v in values if isinstance(v, Mixed)), None):
         return [mixed] * len(eqn.outvars)
-    split = {v for v in values if not isinstance(v, Fixed)}
+    if counted := next((v for v in values if isinstance(v, Counted)), None):
+        return [counts(counted)] * len(eqn.outvars)
+    split = {v for v in values if not isinstance(v, Fixed | Key)}
     dims = {v.dim for v in split if isinstance(v, Rows)}
     if len(dims) > 1 or any(v != Rows(v.dim) for v in split if isinstance(v, Rows)):
         return [Mixed("arguments are split along several dims")] * len(eqn.outvars)

@@ -7,13 +7,18 @@ from typing import Any
 from meshpar.rows.arithmetic import joined
 from meshpar.rows.values import (
     COMBINED,
+    IN_BATCH,
+    NUMBER,
     PICKED,
+    PLAIN,
     REDUCED,
+    Counted,
     Fixed,
     Mixed,
     Ratio,
     Rows,
     Summed,
+    counts,
     nonlinear,
 )
 
@@ -35,8 +40,8 @@ def reduce_sum(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     """A sum over dims, which may hold rows."""
     (value,), axes = values, eqn.params["axes"]
     held = [d for d in row_dims(eqn.invars[0].aval, prime) if d in axes]
-    if isinstance(value, Fixed):
-        return Summed(len(held) - 1) if held else Fixed()
+    if isinstance(value, Summed) and value.shift is not None:
+        value = value._replace(shift=value.shift + len(held))
     if isinstance(value, Summed | Ratio):
         return value._replace(degree=value.degree + len(held))
     if not isinstance(value, Rows):
@@ -142,6 +147,7 @@ def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     is_stack = eqn.primitive.name == "stack"
     dim = eqn.params["axis" if is_stack else "dimension"]
     rows = [v for v in values if isinstance(v, Rows)]
+    counted = next((v for v in values if isinstance(v, Counted)), None)
     if any(isinstance(v, REDUCED) for v in values):
         return nonlinear(eqn.primitive.name) if rows else joined(values)
     shape = eqn.outvars[0].aval.shape
@@ -151,7 +157,11 @@ def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         return COMBINED
     if len({(v.degree, v.is_ratio) for v in rows}) > 1:
         return nonlinear(eqn.primitive.name)
+    if any(v.degree for v in values if isinstance(v, Fixed)):
+        return Mixed(NUMBER, IN_BATCH)
     is_column = dim == len(shape) - 1 and shape[dim] == len(values)
+    if counted and not is_column:
+        return counts(counted)
     columns = tuple(_column(v, is_stack) for v in values) if is_column else ()
     place = rows[0].dim + (is_stack and dim <= rows[0].dim)
     return rows[0]._replace(dim=place, columns=columns)
@@ -159,8 +169,8 @@ def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 
 def _column(value: Any, is_stack: bool) -> Any:
     """One of the values that are joined along the last dim, without that dim."""
-    if isinstance(value, Fixed) and value.known is not None:
-        return value if is_stack else Fixed(value.known[..., 0])
+    if isinstance(value, PLAIN) and value.known is not None and not is_stack:
+        return value._replace(known=value.known[..., 0])
     return _without_columns(value)
 
 
@@ -175,6 +185,7 @@ def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         sums = [v for v in values if isinstance(v, REDUCED)]
         fixed = [v for v in values if isinstance(v, Fixed)]
         linear = len(fixed) == 1 and isinstance(sums[0], Summed | Ratio)
+        linear = linear and not fixed[0].degree
         return sums[0] if linear else nonlinear("dot_general")
     dims: list[int | None] = []
     for variable in eqn.invars:
@@ -183,7 +194,7 @@ def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
             return COMBINED
         dims.append(held[0] if held else None)
     rows = [v for v in values if isinstance(v, Rows)]
-    degree, ratios = sum(v.degree for v in rows), sum(v.is_ratio for v in rows)
+    degree, ratios = sum(v.degree for v in values), sum(v.is_ratio for v in rows)
     if len({v.inner for v in rows}) > 1:
         return COMBINED
     if ratios > 1:
@@ -196,8 +207,6 @@ def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         if places[0] != places[1]:
             return COMBINED
         return Ratio(degree) if ratios else Summed(degree)
-    if not rows:
-        return Fixed()
     found = {
         _place_after(side, dim, contracted, batched, eqn)
         for side, dim in enumerate(dims)

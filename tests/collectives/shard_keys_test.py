@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from meshpar.collectives import shard_keys
+from meshpar.collectives import element_indices, shard_keys
 from meshpar.collectives.shard_keys import Inner
 from meshpar.errors import MeshparError
+from meshpar.layouts.row_draws import Draws
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 
 KEY = jax.random.key(7)
@@ -28,7 +29,7 @@ def test_shards_draw_rows_of_the_global_draw():
     spec = PartitionSpec("data")
 
     def shard(x):
-        key = shard_keys.for_shard(KEY, jax.lax.axis_index("data"))
+        key = shard_keys.for_shard(KEY, jax.lax.axis_index("data"), len(x))
         return draw(key, len(x))
 
     with jax.set_mesh(mesh):
@@ -53,7 +54,7 @@ def test_shards_of_rows_and_length_draw_blocks_of_the_global_draw():
     def shard(x):
         rows, length = jax.lax.axis_index("data"), jax.lax.axis_index("length")
         key = shard_keys.for_shard(
-            KEY, rows, shard_keys.Inner(length, jax.lax.axis_size("length"))
+            KEY, rows, len(x), shard_keys.Inner(length, jax.lax.axis_size("length"))
         )
         return noise(key, *x.shape)
 
@@ -106,7 +107,7 @@ def test_every_shard_draws_its_block(name, shape, num_shards):
         for place in np.ndindex(num_shards):
             numbers = [jnp.uint32(number) for number in place]
             inner = map(Inner, numbers[1:], num_shards[1:])
-            key = shard_keys.for_shard(KEY, numbers[0], *inner)
+            key = shard_keys.for_shard(KEY, numbers[0], local[0], *inner)
             block = tuple(
                 slice(at * size, (at + 1) * size)
                 for at, size in zip(place, local, strict=False)
@@ -122,14 +123,16 @@ def test_every_shard_draws_its_block(name, shape, num_shards):
         ((3, 1), (2,), (2, 3)),
         ((70_001, 2**20 - 1), (2**20,), (2, 3, 5)),
         ((2**31 + 7, 5), (2**16,), (1, 3, 2**10)),
+        ((2**31 + 7,), (), (1, 2**10)),
         ((11, 2**17 - 1, 2**16 - 3), (2**17, 2**16), (2, 1, 3, 5)),
     ],
 )
 def test_indices_beyond_32_bits(shards, num_shards, shape):
-    data = jnp.asarray([0, 0, *shards], jnp.uint32)
-    indices = jax.jit(shard_keys._block_indices, static_argnums=(1, 2))
+    first, *inner = (jnp.uint32(number) for number in shards)
+    words = [first * jnp.uint32(shape[0]), jnp.uint32(1), *inner]
+    indices = jax.jit(element_indices.indices, static_argnums=(1, 2, 3))
     splits = tuple((num, CONTIGUOUS) for num in num_shards)
-    high, low = map(np.asarray, indices(data, shape, splits))
+    high, low = map(np.asarray, indices(words, shape, 1, splits))
     sizes = [n * size for n, size in zip(num_shards, shape[1:], strict=False)]
     sizes += shape[1 + len(sizes) :]
     starts = [*shards, *[0] * (len(shape) - len(shards))]
@@ -150,21 +153,90 @@ def test_every_shard_draws_the_places_of_its_order(order, shape):
     places = device_order(order, shape[1], num).reshape(num, -1)
     for shard in range(num):
         inner = Inner(jnp.uint32(shard), num, order)
-        key = shard_keys.for_shard(KEY, jnp.uint32(1), inner)
         local = shape[0] // 2, shape[1] // num, *shape[2:]
+        key = shard_keys.for_shard(KEY, jnp.uint32(1), local[0], inner)
         drawn = jax.random.uniform(key, local)
         np.testing.assert_array_equal(drawn, whole[shape[0] // 2 :, places[shard]])
+
+
+BATCH, SHARDS, MICROBATCHES = 24, 2, 3
+DRAWN_BY_ROWS = {
+    "a number for each row": ((), lambda key, rows: jax.random.normal(key, (rows,))),
+    "tokens in one dim": (
+        *((5,), lambda key, rows: jax.random.normal(key, (rows * 5, 2))),
+    ),
+    "a key for each row": (
+        (),
+        lambda key, rows: jax.vmap(lambda key: jax.random.normal(key, (rows, 3)))(
+            jax.random.split(key, rows)
+        )[:, :4],
+    ),
+    "a choice in each row": (
+        (),
+        lambda key, rows: jax.random.categorical(key, jnp.zeros((rows, 9))),
+    ),
+    "gamma": ((), lambda key, rows: jax.random.gamma(key, 2.0, (rows,))),
+}
+
+
+def parts_of(key, draws):
+    """(key, rows) of every microbatch of every shard."""
+    rows = BATCH // SHARDS
+    for shard in range(SHARDS):
+        own = shard_keys.for_shard(key, jnp.uint32(shard), rows, draws=draws)
+        for m in range(MICROBATCHES):
+            part = shard_keys.for_microbatch(own, jnp.uint32(m), MICROBATCHES)
+            first = shard * rows + m
+            yield part, np.arange(first, (shard + 1) * rows, MICROBATCHES)
+
+
+@pytest.mark.parametrize("name", DRAWN_BY_ROWS)
+def test_microbatches_draw_the_numbers_of_their_rows(name):
+    per_row, draw = DRAWN_BY_ROWS[name]
+    draws = Draws(frozenset((1, *per_row)), frozenset((1,)))
+    whole = np.asarray(draw(KEY, BATCH)).reshape(BATCH, *per_row, -1)
+    if name == "a key for each row":  # Its own draws have as many rows as a part.
+        whole = np.asarray(draw_with(BATCH, BATCH // 6)).reshape(BATCH, -1)
+    for key, rows in parts_of(KEY, draws):
+        drawn = np.asarray(draw(key, len(rows))).reshape(len(rows), *per_row, -1)
+        np.testing.assert_array_equal(drawn, whole[rows])
+
+
+def draw_with(rows, own):
+    """What keys of rows draw in the shape [own, 3]."""
+    keys = jax.random.split(KEY, rows)
+    return jax.vmap(lambda key: jax.random.normal(key, (own, 3)))(keys)
+
+
+def test_contiguous_parts_of_a_microbatch_draw_the_numbers_of_their_rows():
+    whole = np.asarray(jax.random.uniform(KEY, (BATCH, 5)))
+    for key, rows in parts_of(KEY, None):
+        for part in range(2):
+            own = shard_keys.for_part(key, jnp.uint32(part), 2)
+            drawn = jax.random.uniform(own, (2, 5))
+            np.testing.assert_array_equal(drawn, whole[rows[2 * part :][:2]])
+
+
+def test_one_draw_for_all_rows_is_the_same_in_every_part():
+    def draw(key):
+        first, second = jax.random.split(key)
+        numbers = jax.random.normal(first), jax.random.normal(second, (7,))
+        return [*numbers, jax.random.normal(second, (1, 3))]
+
+    whole = draw(KEY)
+    for key, _ in parts_of(KEY, Draws(frozenset((1,)))):
+        jax.tree.map(np.testing.assert_array_equal, draw(key), whole)
 
 
 def test_keys_of_one_split_are_of_one_kind():
     """Keys are compared by type in scans, so the kind must not be made twice."""
     zero = jnp.uint32(0)
-    plain, rows = KEY.dtype, shard_keys.for_shard(KEY, zero).dtype
+    plain, rows = KEY.dtype, shard_keys.for_shard(KEY, zero, 4).dtype
     two = [
-        shard_keys.for_shard(KEY, zero, shard_keys.Inner(zero, 2)).dtype
+        shard_keys.for_shard(KEY, zero, 4, shard_keys.Inner(zero, 2)).dtype
         for _ in range(2)
     ]
-    three = shard_keys.for_shard(KEY, zero, shard_keys.Inner(zero, 3)).dtype
+    three = shard_keys.for_shard(KEY, zero, 4, shard_keys.Inner(zero, 3)).dtype
     assert two[0] == two[1] and len({plain, rows, two[0], three}) == 4
 
 
@@ -172,15 +244,15 @@ def test_keys_of_one_split_are_of_one_kind():
     "a, b", [(5, 2**31 + 7), (70_000, 123_456_789), (2**20, 2**20), (2**32 - 1,) * 2]
 )
 def test_high_word_of_a_product(a, b):
-    assert int(shard_keys._high_word(jnp.uint32(a), b)) == (a * b) >> 32
+    assert int(element_indices._high_word(jnp.uint32(a), b)) == (a * b) >> 32
 
 
 def test_a_draw_with_too_many_elements_is_an_error():
-    key = shard_keys.for_shard(jax.random.key(0), jnp.uint32(0))
+    key = shard_keys.for_shard(jax.random.key(0), jnp.uint32(0), 2**16)
     with pytest.raises(MeshparError, match="2\\*\\*32 elements or more on a shard"):
         jax.jit(lambda: jax.random.bits(key, (2**16, 2**16))).lower()
 
 
 def test_keys_of_another_kind_are_an_error():
     with pytest.raises(MeshparError, match="kind rbg: only threefry2x32 keys"):
-        shard_keys.for_shard(jax.random.key(0, impl="rbg"), jnp.uint32(0))
+        shard_keys.for_shard(jax.random.key(0, impl="rbg"), jnp.uint32(0), 1)

@@ -182,8 +182,7 @@ def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
         "mask": np.array([1, 0, 1, 1, 1, 0, 1, 0.5], np.float32),
     }
     stack, results = meshpar.from_nnx(Stack, STAGES), []
-    one_device = "data=1" + (",microbatches=2" if "microbatches" in layout else "")
-    for text in (one_device, layout):
+    for text in ("data=1", layout):
         n = layouts.parse(text).num_devices
         program = meshpar.lower(
             stack, optax.sgd(0.1), text, data, devices=jax.devices()[:n]

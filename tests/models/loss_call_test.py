@@ -56,9 +56,44 @@ def losses(layout, **options):
     ["data=8", "fsdp=2,tensor=2", "pipe=2,data=2,microbatches=2"],
 )
 def test_key_and_step_are_the_same_in_all_parts_of_a_model(layout):
-    microbatches = meshpar.layouts.parse(layout).microbatches
-    expected = losses(f"data=1,microbatches={microbatches}")
+    expected = losses("data=1")
     np.testing.assert_allclose(losses(layout, layers="blocks"), expected, rtol=2e-6)
+
+
+def always_noisy(model, batch, key):
+    x = batch["x"] + jax.random.normal(key, batch["x"].shape)
+    return jnp.square(model(x)).mean()
+
+
+@pytest.mark.parametrize(
+    "layers, layout",
+    [("", "data=8"), ("blocks", "data=2"), ("blocks", "pipe=4,microbatches=2")],
+)
+def test_a_loss_that_cannot_do_without_a_key_is_told_so_when_it_is_lowered(
+    layers, layout
+):
+    devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
+
+    def lower(**options):
+        model = meshpar.from_nnx(Denoiser, always_noisy, layers=layers, **options)
+        return meshpar.lower(model, optax.sgd(0.1), layout, batch(), devices=devices)
+
+    words = "needs a random key.*evaluation passes none.*evaluation_loss_fn=.*None"
+    with pytest.raises(meshpar.MeshparError, match=words):
+        lower()
+    program = lower(evaluation_loss_fn=diffusion_loss)
+    assert program.evaluate(program.init(), batch())["loss"] > 0
+
+
+def test_other_errors_of_evaluation_pass_unchanged():
+    def loss(model, batch, key):
+        if key is None:
+            raise TypeError("an error of the user's own")
+        return jnp.square(model(batch["x"])).mean()
+
+    model = meshpar.from_nnx(Denoiser, loss)
+    with pytest.raises(TypeError, match="^an error of the user's own"):
+        meshpar.lower(model, optax.sgd(0.1), "data=8", batch())
 
 
 def test_step_counts_and_key_changes():

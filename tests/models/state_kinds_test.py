@@ -69,7 +69,7 @@ def test_state_that_microbatches_do_not_see_is_that_of_one_of_them():
     [
         (lambda old, x: old + x.max(), "reduce_max"),
         (lambda old, x: old + x.sum(), "is a sum over rows"),
-        (lambda old, x: old + x.shape[0], "is a sum over rows"),
+        (lambda old, x: old + x.shape[0], "the number of rows"),
         (lambda old, x: old + x.var(), "square|integer_pow|enters single rows"),
     ],
 )

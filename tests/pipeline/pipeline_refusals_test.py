@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
+from support import row_losses
 from support.tiny_models import batch, lower, model, plain_model
 
 import meshpar
@@ -84,3 +86,47 @@ def test_losses_that_treat_a_slice_of_the_vocabulary_as_whole_are_refused(
     program = lower("pipe=2,microbatches=2,vocab=pipe", model(depth=2))
     with pytest.raises(LayoutError, match=words):
         _ = program.lowered
+
+
+def printed(x):
+    jax.debug.print("mean {}", x.mean())
+    return x
+
+
+def watched(x):
+    jax.debug.callback(lambda mean: None, x.mean())
+    return x
+
+
+def computed_outside(x):
+    return x + jax.pure_callback(lambda x: x, jax.typeof(x[0, 0]), x[0, 0])
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (printed, "jax.debug.print"),
+        (watched, "jax.debug.callback"),
+        (computed_outside, "jax.pure_callback"),
+    ],
+)
+def test_python_that_a_layer_calls_is_refused_by_name(call, name):
+    class Layer(row_losses.Layer):
+        def __call__(self, x):
+            return call(super().__call__(x))
+
+    class Net(row_losses.Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+
+    def program(layout, **options):
+        net = meshpar.from_nnx(Net, row_losses.squared, layers="layers")
+        devices, rows = jax.devices()[:2], row_losses.batch()
+        sgd = optax.sgd(0.1)
+        return meshpar.lower(net, sgd, layout, rows, devices=devices, **options)
+
+    for layout in ("pipe=2,microbatches=2", "data=2"):
+        with pytest.raises(LayoutError, match=f"calls {name} at .*:.*lowering=jit"):
+            program(layout)
+    assert program("data=2", lowering="jit")

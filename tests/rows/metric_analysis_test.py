@@ -15,7 +15,7 @@ from support.other_losses import plain_sum, ratio, variance
 
 import meshpar
 from meshpar.errors import LayoutError
-from meshpar.models import row_check
+from meshpar.models import row_values
 from meshpar.models.row_check import Split, check_losses
 from meshpar.rows.values import Fixed, Mixed, Ratio, Summed
 
@@ -102,7 +102,7 @@ def test_metrics_are_means_or_name_their_kind(metric, plain, weighted):
 
 def test_the_value_of_each_kind_is_told():
     def values(loss):
-        result = row_check.row_values(
+        result = row_values.row_values(
             made(loss).loss, abstract_params(), BATCH, jax.random.key(0)
         )
         return result.loss

@@ -1,0 +1,17 @@
+"""Which random numbers of a loss belong to the rows of its batch."""
+
+from typing import NamedTuple
+
+
+class Draws(NamedTuple):
+    """Draws that belong to rows, by the size of their first dim.
+
+    All other draws are the same in every part of the batch.
+
+    Attributes:
+      rows: numbers of entries per row, of draws; None for any number.
+      keys: numbers of entries per row, of keys that are split.
+    """
+
+    rows: frozenset[int] | None = None
+    keys: frozenset[int] = frozenset()

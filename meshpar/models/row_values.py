@@ -1,0 +1,163 @@
+"""Traces of a function with other numbers of rows, and what its results depend on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from meshpar import compat
+from meshpar.rows import opaque
+from meshpar.rows.analysis import RowAnalysis
+from meshpar.rows.draws import Drawn
+from meshpar.rows.two_traces import Differences, UnlikeError, unlike_work
+from meshpar.rows.values import (
+    BRANCHES,
+    IN_BATCH,
+    Counted,
+    Fixed,
+    Key,
+    Mixed,
+    Rows,
+    counts,
+)
+
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
+_OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
+"""Rows of the second trace: about twice as many, which every dtype tells apart."""
+
+
+def row_values(
+    fn: Callable,
+    params: Any,
+    batch: Any,
+    key: Any,
+    drawn: Drawn | None = None,
+    rows: Sequence[int] = (),
+) -> Any:
+    """The result of fn(params, batch, key) with a value of `rows.values` in each leaf.
+
+    Args:
+      fn: a function of pytrees; traced with other numbers of rows.
+      params: {path: ShapeDtypeStruct}.
+      batch: pytree of arrays or ShapeDtypeStructs [batch, ...].
+      key: abstract random key.
+      drawn: takes note of what it draws from the key.
+      rows: the numbers of rows with which it will run. A function that does other
+        things with them, such as one that branches on their number, is found by them.
+    """
+    prime, *others = _primes_for(params, batch)
+
+    def traced(rows: int) -> tuple[Any, Any]:
+        arguments = params, jax.tree.map(lambda x: with_rows(x, rows), batch), key
+        return traced_with_shape(fn, *arguments)
+
+    closed, shape = traced(prime)
+    inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
+    inputs += [Rows(0) for _ in jax.tree.leaves(batch)]
+    inputs += [Key() for _ in jax.tree.leaves(key)]
+
+    def analysis(differences: Differences) -> RowAnalysis:
+        return RowAnalysis(prime, differences, drawn or Drawn())
+
+    seconds = ((n, traced(n)[0]) for n in others)
+    runs = [(n, traced(n)[0]) for n in rows]
+    return compared_values(closed, shape, inputs, prime, seconds, analysis, runs)
+
+
+def traced_with_shape(fn: Callable, *args: Any) -> tuple[Any, Any]:
+    """(jaxpr, shapes of the result) of a function, for the analysis."""
+
+    def call(*args: Any) -> Any:  # Traces are cached by function.
+        return fn(*args)
+
+    with opaque.analysed():
+        return jax.make_jaxpr(call, return_shape=True)(*args)
+
+
+def compared_values(
+    closed: Any,
+    shape: Any,
+    inputs: list[Any],
+    prime: int,
+    seconds: Iterator[tuple[int, Any]],
+    analysis: Callable[[Differences], RowAnalysis],
+    runs: Sequence[tuple[int, Any]] = (),
+) -> Any:
+    """The values of a traced function's results, by a comparison with other traces.
+
+    Args:
+      closed: its jaxpr.
+      shape: shapes of the results.
+      inputs: values of the arguments.
+      prime: rows of this trace.
+      seconds: (rows, jaxpr) of other traces; the first one that has the same equations
+        is compared.
+      analysis: differences -> evaluates the jaxpr.
+      runs: (rows, jaxpr) of those that will run.
+    """
+    unlike: Any = None
+    for rows, second in seconds:
+        try:
+            found = Differences.between(
+                closed, second, (prime, rows), frozenset(opaque.RULES)
+            )
+        except UnlikeError as error:
+            unlike = unlike or error.equation
+            continue
+        found, unlike = _held_to_runs(found, closed, runs)
+        if unlike is None:
+            return values_of(closed, shape, inputs, analysis(found))
+        break
+    place = compat.user_line(unlike) if unlike is not None else ""
+    return jax.tree.map(lambda _: Mixed(BRANCHES, IN_BATCH, place), shape)
+
+
+def _held_to_runs(
+    found: Differences, closed: Any, runs: Sequence[tuple[int, Any]]
+) -> tuple[Differences, Any]:
+    """(differences, equation with which what runs does another thing, if any)."""
+    for rows, other in runs:
+        try:
+            found = found.compared_with(closed, other, rows)
+        except UnlikeError:
+            if (unlike := unlike_work(closed, other)) is not None:
+                return found, unlike
+    return found, None
+
+
+def values_of(closed: Any, shape: Any, inputs: list[Any], analysis: RowAnalysis) -> Any:
+    """The values of a traced function's results.
+
+    Args:
+      closed: its jaxpr.
+      shape: shapes of the results.
+      inputs: values of the arguments.
+      analysis: evaluates the jaxpr.
+    """
+    try:
+        results = analysis.run_closed(closed, inputs)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # A primitive that no rule foresees must not stop a loss with a weight.
+        reason = f"it could not be followed ({type(error).__name__}: {error})"
+        return jax.tree.map(lambda _: Mixed(reason), shape)
+    results = [counts(x) if isinstance(x, Counted) else x for x in results]
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def with_rows(x: Any, rows: int) -> jax.ShapeDtypeStruct:
+    """A leaf of a batch with another number of rows."""
+    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+
+def _primes_for(params: Any, batch: Any) -> tuple[int, int, int]:
+    """Primes that divide no dim of the model and of one row: one, and two others.
+
+    The third one is close to the first, for programs that change with sizes.
+    """
+    sizes = {size for x in jax.tree.leaves(params) for size in x.shape}
+    sizes |= {size for x in jax.tree.leaves(batch) for size in x.shape[1:]}
+    usable = [
+        [p for p in primes if all(size % p for size in sizes if size)]
+        for primes in (_PRIMES, _OTHERS)
+    ]
+    return usable[0][0], usable[1][0], usable[0][1]

@@ -1,0 +1,97 @@
+"""Loops and choices: what their results depend on, once their bodies are evaluated."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshpar import compat
+from meshpar.rows.arithmetic import elementwise, joined, same
+from meshpar.rows.values import PLAIN, Counted, Fixed, Mixed, Rows, Test
+
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+"""(jaxpr, values of its inputs) -> values of its outputs."""
+
+_MAX_ROUNDS = 8
+"""Rounds after which a loop's carry has to stay as it is."""
+
+
+def scan(eqn: Any, values: list[Any], run: Run) -> list[Any]:
+    """A loop over slices."""
+    num_consts, num_carry = compat.scan_counts(eqn)
+    consts, carry = values[:num_consts], values[num_consts:][:num_carry]
+    slices = [_slice(v) for v in values[num_consts + num_carry :]]
+
+    def step(carry: list[Any]) -> list[Any]:
+        return run(eqn.params["jaxpr"], [*consts, *carry, *slices])
+
+    outputs = _settled(step, list(carry))
+    return [*outputs[:num_carry], *map(_stacked, outputs[num_carry:])]
+
+
+def loop(eqn: Any, values: list[Any], run: Run) -> list[Any]:
+    """A `while` loop."""
+    params, num = eqn.params, eqn.params["cond_nconsts"]
+    held, rest = values[:num], values[num:]
+    consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
+
+    def step(carry: list[Any]) -> list[Any]:
+        return run(params["body_jaxpr"], [*consts, *carry])
+
+    carry = _settled(step, list(carry))
+    (goes_on,) = run(params["cond_jaxpr"], [*held, *carry])
+    if isinstance(goes_on, Fixed):
+        return carry
+    if isinstance(goes_on, Counted):
+        return [joined((goes_on, v)) for v in carry]
+    return [Mixed("a loop runs as long as the batch says")] * len(carry)
+
+
+def choice(eqn: Any, values: list[Any], run: Run) -> list[Any]:
+    """A `cond` or a `switch`."""
+    which, *operands = values
+    branches = [run(body, operands) for body in eqn.params["branches"]]
+    cases = list(zip(*branches, strict=True))
+    if isinstance(which, Fixed):
+        return [joined(each) for each in cases]
+    if isinstance(which, Counted):
+        return [joined((which, *each)) for each in cases]
+    if isinstance(which, Test):
+        return [elementwise("select_n", (which, *each)) for each in cases]
+    if isinstance(which, Mixed):
+        return [which] * len(cases)
+    return [Mixed("the batch chooses what is computed")] * len(cases)
+
+
+RULES = {"scan": scan, "while": loop, "cond": choice}
+"""{primitive: rule for the values of its results}."""
+
+
+def _settled(step: Callable[[list[Any]], list[Any]], carry: list[Any]) -> list[Any]:
+    """The outputs of a loop's body once its carry stays as it is."""
+    for _ in range(_MAX_ROUNDS):
+        outputs = step(carry)
+        new = [joined(pair) for pair in zip(carry, outputs, strict=False)]
+        if all(map(same, new, carry)):
+            return [*carry, *outputs[len(carry) :]]
+        carry = new
+    mixed = Mixed("a loop changes how a number depends on the rows")
+    return [mixed] * len(outputs)
+
+
+def _slice(value: Any) -> Any:
+    """One step's part of a value that a loop runs over."""
+    if isinstance(value, PLAIN):
+        return value._replace(known=None)
+    if isinstance(value, Rows):
+        if value.dim == 0:
+            return Mixed("a loop runs over rows")
+        return value._replace(dim=value.dim - 1, columns=())
+    return value
+
+
+def _stacked(value: Any) -> Any:
+    """The results of all steps of a loop."""
+    if isinstance(value, PLAIN):
+        return value._replace(known=None)
+    if isinstance(value, Rows):
+        return value._replace(dim=value.dim + 1, columns=())
+    return value
