@@ -45,6 +45,7 @@ def test_the_readme_is_short():
             "docs/long_sequences.md",
             "docs/generation.md",
             "docs/memory.md",
+            "docs/proof.md",
             "docs/sparse.md",
         ),
     ],

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 from support import mistakes, regression, tiny_stack
-from support.mistakes import UNCHECKED, kinds, mistakes_at, planted, tensors
+from support.mistakes import UNCHECKED, kinds, kinds_at, mistakes_at, planted, tensors
 from support.tiny_models import host, relative_error
 
 import meshpar
@@ -216,11 +216,6 @@ def test_muon_of_stacks():
     case = mistakes.stack(lambda: muon)
     report = planted(case, PARTS, (optimizer, "_are_same", proved))
     assert "weight" in kinds(report) and "gradient" not in kinds_at(report, 1)
-
-
-def kinds_at(report, step):
-    """The kinds of tensors that differ in one step."""
-    return {c.kind for c in report.comparisons if not c.ok and c.step == step}
 
 
 def test_a_trust_ratio_of_stacks():

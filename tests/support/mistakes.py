@@ -213,6 +213,11 @@ def kinds(report: VerifyReport) -> set[str]:
     return {c.kind for c in report.comparisons if not c.ok}
 
 
+def kinds_at(report: VerifyReport, step: int) -> set[str]:
+    """The kinds of tensors that differ in one step."""
+    return {c.kind for c in report.comparisons if not c.ok and c.step == step}
+
+
 def tensors(report: VerifyReport, kind: str) -> set[str]:
     """The tensors of a kind that differ."""
     return {c.tensor for c in report.comparisons if not c.ok and c.kind == kind}
