@@ -35,18 +35,19 @@ class Case:
     Attributes:
       lower: (layout) -> the program.
       batches: one per step.
-      draws: whether the model draws noise, so that one device is the judge.
+      second: layout of the program on one device that is the judge of a model that
+        draws noise; "" for the plain loop.
     """
 
     lower: Callable[[str], meshpar.TrainProgram]
     batches: tuple[Any, ...]
-    draws: bool = False
+    second: str = ""
 
     @functools.cached_property
     def expected(self) -> list:
         """The numbers of the judge; no mistake may be planted yet."""
-        one = self.lower("data=1")
-        return list((record if self.draws else judged)(one, self.batches))
+        one = self.lower(self.second or "data=1")
+        return list((record if self.second else judged)(one, self.batches))
 
 
 def stack(
@@ -132,7 +133,7 @@ def words_batch() -> dict[str, np.ndarray]:
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
 
 
-def words(optimizer: Any = ADAM, dropout: float = 0.0, experts: int = 0) -> Case:
+def words(dropout: float = 0.0, experts: int = 0, second: str = "") -> Case:
     """A language model of two layers; one step."""
     layers = meshpar.LayerStack(
         stack="layers",
@@ -143,9 +144,45 @@ def words(optimizer: Any = ADAM, dropout: float = 0.0, experts: int = 0) -> Case
 
     def lower(layout: str) -> meshpar.TrainProgram:
         model = meshpar.from_nnx(lambda rngs: Words(dropout, experts, rngs), layers)
-        return on_devices(model, layout, words_batch(), optimizer)
+        return on_devices(model, layout, words_batch())
 
-    return Case(lower, (words_batch(),), draws=dropout > 0)
+    return Case(lower, (words_batch(),), second)
+
+
+class ListedLayer(nnx.Module):
+    """A layer with a matrix and two vectors."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.dense = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + jnp.tanh(self.dense(self.norm(x)))
+
+
+class Listed(nnx.Module):
+    """Layers in a list, of which programs make a stack."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([ListedLayer(rngs) for _ in range(DEPTH)])
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def listed(optimizer: Any) -> Case:
+    """Layers in a list; two steps."""
+
+    def loss(net: Listed, batch: Any) -> Any:
+        return jnp.square(net(batch["x"]).mean(-1) - batch["y"]).mean()
+
+    def lower(layout: str) -> meshpar.TrainProgram:
+        model = meshpar.from_nnx(Listed, loss, layers="layers")
+        return on_devices(model, layout, tiny_stack.batch(), optimizer)
+
+    return Case(lower, (tiny_stack.batch(0), tiny_stack.batch(1)))
 
 
 class LinenLayer(nn.Module):
