@@ -59,6 +59,7 @@ def test_a_mean_of_means():
     assert kinds(report) >= {"loss", "gradient", "grad_norm", "optimizer"}
 
 
+@pytest.mark.slow
 def test_padding_that_counts():
     def all_rows(head_loss):
         def loss(net, x, batch):
@@ -71,6 +72,7 @@ def test_padding_that_counts():
     assert kinds(report) >= {"evaluation", "loss", "gradient"}
 
 
+@pytest.mark.slow
 def test_the_first_microbatch_for_all():
     def first(split):
         def same(batch, num):
