@@ -221,6 +221,7 @@ def check_equality(run, alone):
 
 def check_contract(row, program):
     assert program.violations() == []
+    check_written(program)
     payload = 4 * sum(param.size for param in program.model.params.values()) * 7 / 8
     if row.wire is not None:
         least, most = row.wire
@@ -232,6 +233,29 @@ def check_contract(row, program):
         exact = (term for term in program.contract.terms if not term.bound)
         declared = sum(term.wire_bytes for term in exact if TENSOR not in term.axes)
         assert sum(found) / payload == pytest.approx(declared / payload, abs=0.02)
+
+
+def check_written(program):
+    """What a step writes is what is compiled, but for gathers that compilers drop."""
+    norm = 8 * len(program.plan.gradients)
+    written, compiled = {}, {}
+    for term in program.inspection.written_terms:
+        assert not term.bound, term
+        key = term.kind, term.axes
+        written[key] = written.get(key, 0) + term.payload_bytes
+    for found in program.collectives:
+        key = found.kind, found.axes
+        size = found.payload_bytes * found.executions
+        compiled[key] = compiled.get(key, 0) + size
+    for (kind, axes), size in written.items():
+        found = compiled.get((kind, axes), 0)
+        if kind == "all_gather":
+            assert 0.75 * size <= found <= size
+        elif kind == "all_reduce":  # Compilers add the gradients' norm; over tensor,
+            # the gradients of weights that it does not split.
+            assert size <= found <= size + (norm if TENSOR not in axes else 2**14)
+        else:
+            assert found == size
 
 
 def check_state(run):

@@ -168,8 +168,7 @@ def _print_layout(
     for violation in e.violations:
         line = Text.assemble(("VIOLATION:", "bold red"), f" {violation}")
         console.print(line, soft_wrap=True)
-    if not e.violations:
-        console.print("the compiled program keeps the contract")
+    console.print(str(e.shares), soft_wrap=True)
 
 
 def print_explanations(explanations: Sequence[Explanation], parameters: bool) -> None:

@@ -31,8 +31,8 @@ def _section(e: Explanation) -> str:
     """One layout: verdict, mesh, pipeline, collectives and parameters."""
     items = [f'<p class="bad">Violation: {html.escape(v)}</p>' for v in e.violations]
     items += [f'<p class="warn">Warning: {html.escape(w)}</p>' for w in e.warnings]
-    if not e.violations:
-        items.append('<p class="good">The compiled program keeps the contract.</p>')
+    kept = "bad" if e.violations else "good"
+    items.append(f'<p class="{kept}">{html.escape(str(e.shares))}</p>')
     traffic = [
         (
             row.kind,

@@ -39,6 +39,7 @@ def as_dict(report: VerifyReport, layout: meshpar.Layout) -> dict[str, Any]:
         "equal": report.ok,
         "judge": report.judge,
         "violations": report.violations,
+        "shares": report.shares and dataclasses.asdict(report.shares),
         "first_difference": first and dataclasses.asdict(first),
         "comparisons": [dataclasses.asdict(c) for c in report.comparisons],
     }
@@ -63,7 +64,8 @@ def print_report(
         console.print(
             f"EQUAL: {layout} trains the same model as {report.judge} "
             f"({num_steps} steps, {len(report.comparisons)} comparisons) and "
-            f"keeps its contract ({num_collectives} collectives)",
+            f"keeps its contract ({num_collectives} collectives, "
+            f"{report.shares.exactly} of their bytes declared exactly)",
             soft_wrap=True,
         )
     elif report.first_difference is not None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.contracts.purposes import gathers
 from meshpar.mesh.platform import traced_platform
 
 
@@ -69,7 +70,8 @@ def all_gather_matmul(
     for step in range(size):
         part = parts[step]
         if step < size - 1:
-            parts.append(lax.ppermute(part, axis, ring))
+            with gathers():
+                parts.append(lax.ppermute(part, axis, ring))
         for i, w in enumerate(weights):
             start = (place - step) % size * length
             ys[i] = lax.dynamic_update_slice_in_dim(ys[i], contract(part, w), start, 1)

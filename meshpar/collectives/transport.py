@@ -21,6 +21,7 @@ from meshpar.collectives.rings import (
     torus_reduce_scatter,
     torus_reduce_scatter_of,
 )
+from meshpar.contracts.purposes import gathers
 from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of, traced_platform
 from meshpar.mesh.torus import ring_shape
@@ -144,7 +145,8 @@ class Rings(Transport):
         """Joins the shards of all devices along `dim`, step by step."""
         if not self.covers(axes):
             return super().all_gather(x, axes, dim)
-        return torus_all_gather(x, axes[0], self.shapes[axes[0]], dim)
+        with gathers():
+            return torus_all_gather(x, axes[0], self.shapes[axes[0]], dim)
 
     def reduce_scatter(self, x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
         """Sums over the axes step by step, and keeps this device's part of a dim."""

@@ -16,6 +16,7 @@ of a loop (`loop_order`).
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
@@ -57,20 +58,9 @@ class Contract:
         """
         collectives = list(collectives)
         all_terms, lines = over_slices(self.terms, collectives)
-        groups: dict[_Key, list[Collective]] = {}
-        for collective in collectives:
-            key = collective.kind, collective.axes, collective.partial
-            groups.setdefault(key, []).append(collective)
-        declared: dict[_Key, list[DeclaredCollective]] = {}
-        for term in all_terms:
-            if not term.bound:
-                key = term.kind, term.axes, term.partial
-                declared.setdefault(key, []).append(term)
         room = {term: term.wire_bytes for term in all_terms if term.bound}
-        rewritten = _written_as_all_reduce(groups, declared)
-        for key in [*declared, *(key for key in groups if key not in declared)]:
-            group, terms = groups.get(key, []), declared.get(key, [])
-            lines += _violations(key, group, terms, room, rewritten.get(key, 0))
+        for group in compared(all_terms, collectives):
+            lines += _violations(group, room)
         return lines
 
     def state_violations(self, state_bytes: Mapping[str, int]) -> list[str]:
@@ -93,24 +83,62 @@ _Key = tuple[str, tuple[str, ...], bool]
 """Kind and mesh axes of collectives that are compared together, and `partial`."""
 
 
-def _violations(
-    key: _Key,
-    group: list[Collective],
-    terms: list[DeclaredCollective],
-    room: dict[DeclaredCollective, float],
-    rewritten: int,
-) -> list[str]:
-    """Compares all collectives of one kind over the same axes with their terms.
+class Compared(NamedTuple):
+    """All collectives of one kind over the same axes, and their exact terms.
 
-    Args:
-      key: kind, axes and whether the groups are parts of the axes.
-      group: the collectives of the program.
+    Attributes:
+      kind: as `Collective.kind`.
+      axes: mesh axes.
+      partial: whether the groups of devices are parts of the axes.
+      found: the collectives of the program.
       terms: the declared collectives that are exact.
-      room: bytes that are left of each bound; bytes beyond `terms` are taken from it.
       rewritten: bytes of this kind that occur as another kind, or minus the bytes of
         other kinds that occur as this one.
     """
-    kind, axes, partial = key
+
+    kind: str
+    axes: tuple[str, ...]
+    partial: bool
+    found: list[Collective]
+    terms: list[DeclaredCollective]
+    rewritten: int
+
+
+def compared(
+    terms: Iterable[DeclaredCollective], collectives: Iterable[Collective]
+) -> list[Compared]:
+    """Puts collectives beside the exact terms of the same kind and axes.
+
+    Args:
+      terms: of a contract.
+      collectives: of a compiled program.
+    """
+    groups: dict[_Key, list[Collective]] = {}
+    for collective in collectives:
+        key = collective.kind, collective.axes, collective.partial
+        groups.setdefault(key, []).append(collective)
+    declared: dict[_Key, list[DeclaredCollective]] = {}
+    for term in terms:
+        if not term.bound:
+            key = term.kind, term.axes, term.partial
+            declared.setdefault(key, []).append(term)
+    rewritten = _written_as_all_reduce(groups, declared)
+    return [
+        Compared(
+            *key, groups.get(key, []), declared.get(key, []), rewritten.get(key, 0)
+        )
+        for key in [*declared, *(key for key in groups if key not in declared)]
+    ]
+
+
+def _violations(compared: Compared, room: dict[DeclaredCollective, float]) -> list[str]:
+    """Compares all collectives of one kind over the same axes with their terms.
+
+    Args:
+      compared: both.
+      room: bytes that are left of each bound; bytes beyond the terms are taken from it.
+    """
+    kind, axes, partial, group, terms, rewritten = compared
     declared = sum(term.payload_bytes for term in terms)
     actual = sum(map(_payload, group)) + rewritten
     name = f"{kind} over {'part of ' if partial else ''}{'*'.join(axes)}"

@@ -14,6 +14,7 @@ from meshpar.contracts.compiler_log import rematerialized
 from meshpar.contracts.contract import Contract
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer, link_seconds
+from meshpar.contracts.shares import Shares
 from meshpar.contracts.step_time import StepTime
 from meshpar.explain.warnings import collective_warnings, replicated_state
 from meshpar.layouts.plan import LeafPlan, Plan
@@ -66,6 +67,7 @@ class Explanation:
         state that synchronizes replicas.
       compiled_bytes: as the compiler reports them: "arguments", "temporary", "peak".
       traffic: collectives, declared and found.
+      shares: how much of what the program moves was declared exactly.
       host: declared transfers between one device and host memory.
       host_found: those of the compiled step; None where programs do not show them.
       host_seconds: least time of the declared ones over the link, both ways at once;
@@ -91,6 +93,7 @@ class Explanation:
     state_bytes: int
     compiled_bytes: dict[str, int]
     traffic: tuple[CollectiveRow, ...]
+    shares: Shares
     violations: tuple[str, ...]
     warnings: tuple[str, ...]
     pipeline: PipelineReport | None = None
@@ -183,6 +186,7 @@ def describe(
             "peak": inspection.peak_bytes,
         },
         traffic=_collective_rows(contract.terms, collectives),
+        shares=Shares.of(contract, collectives),
         host=host,
         host_found=inspection.host_transfers if host else None,
         host_seconds=seconds,

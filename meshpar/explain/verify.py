@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from meshpar.arrays import is_key, parameter_path
+from meshpar.contracts.shares import Shares
 from meshpar.errors import MeshparError
 from meshpar.explain.judge import PlainLoop, Step, reason_no_judge
 from meshpar.layouts.param import follows_load
@@ -72,17 +73,19 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """All comparisons of one verification, in order, and violations of the contract.
+    """All comparisons of one verification, in order, and the contract.
 
     Attributes:
       comparisons: in the order of the steps.
       violations: of the contract.
       judge: what the program was compared with.
+      shares: how much of what the program moves was declared exactly.
     """
 
     comparisons: tuple[Comparison, ...]
     violations: tuple[str, ...] = ()
     judge: str = "one device"
+    shares: Shares | None = None
 
     @property
     def first_difference(self) -> Comparison | None:
@@ -338,4 +341,5 @@ def verify(
         for group in wanted:
             if group.kind != "weight" or group.rounding is not None:
                 comparisons += compare(step, found[group.kind], group, tolerance)
-    return VerifyReport(tuple(comparisons), tuple(program.violations()), judge)
+    violations, shares = tuple(program.violations()), Shares.of(*program.busiest)
+    return VerifyReport(tuple(comparisons), violations, judge, shares)

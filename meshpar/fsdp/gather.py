@@ -17,9 +17,12 @@ from jax import lax
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.transport import ONE_SHOT, Transport
+from meshpar.contracts.purposes import purpose
 from meshpar.fsdp.buckets import TILE, make_buckets, padding
 from meshpar.fsdp.product import Product, whole
 from meshpar.fsdp.sharding import ManualSharding, on_local_shards
+
+REPLICATED = "gradients, over the axes that replicate the tensor"
 
 
 def gather_shards(
@@ -196,19 +199,25 @@ def _scatter_bucket(
     return shards
 
 
-def all_reduce_grads(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params:
+def all_reduce_grads(
+    tree: Params,
+    shardings: Mapping[str, ManualSharding],
+    why: str = REPLICATED,
+) -> Params:
     """Sums gradients over the manual axes that do not split them, in buckets.
 
     Args:
       tree: {path: this device's shard of its addend}; call inside shard_map.
       shardings: {path: how manual axes split it}.
+      why: the purpose, for reports.
 
     Returns:
       {path: this device's shard of the sum}.
     """
-    return on_local_shards(
-        functools.partial(_all_reduce, shardings=shardings), tree, shardings
-    )
+    with purpose(why, ""):
+        return on_local_shards(
+            functools.partial(_all_reduce, shardings=shardings), tree, shardings
+        )
 
 
 def _all_reduce(tree: Params, shardings: Mapping[str, ManualSharding]) -> Params:

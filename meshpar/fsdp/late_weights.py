@@ -8,7 +8,6 @@ from jax import lax
 
 from meshpar.arrays import Array, Params, num_bytes
 from meshpar.collectives import transport
-from meshpar.collectives.transport import ONE_SHOT
 from meshpar.fsdp.gather_order import gather_beside
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.zero import Zero
@@ -75,8 +74,8 @@ class LateWeights:
         ready = {path: whole[path] for path in self.leaves if path in whole}
         ready = lax.stop_gradient(ready)
         return gather_beside(
-            lambda leaves: ready or zero.whole(leaves, {}, shardings, ONE_SHOT),
-            lambda grads: zero.reduced(grads, shardings, zero.transports.once),
+            lambda leaves: ready or zero.whole_shared(leaves, {}),
+            zero.reduced_shared,
             shardings,
         )(x, self.leaves)
 

@@ -18,15 +18,13 @@ from meshpar.collectives.transport import ONE_SHOT, Transport
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.buckets import make_buckets, padding
 from meshpar.fsdp.sharding import ManualSharding, entry_axes
-from meshpar.fsdp.zero import Zero
+from meshpar.fsdp.zero import SHARED, Zero
 from meshpar.layouts.axes import ways_of
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 Shardings = Mapping[str, ManualSharding]
 Sizes = Mapping[str, int]
 """{mesh axis: size}."""
-
-_SHARED = "embedding, head and other shared tensors"
 
 
 class LayerPass(NamedTuple):
@@ -175,7 +173,7 @@ def declared_gathers(
         return
     shared, stack = zero.layered.split(weights)
     runs = zero.layout.microbatches if zero.reduces_shared_early else 1
-    shared_why = f"{why}: {_SHARED}"
+    shared_why = f"{why}: {SHARED}"
     yield from declare(shared, zero.shardings, runs=runs, why=shared_why, **outside)
     layer, transports = abstract_layer(stack), zero.transports
     ahead = {path: layer.pop(path) for path in list(layer) if path in zero.prefetched}
@@ -215,7 +213,7 @@ def declared_scatters(
         zero.shardings,
         transport=transports.once,
         runs=zero.layout.microbatches if early else 1,
-        why=f"{why}: {_SHARED}",
+        why=f"{why}: {SHARED}",
     )
     early = zero.reduces_early
     stack = zero.layered.split(weights if early else sums)[1]

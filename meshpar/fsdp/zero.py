@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax import lax
 
 from meshpar.arrays import Array, Params, rounded, to_device
 from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
+from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, reduce_scatter_grads
 from meshpar.fsdp.gather_order import after, gather_with
@@ -33,6 +35,8 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.scope import with_policy
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
+
+SHARED = "embedding, head and other shared tensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +168,14 @@ class Zero:
             if self.casts_layers or self.streams:
                 constants |= {path: self.vary(x) for path, x in stack.items()}
             return leaves, constants
-        whole = gather_shards(shards, self.shardings)
+        with self._moves("weights gathered once a step"):
+            whole = gather_shards(shards, self.shardings)
         if self.reduces_early:
             return self._split_trained(shards)[0], whole
         return self._split_trained(self.cast(whole))
+
+    def _moves(self, what: str, backward: str = "") -> AbstractContextManager:
+        return purpose(f"zero={self.layout.zero_level}: {what}", backward)
 
     def _split_trained(self, tree: Params) -> tuple[Params, Params]:
         """(trained entries, others) of {path: array}."""
@@ -178,17 +186,24 @@ class Zero:
         """Whole weights of embedding and head, differentiable by their leaves."""
         if not self.reduces_early:
             return {**leaves, **constants}
-        shardings = self.layered.split(self.shardings)[0]
         return gather_with(
-            lambda leaves: self.whole(leaves, constants, shardings, ONE_SHOT),
-            lambda grads: self.reduced(
-                {path: grads[path] for path in leaves}, shardings, self.transports.once
-            ),
+            lambda leaves: self.whole_shared(leaves, constants),
+            lambda grads: self.reduced_shared({path: grads[path] for path in leaves}),
         )(leaves)
+
+    def whole_shared(self, leaves: Params, constants: Params) -> Params:
+        """`whole` of embedding and head."""
+        with self._moves(f"weights: {SHARED}"):
+            return self.whole(leaves, constants, self.shardings, ONE_SHOT)
+
+    def reduced_shared(self, grads: Params) -> Params:
+        """`reduced` of embedding and head."""
+        with self._moves(f"gradients: {SHARED}"):
+            return self.reduced(grads, self.shardings, self.transports.once)
 
     def gathered_shared(self, shared: Params) -> Params:
         """Whole weights of embedding and head, for a pipeline's stages."""
-        return gather_shards(shared, self.shardings) if self.gathers_layers else shared
+        return self.whole_shared(shared, {}) if self.gathers_layers else shared
 
     def layers(self, key: Key, context: Any, remat: str) -> LayerScan:
         """Layers of the stack.
@@ -205,7 +220,9 @@ class Zero:
             return jax.tree.map(self.vary, y)
 
         def reduce(grads: Params) -> Params:
-            return self.reduced(grads, self.layer_shardings, self.transports.gradients)
+            with self._moves("gradients: layer by layer, going backward"):
+                transport = self.transports.gradients
+                return self.reduced(grads, self.layer_shardings, transport)
 
         return LayerScan(
             with_policy(layer, remat, prevent_cse=False),
@@ -223,7 +240,9 @@ class Zero:
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:
         ahead = self.prefetched.issuperset({*leaves, *constants})
         transport = self.transports.prefetched if ahead else self.transports.weights
-        return self.whole(leaves, constants, self.layer_shardings, transport)
+        when = "one layer ahead" if ahead else "layer by layer"
+        with self._moves(f"weights: {when}", "backward"):
+            return self.whole(leaves, constants, self.layer_shardings, transport)
 
     def whole(
         self,
@@ -261,14 +280,14 @@ class Zero:
         shared, stack = self.layered.split(grads)
         transport = self.transports.once
         if self.splits_any and not self.reduces_shared_early:
-            shared = reduce_scatter_grads(shared, self.shardings, transport)
+            with self._moves(f"gradients: {SHARED}"):
+                shared = reduce_scatter_grads(shared, self.shardings, transport)
         if stack and self.splits_any and not self.reduces_early:
-            shardings = self.layer_shardings
+            args = self.layer_shardings, transport
             least = min(stack, key=lambda path: stack[path].size)  # One delays all.
-            stack = lax.map(
-                lambda layer: reduce_scatter_grads(layer, shardings, transport),
-                stack | self.in_order(shared | reduced, {least: stack[least]}),
-            )
+            ready = self.in_order(shared | reduced, {least: stack[least]})
+            with self._moves("gradients: layer by layer, once a step"):
+                stack = lax.map(lambda x: reduce_scatter_grads(x, *args), stack | ready)
             shared = self.in_order(stack, shared)
         return {**shared, **stack}
 

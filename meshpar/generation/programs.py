@@ -218,16 +218,16 @@ class GenerationPrograms:
     def _inspection(self, fn: Callable, out_shardings: Any, *args: Any) -> Inspection:
         """A program that donates its second argument, which is updated in place."""
 
-        def lower() -> jax.stages.Lowered:
+        def trace() -> jax.stages.Traced:
             with jax.set_mesh(self.mesh):
                 return jax.jit(
                     fn,
                     donate_argnums=1,
                     out_shardings=out_shardings,
                     compiler_options=compiler_options(self.mesh),
-                ).lower(*args)
+                ).trace(*args)
 
-        return Inspection(lower, self.mesh, lambda collectives: None)
+        return Inspection(trace, self.mesh, lambda collectives: None)
 
     @contextlib.contextmanager
     def _scope(self, layout: Layout) -> Iterator[Scope]:

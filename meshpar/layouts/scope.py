@@ -17,7 +17,6 @@ from meshpar.errors import LayoutError, nearest
 from meshpar.layouts.axes import AXES, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix, segments
-from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.remat import NONE, wrap_remat
 
@@ -38,7 +37,6 @@ class Scope:
       remat_used: whether the model called `remat`.
       remat_outside: whether it did where a mix of policies gives none: `policy_of`.
       experts_used: whether the model called `ops.experts.mixture`.
-      moves: activations that functions of `ops` moved between devices, in order.
       looped_flops: FLOPs of grouped matmuls, where loops hide their number of rounds.
       marks_rows: whether `ops.vocabulary.lookup` marks rows as varying over `pipe`.
     """
@@ -51,7 +49,6 @@ class Scope:
     remat_used: bool = False
     remat_outside: bool = False
     experts_used: bool = False
-    moves: list[Move] = dataclasses.field(default_factory=list)
     looped_flops: list[float] = dataclasses.field(default_factory=list)
     marks_rows: bool = True
 
@@ -69,7 +66,7 @@ def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator
 @contextlib.contextmanager
 def unmarked_rows() -> Iterator[None]:
     """Traces a model for a check, in which rows of an embedding keep their type."""
-    with _scope(dataclasses.replace(_scope.value, marks_rows=False, moves=[])):
+    with _scope(dataclasses.replace(_scope.value, marks_rows=False)):
         yield
 
 

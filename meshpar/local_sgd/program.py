@@ -219,7 +219,9 @@ class LocalProgram(TrainProgram):
 
     def violations(self) -> list[str]:
         """Violations of the contracts of all programs that the mode runs."""
-        return mode_violations(self.programs, self.contract)
+        lines = mode_violations(self.programs, self.contract)
+        written = self.inspection.written_terms
+        return [*lines, *self.lowering.formula_violations(written)]
 
     @property
     def busiest(self) -> tuple[Contract, list[Collective]]:

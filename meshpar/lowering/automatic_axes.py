@@ -1,9 +1,10 @@
-"""Bounds on what a compiler moves over the axes that are automatic inside shard_map."""
+"""Bounds on what compilers move over automatic axes, for models and optimizers."""
 
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from meshpar.arrays import num_bytes
 from meshpar.contracts import cost
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
@@ -11,7 +12,8 @@ from meshpar.layouts.axes import in_use
 from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import Moves, Runs
+from meshpar.lowering.reach import Reach
+from meshpar.ops.tensor_split import INTO
 
 _SUBLAYERS = 2
 _FORWARD, _BACKWARD, _OUTSIDE = 3, 8, 24
@@ -22,26 +24,31 @@ sublayer. A compiler may reduce whole activations (twice the bytes), and in the 
 pass once for each of up to three projections that read the same input.
 """
 
+_ENDS = {
+    "activations of the embedding": "embedding",
+    "activations of the head": "head",
+    "sums, over slices of the vocabulary": "head",
+}
+"""{purpose of what embedding and head move by hand: which of them}."""
+
+_NUM_ENDS = 2
+
 
 def declared_bounds(
     frame: Frame,
     batch: Any,
     passes: Sequence[LayerPass],
-    moves: Moves,
-    outside: Runs,
-    declared: Sequence[DeclaredCollective],
+    written: Sequence[DeclaredCollective],
 ) -> Iterator[DeclaredCollective]:
     """A bound on the collectives over the axes that the compiler handles.
 
-    What sublayers move by hand (`ops.tensor_parallel`) is declared exactly elsewhere.
+    What the step writes itself (`ops.tensor_parallel`) is declared exactly.
 
     Args:
       frame: the shard_map program.
       batch: abstract batch of one replica.
       passes: all passes over the layers.
-      moves: what the model moves itself.
-      outside: runs of embedding and head.
-      declared: the same for all layers; bounds over these axes are added.
+      written: the collectives that the step writes.
     """
     manual = (*frame.manual_axes, *frame.replica_axes)
     sizes = frame.mesh.shape
@@ -50,12 +57,10 @@ def declared_bounds(
         return
     ways, size = frame.ways(axes), frame.activation_bytes(batch)
     unit = cost.wire_bytes("all_gather", size, ways)
-    ends = [
-        m for m in moves.layer if m.into_sublayer and not (m.bound or m.in_backward)
-    ]
-    by_hand = len(ends) // 2  # Each sublayer has a way in and a way out.
-    parts = {move.part for move in moves.outside}
-    automatic = _OUTSIDE * (2 - len(parts)) // 2
+    ends = [t for t in written if t.why in _ENDS]
+    by_hand = sublayers_by_hand(passes, written)
+    parts = {_ENDS[term.why] for term in ends}
+    automatic = _OUTSIDE * (_NUM_ENDS - len(parts)) // _NUM_ENDS
     units, sublayers = 0, max(0, _SUBLAYERS * frame.layered.pattern - by_hand)
     for name, runs, depth, _ in passes:
         gathers = _FORWARD * depth
@@ -67,35 +72,87 @@ def declared_bounds(
         units += runs * automatic // 2
     why = f"activations: at most {units} gathers of {unit:.0f} bytes"
     total = units * unit
-    if by_hand or parts:
-        runs = max(map(outside.of, moves.outside), default=0)
-        total += _whole_gradients(frame, axes, passes, runs)
+    if by_hand or ends:
+        runs = max((term.count for term in ends), default=0)
+        total += _whole_weights(frame, batch, axes, passes, runs)
         why = f"{why}, and gradients of weights that these axes do not split"
-    own = (term for term in declared if term.bound and set(term.axes) <= set(axes))
-    if rest := sum(term.wire_bytes for term in own):
-        total, why = total + rest, f"{why}, and what layers move themselves"
     yield DeclaredCollective("any", axes, ways, 0, int(total), why, bound=True)
 
 
-def _whole_gradients(
-    frame: Frame, axes: tuple[str, ...], passes: Sequence[LayerPass], runs: int
+def sublayers_by_hand(
+    passes: Sequence[LayerPass], written: Sequence[DeclaredCollective]
+) -> int:
+    """Sublayers of one layer whose way in and out the step writes itself.
+
+    Args:
+      passes: all passes over the layers.
+      written: the collectives that the step writes.
+    """
+    gathers = sum(
+        term.count / (term.group_size - 1 if term.kind == "permute" else 1)
+        for term in written
+        if term.why == INTO
+    )
+    layers = sum(run.runs * run.depth for run in passes if run.name != "backward")
+    return round(gathers / layers) if layers else 0
+
+
+def _whole_weights(
+    frame: Frame,
+    batch: Any,
+    axes: tuple[str, ...],
+    passes: Sequence[LayerPass],
+    runs: int,
 ) -> float:
-    """Bytes sent for the gradients of weights that axes do not split.
+    """Bytes sent for weights that axes do not split, beside others that they do.
+
+    That is their gradients, and the results of the layers' matmuls with them, which may
+    have to be as those of other matmuls.
 
     Args:
       frame: the shard_map program.
+      batch: abstract batch of one replica.
       axes: the automatic axes.
       passes: all passes over the layers.
       runs: how often embedding and head run; 0 to leave out their weights.
     """
     shared, stack = (
-        sum(
-            4 * math.prod(leaf.shape)
+        [
+            leaf
             for path, leaf in leaves.items()
             if not frame.shardings[path].automatic_axes & set(axes)
-        )
+        ]
         for leaves in frame.layered.split(frame.plan.weights)
     )
     layers = sum(run.runs * run.depth for run in passes if run.name == "backward")
-    total = runs * shared + layers * stack // frame.layered.depth
-    return cost.wire_bytes("all_reduce", total, frame.ways(axes))
+    total = runs * sum(4 * math.prod(leaf.shape) for leaf in shared)
+    total += layers * sum(4 * math.prod(leaf.shape[1:]) for leaf in stack)
+    x = frame.activations(batch)[0]
+    rows = num_bytes(x) / x.shape[-1]
+    matrices = (leaf.shape[2:] for leaf in stack if len(leaf.shape) > 2)
+    results = sum(rows * math.prod(shape) for shape in matrices)
+    return cost.wire_bytes("all_reduce", total, frame.ways(axes)) + layers * 2 * results
+
+
+def optimizer_bounds(
+    axes: tuple[str, ...], ways: int, number: int, reach: Reach
+) -> Iterator[DeclaredCollective]:
+    """Bounds what a compiler moves for the global norm and the optimizer.
+
+    Args:
+      axes: all axes of one replica that are in use.
+      ways: devices along them.
+      number: of gradients.
+      reach: of the optimizer.
+    """
+    size = 8 * number
+    norm = "all_reduce", axes, ways, 0, size, "global norm"
+    yield DeclaredCollective(*norm, bound=True)
+    if reach.moves:
+        why = "optimizer: not elementwise, the compiler chooses"
+        yield DeclaredCollective("any", axes, ways, 0, math.inf, why, bound=True)
+    elif reach.reduced_bytes:
+        # A compiler may reduce axis by axis, and together with the global norm.
+        wire = cost.wire_bytes("all_reduce", size + 2 * reach.reduced_bytes, ways)
+        why = "global norm, and the optimizer's reductions over tensors"
+        yield DeclaredCollective("any", axes, ways, 0, int(wire), why, bound=True)

@@ -1,14 +1,13 @@
 """The lowering protocol: from a model under a layout to the functions of one step.
 
 A lowering computes gradients (`jit`: the compiler inserts the collectives; `shard_map`:
-we write them). It declares its collectives, predicts its memory, adds sections to
+we write them). It bounds what compilers add, predicts its memory, adds sections to
 reports, and refuses what it does not support. The optimizer runs on shards under all.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,7 +15,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params
-from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer
@@ -25,6 +23,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.token_order import CONTIGUOUS
+from meshpar.lowering.automatic_axes import optimizer_bounds
 from meshpar.lowering.batches import natural_batch
 from meshpar.lowering.chunked_update import ChunkedUpdate, state_transfers
 from meshpar.lowering.clipping import clipped
@@ -199,29 +198,24 @@ class Lowering:
         """Why the steps do not equal those of one device on purpose; "" if they do."""
         return ""
 
-    def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
-        """The collectives of one training step.
+    def bounds(
+        self, batch: Any, written: Sequence[DeclaredCollective]
+    ) -> Iterator[DeclaredCollective]:
+        """What compilers add, at most, to the collectives that a step writes.
 
         Args:
           batch: abstract batch of one replica.
-          totals: abstract totals that `gradients` returns.
+          written: those collectives.
         """
-        del batch, totals
-        axes = self.axes_in_use
-        if not axes:
-            return
-        ways, size = self.ways(axes), 8 * len(self.plan.gradients)
-        yield DeclaredCollective(
-            "all_reduce", axes, ways, 0, size, "global norm", bound=True
-        )
-        if (reach := self.optimizer.reach).moves:
-            why = "optimizer: not elementwise, the compiler chooses"
-            yield DeclaredCollective("any", axes, ways, 0, math.inf, why, bound=True)
-        elif reach.reduced_bytes:
-            # A compiler may reduce axis by axis, and together with the global norm.
-            wire = cost.wire_bytes("all_reduce", size + 2 * reach.reduced_bytes, ways)
-            why = "global norm, and the optimizer's reductions over tensors"
-            yield DeclaredCollective("any", axes, ways, 0, int(wire), why, bound=True)
+        del batch, written
+        if axes := self.axes_in_use:
+            number, reach = len(self.plan.gradients), self.optimizer.reach
+            yield from optimizer_bounds(axes, self.ways(axes), number, reach)
+
+    def formula_violations(self, written: Sequence[DeclaredCollective]) -> list[str]:
+        """Where what a step writes is not as the formula of its layout says."""
+        del written
+        return []
 
     def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
         """What one device exchanges with host memory in one training step.

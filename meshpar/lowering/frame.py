@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.arrays import Array, Params, abstract, num_bytes, vary
 from meshpar.collectives.shard_keys import Inner, for_shard
 from meshpar.collectives.transport import Transports, transports_for
+from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
 from meshpar.fsdp.sharding import ManualSharding
 from meshpar.fsdp.terms import Shapes
@@ -237,7 +238,9 @@ class Frame:
             shard, count = lax.axis_index(self.batch_axes), self.ways(self.batch_axes)
             is_last = is_last & (shard == count - 1)
         totals = Totals.of(result).last_where(is_last)
-        return jax.tree.map(self.vary, totals)
+        # The vjp adds up over the stages that share the head: only one starts it.
+        with purpose("vocab=pipe", "where the backward pass starts"):
+            return jax.tree.map(self.vary, totals)
 
     def over_devices(self, totals: Totals) -> Totals:
         """From the totals of every device to those of the whole batch."""

@@ -11,10 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
+from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.hlo import parse_hlo
 from meshpar.contracts.host_transfers import HostTransfer, host_transfers
 from meshpar.contracts.loop_order import order_violations
 from meshpar.contracts.step_time import Rates, StepTime, estimate
+from meshpar.contracts.written import (
+    WrittenCollective,
+    written_collectives,
+    written_terms,
+)
 from meshpar.lowering.base import Lowering
 from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of
@@ -50,7 +56,7 @@ class Inspection:
 
     def __init__(
         self,
-        lower: Callable[[], jax.stages.Lowered],
+        trace: Callable[[], jax.stages.Traced],
         mesh: Mesh,
         check: Callable[[list[Collective]], None],
         ordered: bool = False,
@@ -58,18 +64,35 @@ class Inspection:
         """Inspects a program.
 
         Args:
-          lower: lowers it.
+          trace: traces it.
           mesh: the device mesh.
           check: raises MeshparError if the compiled program must not run.
           ordered: as `Lowering.orders_collectives`.
         """
-        self._lower, self.mesh, self._check = lower, mesh, check
+        self._trace, self.mesh, self._check = trace, mesh, check
         self._ordered = ordered
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The one trace of the program that is lowered and compiled."""
+        return self._trace()
+
+    @functools.cached_property
+    def written(self) -> list[WrittenCollective]:
+        """The collectives that the program's own code writes."""
+        widens = platform_of(self.mesh).widens_collectives
+        return written_collectives(self.traced.jaxpr, dict(self.mesh.shape), widens)
+
+    @functools.cached_property
+    def written_terms(self) -> tuple[DeclaredCollective, ...]:
+        """The terms that the program writes, for its contract."""
+        return written_terms(self.written)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The program as StableHLO."""
-        return self._lower()
+        with jax.set_mesh(self.mesh):
+            return self.traced.lower()
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -169,16 +192,16 @@ def inspect_step(
     mesh, metrics_spec = lowering.mesh, metrics_spec or PartitionSpec()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
 
-    def lower() -> jax.stages.Lowered:
+    def trace() -> jax.stages.Traced:
         with jax.set_mesh(mesh):
             return jax.jit(
                 step,
                 donate_argnums=0,
                 out_shardings=(shardings, NamedSharding(mesh, metrics_spec)),
                 compiler_options=compiler_options(mesh),
-            ).lower(abstract_state, *arguments)
+            ).trace(abstract_state, *arguments)
 
-    return Inspection(lower, mesh, lowering.check_compiled, lowering.orders_collectives)
+    return Inspection(trace, mesh, lowering.check_compiled, lowering.orders_collectives)
 
 
 def bytes_per_device(abstract: Any, shardings: Any) -> int:

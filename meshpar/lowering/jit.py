@@ -6,7 +6,7 @@ constraints. ZeRO follows from the specs of weights, gradients and optimizer sta
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,9 +84,11 @@ class JitLowering(Lowering):
             )
         return ""
 
-    def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
-        """The collectives of one training step, without a bound."""
-        yield from super().declared(batch, totals)
+    def bounds(
+        self, batch: Any, written: Sequence[DeclaredCollective]
+    ) -> Iterator[DeclaredCollective]:
+        """What compilers add to the collectives that a step writes: no bound holds."""
+        yield from super().bounds(batch, written)
         yield from self.declared_freely()
 
     def declared_freely(self) -> Iterator[DeclaredCollective]:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, Params
 from meshpar.collectives.shard_keys import for_part
+from meshpar.contracts.purposes import purpose
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
@@ -30,6 +31,7 @@ from meshpar.layouts.axes import TENSOR
 from meshpar.lowering.frame import Frame
 from meshpar.models.row_dims import NO_ROWS, RowDims
 
+OVER_ROWS = "gradients of layers, over the rows of tensor"
 OVER_TENSOR = ManualSharding((), (TENSOR,), PartitionSpec())
 """How a tensor that `tensor` does not split is summed over it."""
 
@@ -207,7 +209,9 @@ class RowLayers:
                 return x
             dims = (dim, length) if into_rows else (length, dim)
             wire = x.astype(self.zero.transports.wire_dtype(x.dtype))
-            return lax.all_to_all(wire, TENSOR, *dims, tiled=True).astype(x.dtype)
+            with purpose("activations, between split rows and split length"):
+                y = lax.all_to_all(wire, TENSOR, *dims, tiled=True)
+            return y.astype(x.dtype)
 
         return jax.tree.map(leaf, x, self.dims.x)
 
@@ -229,7 +233,8 @@ class RowLayers:
         dtypes = {path: x.dtype for path, x in own.items()}
         if self.zero.transports.widens:
             own = {path: x.astype(jnp.float32) for path, x in own.items()}
-        own = all_reduce_grads(own, dict.fromkeys(own, OVER_TENSOR))
+        shardings = dict.fromkeys(own, OVER_TENSOR)
+        own = all_reduce_grads(own, shardings, OVER_ROWS)
         own = {path: x.astype(dtypes[path]) for path, x in own.items()}
         if into is None:
             return own

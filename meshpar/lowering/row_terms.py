@@ -1,4 +1,4 @@
-"""Declares what layers move that split rows over `tensor` (`row_layers`)."""
+"""What layers move that split rows over `tensor` (`row_layers`): formula and bounds."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,7 @@ from meshpar.fsdp.terms import (
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts.axes import TENSOR
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.row_layers import OVER_TENSOR, length_dim
-from meshpar.lowering.trained_layers import differentiates_layers
+from meshpar.lowering.row_layers import OVER_ROWS, OVER_TENSOR, length_dim
 from meshpar.models.row_dims import RowDims
 
 
@@ -47,7 +46,7 @@ def declared_weights(
         if TENSOR in zero.shardings[path].rest
     }
     why, runs = (
-        "gradients of layers, over the rows of tensor",
+        OVER_ROWS,
         frame.layout.microbatches,
     )
     shardings = dict.fromkeys(whole, OVER_TENSOR)
@@ -58,10 +57,12 @@ def declared_weights(
             yield dataclasses.replace(term, count=count, payload_bytes=size)
 
 
-def declared_exchanges(
+def bounded_exchanges(
     frame: Frame, dims: RowDims, changes: int, batch: Any
 ) -> Iterator[DeclaredCollective]:
-    """Moves of activations between these layers and others, in one step.
+    """Bounds what a compiler moves between these layers and others, in one step.
+
+    Activations whose length no axis splits are whole between layers.
 
     Args:
       frame: the shard_map program around the layers.
@@ -72,15 +73,7 @@ def declared_exchanges(
     ways, runs = frame.layout.tensor, changes * frame.layout.microbatches
     pairs = zip(frame.activations(batch), jax.tree.leaves(dims.x), strict=True)
     for x, dim in pairs:
-        size, why = num_bytes(x), "activations, between split rows and split length"
-        if length_dim(frame, x.shape, dim) is not None:
-            args = "all_to_all", (TENSOR,), ways
-            yield DeclaredCollective(*args, runs, runs * size // ways, why)
-            if differentiates_layers(frame, batch):
-                # The last one of all may have no reader.
-                sizes, why = (runs, runs * size // ways), f"{why}, gradients"
-                yield DeclaredCollective(*args, *sizes, why, gathers=True)
-        else:
-            wire = round(2 * runs * cost.wire_bytes("all_gather", size, ways))
+        if length_dim(frame, x.shape, dim) is None:
+            wire = round(2 * runs * cost.wire_bytes("all_gather", num_bytes(x), ways))
             why = "activations, between split rows and whole ones"
             yield DeclaredCollective("any", (TENSOR,), ways, 0, wire, why, bound=True)

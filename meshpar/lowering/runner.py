@@ -6,17 +6,18 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
+from meshpar.fsdp.gather import REPLICATED
 from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
+from meshpar.lowering.row_layers import OVER_ROWS
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals
 
@@ -32,6 +33,9 @@ class Runner:
 
     frame: Frame
     zero: Zero
+
+    purposes: ClassVar[tuple[str, ...]] = ("zero=", REPLICATED, OVER_ROWS)
+    """How the purposes of what moves for weights and gradients begin."""
 
     @property
     def layer_passes(self) -> list[LayerPass]:
@@ -76,37 +80,28 @@ class Runner:
         return ""
 
     def declared_reductions(self) -> Iterator[DeclaredCollective] | None:
-        """Collectives of a runner that reduces gradients itself; None for ZeRO's."""
+        """The formula of a runner that reduces gradients itself; None for ZeRO's."""
 
     def declared_row_moves(
         self, passes: Sequence[LayerPass]
     ) -> Iterator[DeclaredCollective]:
-        """Moves of weights and gradients of layers that split rows over `tensor`.
+        """The formula of what layers move that split rows over `tensor`.
+
+        That is their weights and gradients.
 
         Args:
-          passes: those over the layers that compute anything.
+          passes: those over such layers.
         """
         del passes
         return iter(())
 
-    def runs_outside(self, batch: Any) -> Runs:
-        """Runs of embedding and head in one step.
+    def bounds(self, batch: Any) -> Iterator[DeclaredCollective]:
+        """What compilers add, at most, for the runner's own sake.
 
         Args:
           batch: abstract batch of one replica.
         """
         del batch
-        num = self.frame.layout.microbatches
-        return Runs(num, num, num)
-
-    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
-        """Collectives of the runner's own, such as sends between stages.
-
-        Args:
-          batch: abstract batch of one replica.
-          moves: what the model moves itself.
-        """
-        del batch, moves
         return iter(())
 
     def held(self, traced: TracedLayer, held: Held) -> Held:

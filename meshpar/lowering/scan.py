@@ -19,11 +19,10 @@ from meshpar.fsdp.terms import LayerPass
 from meshpar.fsdp.zero import Zero
 from meshpar.layouts import layer_uses
 from meshpar.layouts.layer_uses import FEATURES, ROWS, Run
-from meshpar.lowering.layer_moves import Moves
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.row_layers import RowLayers
-from meshpar.lowering.row_terms import declared_exchanges, declared_weights
+from meshpar.lowering.row_terms import bounded_exchanges, declared_weights
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key
@@ -74,19 +73,16 @@ class ScanRunner(Runner):
     def declared_row_moves(
         self, passes: Sequence[LayerPass]
     ) -> Iterator[DeclaredCollective]:
-        """Moves of weights and gradients of layers that split rows over `tensor`."""
+        """The formula of what layers move that split rows over `tensor`."""
         counts = [s.count for s, *_ in self._stack if s.use == ROWS]
         if counts:
-            names = {run.name for run in passes}
-            own = [run for run in self.row_passes if run.name in names]
-            yield from declared_weights(self.frame, self.row_zero, own, counts)
+            yield from declared_weights(self.frame, self.row_zero, passes, counts)
 
-    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
-        """Moves of activations between layers that split rows and others."""
-        del moves
+    def bounds(self, batch: Any) -> Iterator[DeclaredCollective]:
+        """What a compiler moves between layers that split rows and others."""
         if self.dims is not None:
             changes = sum(run.num_changes for run in self._stack)
-            yield from declared_exchanges(self.frame, self.dims, changes, batch)
+            yield from bounded_exchanges(self.frame, self.dims, changes, batch)
 
     def sums(self, params: Params, batch: Any, key: Array) -> tuple[Totals, Params]:
         """Totals and gradients summed over this shard's samples."""

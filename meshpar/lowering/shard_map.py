@@ -6,7 +6,7 @@ lowering is a frame (`frame`), a ZeRO policy (`fsdp.zero`) and a runner (`runner
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
+from meshpar.contracts.formula import formula_violations
 from meshpar.contracts.host_transfers import HostTransfer
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (
@@ -32,20 +33,12 @@ from meshpar.layouts.offload import ACTIVATIONS
 from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_moves import (
-    declared_moves,
-    declared_outside,
-    traced_moves,
-)
 from meshpar.lowering.layer_trace import TracedLayer, trace_layer, whole_bytes
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals
-from meshpar.lowering.trained_layers import differentiates_layers
 from meshpar.models.model import Model
-
-_METRICS = "loss and metrics", "metrics of kind Max"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,30 +159,27 @@ class ShardMapLowering(Lowering):
         """Why the steps do not equal those of one device on purpose; "" if they do."""
         return self.runner.reason_not_equal
 
-    def declared(self, batch: Any, totals: Totals) -> Iterator[DeclaredCollective]:
-        """The collectives of one training step."""
-        yield from super().declared(batch, totals)
-        passes = self._passes(batch)
-        if manual := self.frame.manual_axes:
-            ways = self.ways(manual)
-            for num, why in zip(totals.num_reduced, _METRICS, strict=True):
-                if num:
-                    yield DeclaredCollective(
-                        "all_reduce", manual, ways, 1, 4 * num, why
-                    )
-            own = self.runner.declared_reductions()
+    def bounds(
+        self, batch: Any, written: Sequence[DeclaredCollective]
+    ) -> Iterator[DeclaredCollective]:
+        """What compilers add, at most: over axes that stay automatic inside."""
+        yield from super().bounds(batch, written)
+        passes = self.runner.layer_passes
+        yield from declared_bounds(self.frame, batch, passes, written)
+        yield from self.runner.bounds(batch)
+
+    def formula(self) -> Iterator[DeclaredCollective]:
+        """What moves for weights and gradients, by the layout alone."""
+        runner = self.runner
+        if self.frame.manual_axes:
+            own, passes = runner.declared_reductions(), runner.layer_passes
             yield from self.declared_state_moves(passes) if own is None else own
-            yield from self.runner.declared_row_moves(passes)
-        traced = traced_moves(self.frame, batch)
-        moves = list(declared_moves(self.frame, passes, traced.layer))
-        for move in moves:
-            if set(move.axes) <= set(manual) or not move.bound:
-                yield move
-        outside = self.runner.runs_outside(batch)
-        yield from declared_outside(self.frame, traced, outside, batch)
-        runs = self.runner.layer_passes
-        yield from declared_bounds(self.frame, batch, runs, traced, outside, moves)
-        yield from self.runner.declared_beside(batch, traced)
+        yield from runner.declared_row_moves(runner.row_passes)
+
+    def formula_violations(self, written: Sequence[DeclaredCollective]) -> list[str]:
+        """Where what a step writes for weights and gradients is not by `formula`."""
+        own = [term for term in written if term.why.startswith(self.runner.purposes)]
+        return formula_violations(own, self.formula())
 
     def host_transfers(
         self, batch: Any, traced: TracedLayer | None = None
@@ -218,20 +208,13 @@ class ShardMapLowering(Lowering):
                 size = run.runs * (whole + run.scans * again)
                 yield HostTransfer(f"weights layer by layer, {run.name}", size, 0)
 
-    def _passes(self, batch: Any) -> list[LayerPass]:
-        """The passes over the layers, without those that compute nothing."""
-        passes = self.runner.layer_passes
-        if not self.zero.in_ticks and not differentiates_layers(self.frame, batch):
-            passes = [run for run in passes if run.name == "forward"]
-        return passes
-
     def declared_state_moves(
         self, passes: list[LayerPass]
     ) -> Iterator[DeclaredCollective]:
-        """Gathers of weights and reductions of gradients, by the ZeRO policy.
+        """The formula of what ZeRO moves: weights gathered, gradients reduced.
 
         Args:
-          passes: those over the layers that compute anything.
+          passes: those over the layers.
         """
         frame, zero, sizes = self.frame, self.zero, self.mesh.shape
         dtype = self.runner.sums_dtype

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params
+from meshpar.contracts.purposes import purpose
 from meshpar.lowering.state import Metrics
 from meshpar.models.metrics import (
     KINDS,
@@ -76,12 +77,6 @@ class Totals(NamedTuple):
         """The loss times its weight."""
         return self.metrics["loss"].total
 
-    @property
-    def num_reduced(self) -> tuple[int, int]:
-        """Numbers that `over` sums, and those of which it takes the maximum."""
-        is_max = _is_max(self)
-        return len(is_max) - sum(is_max), sum(is_max)
-
     def with_mean(self, name: str, value: Array) -> "Totals":
         """The totals with one more mean over the batch."""
         kind = Weighted(jnp.float32(value) * self.divisor)
@@ -117,10 +112,12 @@ class Totals(NamedTuple):
         if not axes:
             return self
         reduced: list[Any] = [None] * len(leaves)
-        for reduce, wanted in ((lax.psum, False), (lax.pmax, True)):
+        sums, maxima = "loss and metrics", "metrics of kind Max"
+        for reduce, wanted, why in ((lax.psum, False, sums), (lax.pmax, True, maxima)):
             places = [i for i, found in enumerate(is_max) if found == wanted]
             if places:
-                results = reduce(jnp.stack([leaves[i] for i in places]), axes)
+                with purpose(why):
+                    results = reduce(jnp.stack([leaves[i] for i in places]), axes)
                 for place, x in zip(places, results, strict=True):
                     reduced[place] = x
         return jax.tree.unflatten(jax.tree.structure(self), reduced)

@@ -160,13 +160,11 @@ class TrainProgram(Program):
 
     @functools.cached_property
     def contract(self) -> Contract:
-        """The collectives and the state that the layout declares for one step."""
-        with jax.set_mesh(self.mesh):
-            traced = self._traced(self.lowering.gradients)
-            found = jax.eval_shape(traced, self.abstract_state, self.abstract_batch)
+        """The collectives that one step writes, what compilers add, and its state."""
+        written = self.inspection.written_terms
         state = self.lowering.plan.bytes_per_device()
         return Contract(
-            tuple(self.lowering.declared(self.step_batch, found[0])),
+            (*written, *self.lowering.bounds(self.step_batch, written)),
             {kind: state[kind] for kind in ("parameters", "optimizer")},
             tuple(self.lowering.host_transfers(self.step_batch)),
         )
@@ -187,9 +185,10 @@ class TrainProgram(Program):
         return self.abstract_batch
 
     def violations(self) -> list[str]:
-        """Where the compiled training step breaks its contract."""
+        """Where the compiled training step breaks its contract, or its formula."""
         return [
             *self.contract.violations(self.collectives),
+            *self.lowering.formula_violations(self.inspection.written_terms),
             *self.contract.state_violations(self.state_bytes(self.compiled)),
             *host_violations(self.contract.host, self.inspection.host_transfers),
             *self.inspection.order_violations,

@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary_alike
 from meshpar.collectives.collective_matmul import contract, weight_gradient
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.remat import MATMUL
 from meshpar.layouts.scope import activation_axes, constrain, current_scope
 from meshpar.mesh.platform import traced_platform
-from meshpar.ops.tensor_split import Split
+from meshpar.ops.tensor_split import INTO, OUT, Split
 
 Named = tuple[Array, Sequence[str]]
 """A weight, and the names of its dims."""
@@ -61,12 +62,11 @@ def column_parallel(
         return tuple(_matmul(x_BLD, w, 1, matmul) for w, _ in weights)
     by_hand = [w for own, (w, _) in zip(splits, weights, strict=True) if own]
     x, *arrays = _alike(x_BLD, *by_hand)
-    split.record_gather(x)
-    ys = iter(_columns(split, x, tuple(arrays)))
+    with purpose(INTO):
+        ys = iter(_columns(split, x, tuple(arrays)))
     results = []
     for own, (w, _) in zip(splits, weights, strict=True):
-        if own is None:  # As on one device; each device multiplies its own tokens.
-            split.record_rest(x_BLD, w)
+        # Without a split as on one device: each device multiplies its own tokens.
         y = checkpoint_name(next(ys), MATMUL) if own else jnp.tensordot(x_BLD, w, 1)
         results.append(y)
     return tuple(results)
@@ -90,8 +90,9 @@ def row_parallel(
     if split is None:
         return _matmul(y_BLF, w_FD, w_FD.ndim - 1, matmul)
     y_BLF, w_FD = _alike(y_BLF, w_FD)
-    split.record_scatter(y_BLF, w_FD)
-    return checkpoint_name(_row(split, y_BLF, w_FD), MATMUL)
+    with purpose(OUT):
+        y_BLD = _row(split, y_BLF, w_FD)
+    return checkpoint_name(y_BLD, MATMUL)
 
 
 def _matmul(x: Array, w: Array, dims: int, matmul: Matmul | None) -> Array:
@@ -171,7 +172,8 @@ def _columns_backward(
     ) -> tuple[Array, Array]:
         # Without `after` a compiler would make one ring of this and of the forward's,
         # and hold the whole from there on.
-        x_BLD = split.whole(x_BKD, after=dys[0] if split.joins else None)
+        with purpose(f"{INTO}, for the gradients of weights", ""):
+            x_BLD = split.whole(x_BKD, after=dys[0] if split.joins else None)
         return split.scattered(dys, [jnp.moveaxis(w, 0, -1) for w in weights]), x_BLD
 
     in_specs = second, (second,) * len(dys), [third] * len(dys)

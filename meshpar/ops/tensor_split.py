@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from meshpar.arrays import Array, num_bytes, vary, zero_after
 from meshpar.collectives.collective_matmul import (
@@ -19,14 +18,14 @@ from meshpar.collectives.collective_matmul import (
     matmul_reduce_scatter,
 )
 from meshpar.collectives.transport import (
-    Rings,
-    Transport,
     Transports,
     transports_for,
 )
-from meshpar.layouts.moves import Move
-from meshpar.layouts.remat import MATMUL
 from meshpar.layouts.scope import activation_axes, current_scope
+
+INTO = "activations into column-parallel matmuls"
+OUT = "activations out of row-parallel matmuls"
+"""Purposes of what sublayers move."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,84 +165,3 @@ class Split:
         x = sum(contract(y, w, w.ndim - 1, dtype) for y, w in pairs)
         x = self.transports.gradients.reduce_scatter(x, (self.axis,), 1)
         return x.astype(ys[0].dtype)
-
-    # What a layer moves, for its contract.
-
-    def record_gather(self, x_BLD: Array) -> None:
-        """Notes what column-parallel matmuls of x move."""
-        size, into = self._bytes(x_BLD, x_BLD.shape[2:]), "into column-parallel matmuls"
-        self._record("all_gather", size, into, optional=True, saved_as=MATMUL)
-        self._record("reduce_scatter", size, f"{into}, gradients", in_backward=True)
-        self._record_whole(size, into)
-
-    def record_rest(self, x_BLD: Array, w_DF: Array) -> None:
-        """Bounds what a compiler moves for x w, where the axis splits x alone.
-
-        That is the result, and the gradient of w.
-        """
-        y = jax.eval_shape(lambda x, w: jnp.tensordot(x, w, 1), x_BLD, w_DF)
-        size = 2 * (num_bytes(y) + 4 * w_DF.size)
-        why = "activations and gradients of weights that the axis does not split"
-        move = Move("any", (self.axis,), size, why, bound=True, into_sublayer=True)
-        current_scope().moves.append(move)
-
-    def record_scatter(self, y_BLF: Array, w_FD: Array) -> None:
-        """Notes what a row-parallel matmul of y and w moves."""
-        size, out = self._bytes(y_BLF, w_FD.shape[-1:]), "out of row-parallel matmuls"
-        self._record("reduce_scatter", size, out, is_saved=False, saved_as=MATMUL)
-        # The last one of a layer is not needed again.
-        again = {"in_backward": True, "optional": True, "when_repeated": True}
-        why = f"{out}, again"
-        self._record("reduce_scatter", size, why, saved_as=MATMUL, **again)
-        self._record("all_gather", size, f"{out}, gradients", in_backward=True)
-        if self.rings and not self.joins:
-            self._record_whole(size, out)
-
-    def record_part(self, kind: str, size: int, part: str, **facts: Any) -> None:
-        """Notes one move of the residual stream by embedding or head.
-
-        Args:
-          kind: "all_gather" or "reduce_scatter".
-          size: bytes of the whole.
-          part: of the model.
-          **facts: fields of `Move`.
-        """
-        gathers = kind == "all_gather"
-        transport = self.transports.gradients
-        if gathers:
-            transport = self.transports.weights.for_gathers(size)
-        why = f"of the {part}" + (", gradients" if facts["in_backward"] else "")
-        facts |= {"into_sublayer": False, "part": part, "optional": gathers}
-        self._append(transport, kind, size, why, **facts)
-
-    def _bytes(self, x: Array, features: tuple[int, ...]) -> int:
-        """Bytes of whole activations [B, L, features] as they travel."""
-        dtype = self.transports.wire_dtype(x.dtype)
-        return num_bytes(jax.ShapeDtypeStruct((*x.shape[:2], *features), dtype))
-
-    def _record(self, kind: str, size: int, why: str, **facts: Any) -> None:
-        one = Rings({self.axis: (self.ways,)})
-        transport = one if self.rings else self.transports.gradients
-        self._append(transport, kind, size, why, **facts)
-
-    def _record_whole(self, size: int, why: str) -> None:
-        facts = {"in_backward": True, "is_saved": False, "optional": True}
-        transport = self.transports.weights.for_gathers(size)
-        why = f"{why}, for the gradients of weights"
-        self._append(transport, "all_gather", size, why, **facts)
-
-    def _append(
-        self, transport: Transport, kind: str, size: int, why: str, **facts: Any
-    ) -> None:
-        found = transport.declare(kind, (self.axis,), self.ways, size)
-        move = Move(
-            found.kind,
-            (self.axis,),
-            found.payload_bytes,
-            f"activations {why}",
-            has_gradient=False,
-            times=found.count,
-            saved_as="",
-            into_sublayer=True,
-        )
-        current_scope().moves.append(move._replace(**facts))

@@ -16,11 +16,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from meshpar.arrays import Array, num_bytes, vary
-from meshpar.collectives.transport import transports_for
+from meshpar.arrays import Array, vary
 from meshpar.collectives.varying import sum_varying
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import PIPE
-from meshpar.layouts.moves import EMBEDDING, Move
 from meshpar.layouts.scope import constrain, current_scope
 from meshpar.ops import blockwise_loss, vocabulary_slices, vocabulary_split
 from meshpar.rows.opaque import split_as_arguments
@@ -52,38 +51,24 @@ def lookup(w_VD: Array, ids: Array) -> Array:
     ids = vocabulary_slices.local_ids(ids, size, axis)
     if split is not None:
         x_D = vocabulary_split.lookup(split, w_VD, ids)
-        return x_D if axis is None else _added_rows(axis, x_D, split.ways)
+        return x_D if axis is None else _added_rows(axis, x_D)
     if axis is None:
         return w_VD[ids]
     row, in_slice = vocabulary_slices.rows_of(ids, size)
     return _added_rows(axis, jnp.where(in_slice[..., None], w_VD[row], 0))
 
 
-def _added_rows(axis: str, x_D: Array, ways: int = 1) -> Array:
+def _added_rows(axis: str, x_D: Array) -> Array:
     """Adds the rows that all slices of a vocabulary hold.
-
-    Notes the all_reduces of the rows and of their gradient, for contracts.
 
     Args:
       axis: mesh axis that splits the vocabulary.
       x_D: rows from this device's slice, zeros for other tokens.
-      ways: devices that split the rows, over automatic axes.
     """
-    scope = current_scope()
-    wire = transports_for(scope.mesh, (axis,)).wire_dtype(x_D.dtype)
-    size = num_bytes(jax.ShapeDtypeStruct(x_D.shape, wire)) // ways
-    # Where the compiler splits rows, it may send a part of them.
-    facts = {"bound": scope.layout.tensor > ways, "part": EMBEDDING}
-    why = "activations of the embedding"
-    move = Move("all_reduce", (axis,), size, why, has_gradient=False, **facts)
-    # Where rows of several embeddings are added, their gradients are one array.
-    shared = any(m.part == EMBEDDING and m.in_backward for m in scope.moves)
-    why = f"{why}, gradients"
-    gradient = move._replace(why=why, in_backward=True, optional=shared)
-    scope.moves.extend((move, gradient))
-    x_D = sum_varying(x_D, axis)
-    # The vjp adds gradients up over the axis here, and not inside the model.
-    return vary(x_D, (axis,)) if scope.marks_rows else x_D
+    with purpose("activations of the embedding"):
+        x_D = sum_varying(x_D, axis)
+        # The vjp adds gradients up over the axis here, and not inside the model.
+        return vary(x_D, (axis,)) if current_scope().marks_rows else x_D
 
 
 def logits(x_BLD: Array, w_DV: Array) -> Array:
@@ -114,7 +99,6 @@ def token_losses(logits_BLV: Array, targets_BL: Array) -> Array:
     if axis is None:
         target_BL = jnp.sum(jnp.where(is_target_BLV, logits_BLV, 0.0), axis=-1)
         return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL
-    vocabulary_slices.record_joined(axis, targets_BL)
     own = vocabulary_slices.statistics_of(logits_BLV, is_target_BLV)
     return vocabulary_slices.losses_of(own, axis)[0]
 
@@ -144,8 +128,6 @@ def head_losses(x_BLD: Array, w_DV: Array, targets_BL: Array, block: int = 0) ->
     ids_BL = vocabulary_slices.local_ids(targets_BL, vocab, axis)
     # Gather w along D before the loop: inside it, every block would gather it again.
     w_DV = constrain(w_DV, None, "vocab")
-    if axis is not None:
-        vocabulary_slices.record_joined(axis, targets_BL)
     if split is not None:
         x_BLD = constrain(x_BLD, "batch", "residual_length", "embed")
         return vocabulary_split.losses(split, axis, size, x_BLD, w_DV, ids_BL)

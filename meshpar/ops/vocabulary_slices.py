@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
-from meshpar.layouts.moves import HEAD, Move
-from meshpar.layouts.scope import current_scope
+from meshpar.contracts.purposes import purpose
 
 
 class Statistics(NamedTuple):
@@ -62,9 +61,12 @@ def statistics_of(logits_K: Array, is_target_K: Array) -> Statistics:
 
 def joined(slices: Statistics, axis: str) -> Statistics:
     """Numbers over all slices along an axis, by two all_reduces."""
-    maxima = lax.pmax(slices.maxima, axis)
+    with purpose("maxima of logits, over slices of the vocabulary"):
+        maxima = lax.pmax(slices.maxima, axis)
     own = slices.sums * jnp.exp(slices.maxima - maxima)
-    return Statistics(maxima, *lax.psum(jnp.stack([own, slices.targets]), axis))
+    with purpose("sums, over slices of the vocabulary"):
+        sums, targets = lax.psum(jnp.stack([own, slices.targets]), axis)
+    return Statistics(maxima, sums, targets)
 
 
 def losses_of(slices: Statistics, axis: str | None) -> tuple[Array, Array]:
@@ -77,14 +79,3 @@ def losses_of(slices: Statistics, axis: str | None) -> tuple[Array, Array]:
     whole = slices if axis is None else joined(slices, axis)
     logs = jnp.log(whole.sums) + whole.maxima
     return logs - whole.targets, logs
-
-
-def record_joined(axis: str, targets_BL: Array) -> None:
-    """Notes the all_reduces of `joined`, for contracts."""
-    size = 4 * targets_BL.size
-    # A compiler may send maxima in the dtype of the activations.
-    for times, what, optional in ((1, "maxima of logits", True), (2, "sums", False)):
-        why = f"{what}, over slices of the vocabulary"
-        facts = {"optional": optional, "has_gradient": False, "part": HEAD}
-        move = Move("all_reduce", (axis,), times * size, why, **facts)
-        current_scope().moves.append(move)

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, num_bytes, vary_alike
-from meshpar.layouts.moves import EMBEDDING, HEAD
+from meshpar.arrays import Array, vary_alike
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.scope import current_scope
 from meshpar.ops import blockwise_loss, vocabulary_slices
 from meshpar.ops.tensor_split import Split
@@ -44,9 +44,8 @@ def split_of(ids_BL: Array, size: int) -> Split | None:
 def lookup(split: Split, w_VD: Array, ids_BL: Array) -> Array:
     """Rows of an embedding by token id, with their length split."""
     w_VD, ids_BL = vary_alike(w_VD, ids_BL)
-    shape = *ids_BL.shape, w_VD.shape[1]
-    _record(split, jax.ShapeDtypeStruct(shape, w_VD.dtype), EMBEDDING)
-    return _lookup(split, len(w_VD) // split.ways, w_VD, ids_BL)
+    with purpose("activations of the embedding"):
+        return _lookup(split, len(w_VD) // split.ways, w_VD, ids_BL)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -102,9 +101,8 @@ def losses(
       w_DV: the head, or the stage's slice of it.
       ids_BL: targets, counted from the first token of that slice.
     """
-    _record(split, x_BLD, HEAD)
-    vocabulary_slices.record_joined(split.axis, ids_BL)
-    return _losses(split, outer, block, *vary_alike(x_BLD, w_DV, ids_BL))
+    with purpose("activations of the head"):
+        return _losses(split, outer, block, *vary_alike(x_BLD, w_DV, ids_BL))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -169,11 +167,3 @@ def _reduce_scattered(split: Split, x_BLD: Array) -> Array:
     wire = x_BLD.astype(split.transports.wire_dtype(x_BLD.dtype))
     transport = split.transports.gradients
     return transport.reduce_scatter(wire, (split.axis,), 1).astype(x_BLD.dtype)
-
-
-def _record(split: Split, x_BLD: Any, part: str) -> None:
-    """Notes what embedding or head moves of the residual stream, both ways."""
-    dtype = split.transports.wire_dtype(x_BLD.dtype)
-    size = num_bytes(jax.ShapeDtypeStruct(x_BLD.shape, dtype))
-    split.record_part("all_gather", size, part, in_backward=part == EMBEDDING)
-    split.record_part("reduce_scatter", size, part, in_backward=part == HEAD)

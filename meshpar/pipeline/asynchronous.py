@@ -16,6 +16,7 @@ from jax import lax
 from jax.tree_util import tree_map_with_path
 
 from meshpar.arrays import Array, Params, parameter_path, vary
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.frame import Frame
 from meshpar.lowering.optimizer import Optimizer
@@ -156,7 +157,8 @@ class AsynchronousStep:
 
             carry = lax.scan(tick, carry, (columns, updates))[0]
         totals = frame.over_devices(carry.totals)
-        norms = jnp.sqrt(lax.psum(carry.squares, PIPE))
+        with purpose("norms of gradients"):
+            norms = jnp.sqrt(lax.psum(carry.squares, PIPE))
         trained, optimizer_state = (
             self._broadcast_shared(tree)
             for tree in (carry.params, carry.optimizer_state)
@@ -210,7 +212,8 @@ class AsynchronousStep:
         totals, dy, gradient = stage.head(row.f_microbatch, y, on)
         weight = totals.divisor
         if self.frame.batch_axes:
-            weight = lax.psum(weight, self.frame.batch_axes)
+            with purpose("weight of every minibatch"):
+                weight = lax.psum(weight, self.frame.batch_axes)
         weight = nonzero(weight)
         dy, gradient = jax.tree.map(
             lambda g: (g / weight).astype(g.dtype), (dy, gradient)
@@ -240,7 +243,8 @@ class AsynchronousStep:
         }
         gradient = {**shared_gradient, **stack_gradient}
         if self.frame.batch_axes:
-            gradient = lax.psum(gradient, self.frame.batch_axes)
+            with purpose("gradients of every minibatch"):
+                gradient = lax.psum(gradient, self.frame.batch_axes)
         return carry._replace(dx=dx), gradient
 
     def _update(self, carry: _Carry, gradient: Params, updates: _Updates) -> _Carry:
@@ -269,6 +273,8 @@ class AsynchronousStep:
             if parameter_path(keys, stack) is not None:
                 return x
             owner = owners.get(parameter_path(keys, owners), 0)
-            return lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), PIPE)
+            x = jnp.where(stage == owner, x, jnp.zeros_like(x))
+            with purpose("embedding and head from the stages that train them"):
+                return lax.psum(x, PIPE)
 
         return tree_map_with_path(broadcast, tree)

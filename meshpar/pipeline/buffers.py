@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import PIPE
 
 
@@ -26,7 +27,9 @@ def send_to_stage(x: Any, step: int, num_stages: int, wraps: bool = False) -> An
         for stage in range(num_stages)
         if wraps or 0 <= stage + step < num_stages
     ]
-    return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
+    forward = "activations to the next stage"
+    with purpose(forward if step > 0 else "gradients to the stage before", ""):
+        return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), x)
 
 
 def zeros_like(

@@ -14,7 +14,7 @@ Source: Narayanan et al., PipeDream, arXiv:1806.03377, sections 3.2 and 3.3.
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from meshpar.layouts.axes import PIPE, TENSOR
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
-from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.memory import Held
@@ -42,7 +41,6 @@ from meshpar.pipeline.asynchronous import AsynchronousStep
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.report import pipeline_report
 from meshpar.pipeline.runner import PipelineRunner
-from meshpar.pipeline.terms import declared_between, runs_outside
 from meshpar.schedules.table import Schedule
 from meshpar.schedules.ticks import Phase
 
@@ -186,6 +184,12 @@ class PipeDreamRunner(Runner):
             "the same stages"
         )
 
+    purposes: ClassVar[tuple[str, ...]] = (
+        "gradients of every minibatch",
+        "embedding and head from the stages that train them",
+        "norms of gradients",
+    )
+
     def declared_reductions(self) -> Iterator[DeclaredCollective]:
         """Gradients of each tick; embedding and head once per step."""
         frame, ticks = self.frame, self.pipeline.spec.schedule.num_ticks
@@ -198,12 +202,8 @@ class PipeDreamRunner(Runner):
                 ).items()
             ]
             size, ways = ticks * sum(map(num_bytes, shapes)), frame.ways(axes)
-            count, why = ticks * (len(shapes) + 1), "gradients of every minibatch"
+            count, why = ticks * len(shapes), "gradients of every minibatch"
             yield DeclaredCollective("all_reduce", axes, ways, count, size, why)
-            why = "weight of every minibatch, if the model gives one"
-            yield DeclaredCollective(
-                "all_reduce", axes, ways, 0, 4 * ticks, why, bound=True
-            )
         shared = frame.layered.split(frame.plan.trained(frame.plan.parameters))[0]
         edges = [leaf.bytes_per_device for leaf in shared.values()] + [
             leaf.bytes_per_device
@@ -215,22 +215,18 @@ class PipeDreamRunner(Runner):
         yield DeclaredCollective(
             "all_reduce", (PIPE,), frame.layout.pipe, count, size, why
         )
-        if frame.layout.tensor > 1:
+
+    def bounds(self, batch: Any) -> Iterator[DeclaredCollective]:
+        """Norms and the optimizer's reductions, over weights that `tensor` splits."""
+        del batch
+        if (ways := self.frame.layout.tensor) > 1:
             reduced = self.optimizer.reach.reduced_bytes
-            numbers = 4 * len(frame.plan.gradients) + 2 * reduced
+            numbers = 4 * len(self.frame.plan.gradients) + 2 * reduced
+            size = self.pipeline.spec.schedule.num_ticks * numbers
             why = "norms, and the optimizer's reductions, of every minibatch"
-            ways = frame.layout.tensor
             yield DeclaredCollective(
-                "all_reduce", (TENSOR,), ways, 0, ticks * numbers, why, bound=True
+                "all_reduce", (TENSOR,), ways, 0, size, why, bound=True
             )
-
-    def runs_outside(self, batch: Any) -> Runs:
-        """Runs of embedding and head in one step: those of their ticks."""
-        return runs_outside(self.frame, self.executor.loop, batch)
-
-    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
-        """Sends between stages."""
-        return declared_between(self.frame, self.executor.loop, batch, moves)
 
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step, with the stashed weights."""

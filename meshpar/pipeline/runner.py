@@ -10,7 +10,7 @@ reductions are those of other programs; the executor runs them as scheduled.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -19,20 +19,18 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
 from meshpar.layouts.layout import Layout
-from meshpar.lowering.layer_moves import Moves, Runs
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key
 from meshpar.models.model import Model
-from meshpar.pipeline import terms
+from meshpar.pipeline import stage_memory
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.phases import TickLoop
 from meshpar.pipeline.pipe_sharding import check_context, check_parameters, checked_loss
@@ -241,22 +239,18 @@ class PipelineRunner(Runner):
         order = self.spec.partition.order
         return dataclasses.replace(layers, padded=bool((order < 0).any()))
 
-    def runs_outside(self, batch: Any) -> Runs:
-        """Runs of embedding and head in one step: those of their ticks."""
-        return terms.runs_outside(self.frame, self.loop, batch)
-
-    def declared_beside(self, batch: Any, moves: Moves) -> Iterator[DeclaredCollective]:
-        """Sends between stages, and sums around a head that they share."""
-        return terms.declared_between(self.frame, self.loop, batch, moves)
-
     def held(self, traced: TracedLayer, held: Held) -> Held:
         """Bytes on one device held through the whole step."""
         # A stage's weights were divided by the depth of the whole stack.
         layer = held.layer * self.layout.pipe
         saved, rows = self.saved_bytes(traced), self.spec.partition.rows
         if self.layout.save == "inputs":
-            saved += rows * traced.saved * terms.backward_buffers(self.frame, self.loop)
-        return terms.held(self.frame, self.zero, self.loop, saved, layer)
+            saved += (
+                rows
+                * traced.saved
+                * stage_memory.backward_buffers(self.frame, self.loop)
+            )
+        return stage_memory.held(self.frame, self.zero, self.loop, saved, layer)
 
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
         """Bytes on one device saved between forward and backward passes.
@@ -267,7 +261,7 @@ class PipelineRunner(Runner):
         """
         rows, tables = self.spec.partition.rows, self.loop.tables
         per_slot = rows * traced.saved if self.layout.save == "residuals" else traced.x
-        return terms.buffer_bytes(tables, traced, rows, per_slot + extra)
+        return stage_memory.buffer_bytes(tables, traced, rows, per_slot + extra)
 
     def report(self, trace: Callable[[], TracedLayer]) -> dict[str, PipelineReport]:
         """The schedule, and the bytes that stages save."""

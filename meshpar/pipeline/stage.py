@@ -12,6 +12,7 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.shard_keys import for_microbatch
 from meshpar.collectives.varying import sum_varying
+from meshpar.contracts.purposes import purpose
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals, Saved
@@ -206,7 +207,8 @@ class PipelineStage:
         if self.shares_vocabulary:
             masked = jax.tree.map(lambda y: jnp.where(on, y, jnp.zeros_like(y)), y)
             # The vjp adds gradients up over pipe here, and not inside the model.
-            y = jax.tree.map(lambda y: self.vary(sum_varying(y, PIPE)), masked)
+            with purpose("vocab=pipe: input of the head"):
+                y = jax.tree.map(lambda y: self.vary(sum_varying(y, PIPE)), masked)
         batch, key = self._batch(microbatch), self._key(microbatch)
         shared = self._shared_constants | shared
         is_last = microbatch == len(jax.tree.leaves(self.batches)[0]) - 1

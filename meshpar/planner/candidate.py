@@ -1,6 +1,7 @@
 """Candidates: what a layout costs in memory, traffic and time, without compiling."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,14 +9,14 @@ from jax.sharding import Mesh
 
 from meshpar.compose import Parts, make_lowering, reason_unsupported
 from meshpar.contracts.declared import DeclaredCollective
+from meshpar.contracts.written import WrittenCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
-from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.chunked_update import offloaded_plan
-from meshpar.lowering.layer_moves import declared_moves, traced_moves
+from meshpar.lowering.layer_collectives import layer_collectives, layers_terms
 from meshpar.lowering.layer_trace import largest_weight, logits_ways
 from meshpar.lowering.memory import Memory
 from meshpar.lowering.shard_map import ShardMapLowering
@@ -89,7 +90,7 @@ class Candidates:
         self._meshes: dict[tuple, Mesh | LayoutError] = {}
         self._plans: dict[tuple, Plan | LayoutError] = {}
         self._terms: dict[tuple, tuple[DeclaredCollective, ...]] = {}
-        self._moves: dict[tuple, list[Move]] = {}
+        self._moves: dict[tuple, list[WrittenCollective]] = {}
         self._last: tuple[tuple, _Shared | None] = (), None
 
     def candidate(self, layout: Layout) -> Candidate:
@@ -181,7 +182,7 @@ class Candidates:
         return plan
 
     def _declared(self, lowering: ShardMapLowering) -> Iterator[DeclaredCollective]:
-        """The collectives of a step that the layout declares exactly."""
+        """The formula of what a step moves, but for matmuls over `tensor`."""
         layout, passes = lowering.layout, lowering.runner.layer_passes
         if lowering.frame.manual_axes:
             own = lowering.runner.declared_reductions()
@@ -191,18 +192,17 @@ class Candidates:
                 self._terms[key] = tuple(lowering.declared_state_moves(passes))
             yield from self._terms[key] if own is None else own
         if layout.expert > 1 or layout.context > 1:
-            moves = self._traced(lowering)
-            moves = [m for m in moves if not m.into_sublayer]  # `seconds` adds those.
-            yield from declared_moves(lowering.frame, passes, moves)
+            of_policy = functools.partial(self._layer, lowering)
+            yield from layers_terms(lowering.frame, passes, of_policy)
 
-    def _traced(self, lowering: ShardMapLowering) -> list[Move]:
+    def _layer(self, lowering: ShardMapLowering, remat: str) -> list[WrittenCollective]:
         """What a layer moves itself; layouts that split tokens alike share it."""
         layout = lowering.layout
         key = (*layout.sizes.values(), layout.microbatches, layout.context_mode)
-        key = *key, layout.context_order, layout.context_heads
+        key = *key, layout.context_order, layout.context_heads, remat
         if key not in self._moves:
-            moves = traced_moves(lowering.frame, self.facts.batch)
-            self._moves[key] = moves.layer
+            moves = layer_collectives(lowering.frame, self.facts.batch, remat)
+            self._moves[key] = moves
         return self._moves[key]
 
     def _sends(self, lowering: ShardMapLowering) -> int:

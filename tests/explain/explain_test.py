@@ -27,7 +27,9 @@ def test_says_what_was_declared_and_found():
     rows = {(row.kind, row.axes): row for row in said.traffic}
     gather = rows["all_gather", ("fsdp",)]
     assert gather.declared_bytes == gather.found_bytes > 0
-    assert "zero=3: weights: layer by layer, forward" in gather.why
+    layers = "zero=3: weights: layer by layer"
+    assert {layers, f"{layers}, backward"} < set(gather.why)
+    assert said.shares.exactly == "99.9%" and said.shares.undeclared == 0
     found = sum(one.wire_bytes for one in program.collectives)
     assert sum(row.found_bytes for row in said.traffic) == pytest.approx(found)
     assert said.state_bytes == sum(
@@ -161,4 +163,4 @@ def test_the_program_prints_json_and_writes_a_page_of_its_own(tmp_path):
     tags = Tags()
     tags.feed(page.read_text())
     assert tags.links == [] and tags.seen.count("svg") == 4
-    assert "zero=3: weights: layer by layer, forward" in page.read_text()
+    assert "zero=3: weights: layer by layer, backward" in page.read_text()

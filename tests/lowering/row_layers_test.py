@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny_stack
+from support.marks import slow
 from support.tiny_models import batch, lower, model, plain_model
 
 import meshpar
@@ -80,6 +81,23 @@ def test_each_change_of_uses_is_one_all_to_all_each_way():
     changes["1*fsdp+2*tensor+1*fsdp"] = 4
     for layers, number in changes.items():
         assert declared(layers) == 2 * number  # Forward, and gradients back.
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tensor=4,remat=dots,layers=fsdp", slow("fsdp=2,tensor=4,remat=dots,layers=fsdp")],
+)
+def test_they_keep_their_contract_with_and_without_fsdp(layout):
+    program = lower(layout, model(depth=4))
+    assert program.violations() == []
+    tensor = [t for t in program.contract.terms if t.axes == ("tensor",)]
+    gathers = (t.payload_bytes for t in tensor if t.kind == "all_gather")
+    found = (
+        c.payload_bytes * c.executions
+        for c in program.collectives
+        if (c.kind, c.axes) == ("all_gather", ("tensor",))
+    )
+    assert sum(gathers) == sum(found) > 0
 
 
 def test_replicas_that_train_apart_may_split_rows():

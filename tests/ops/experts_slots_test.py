@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 import meshpar
 from meshpar import layouts
+from meshpar.contracts.written import written_collectives
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 from meshpar.ops.experts import MixtureConfig, slots
 
@@ -37,13 +38,12 @@ def test_context_drops_no_other_choices(order, group, gathers):
     config = MixtureConfig(E, X, capacity_factor=0.5, group=group)
     layout = layouts.parse(f"context={N},context_order={order}")
     mesh = meshpar.make_mesh(layout, jax.devices()[:N])
-    sizes, moves = [], []
+    sizes = []
 
     def on_device(experts_BLX):
-        with layouts.use(layout, mesh, ["context"]) as scope:
+        with layouts.use(layout, mesh, ["context"]):
             slot, num_slots = slots.slots_of(experts_BLX, config)
         sizes.append(num_slots)
-        moves.extend(scope.moves)
         return slot.reshape(B, PART, X)
 
     spec = PartitionSpec(None, "context")
@@ -55,5 +55,6 @@ def test_context_drops_no_other_choices(order, group, gathers):
     for part in np.split(slot, N, axis=1):
         used = part[part < sizes[0]]
         assert len(used) == len(set(used))
-    payloads = [move.payload_bytes for move in moves]
+    written = written_collectives(run.trace(chosen()[:, places]).jaxpr, {"context": N})
+    payloads = [found.payload_bytes for found in written]
     assert payloads == ([4 * B * L * X] if gathers else [])

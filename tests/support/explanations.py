@@ -1,5 +1,6 @@
 """Explanations of layouts that were never compiled, for reports and pictures."""
 
+from meshpar.contracts.shares import Shares
 from meshpar.explain.report import CollectiveRow, Explanation
 
 
@@ -21,6 +22,7 @@ def explanation(layout: str, size: float) -> Explanation:
         state_bytes=int(size),
         compiled_bytes={"peak": int(size)},
         traffic=rows,
+        shares=Shares(3 * size),
         violations=(),
         warnings=("a warning",),
     )

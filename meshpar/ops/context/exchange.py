@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, num_bytes
+from meshpar.arrays import Array
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import CONTEXT, ways_of
-from meshpar.layouts.moves import Move
 from meshpar.layouts.scope import Scope, activation_spec, current_scope
 from meshpar.mesh.platform import traced_platform
 from meshpar.ops.attention_kernels import DIM_NAMES
@@ -58,25 +58,6 @@ def on_devices(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callabl
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
-def record(kind: str, size: int, why: str, **facts: int | bool) -> None:
-    """Notes a collective of the layer.
-
-    Args:
-      kind: as in `Move`.
-      size: bytes that it moves, as in `Move`.
-      why: as in `Move`.
-      **facts: other fields of `Move`.
-    """
-    moves = scope_in_use().moves
-    moves.append(Move(kind, (CONTEXT,), size, why, saved_as="", **facts))
-
-
-def bytes_on_device(x: Array) -> int:
-    """Bytes of one device's part of an array that is whole over the automatic axes."""
-    axes = [a for dim in spec_of(x) if dim for a in _axes(dim)]
-    return num_bytes(x) // ways_of(axes, scope_in_use().mesh.shape)
-
-
 def whole_segments(segments_BL: Array) -> Array:
     """Numbers of the documents of all tokens, one device after another: [B, M].
 
@@ -85,19 +66,13 @@ def whole_segments(segments_BL: Array) -> Array:
     Args:
       segments_BL: those of this device's tokens.
     """
-    why = "documents of whole sequences"
-    size = num_ranks() * bytes_on_device(segments_BL)
-    record("all_gather", size, why, has_gradient=False, bound=True)
 
     def gather(x: Array) -> Array:
         return lax.all_gather(x, CONTEXT, axis=1, tiled=True)
 
     spec = spec_of(segments_BL)
-    return on_devices(gather, spec, spec)(segments_BL)
-
-
-def _axes(dim: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (dim,) if isinstance(dim, str) else dim
+    with purpose("documents of whole sequences"):
+        return on_devices(gather, spec, spec)(segments_BL)
 
 
 def widened(x: Array) -> Array:
@@ -107,7 +82,10 @@ def widened(x: Array) -> Array:
 
 
 def exchanged(
-    x: Array, send: Callable[[Array], Array], send_back: Callable[[Array], Array]
+    x: Array,
+    send: Callable[[Array], Array],
+    send_back: Callable[[Array], Array],
+    why: str,
 ) -> Array:
     """send(x) on the shards of each device; its gradient is sent back.
 
@@ -115,9 +93,11 @@ def exchanged(
       x: [..., B, L, N, H]; the result has these dims too.
       send: a linear function of a shard.
       send_back: its transpose.
+      why: the purpose, for reports.
     """
     spec = spec_of(x)
     there, back = (on_devices(fn, spec, spec) for fn in (send, send_back))
     run = jax.custom_vjp(there)
     run.defvjp(lambda x: (there(x), None), lambda _, dy: (back(dy),))
-    return run(x)
+    with purpose(why):
+        return run(x)

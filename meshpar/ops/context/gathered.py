@@ -16,7 +16,6 @@ from jax import lax
 from meshpar.arrays import Array
 from meshpar.collectives.transport import (
     ONE_SHOT,
-    Transport,
     Transports,
     transports_for,
 )
@@ -31,11 +30,9 @@ from meshpar.ops.attention_kernels import (
 )
 from meshpar.ops.attention_mask import Tokens, is_seen
 from meshpar.ops.context.exchange import (
-    bytes_on_device,
     exchanged,
     head_ways,
     num_ranks,
-    record,
     scope_in_use,
     whole_segments,
     widened,
@@ -153,18 +150,9 @@ def _joined(groups: Sequence[Array], ways: int) -> Array:
 
 def _gather(kv: Array, transports: Transports) -> Array:
     """Keys and values of whole sequences in their own order: [2, B, L, K, H]."""
-    wide, num = widened(kv), num_ranks()
-    size, dim, axes = num * bytes_on_device(wide), kv.ndim + _LENGTH, (CONTEXT,)
-    why = "keys and values of whole sequences"
+    wide = widened(kv)
+    dim, axes, why = kv.ndim + _LENGTH, (CONTEXT,), "keys and values of whole sequences"
     there, back = transports.weights, transports.gradients
-
-    def note(kind: str, transport: Transport, why: str, **facts: bool) -> None:
-        move = transport.declare(kind, axes, num, size)
-        why = f"{why}, {move.note}" if move.note else why
-        record(move.kind, move.payload_bytes, why, times=move.count, **facts)
-
-    note("all_gather", there, why, has_gradient=False)
-    note("reduce_scatter", back, f"gradients of {why}", in_backward=True)
 
     def gather(x: Array) -> Array:
         return there.all_gather(x, axes, dim)
@@ -172,4 +160,4 @@ def _gather(kv: Array, transports: Transports) -> Array:
     def scatter(x: Array) -> Array:
         return back.reduce_scatter(x, axes, dim)
 
-    return _natural(exchanged(wide, gather, scatter).astype(kv.dtype), dim)
+    return _natural(exchanged(wide, gather, scatter, why).astype(kv.dtype), dim)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary
+from meshpar.contracts.purposes import gathers, purpose
 from meshpar.layouts.axes import CONTEXT
 from meshpar.ops.context.blocks import (
     Outer,
@@ -26,10 +27,8 @@ from meshpar.ops.context.blocks import (
     with_block,
 )
 from meshpar.ops.context.exchange import (
-    bytes_on_device,
     num_ranks,
     on_devices,
-    record,
     scope_in_use,
     spec_of,
     whole_segments,
@@ -64,28 +63,12 @@ def ring_attention(
     places = Places(num_ranks() // heads, heads, layout.token_order)
     ring = _Ring(places, window)
     q_BLNH, kv = split_heads(q_BLNH, k_BLKH, v_BLKH, heads)
-    _record(kv, ring.places.num)
     y_BLNH = _attend(ring, q_BLNH, kv, *others)
     return join_heads(y_BLNH, heads)
 
 
-def _record(kv: Array, num: int) -> None:
-    """Notes the hops of one ring."""
-    size, facts = bytes_on_device(widened(kv)), dict(has_gradient=False)
-
-    def hops(times: int, why: str, **more: bool) -> None:
-        if times:
-            record("permute", times * size, why, times=times, **facts, **more)
-
-    why = "keys and values around the ring"
-    hops(num - 1, why)
-    # A compiler may merge the first hop with that of a forward pass that runs again,
-    # and all hops where a pipeline runs a whole stage again.
-    why, twice = f"{why}, again", scope_in_use().layout.pipe > 1
-    hops(1, why, in_backward=True, optional=True)
-    hops(num - 2, why, in_backward=True, optional=twice)
-    size = bytes_on_device(kv.astype(jnp.float32))
-    hops(num, "gradients of keys and values around the ring", in_backward=True)
+_AROUND = "keys and values around the ring"
+_BACK = "gradients of keys and values around the ring"
 
 
 def _attend(ring: "_Ring", q_BLNH: Array, kv: Array, *segments: Array) -> Array:
@@ -146,10 +129,10 @@ class _Ring:
 
         def step(carry: tuple[Sums, Array], hops: Array) -> Any:
             sums, kv = carry
-            coming = self._sent(kv)  # First, to travel beside the block.
+            coming = self._sent(kv, _AROUND)  # First, to travel beside the block.
             return (add_block(sums, kv, hops), coming), None
 
-        coming = self._sent(kv)
+        coming = self._sent(kv, _AROUND)
         sums = add_block(_varying(no_blocks(q), q, kv), kv, 0)
         (sums, kv), _ = lax.scan(step, (sums, coming), jnp.arange(1, places.num - 1))
         y, lse = (places.as_given(x, 1) for x in add_block(sums, kv, places.num - 1))
@@ -189,23 +172,26 @@ class _Ring:
 
         def step(carry: tuple[Array, Array, Array], hops: Any) -> Any:
             *grads, kv = carry
-            coming = self._sent(kv)
+            # A compiler may merge hops with those of a forward pass that runs again.
+            with gathers():
+                coming = self._sent(kv, f"{_AROUND}, again")
             dq, dkv = add_block(tuple(grads), kv, hops)
-            return (dq, self._sent(dkv), coming), None
+            return (dq, self._sent(dkv, _BACK), coming), None
 
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q, kv))
         carry, _ = step((*_varying(tuple(zeros), q, kv), kv), 0)
         (*grads, kv), _ = lax.scan(step, carry, jnp.arange(1, places.num - 1))
         dq, dkv = add_block(tuple(grads), kv, places.num - 1)
         dq = places.as_given(dq, 1).astype(q_BLNH.dtype).reshape(q_BLNH.shape)
-        dkv = self._sent(dkv)  # The last hop leads home.
+        dkv = self._sent(dkv, _BACK)  # The last hop leads home.
         return dq, places.as_given(dkv, 2).astype(dtype)
 
-    def _sent(self, x: Array) -> Array:
+    def _sent(self, x: Array, why: str) -> Array:
         """Sends to the next place; the last one sends to the first."""
         num, heads = self.places.num_ranks, self.places.heads
         pairs = [(rank, (rank + heads) % num) for rank in range(num)]
-        return lax.ppermute(widened(x), CONTEXT, pairs).astype(x.dtype)
+        with purpose(why, ""):
+            return lax.ppermute(widened(x), CONTEXT, pairs).astype(x.dtype)
 
 
 def _grouped(x_BLNH: Array, kv: Array) -> Array:

@@ -13,11 +13,9 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT
 from meshpar.ops.attention_kernels import by_platform
 from meshpar.ops.context.exchange import (
-    bytes_on_device,
     exchanged,
     head_ways,
     num_ranks,
-    record,
     scope_in_use,
     whole_segments,
     widened,
@@ -104,8 +102,6 @@ def _swapped(x: Array, split: int, join: int, num: int, why: str) -> Array:
     """Splits one dim over neighbours, and joins another one."""
     wide, ranks = widened(x), range(num_ranks())
     groups = [list(ranks[i : i + num]) for i in ranks[::num]]
-    size = bytes_on_device(wide)
-    record("all_to_all", size, why, group_size=num if len(groups) > 1 else 0)
     options = dict(tiled=True, axis_index_groups=groups if len(groups) > 1 else None)
 
     def swap(x: Array) -> Array:
@@ -114,4 +110,4 @@ def _swapped(x: Array, split: int, join: int, num: int, why: str) -> Array:
     def swap_back(x: Array) -> Array:
         return lax.all_to_all(x, CONTEXT, join, split, **options)
 
-    return exchanged(wide, swap, swap_back).astype(x.dtype)
+    return exchanged(wide, swap, swap_back, why).astype(x.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from meshpar.arrays import Array
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.exchange import Exchange
-from meshpar.ops.experts.grouped_matmul import record_sums
+from meshpar.ops.experts.grouped_matmul import batched_matmul
 from meshpar.ops.experts.rows import inverse_index, take_rows
 from meshpar.ops.experts.slots import slots_of
 from meshpar.ops.experts.statistics import Lost
@@ -62,14 +62,9 @@ def run_with_capacity(
         x = exchange.swap(parts, why, is_saved=False)
         return x.reshape(num_slots, *x.shape[3:])
 
-    def matmul(x_ESD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
-        outputs = x_ESD.size // x_ESD.shape[-1] * w_EDF.shape[-1]
-        record_sums(x_ESD.size, outputs, split)  # The compiler splits it well.
-        return jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF)
-
     rows_ESD = to_experts(rows_SD, "rows to their experts")
     weight_ES = to_experts(weight_S, "weights of rows")
-    rows_ESD = run(rows_ESD, weight_ES, matmul)
+    rows_ESD = run(rows_ESD, weight_ES, batched_matmul)
     rows_SD = to_tokens(rows_ESD, "rows back from their experts")
     lost = Lost(jnp.sum(slot == num_slots), jnp.zeros((), int))
     return take_rows(rows_SD, by_token, token), lost

@@ -194,7 +194,7 @@ def _run_in_buffers(
     """
     ways, per_token = exchange.ways, config.experts_per_token
     sent = _sent(experts_BLX.reshape(-1), config, ways)
-    counts_NE = exchange.swap(sent.counts, "counts of rows", has_gradient=False)
+    counts_NE = exchange.swap(sent.counts, "counts of rows")
     received = _received(counts_NE, sent.num_slots)
     choice = inverse_index(sent.slot, sent.num_slots)
     token, by_token = (choice // per_token)[:, None], sent.slot.reshape(-1, per_token)

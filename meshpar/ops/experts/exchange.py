@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.arrays import Array
 from meshpar.collectives.transport import ONE_SHOT, Transport, transports_for
+from meshpar.contracts.purposes import purpose, unsplit
 from meshpar.layouts.axes import EXPERT
-from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import EXPERT_ROWS
 from meshpar.layouts.scope import current_scope
 from meshpar.mesh.platform import traced_platform
@@ -27,24 +27,22 @@ class Exchange:
 
     ways: int
 
-    def swap(
-        self, x: Array, why: str, has_gradient: bool = True, is_saved: bool = True
-    ) -> Array:
+    def swap(self, x: Array, why: str, is_saved: bool = True) -> Array:
         """x[j] of every device goes to device j: x[n, ...] -> y[n, ...] by source.
 
         Communication: one all_to_all of x, (n-1)/n of its bytes sent.
 
         Args:
           x: a part for each device.
-          why: as in `Move`.
-          has_gradient: as in `Move`.
-          is_saved: as in `Move`.
+          why: the purpose, for reports.
+          is_saved: whether the backward pass needs the result.
         """
         if self.ways == 1:
             return x
-        wide = _widened(x)
-        _record(Move("all_to_all", (EXPERT,), wide.nbytes, why, has_gradient, is_saved))
-        y = lax.all_to_all(wide, EXPERT, split_axis=0, concat_axis=0, tiled=True)
+        with purpose(why), unsplit():
+            y = lax.all_to_all(
+                _widened(x), EXPERT, split_axis=0, concat_axis=0, tiled=True
+            )
         y = y.astype(x.dtype)
         return checkpoint_name(y, EXPERT_ROWS) if is_saved else y
 
@@ -56,19 +54,14 @@ class Exchange:
 
         Args:
           x: of this device's tokens.
-          why: as in `Move`.
-          has_gradient: as in `Move`.
+          why: the purpose, for reports.
+          has_gradient: whether x has one.
         """
         if self.ways == 1:
             return x
-        wide, transport = _widened(x), _transport()
-        size = self.ways * wide.nbytes
-        self._record(transport, "all_gather", size, why, is_saved=True)
-        if has_gradient:
-            back = f"gradients of {why}"
-            self._record(transport, "reduce_scatter", size, back, in_backward=True)
-        gather, scatter = _moves(transport)
-        y = _with_gradient(gather, scatter)(wide) if has_gradient else gather(wide)
+        wide, (gather, scatter) = _widened(x), _moves(_transport())
+        with purpose(why), unsplit():
+            y = _with_gradient(gather, scatter)(wide) if has_gradient else gather(wide)
         return checkpoint_name(y.astype(x.dtype), EXPERT_ROWS)
 
     def scatter(self, x: Array, why: str) -> Array:
@@ -78,33 +71,13 @@ class Exchange:
 
         Args:
           x: this device's addend for the tokens of all devices.
-          why: as in `Move`.
+          why: the purpose, for reports.
         """
         if self.ways == 1:
             return x
-        wide, transport, back = _widened(x), _transport(), f"gradients of {why}"
-        self._record(transport, "reduce_scatter", wide.nbytes, why)
-        self._record(transport, "all_gather", wide.nbytes, back, in_backward=True)
-        gather, scatter = _moves(transport)
-        return _with_gradient(scatter, gather)(wide).astype(x.dtype)
-
-    def _record(
-        self,
-        transport: Transport,
-        kind: str,
-        size: int,
-        why: str,
-        is_saved: bool = False,
-        in_backward: bool = False,
-    ) -> None:
-        """Notes the collectives that move tokens of `size` bytes in all."""
-        if kind == "all_gather":
-            transport = transport.for_gathers(size)
-        movement = transport.declare(kind, (EXPERT,), self.ways, size)
-        why = f"{why}, {movement.note}" if movement.note else why
-        size = movement.payload_bytes
-        move = Move(movement.kind, (EXPERT,), size, why, False, is_saved)
-        _record(move._replace(times=movement.count, in_backward=in_backward))
+        gather, scatter = _moves(_transport())
+        with purpose(why), unsplit():
+            return _with_gradient(scatter, gather)(_widened(x)).astype(x.dtype)
 
 
 _Collective = Callable[[Array], Array]
@@ -139,8 +112,3 @@ def _widened(x: Array) -> Array:
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     wide = floating and traced_platform().widens_collectives
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
-
-
-def _record(move: Move) -> None:
-    if (scope := current_scope()) is not None:
-        scope.moves.append(move)

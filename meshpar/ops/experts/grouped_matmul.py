@@ -5,16 +5,18 @@ matrix; there a loop runs over the blocks of rows that are in use.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, vary, zero_after
+from meshpar.arrays import Array, vary, vary_alike, zero_after
 from meshpar.collectives.varying import sum_varying
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import in_use
-from meshpar.layouts.moves import Move
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import activation_axes, current_scope
 from meshpar.mesh.platform import TPU, traced_platform
@@ -42,34 +44,47 @@ def grouped_matmul(
     Source: Gale et al., MegaBlocks, arXiv:2211.15841, section 5.1.
     """
     if traced_platform() is TPU:
-        return by_ragged_dot(x_SD, w_EDF, sizes_E)
+        return by_ragged_dot(x_SD, w_EDF, sizes_E, split or ("", ""))
     if scope := current_scope():
         scope.looped_flops.append(2.0 * x_SD.size * w_EDF.shape[-1])
     return in_blocks(x_SD, w_EDF, sizes_E, split or ("", ""))
 
 
-@jax.custom_vjp
-def by_ragged_dot(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def by_ragged_dot(
+    x_SD: Array, w_EDF: Array, sizes_E: Array, split: tuple[str, str] = ("", "")
+) -> Array:
     """`grouped_matmul` by `lax.ragged_dot`, whose backward pass frees rows early."""
-    return lax.ragged_dot(x_SD, w_EDF, sizes_E)
+    _, dims, _ = _split_axes(split)
+
+    def run(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
+        return _summed(lax.ragged_dot(x_SD, w_EDF, sizes_E), dims)
+
+    return _by_hand(run, "xws", "y", split)(x_SD, w_EDF, sizes_E)
 
 
 def _ragged_forward(
-    x_SD: Array, w_EDF: Array, sizes_E: Array
+    x_SD: Array, w_EDF: Array, sizes_E: Array, split: tuple[str, str]
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return by_ragged_dot(x_SD, w_EDF, sizes_E), (x_SD, w_EDF, sizes_E)
+    return by_ragged_dot(x_SD, w_EDF, sizes_E, split), (x_SD, w_EDF, sizes_E)
 
 
 def _ragged_backward(
-    saved: tuple[Array, Array, Array], dy_SF: Array
+    split: tuple[str, str], saved: tuple[Array, Array, Array], dy_SF: Array
 ) -> tuple[Array, Array, None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
-    x_SD, w_EDF, sizes_E = saved
-    _, of_weights = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
-    (dw_EDF,) = of_weights(dy_SF)
-    sizes_E += zero_after(dw_EDF).astype(sizes_E.dtype)
-    _, of_rows = jax.vjp(lambda x: lax.ragged_dot(x, w_EDF, sizes_E), x_SD)
-    return *of_rows(dy_SF), dw_EDF, None
+    _, _, features = _split_axes(split)
+
+    def run(
+        x_SD: Array, w_EDF: Array, sizes_E: Array, dy_SF: Array
+    ) -> tuple[Array, Array]:
+        _, of_weights = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
+        (dw_EDF,) = of_weights(dy_SF)
+        sizes_E += zero_after(dw_EDF).astype(sizes_E.dtype)
+        _, of_rows = jax.vjp(lambda x: lax.ragged_dot(x, w_EDF, sizes_E), x_SD)
+        return _summed(*of_rows(dy_SF), features), dw_EDF
+
+    return *_by_hand(run, "xwsy", "xw", split)(*saved, dy_SF), None
 
 
 by_ragged_dot.defvjp(_ragged_forward, _ragged_backward)
@@ -117,7 +132,6 @@ def in_blocks(
     axes, dims, features = _split_axes(split)
     if not axes:
         return run(x_SD, w_EDF, sizes_E)
-    record_sums(x_SD.size, len(x_SD) * w_EDF.shape[2], split)
     return jax.shard_map(
         run,
         in_specs=(_spec((), dims), _spec((), dims, features), _spec(())),
@@ -170,6 +184,93 @@ def _backward(
 in_blocks.defvjp(_forward, _backward)
 
 
+def batched_matmul(x_ESD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+    """x[E, S, D] w[E, D, F]: as many rows for every matrix.
+
+    Args:
+      x_ESD: rows of each group.
+      w_EDF: the matrix of each group.
+      split: as in `grouped_matmul`.
+    """
+    if not _split_axes(split)[0]:
+        return jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF)
+    return _batched(*vary_alike(x_ESD, w_EDF), split)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _batched(x_ESD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
+    _, dims, _ = _split_axes(split)
+
+    def run(x_ESD: Array, w_EDF: Array) -> Array:
+        return _summed(jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF), dims)
+
+    return _by_hand(run, "xw", "y", split)(x_ESD, w_EDF)
+
+
+def _batched_forward(
+    x_ESD: Array, w_EDF: Array, split: tuple[str, str]
+) -> tuple[Array, tuple[Array, Array]]:
+    return _batched(x_ESD, w_EDF, split), (x_ESD, w_EDF)
+
+
+def _batched_backward(
+    split: tuple[str, str], saved: tuple[Array, Array], dy_ESF: Array
+) -> tuple[Array, Array]:
+    _, _, features = _split_axes(split)
+
+    def run(x_ESD: Array, w_EDF: Array, dy_ESF: Array) -> tuple[Array, Array]:
+        dx_ESD = jnp.einsum("ESF,EDF->ESD", dy_ESF, w_EDF)
+        dw_EDF = jnp.einsum("ESD,ESF->EDF", x_ESD, dy_ESF)
+        return _summed(dx_ESD, features), dw_EDF
+
+    return _by_hand(run, "xwy", "xw", split)(*saved, dy_ESF)
+
+
+_batched.defvjp(_batched_forward, _batched_backward)
+
+
+def _by_hand(
+    fn: Callable, given: str, results: str, split: tuple[str, str]
+) -> Callable:
+    """A part of a matmul on the shards of each device.
+
+    Args:
+      fn: a function of arrays.
+      given: what they are: "x" rows [..., D], "w" matrices, "y" rows [..., F], "s" none
+        of these.
+      results: what it returns, in these letters.
+      split: as in `grouped_matmul`.
+    """
+    axes, dims, features = _split_axes(split)
+    if not axes:
+        return fn
+
+    def spec(letter: str, lead: int) -> PartitionSpec:
+        rows = ((),) * lead
+        entries = {
+            "x": (*rows, dims),
+            "w": ((), dims, features),
+            "y": (*rows, features),
+            "s": (),
+        }
+        return partition_spec(entries[letter])
+
+    def run(*args: Array) -> Any:
+        args, lead = vary_alike(*args), args[0].ndim - 1
+        outs = tuple(spec(letter, lead) for letter in results)
+        mapped = jax.shard_map(
+            fn,
+            in_specs=tuple(spec(letter, lead) for letter in given),
+            out_specs=outs if len(outs) > 1 else outs[0],
+            axis_names=axes,
+            check_vma=False,
+        )
+        varying = tuple(jax.typeof(args[0]).manual_axis_type.varying)
+        return jax.tree.map(lambda x: vary(x, varying), mapped(*args))
+
+    return run
+
+
 def _split_axes(
     split: tuple[str, str],
 ) -> tuple[set[str], tuple[str, ...], tuple[str, ...]]:
@@ -184,33 +285,13 @@ def _split_axes(
     return axes, *activation_axes(scope, names, "experts.grouped_matmul")
 
 
-def record_sums(inputs: int, outputs: int, split: tuple[str, str]) -> None:
-    """Notes what is summed over automatic axes in both passes of one matmul.
-
-    Args:
-      inputs: numbers that it takes.
-      outputs: numbers that it gives.
-      split: as in `grouped_matmul`.
-    """
-    _, dims, features = _split_axes(split)
-    _record(dims, 4 * outputs, has_gradient=False)
-    _record(features, 4 * inputs, has_gradient=True)
-
-
-def _record(axes: tuple[str, ...], size: int, has_gradient: bool) -> None:
-    """Notes that rows of `size` bytes are summed over axes in one of the passes."""
-    if axes:
-        why = "rows of experts, summed over their mlp dim"
-        move = Move("all_reduce", axes, size, why, has_gradient, bound=True)
-        current_scope().moves.append(move)
-
-
 def _spec(*dims: tuple[str, ...]) -> PartitionSpec:
     return partition_spec(dims)
 
 
 def _summed(x: Array, axes: tuple[str, ...]) -> Array:
     """The sum over axes that split what x is a sum of."""
-    for axis in axes:
-        x = sum_varying(x, axis)
+    with purpose("rows of experts, summed over their mlp dim"):
+        for axis in axes:
+            x = sum_varying(x, axis)
     return x

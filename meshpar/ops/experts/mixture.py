@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary
 from meshpar.collectives.varying import sum_varying
+from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
 from meshpar.layouts import scope as scopes
 from meshpar.layouts.axes import CONTEXT, EXPERT, TOKEN_AXES, in_use, ways_of
@@ -245,8 +246,9 @@ class _OnShards:
         y_TD, lost = dispatched(
             x_TD, routing.experts, weights_TX, config, exchange, run
         )
-        for axis in self.mlp_axes:
-            y_TD = sum_varying(y_TD, axis)
+        with purpose("outputs of experts, summed over their mlp dim"):
+            for axis in self.mlp_axes:
+                y_TD = sum_varying(y_TD, axis)
         result = statistics_of(routing, lost, self.token_axes, self.ways, self.varies)
         return Mixed(y_TD.reshape(*batch, dim), *result)
 

@@ -14,8 +14,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.arrays import Array
+from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import CONTEXT
-from meshpar.layouts.moves import Move
 from meshpar.layouts.remat import EXPERT_ROWS
 from meshpar.layouts.scope import Scope, current_scope
 from meshpar.layouts.token_order import device_order, in_natural_order
@@ -120,9 +120,7 @@ def _holds_whole_groups(scope: Scope, length: int, group: int) -> bool:
 def _of_whole_sequences(x_BLX: Array, scope: Scope) -> Array:
     """The rows of all tokens of the sequences, in order of their positions."""
     num, why = scope.mesh.shape[CONTEXT], "experts of the tokens of whole sequences"
-    scope.moves.append(
-        Move("all_gather", (CONTEXT,), num * x_BLX.nbytes, why, has_gradient=False)
-    )
-    gathered = lax.all_gather(x_BLX, CONTEXT, axis=1, tiled=True)
+    with purpose(why):
+        gathered = lax.all_gather(x_BLX, CONTEXT, axis=1, tiled=True)
     gathered = in_natural_order(gathered, scope.layout.token_order, num, 1)
     return checkpoint_name(gathered, EXPERT_ROWS)

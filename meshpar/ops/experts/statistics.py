@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, vary
-from meshpar.layouts.moves import Move
-from meshpar.layouts.scope import current_scope
+from meshpar.contracts.purposes import purpose
 from meshpar.ops.experts.router import Routing
 
 DEVICE_LOAD = "experts_device_load"
@@ -113,10 +112,9 @@ def statistics_of(
     tokens = routing.experts.shape[0] * routing.experts.shape[1]
     if axes:
         tokens *= lax.axis_size(axes)
-        _record(sums, axes)
-        sums = lax.psum(sums, axes)
-        if varies:
-            sums = vary(sums, axes)
+        with purpose("statistics of experts"):
+            sums = lax.psum(sums, axes)
+            sums = vary(sums, axes) if varies else sums
     counts_E, shares_E, rest = jnp.split(sums, [num_experts, 2 * num_experts])
     counts_E = lax.stop_gradient(counts_E)
     loads_E = counts_E / (tokens * per_token)
@@ -134,9 +132,3 @@ def statistics_of(
         device_load,
     )
     return statistics, counts_E
-
-
-def _record(sums: Array, axes: tuple[str, ...]) -> None:
-    if (scope := current_scope()) is not None:
-        why = "statistics of experts"
-        scope.moves.append(Move("all_reduce", axes, 2 * sums.nbytes, why, bound=True))

@@ -1,0 +1,83 @@
+"""Code of a jaxpr that its results need."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from meshpar.compat import scan_counts
+
+_BARRIER = "optimization_barrier"
+
+
+def without_dead_code(jaxpr: Any, through_barriers: bool = False) -> Any:
+    """A jaxpr without what its results do not need, nor those of jaxprs inside it.
+
+    Args:
+      jaxpr: of a whole program.
+      through_barriers: whether to leave out what an optimization barrier alone keeps,
+        with other arrays that are needed; compilers leave it out late.
+    """
+    jaxpr = jaxpr.jaxpr
+    if through_barriers:
+        jaxpr = _with_single_barriers(jaxpr)
+    return _needed(_with_results_read(_needed(jaxpr)))
+
+
+def _needed(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that its results do not need."""
+    needed = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0]
+
+
+def _with_results_read(jaxpr: Any) -> Any:
+    """A jaxpr whose loops of one round hand on only the values that are read.
+
+    A loop computes what it carries for its next round. Compilers unroll a loop that has
+    no next round, and leave out what nothing reads.
+    """
+    read = {x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, core.Var)}
+    read |= {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = _inner(eqn.params, _with_results_read)
+        if eqn.primitive.name == "scan" and params["length"] == 1:
+            consts, carried = scan_counts(eqn)
+            body = params["jaxpr"].jaxpr
+            outs = list(body.outvars)
+            for number in range(carried):
+                if eqn.outvars[number] not in read:
+                    outs[number] = body.invars[consts + number]
+            closed = params["jaxpr"].replace(jaxpr=body.replace(outvars=outs))
+            params = {**params, "jaxpr": closed}
+        eqns.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=eqns)
+
+
+def _with_single_barriers(jaxpr: Any) -> Any:
+    """A jaxpr in which every barrier holds one array."""
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == _BARRIER:
+            eqns += [
+                eqn.replace(invars=[x], outvars=[y])
+                for x, y in zip(eqn.invars, eqn.outvars, strict=True)
+            ]
+        else:
+            params = _inner(eqn.params, _with_single_barriers)
+            eqns.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=eqns)
+
+
+def _inner(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters of an equation, with their jaxprs changed."""
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, core.ClosedJaxpr) and value.jaxpr is not value:
+            return value.replace(jaxpr=change(value.jaxpr))
+        if isinstance(value, core.Jaxpr):
+            return change(value)
+        return tuple(map(inside, value)) if type(value) is tuple else value
+
+    return {name: inside(value) for name, value in params.items()}

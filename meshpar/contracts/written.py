@@ -1,0 +1,282 @@
+"""The collectives that a training step writes, read from the jaxpr that is compiled.
+
+One walk of the jaxpr of a step's one trace, after dead code is removed, gives every
+collective that the step's own code writes: kind, mesh axes, runs, bytes, purpose and
+source line. A compiler adds others only over axes that stay automatic.
+
+Inside shard_map arrays are whole over the axes that stay automatic. Where a compiler
+may split what a collective moves over such axes, the bytes are at most those written.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from meshpar.compat import equations, inner_jaxprs, user_line
+from meshpar.contracts.declared import DeclaredCollective
+from meshpar.contracts.liveness import without_dead_code
+from meshpar.contracts.purposes import Purpose
+from meshpar.contracts.splits import Code, changes_in_loop, split_axes
+
+_KINDS = (
+    ("psum", "all_reduce"),
+    ("unreduced_psum", "all_reduce"),
+    ("pmax", "all_reduce"),
+    ("pmin", "all_reduce"),
+    ("all_gather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("unreduced_reduce_scatter", "reduce_scatter"),
+    ("all_to_all", "all_to_all"),
+    ("ragged_all_to_all", "all_to_all"),
+    ("ppermute", "permute"),
+)
+"""Kinds of collectives, by how the names of their primitives begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenCollective:
+    """One collective that a step writes.
+
+    Attributes:
+      kind: as `Collective.kind`.
+      axes: mesh axes over which it runs, outer to inner.
+      group_size: devices that take part together.
+      runs: executions per step; None where no loop around it says how often it runs.
+      payload_bytes: bytes of the whole tensors on one device, of one execution.
+      why: its purpose; "" if the code gives none.
+      source: "file:line" of the code.
+      whole: automatic axes along which a compiler may split what it moves, as nothing
+        says how.
+      may_drop: whether a compiler may leave it out, or send fewer bytes.
+      partial: whether its groups are only parts of the devices along `axes`.
+      backward: whether it is in the backward pass, which may compute things again.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    runs: int | None
+    payload_bytes: int
+    why: str
+    source: str
+    whole: tuple[str, ...] = ()
+    may_drop: bool = False
+    partial: bool = False
+    backward: bool = False
+
+    def times(self, number: int) -> "WrittenCollective":
+        """The collective of code that runs so many times."""
+        runs = None if self.runs is None else self.runs * number
+        return dataclasses.replace(self, runs=runs)
+
+
+class _Place(NamedTuple):
+    """The place of an equation.
+
+    Attributes:
+      code: the jaxpr that it is in.
+      runs: how often it runs in a step; None if nothing says so.
+      manual: mesh axes that are manual there.
+      names: the name stack of the equations around it.
+      branches: branches around it that have collectives, of one conditional.
+    """
+
+    code: Code
+    runs: int | None = 1
+    manual: frozenset[str] = frozenset()
+    names: tuple[Any, ...] = ()
+    branches: int = 1
+
+    def inside(self, eqn: Any, jaxpr: Any) -> "_Place":
+        """The place of the equations of a jaxpr that an equation runs."""
+        name = eqn.primitive.name
+        place = self._replace(
+            code=Code.of(jaxpr, eqn, self.code),
+            names=self.names + tuple(eqn.source_info.name_stack.stack),
+        )
+        if name == "scan" and self.runs is not None:
+            return place._replace(runs=self.runs * eqn.params["length"])
+        if name == "while":
+            return place._replace(runs=None)
+        if name == "cond":
+            moving = sum(map(_moves, inner_jaxprs(eqn)))
+            return place._replace(branches=max(self.branches, moving))
+        if name == "shard_map":
+            return place._replace(manual=self.manual | eqn.params["newly_manual_axes"])
+        return place
+
+
+def written_collectives(
+    jaxpr: Any, sizes: Mapping[str, int], widens: bool = False
+) -> list[WrittenCollective]:
+    """The collectives of a step, in the order in which they are written.
+
+    All branches of a conditional count, as in the text of a compiled program.
+
+    Args:
+      jaxpr: of the step.
+      sizes: {mesh axis: size}, outer to inner.
+      widens: whether floats smaller than 32 bits travel as float32.
+    """
+    read = _Reader(sizes, widens)
+    needed, kept = (
+        list(read.collectives(live, _Place(Code.of(live))))
+        for live in (without_dead_code(jaxpr, True), without_dead_code(jaxpr))
+    )
+    left, written = collections.Counter(needed), []
+    for found in kept:
+        left[found] -= 1
+        drops = left[found] < 0
+        written.append(dataclasses.replace(found, may_drop=True) if drops else found)
+    return written
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads the collectives of jaxprs; args of `written_collectives`."""
+
+    sizes: Mapping[str, int]
+    widens: bool
+
+    def collectives(self, jaxpr: Any, place: _Place) -> Iterator[WrittenCollective]:
+        """The collectives of a jaxpr and of all jaxprs inside it."""
+        seen = set()
+        for eqn in jaxpr.eqns:
+            if (kind := _kind(eqn)) is None:
+                for inner in inner_jaxprs(eqn):
+                    yield from self.collectives(inner, place.inside(eqn, inner))
+            elif axes := self._axes(eqn):
+                # A compiler runs equal ones once.
+                same = eqn.primitive, *map(id, eqn.invars), str(eqn.params)
+                yield from self._read(eqn, kind, axes, place, same in seen)
+                seen.add(same)
+
+    def _axes(self, eqn: Any) -> tuple[str, ...]:
+        """The mesh axes over which a collective moves anything, outer to inner."""
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        named = named if isinstance(named, tuple) else (named,)
+        return tuple(a for a, size in self.sizes.items() if a in named and size > 1)
+
+    def _read(
+        self, eqn: Any, kind: str, axes: tuple[str, ...], place: _Place, again: bool
+    ) -> Iterator[WrittenCollective]:
+        """The collectives of an equation, one for each of its arrays."""
+        ways, groups = self._ways(axes), eqn.params.get("axis_index_groups")
+        size = len(groups[0]) if groups else ways
+        purpose = Purpose.of(place.names + tuple(eqn.source_info.name_stack.stack))
+        automatic = self._automatic(place, purpose)
+        may_drop = again or self._may_drop(eqn, kind, place, purpose)
+        moved = eqn.outvars if kind == "all_gather" else eqn.invars
+        for x, operand in zip(moved, eqn.invars, strict=True):
+            split = frozenset()
+            if automatic:
+                split = split_axes(operand, place.code, automatic)
+            yield WrittenCollective(
+                kind,
+                axes,
+                size,
+                place.runs,
+                self._bytes(x.aval) // self._ways(split or ()),
+                purpose.why,
+                user_line(eqn),
+                automatic if split is None else (),
+                may_drop,
+                size < ways,
+                purpose.backward or purpose.again,
+            )
+
+    def _may_drop(self, eqn: Any, kind: str, place: _Place, purpose: Purpose) -> bool:
+        """Whether a compiler may leave a collective out, or send fewer bytes.
+
+        It may drop gathers, send maxima in the dtype from which they were cast, merge
+        what runs again with the first run or is in all branches of a conditional, and
+        move what is constant out of loops.
+        """
+        return (
+            kind == "all_gather"
+            or purpose.gathers
+            or eqn.primitive.name.startswith(("pmax", "pmin"))
+            or (purpose.again and kind in ("reduce_scatter", "permute"))
+            or place.branches > 1
+            or not any(changes_in_loop(x, place.code) for x in eqn.invars)
+        )
+
+    def _automatic(self, place: _Place, purpose: Purpose) -> tuple[str, ...]:
+        """The automatic axes along which a compiler may split what moves."""
+        if purpose.unsplit:
+            return ()
+        return tuple(
+            a for a, n in self.sizes.items() if n > 1 and a not in place.manual
+        )
+
+    def _ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def _bytes(self, x: Any) -> int:
+        """Bytes of an array as it travels."""
+        wider = self.widens and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.size * (max(x.dtype.itemsize, 4) if wider else x.dtype.itemsize)
+
+
+def _kind(eqn: Any) -> str | None:
+    """The kind of the collective that an equation is; None for all others."""
+    name = eqn.primitive.name
+    return next((kind for start, kind in _KINDS if name.startswith(start)), None)
+
+
+def _moves(jaxpr: Any) -> bool:
+    """Whether any collective is in a jaxpr."""
+    return any(_kind(eqn) is not None for eqn in equations(jaxpr))
+
+
+def written_terms(
+    written: Iterable[WrittenCollective],
+) -> tuple[DeclaredCollective, ...]:
+    """The terms of a contract: collectives of one purpose together.
+
+    They are exact, except where a compiler chooses: it may split what moves along axes
+    that stay automatic, and a loop may not say how often it runs.
+    """
+    totals: dict[tuple, list[float]] = {}
+    for found in written:
+        key = found.kind, found.axes, found.group_size, found.why or found.source
+        key = *key, bool(found.whole), found.may_drop, found.partial
+        total = totals.setdefault(key, [0, 0])
+        runs = math.inf if found.runs is None else found.runs
+        total[0] += runs
+        total[1] += runs * found.payload_bytes
+    return tuple(_term(*key, *total) for key, total in totals.items())
+
+
+def _term(
+    kind: str,
+    axes: tuple[str, ...],
+    group_size: int,
+    why: str,
+    whole: bool,
+    may_drop: bool,
+    partial: bool,
+    count: float,
+    size: float,
+) -> DeclaredCollective:
+    """One term, exact or a bound."""
+    if math.isinf(count):
+        why = f"{why}, in a loop that does not say how often it runs"
+    elif whole:
+        why = f"at most: {why}"
+    bound = whole or math.isinf(count)
+    return DeclaredCollective(
+        kind,
+        axes,
+        group_size,
+        0 if bound else count,
+        size,
+        why,
+        bound=bound,
+        gathers=may_drop and not bound,
+        partial=partial,
+    )

@@ -1,0 +1,100 @@
+"""What one layer moves itself, such as tokens to their experts: read from its jaxpr.
+
+The layer and its backward pass are traced once, on the shapes of one device's
+microbatch. Planners multiply what it writes by the passes over the layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array, Params, abstract, abstract_layer, vary
+from meshpar.contracts.declared import DeclaredCollective
+from meshpar.contracts.written import (
+    WrittenCollective,
+    written_collectives,
+    written_terms,
+)
+from meshpar.fsdp.terms import LayerPass
+from meshpar.layouts.axes import CONTEXT, EXPERT
+from meshpar.layouts.layer_uses import policies
+from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.scope import with_policy
+from meshpar.lowering.batches import batch_specs
+from meshpar.lowering.frame import Frame
+
+_AXES = {EXPERT, CONTEXT}
+"""Axes along which layers move activations themselves."""
+
+
+def layer_collectives(frame: Frame, batch: Any, remat: str) -> list[WrittenCollective]:
+    """What one layer writes over `expert` and `context`, forward and backward.
+
+    Args:
+      frame: the shard_map program.
+      batch: abstract batch of one replica.
+      remat: the layer's policy.
+    """
+    num, layered = frame.layout.microbatches, frame.layered
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype),
+        batch,
+    )
+    shared, stack = layered.split(abstract(frame.plan.weights))
+    specs = {path: partition_spec(held) for path, held in frame.held.items()}
+    layer_specs = {path: PartitionSpec(*specs[path][1:]) for path in stack}
+    trained = frame.plan.gradients
+
+    def run(shared: Params, weights: Params, rows: Any) -> Array:
+        with frame.scope():
+            x = jax.tree.map(frame.vary, layered.embed(shared, rows, None))
+            context = layered.context(shared, rows, None)
+            weights = jax.tree.map(frame.vary, weights)
+            own = {path: w for path, w in weights.items() if path in trained}
+
+            def layer(own: Params, x: Any) -> Any:
+                y = layered.layer(weights | own, x, None, context)
+                return jax.tree.map(frame.vary, y)
+
+            y, vjp = jax.vjp(with_policy(layer, remat), own, x)
+            gradients = vjp(jax.tree.map(jnp.ones_like, y))
+        numbers = (jnp.sum(leaf) for leaf in jax.tree.leaves((y, gradients)))
+        return vary(sum(numbers), frame.manual_axes)[None]
+
+    with jax.set_mesh(frame.mesh):
+        mapped = jax.shard_map(
+            run,
+            in_specs=(
+                {path: specs[path] for path in shared},
+                layer_specs,
+                batch_specs(frame.layout, rows, frame.batch_axes),
+            ),
+            out_specs=PartitionSpec(frame.manual_axes),
+            axis_names=set(frame.manual_axes),
+        )
+        jaxpr = jax.make_jaxpr(mapped)(shared, abstract_layer(stack), rows)
+    widens = frame.transports.widens
+    written = written_collectives(jaxpr, dict(frame.mesh.shape), widens)
+    return [found for found in written if _AXES & set(found.axes)]
+
+
+def layers_terms(
+    frame: Frame, passes: Sequence[LayerPass], of_policy: Any
+) -> Iterator[DeclaredCollective]:
+    """What all layers write over `expert` and `context` in one step.
+
+    Args:
+      frame: the shard_map program.
+      passes: all passes over the layers.
+      of_policy: a function from a policy to its `layer_collectives`.
+    """
+    layout = frame.layout
+    for one in passes:
+        for policy, depth in policies(layout.layers, layout.remat, one.depth):
+            backward = one.name == "backward"
+            own = (x for x in of_policy(policy) if x.backward == backward)
+            times = one.runs * depth
+            yield from written_terms(x.times(times) for x in own)
