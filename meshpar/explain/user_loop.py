@@ -41,7 +41,8 @@ def verify(
       batches: host batches, one per step.
       optimizer_state: your optimizer's state at the start; by default that of the
         program's optimizer for `params`.
-      tolerance: largest relative error of a loss; ten times that for weights.
+      tolerance: largest relative error of a loss, or of what a weight has changed since
+        the start.
 
     Returns:
       The report; print it. It says EQUAL, or the first step, tensor and layer that
@@ -62,6 +63,7 @@ def verify(
     own = jax.tree.map(jnp.copy, (params, optimizer_state))
     moved = jax.tree.map(moved_by_rounding, params), own[1]
     moved = jax.tree.map(jnp.copy, moved)
+    start = flat_params(jax.device_get(params))
     for number, batch in enumerate(batches, start=1):
         *own, loss = step(*own, batch)
         *moved, _ = step(*moved, batch)
@@ -75,6 +77,6 @@ def verify(
                 f"has {', '.join(sorted(found['weight'])[:5])}, ..."
             )
         loss = Group("loss", {"": np.asarray(loss)})
-        for group in (loss, *weight_groups(weights, others)):
+        for group in (loss, *weight_groups(weights, others, start)):
             comparisons += compare(number, found[group.kind], group, tolerance)
     return VerifyReport(tuple(comparisons), tuple(program.violations()), "your loop")

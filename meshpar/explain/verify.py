@@ -30,9 +30,6 @@ beside the other tensors of their kind, not beside themselves.
 _SLACK = 4.0
 """Times the change by one rounding of the start that a weight may differ."""
 
-_WEIGHTS = 10.0
-"""Times the tolerance of a gradient that a weight may differ after some steps."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -45,7 +42,8 @@ class Comparison:
         and biases that balance experts).
       tensor: path of the tensor in the module, or name of the metric; "" for loss and
         grad_norm.
-      error: norm of the difference over the norm of the reference.
+      error: norm of the difference over the norm of the reference; of a weight, over
+        the norm of its change since the start.
       tolerance: largest error that counts as rounding.
       values: the element that differs most, under the layout and as it should be.
     """
@@ -122,11 +120,20 @@ class Group:
       tensors: {path in the module: array}.
       rounding: {path: norm} of the change that rounding alone makes of a weight, where
         that is known; weights are compared there alone.
+      start: {path: array} of weights before they were trained. The error of a weight is
+        relative to its change since; where there is no start, to the weight itself.
     """
 
     kind: str
     tensors: dict[str, Any]
     rounding: dict[str, float] | None = None
+    start: Mapping[str, Any] | None = None
+
+    def norms(self) -> dict[str, float]:
+        """{path: norm} of what errors are relative to."""
+        start = self.start or dict.fromkeys(self.tensors, 0.0)
+        changes = {p: np.float64(x) - start[p] for p, x in self.tensors.items()}
+        return {path: float(np.linalg.norm(x)) for path, x in changes.items()}
 
 
 def compare(
@@ -138,12 +145,10 @@ def compare(
       step: number of the step.
       tested: {path: array}, of these tensors at least.
       expected: the tensors as they should be.
-      tolerance: largest relative error that counts as rounding; of weights, ten times
-        that.
+      tolerance: largest relative error that counts as rounding.
     """
-    bound = tolerance * (_WEIGHTS if expected.kind == "weight" else 1)
     wanted = {path: np.asarray(x, np.float64) for path, x in expected.tensors.items()}
-    norms = {path: float(np.linalg.norm(x)) for path, x in wanted.items()}
+    norms = expected.norms()
     floor = _FLOOR * float(np.linalg.norm(list(norms.values())))
     for path, reference in wanted.items():
         found = np.asarray(tested[path], np.float64)
@@ -157,7 +162,7 @@ def compare(
         if differences.size:
             worst = np.unravel_index(differences.argmax(), differences.shape)
             values = float(found[worst]), float(reference[worst])
-        yield Comparison(step, expected.kind, path, error, bound, values)
+        yield Comparison(step, expected.kind, path, error, tolerance, values)
 
 
 def _optimizer_groups(state: Any, rows: LayerRows) -> dict[str, dict[str, Any]]:
@@ -190,7 +195,9 @@ def _by_module(state: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def weight_groups(
-    weights: Mapping[str, Any], moved: Mapping[str, Any] | None = None
+    weights: Mapping[str, Any],
+    moved: Mapping[str, Any] | None = None,
+    start: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """Weights after a step, those of a module beside each other.
 
@@ -198,6 +205,7 @@ def weight_groups(
       weights: {path in the module: array}.
       moved: what became of them from a start that was moved by one rounding; None for
         weights that are to be compared with others.
+      start: the weights before the first step.
     """
     groups = []
     for own in _by_module(weights):
@@ -205,7 +213,7 @@ def weight_groups(
         if moved is not None:
             changes = {p: np.float64(moved[p]) - np.asarray(x) for p, x in own.items()}
             rounding = {p: float(np.linalg.norm(x)) for p, x in changes.items()}
-        groups.append(Group("weight", own, rounding))
+        groups.append(Group("weight", own, rounding, start))
     return groups
 
 
@@ -214,6 +222,7 @@ def _groups(
     step: Step,
     optimizer_state: Any,
     moved: Mapping[str, Any] | None = None,
+    start: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """The tensors of one step.
 
@@ -222,6 +231,7 @@ def _groups(
       step: of the program or of the judge, on the host.
       optimizer_state: as programs store it, layers in the order of the model.
       moved: variables after the step, as in `weight_groups`.
+      start: variables before the first step, likewise.
     """
     rows = program.model_rows
     params = rows.unstacked(program.model.params, lambda param, _: param)
@@ -240,7 +250,7 @@ def _groups(
         *(Group("metric", {name: x}) for name, x in metrics.items()),
         *(Group("optimizer", tensors) for tensors in parts.values()),
         *(Group("state", tensors) for tensors in _by_module(kept)),
-        *weight_groups(weights, moved),
+        *weight_groups(weights, moved, start),
     ]
 
 
@@ -284,7 +294,7 @@ def judged(
     steps = loop.run(batches, seed), loop.run(batches, seed, moved=True)
     for step, moved in zip(*steps, strict=True):
         state = jax.device_get(loop.stored(step.optimizer_state, rows))
-        yield _groups(program, step, state, moved.variables)
+        yield _groups(program, step, state, moved.variables, start)
 
 
 def verify(
@@ -308,8 +318,7 @@ def verify(
       batches: host batches, one per step: any of your own with the shapes of the
         program.
       seed: seed of both runs.
-      tolerance: largest relative error that counts as rounding; ten times that for
-        weights.
+      tolerance: largest relative error that counts as rounding.
 
     Returns:
       All comparisons, and the violations of the contract of `program`.

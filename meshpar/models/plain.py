@@ -4,7 +4,6 @@ The judge of programs (`explain.judge`) trains it. No layer is stacked or cut ou
 and nothing knows of a layout.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +25,6 @@ def plain_nnx(
 ) -> PlainModel:
     """An NNX module; it takes the arguments of `from_nnx`."""
 
-    @functools.cache
-    def split() -> tuple[nnx.GraphDef, nnx.State]:
-        with nnx.use_eager_sharding(False), jax.ensure_compile_time_eval():
-            return nnx.split(make_model(nnx.Rngs(0)))
-
     def init(key: Array) -> Variables:
         with nnx.use_eager_sharding(False):
             leaves = nnx.to_flat_state(nnx.state(make_model(nnx.Rngs(key))))
@@ -39,16 +33,18 @@ def plain_nnx(
     def loss(
         variables: Variables, batch: Any, key: Array | None
     ) -> tuple[Any, Variables]:
-        graph, state = split()
+        with nnx.use_eager_sharding(False):
+            graph, state = nnx.split(nnx.eval_shape(lambda: make_model(nnx.Rngs(0))))
+        draws = jax.random.key(0) if key is None else key
         leaves, streams = [], 0
         for keys, leaf in nnx.to_flat_state(state):
             if not _is_random(leaf):
                 x = variables[_path(keys)]
                 leaf = leaf.replace(x) if isinstance(leaf, nnx.Variable) else x
-            elif key is not None:  # Stream i draws from the i-th key of the batch.
+            else:  # Stream i draws from the i-th key of the batch.
                 old = leaf.get_value()
                 if isinstance(leaf, nnx.RngKey):
-                    fresh = jax.random.fold_in(key, streams)
+                    fresh = jax.random.fold_in(draws, streams)
                     fresh = jax.random.split(fresh, old.shape) if old.shape else fresh
                 else:
                     fresh = jnp.zeros_like(old)

@@ -53,4 +53,11 @@ def test_verify_command_proves_and_names_differences(text):
     first = next(c for c in found["comparisons"] if c["error"] > 1e-12)
     assert found["first_difference"] == first
     kinds = {c["kind"] for c in found["comparisons"]}
-    assert kinds == {"evaluation", "loss", "gradient", "grad_norm", "optimizer"}
+    assert kinds == {
+        "evaluation",
+        "loss",
+        "gradient",
+        "grad_norm",
+        "optimizer",
+        "weight",
+    }

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import tiny_models
+from support import tiny_models, tiny_stack
 
 import meshpar
 from meshpar.errors import MeshparError
 from meshpar.explain.judge import reason_no_judge
-from meshpar.explain.verify import verify
+from meshpar.explain.verify import judged, verify
 
 WIDTH = 8
 ADAM = optax.adam(1e-2)
@@ -134,6 +134,24 @@ def test_weights_at_the_start_are_compared():
     report = verify(lower(dataclasses.replace(model, init=scaled)), None, BATCHES[:1])
     first = report.first_difference
     assert (first.step, first.kind) == (0, "weight")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (optax.adamw(1e-2), optax.adam(1e-2)),
+        (optax.adamw(1e-4, weight_decay=1e-2), optax.adam(1e-4)),
+        (optax.sgd(1e-4), optax.sgd(1.01e-4)),
+    ],
+    ids=["a small decay", "a decay under a small rate", "a rate that is 1% off"],
+)
+def test_small_updates_are_compared_with_the_change_of_the_weights(right, wrong):
+    batches = [tiny_stack.batch(i) for i in range(3)]
+    expected = list(judged(tiny_stack.lower("data=1", optimizer=right), batches))
+    assert verify(tiny_stack.lower("data=2", optimizer=right), expected, batches).ok
+    report = verify(tiny_stack.lower("data=2", optimizer=wrong), expected, batches)
+    assert {c.kind for c in report.comparisons if not c.ok} >= {"weight"}
+    assert report.first_difference.kind == "weight"
 
 
 def own_step(rate):

@@ -86,7 +86,7 @@ def test_every_layout_equals_one_device(case):
     assert {"experts_dropped", "experts_overflow", "experts_load"} <= names.keys()
     (dropped,) = {
         float(group.tensors["experts_dropped"])
-        for group in reference[0]
+        for group in reference[1]
         if group.kind == "metric" and "experts_dropped" in group.tensors
     }
     assert (dropped > 0) == (routing == "capacity")
