@@ -1,0 +1,127 @@
+r"""Compares steps of optimizers on one device with a plain loop of jax and optax.
+
+    python -m experiments.benchmarks.optimizers_on_cpu
+
+The loop is what a user would write: the module, `jax.value_and_grad` and optax on the
+module's own tensors. meshpar stacks the layers and updates them on the stack, or by
+vmap over it. Both take turns in one process; ratios are of medians. Aim: at most 1.1.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from flax import nnx
+from optax import contrib
+
+import meshpar
+from experiments import command_line
+from experiments.benchmarks.timed_steps import Timed
+from experiments.recipes.ranges import Number
+
+WIDTH = flags.DEFINE_integer("width", 256, "Width of the layers.")
+DEPTH = flags.DEFINE_integer("depth", 12, "Number of layers.")
+ROWS = flags.DEFINE_integer("rows", 256, "Rows of a batch.")
+ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
+command_line.limit(WIDTH, Number(1, 10**5, "units"))
+command_line.limit(DEPTH, Number(1, 1000, "layers"))
+command_line.limit(ROWS, Number(1, 10**6, "rows"))
+command_line.limit(ROUNDS, Number(4, 10**6, "steps"))
+OPTIMIZERS = {
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "adamw": optax.adamw(1e-3),
+    "muon": contrib.muon(1e-3),
+    "lamb": optax.lamb(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+}
+
+
+class Layer(nnx.Module):
+    """A norm, and two matrices with a residual."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        return x_BD + self.down(jax.nn.gelu(self.up(self.norm(x_BD))))
+
+
+class Net(nnx.Module):
+    """Layers in a list."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        width = WIDTH.value
+        self.layers = nnx.List([Layer(width, rngs) for _ in range(DEPTH.value)])
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x_BD = layer(x_BD)
+        return x_BD
+
+
+def loss(net: Net, batch: Any) -> jax.Array:
+    """The mean of the squared errors."""
+    return jnp.square(net(batch["x"]) - batch["y"]).mean()
+
+
+def plain_step(
+    optimizer: optax.GradientTransformation,
+) -> tuple[Callable[[Any, Any], tuple[Any, jax.Array]], Any]:
+    """A user's own step and its first state, (params, optimizer state)."""
+    graph, params = nnx.split(Net(nnx.Rngs(0)))
+    params = nnx.to_pure_dict(params)
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, inner = state
+        value, grads = jax.value_and_grad(
+            lambda params: loss(nnx.merge(graph, params), batch)
+        )(params)
+        updates, inner = optimizer.update(grads, inner, params)
+        return (optax.apply_updates(params, updates), inner), value
+
+    return jax.jit(step, donate_argnums=0), (params, optimizer.init(params))
+
+
+def ratio(optimizer: optax.GradientTransformation) -> tuple[float, float, float]:
+    """(ms of meshpar, ms of the plain loop, their ratio), by the wall clock."""
+    rng, shape = np.random.default_rng(0), (ROWS.value, WIDTH.value)
+    batch = {name: rng.normal(size=shape).astype(np.float32) for name in "xy"}
+    model = meshpar.from_nnx(Net, loss, layers="layers")
+    devices = jax.devices()[:1]
+    program = meshpar.lower(model, optimizer, "data=1", batch, devices=devices)
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        state, metrics = program.step(state, batch)
+        return state, metrics["loss"]
+
+    own, state = plain_step(optimizer)
+    start = program.init(params=jax.tree.map(jnp.copy, state[0]))
+    ours = Timed(step, start, program.place_batch(batch))
+    plain = Timed(own, state, jax.device_put(batch, devices[0]))
+    for round_ in range(ROUNDS.value):
+        order = (ours, plain) if round_ % 2 else (plain, ours)
+        losses = [timed.run() for timed in order]
+        np.testing.assert_allclose(*losses, rtol=1e-3)
+    seconds = [timed.medians()[1] for timed in (ours, plain)]
+    return 1000 * seconds[0], 1000 * seconds[1], seconds[0] / seconds[1]
+
+
+def main(_: Sequence[str]) -> int:
+    """Prints a row for each optimizer."""
+    print("optimizer    meshpar  plain loop  ratio")
+    for name, optimizer in OPTIMIZERS.items():
+        ours, plain, quotient = ratio(optimizer)
+        print(
+            f"{name:10} {ours:6.1f} ms   {plain:6.1f} ms  {quotient:5.2f}", flush=True
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
