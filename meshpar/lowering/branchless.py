@@ -1,4 +1,4 @@
-"""Runs a function without conditionals, where devices hold values of their own.
+"""Runs an update where devices hold values of their own, without conditionals.
 
 Inside shard_map the branches of `lax.cond` have to agree on the manual axes along which
 their results differ, and optax does not see to that. Here all branches run, and the

@@ -89,7 +89,8 @@ class Optimizer:
             of values say so (check_vma).
         """
         run = self._layers_at_once if self.layers == ROWS else self._as_it_is
-        if manual_axes and self.reach.branches:
+        # A jaxpr that was traced elsewhere does not mark what differs over these axes.
+        if manual_axes and (self.reach.branches or self.layers == ROWS):
             run = functools.partial(without_branches, run, manual_axes)
         return run(grads, state, params, loss)
 

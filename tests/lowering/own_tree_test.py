@@ -15,7 +15,6 @@ from support.marks import slow
 import meshpar
 from meshpar import layouts
 from meshpar.errors import LayoutError
-from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.layer_update import MODEL, ROWS, STACKS
 
 DEPTH, WIDTH = 4, 8
@@ -101,24 +100,36 @@ def batch(seed=0):
     return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 
-def trained_plainly(optimizer):
-    """{path: weights} after three steps of a user's own loop."""
+def trained_plainly(optimizer, batches, start=None):
+    """The parameters after some steps of a user's own loop, and the optimizer state."""
     graph, params = nnx.split(Net(nnx.Rngs(0)))
     params = nnx.to_pure_dict(params)
-    state = optimizer.init(params)
-    for step in range(3):
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), batch(step)))(params)  # noqa: B023
+    params, state = start or (params, optimizer.init(params))
+    for data in batches:
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), data))(params)  # noqa: B023
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def by_path(params):
     flat = nnx.traversals.flatten_mapping(params)
     return {"/".join(map(str, keys)): np.asarray(x) for keys, x in flat.items()}
 
 
-def lowered(optimizer, layout):
+def check_weights(program, state, params):
+    """Checks that a program has these weights, in the module's tree."""
+    found = program.weights(state)
+    for path, expected in by_path(params).items():
+        error = np.abs(jax.device_get(found[path]) - expected).max()
+        assert error < 1e-5 * max(np.abs(expected).max(), 1e-2), path
+
+
+def lowered(optimizer, layout, **options):
     layout = layouts.parse(layout)
     model = meshpar.from_nnx(Net, loss, layers="layers")
     devices = jax.devices()[: layout.num_devices]
-    return meshpar.lower(model, optimizer, layout, batch(), devices=devices)
+    return meshpar.lower(model, optimizer, layout, batch(), devices=devices, **options)
 
 
 PADDED = "pipe=3,data=2,microbatches=2"
@@ -135,13 +146,28 @@ def test_trains_the_weights_of_a_plain_loop(name, layout):
     if how is not None and layout != PADDED:
         assert program.lowering.optimizer.layers == how
     state = program.init(params=Net(nnx.Rngs(0)))
-    for step in range(3):
-        state, _ = program.step(state, batch(step))
-    rows = LayerRows(program.model.rows)
-    found = rows.unstacked(jax.device_get(state.params))
-    for path, expected in trained_plainly(optimizer).items():
-        error = np.abs(found[path] - expected).max()
-        assert error < 1e-5 * max(np.abs(expected).max(), 1e-2), path
+    batches = [batch(step) for step in range(3)]
+    for data in batches:
+        state, _ = program.step(state, data)
+    check_weights(program, state, trained_plainly(optimizer, batches)[0])
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb", "first layers frozen"])
+def test_replicas_that_train_apart_do_so_as_plain_loops(name):
+    """Local SGD: two replicas average their weights after every second step."""
+    _, optimizer = OPTIMIZERS[name]
+    program = lowered(optimizer, "replica=2", mode=meshpar.LocalSGD(period=2))
+    state = program.init(params=Net(nnx.Rngs(0)))
+    own = [None, None]
+    for pair in ([batch(0), batch(1)], [batch(2), batch(3)]):
+        for data in pair:
+            state, _ = program.step(state, data)
+        for i in range(2):
+            halves = [{k: np.split(x, 2)[i] for k, x in data.items()} for data in pair]
+            own[i] = trained_plainly(optimizer, halves, own[i])
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, own[0][0], own[1][0])
+        own = [(mean, inner) for _, inner in own]
+    check_weights(program, state, mean)
 
 
 def test_layers_with_states_of_their_own_keep_their_shardings():
