@@ -71,7 +71,6 @@ def main(_: Sequence[str]) -> int:
     if OPTIMIZERS.value and not RANDOM.value:
         raise ConfigError("--optimizers draws programs at random: add --random=N")
     layout, devices = start_devices(config)
-    jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load(config.data)
     config = building.fit_vocabulary(config, corpus)
     batches = data.training_batches(
@@ -85,9 +84,10 @@ def main(_: Sequence[str]) -> int:
     batches = list(itertools.islice(batches, VERIFY_STEPS.value))
     if PADDED.value:
         batches = [data.padded_unevenly(batch) for batch in batches]
-    if RANDOM.value:
-        return _verify_random(config, devices, batches)
-    return _verify_one(config, layout, devices, batches)
+    with jax.default_matmul_precision("highest"):
+        if RANDOM.value:
+            return _verify_random(config, devices, batches)
+        return _verify_one(config, layout, devices, batches)
 
 
 def _tolerance(config: Config) -> float:

@@ -7,14 +7,15 @@ formula is right, and a step lacks no reduction.
 from collections.abc import Iterable
 
 from meshpar.contracts.declared import DeclaredCollective
+from meshpar.contracts.written import WrittenCollective
 
-_Key = tuple[str, tuple[str, ...]]
+_Key = tuple[str, tuple[str, ...], bool]
 
 
 def formula_violations(
     written: Iterable[DeclaredCollective], formula: Iterable[DeclaredCollective]
 ) -> list[str]:
-    """Compares bytes and executions, by kind and axes.
+    """Compares bytes and executions, by kind and axes, those of gathers apart.
 
     A step may write fewer gathers: a backward pass need not read all weights.
 
@@ -28,11 +29,11 @@ def formula_violations(
     written, formula = _totals(written), _totals(formula)
     lines = []
     for key in [*formula, *(key for key in written if key not in formula)]:
-        count, size, gathers, _ = written.get(key, (0, 0, True, ""))
-        right_count, right_size, may_drop, why = formula.get(key, (0, 0, False, ""))
-        fewer = gathers and may_drop and size <= right_size and count <= right_count
+        kind, axes, gathers = key
+        count, size, _ = written.get(key, (0, 0, ""))
+        right_count, right_size, why = formula.get(key, (0, 0, ""))
+        fewer = gathers and size <= right_size and count <= right_count
         if (count, size) != (right_count, right_size) and not fewer:
-            kind, axes = key
             lines.append(
                 f"{kind} over {'*'.join(axes)}: the step writes {size} bytes in "
                 f"{count} runs, the formula of the layout {right_size} in {right_count}"
@@ -41,18 +42,28 @@ def formula_violations(
     return lines
 
 
+def without_purpose(written: Iterable[WrittenCollective]) -> list[str]:
+    """One line for each collective that gives no purpose."""
+    return [
+        f"{x.kind} over {'*'.join(x.axes)}: the step writes {x.payload_bytes} bytes at "
+        f"{x.source} and says not why; take it out, or write it inside "
+        "meshpar.contracts.purposes.purpose(why)"
+        for x in written
+        if not x.why
+    ]
+
+
 def _totals(
     terms: Iterable[DeclaredCollective],
-) -> dict[_Key, tuple[int, int, bool, str]]:
-    """{(kind, axes): (executions, bytes, whether all gather, purposes)}."""
-    totals: dict[_Key, tuple[int, int, bool, str]] = {}
+) -> dict[_Key, tuple[int, int, str]]:
+    """{(kind, axes, whether they gather): (executions, bytes, purposes)}."""
+    totals: dict[_Key, tuple[int, int, str]] = {}
     for term in terms:
-        key = term.kind, term.axes
-        count, size, gathers, why = totals.get(key, (0, 0, True, ""))
+        key = term.kind, term.axes, term.gathers
+        count, size, why = totals.get(key, (0, 0, ""))
         totals[key] = (
             count + term.count,
             size + term.payload_bytes,
-            gathers and term.gathers,
             f"{why}; {term.why}" if why else term.why,
         )
     return totals

@@ -220,7 +220,7 @@ class LocalProgram(TrainProgram):
     def violations(self) -> list[str]:
         """Violations of the contracts of all programs that the mode runs."""
         lines = mode_violations(self.programs, self.contract)
-        written = self.inspection.written_terms
+        written = self.inspection.written
         return [*lines, *self.lowering.formula_violations(written)]
 
     @property

@@ -18,6 +18,7 @@ from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.host_transfers import HostTransfer
+from meshpar.contracts.written import WrittenCollective
 from meshpar.layouts.axes import REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS
@@ -212,7 +213,7 @@ class Lowering:
             number, reach = len(self.plan.gradients), self.optimizer.reach
             yield from optimizer_bounds(axes, self.ways(axes), number, reach)
 
-    def formula_violations(self, written: Sequence[DeclaredCollective]) -> list[str]:
+    def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
         """Where what a step writes is not as the formula of its layout says."""
         del written
         return []

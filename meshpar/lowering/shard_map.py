@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.contracts.formula import formula_violations
+from meshpar.contracts.formula import formula_violations, without_purpose
 from meshpar.contracts.host_transfers import HostTransfer
+from meshpar.contracts.written import WrittenCollective, written_terms
 from meshpar.fsdp.gather import all_reduce_grads
 from meshpar.fsdp.terms import (
     LayerPass,
@@ -176,10 +177,14 @@ class ShardMapLowering(Lowering):
             yield from self.declared_state_moves(passes) if own is None else own
         yield from runner.declared_row_moves(runner.row_passes)
 
-    def formula_violations(self, written: Sequence[DeclaredCollective]) -> list[str]:
-        """Where what a step writes for weights and gradients is not by `formula`."""
-        own = [term for term in written if term.why.startswith(self.runner.purposes)]
-        return formula_violations(own, self.formula())
+    def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
+        """Where what a step writes for weights and gradients is not by `formula`.
+
+        What gives no purpose is in no formula.
+        """
+        own = [x for x in written if x.why.startswith(self.runner.purposes)]
+        lines = formula_violations(written_terms(own), self.formula())
+        return [*lines, *without_purpose(written)]
 
     def host_transfers(
         self, batch: Any, traced: TracedLayer | None = None

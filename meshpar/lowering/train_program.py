@@ -188,7 +188,7 @@ class TrainProgram(Program):
         """Where the compiled training step breaks its contract, or its formula."""
         return [
             *self.contract.violations(self.collectives),
-            *self.lowering.formula_violations(self.inspection.written_terms),
+            *self.lowering.formula_violations(self.inspection.written),
             *self.contract.state_violations(self.state_bytes(self.compiled)),
             *host_violations(self.contract.host, self.inspection.host_transfers),
             *self.inspection.order_violations,

@@ -132,7 +132,9 @@ def _check(
     drawn: Drawn | None = Drawn()
     try:
         whole = jax.tree.leaves(batch)[0].shape[0]
-        rows = [n for n in (whole, whole // split.parts) if n]
+        # One row alone may be written otherwise: its last row is no slice of it.
+        part = max(whole // split.parts, 2 if whole > 2 else 1)
+        rows = [n for n in (whole, part) if n]
         result = row_values(fn, params, batch, key, drawn, rows)
     except Exception as error:
         result = _of_one_part(fn, what, params, batch, key, split, error)
