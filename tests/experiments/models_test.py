@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.marks import slow
 from support.tiny_models import LENGTH, batch, host, lower, model, relative_error
 
 from experiments import data, recipes
@@ -119,7 +120,7 @@ def test_tokens_without_weight_do_not_count(framework, block):
     np.testing.assert_allclose(evaluate(params, whole)[0], plain, rtol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=2", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("layout", [slow("data=2,fsdp=2"), "data=2,fsdp=2,tensor=2"])
 def test_a_chunked_loss_is_the_loss_in_less_memory(layout):
     found, memory = {}, {}
     for chunk in (0, 2):

@@ -19,7 +19,7 @@ from meshpar.lowering.jit import JitLowering
 STEPS = 2
 
 LAYOUTS = [
-    "fsdp=2,context=4,params.embed=fsdp+context",
+    slow("fsdp=2,context=4,params.embed=fsdp+context"),
     "fsdp=2,context=2,tensor=2,context_mode=ulysses,remat=full",
     "pipe=2,fsdp=2,context=2,microbatches=4,context_mode=ring",
     slow("data=2,context=2 jit"),

@@ -20,10 +20,10 @@ STEPS = 2
 
 LAYOUTS = [
     "capacity fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert",
-    "dropless data=2,expert=4,remat=full",
+    slow("dropless data=2,expert=4,remat=full"),
     "dropless pipe=2,fsdp=2,expert=2,microbatches=4",
-    "capacity fsdp=2,expert=2,context=2",
-    "dropless expert=2,context=4,remat=full",
+    slow("capacity fsdp=2,expert=2,context=2"),
+    slow("dropless expert=2,context=4,remat=full"),
     slow("capacity expert=8"),
     slow("dropless fsdp=2,expert=2,tensor=2,microbatches=2"),
     slow("capacity data=2,expert=2 jit"),

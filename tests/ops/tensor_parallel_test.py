@@ -117,6 +117,7 @@ def test_in_pipelines_the_bytes_are_those_of_megatron(layout, again):
     assert relative_error(host(got), one_device(TINY, "tiny")) < 1e-5
 
 
+@pytest.mark.slow
 def test_rings_in_pipelines(monkeypatch):
     transports = transport.Transports(weights=RINGS, gradients=RINGS)
     monkeypatch.setattr(transport, "LARGE_BYTES", 1)
