@@ -212,4 +212,8 @@ class PipelineStage:
         batch, key = self._batch(microbatch), self._key(microbatch)
         shared = self._shared_constants | shared
         is_last = microbatch == len(jax.tree.leaves(self.batches)[0]) - 1
-        return self.totals(self.head_loss(shared, y, batch, key), is_last)
+        if not self.shares_vocabulary:
+            return self.totals(self.head_loss(shared, y, batch, key), is_last)
+        # What of the loss is the same on all stages meets what is not.
+        with purpose("vocab=pipe: the loss"):
+            return self.totals(self.head_loss(shared, y, batch, key), is_last)
