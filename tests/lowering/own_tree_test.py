@@ -15,6 +15,7 @@ from support.marks import slow
 import meshpar
 from meshpar import layouts
 from meshpar.errors import LayoutError
+from meshpar.islands import BSP, Islands
 from meshpar.lowering.layer_update import MODEL, ROWS, STACKS
 
 DEPTH, WIDTH = 4, 8
@@ -168,6 +169,29 @@ def test_replicas_that_train_apart_do_so_as_plain_loops(name):
         mean = jax.tree.map(lambda a, b: (a + b) / 2, own[0][0], own[1][0])
         own = [(mean, inner) for _, inner in own]
     check_weights(program, state, mean)
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb", "first layers frozen"])
+def test_islands_train_as_plain_loops(name):
+    """DiLoCo: the store's weights go half of the way that islands went in two steps."""
+    _, optimizer = OPTIMIZERS[name]
+    half = batch()
+    whole = {key: np.concatenate([x, x]) for key, x in half.items()}
+    mode = Islands(2, "diloco", BSP(), push=2, learning_rate=0.5, momentum=0.0)
+    model = meshpar.from_nnx(Net, loss, layers="layers")
+    devices = jax.devices()[:4]
+    program = meshpar.lower(
+        model, optimizer, "data=2", whole, devices=devices, mode=mode
+    )
+    state = program.init(params=Net(nnx.Rngs(0)))
+    center, inner = trained_plainly(optimizer, [])
+    for _ in range(2):
+        for _ in range(2):
+            state, _ = program.step(state, whole)
+        own, inner = trained_plainly(optimizer, [half] * 2, (center, inner))
+        center = jax.tree.map(lambda c, o: c - 0.5 * (c - o), center, own)
+    check_weights(program, program.in_model_order(state), center)
+    program.close()
 
 
 def test_layers_with_states_of_their_own_keep_their_shardings():
