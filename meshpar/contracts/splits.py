@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from meshpar.compat import CALLS, inner_jaxprs, scan_counts
+from meshpar.contracts.repeats import operands_read
 
 _KEEPS_SPLITS = frozenset(
     "add add_any convert_element_type copy copy_p div dynamic_slice "
@@ -129,7 +130,7 @@ def changes_in_loop(x: Any, code: Code) -> bool:
     True outside of loops.
     """
     inside = code
-    while inside.eqn is not None and inside.eqn.primitive.name not in _LOOPS:
+    while inside.eqn is not None and not _repeats(inside.eqn):
         inside = inside.outside
     if inside.eqn is None or inside.eqn.primitive.name == "while":
         return True
@@ -140,10 +141,15 @@ def changes_in_loop(x: Any, code: Code) -> bool:
             continue
         seen.add((atom, code.jaxpr))
         if (eqn := code.makers.get(atom)) is not None:
-            waiting += [(operand, code) for operand in eqn.invars]
+            waiting += [(operand, code) for operand in operands_read(eqn)]
         elif code.jaxpr is inside.jaxpr:
             if code.jaxpr.invars.index(atom) >= scan_counts(code.eqn)[0]:
                 return True
         elif atom in code.jaxpr.invars:
             waiting += [(operand, code.outside) for operand in code.eqn.invars]
     return False
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether an equation is a loop of more than one round."""
+    return eqn.primitive.name in _LOOPS and eqn.params.get("length") != 1

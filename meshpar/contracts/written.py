@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from meshpar.compat import equations, inner_jaxprs, user_line
+from meshpar.compat import CALLS, equations, inner_jaxprs, user_line
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.liveness import without_dead_code
 from meshpar.contracts.purposes import Purpose
+from meshpar.contracts.repeats import Values
 from meshpar.contracts.splits import Code, changes_in_loop, split_axes
 
 _KINDS = (
@@ -122,9 +123,8 @@ def written_collectives(
       sizes: {mesh axis: size}, outer to inner.
       widens: whether floats smaller than 32 bits travel as float32.
     """
-    read = _Reader(sizes, widens)
     needed, kept = (
-        list(read.collectives(live, _Place(Code.of(live))))
+        list(_Reader(sizes, widens).collectives(live, _Place(Code.of(live))))
         for live in (without_dead_code(jaxpr, True), without_dead_code(jaxpr))
     )
     left, written = collections.Counter(needed), []
@@ -137,23 +137,56 @@ def written_collectives(
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads the collectives of jaxprs; args of `written_collectives`."""
+    """Reads the collectives of one program.
+
+    Attributes:
+      sizes: as in `written_collectives`.
+      widens: likewise.
+      values: the values of the program.
+    """
 
     sizes: Mapping[str, int]
     widens: bool
+    values: Values = dataclasses.field(default_factory=Values)
 
     def collectives(self, jaxpr: Any, place: _Place) -> Iterator[WrittenCollective]:
         """The collectives of a jaxpr and of all jaxprs inside it."""
-        seen = set()
+        known = self.values.new(jaxpr.invars)
+        return self._walk(jaxpr, place, known, set())
+
+    def _walk(
+        self, jaxpr: Any, place: _Place, known: dict[Any, int], seen: set[int]
+    ) -> Iterator[WrittenCollective]:
+        """The collectives of a jaxpr and of all jaxprs inside it.
+
+        Args:
+          jaxpr: to read.
+          place: of its equations.
+          known: the numbers of its arguments; takes those of all values.
+          seen: operations that ran in the same computation.
+        """
         for eqn in jaxpr.eqns:
-            if (kind := _kind(eqn)) is None:
-                for inner in inner_jaxprs(eqn):
-                    yield from self.collectives(inner, place.inside(eqn, inner))
-            elif axes := self._axes(eqn):
-                # A compiler runs equal ones once.
-                same = eqn.primitive, *map(id, eqn.invars), str(eqn.params)
-                yield from self._read(eqn, kind, axes, place, same in seen)
-                seen.add(same)
+            if (kind := _kind(eqn)) is not None:
+                if axes := self._axes(eqn):
+                    operation = self.values.operation(eqn, known)
+                    again = operation in seen  # A compiler runs equal ones once.
+                    yield from self._read(eqn, kind, axes, place, again)
+                    seen.add(operation)
+                known |= self.values.results(eqn, known)
+            elif not (inner := inner_jaxprs(eqn)):
+                known |= self.values.results(eqn, known)
+            elif eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map":
+                called = inner[0]
+                own = self.values.arguments(eqn, called, known)
+                yield from self._walk(called, place.inside(eqn, called), own, seen)
+                known |= self.values.returned(eqn, called, own)
+            else:
+                is_loop = eqn.primitive.name == "scan"
+                once = is_loop and eqn.params["length"] == 1  # No loop is left of it.
+                for body in inner:
+                    own = self.values.constants(eqn, body, known) if is_loop else {}
+                    ran = seen if once else set()
+                    yield from self._walk(body, place.inside(eqn, body), own, ran)
 
     def _axes(self, eqn: Any) -> tuple[str, ...]:
         """The mesh axes over which a collective moves anything, outer to inner."""

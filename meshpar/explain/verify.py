@@ -28,7 +28,7 @@ beside the other tensors of their kind, not beside themselves.
 """
 
 _SLACK = 4.0
-"""Times the change by one rounding of the start that a weight may differ."""
+"""Times the change by one rounding of the start that a tensor may differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Comparison:
         and biases that balance experts).
       tensor: path of the tensor in the module, or name of the metric; "" for loss and
         grad_norm.
-      error: norm of the difference over the norm of the reference; of a weight, over
-        the norm of its change since the start.
+      error: norm of the difference, less what one rounding of the start may explain,
+        over the norm of the reference; of a weight, over that of its change since then.
       tolerance: largest error that counts as rounding.
       values: the element that differs most, under the layout and as it should be.
     """
@@ -118,8 +118,8 @@ class Group:
     Attributes:
       kind: as in `Comparison`.
       tensors: {path in the module: array}.
-      rounding: {path: norm} of the change that rounding alone makes of a weight, where
-        that is known; weights are compared there alone.
+      rounding: {path: norm} of the change that one rounding of the start makes of a
+        tensor, where that is known; weights are compared there alone.
       start: {path: array} of weights before they were trained. The error of a weight is
         relative to its change since; where there is no start, to the weight itself.
     """
@@ -207,31 +207,32 @@ def weight_groups(
         weights that are to be compared with others.
       start: the weights before the first step.
     """
-    groups = []
-    for own in _by_module(weights):
-        rounding = None
-        if moved is not None:
-            changes = {p: np.float64(moved[p]) - np.asarray(x) for p, x in own.items()}
-            rounding = {p: float(np.linalg.norm(x)) for p, x in changes.items()}
-        groups.append(Group("weight", own, rounding, start))
-    return groups
+    return [
+        Group("weight", own, _rounding(own, moved), start)
+        for own in _by_module(weights)
+    ]
+
+
+def _rounding(
+    tensors: Mapping[str, Any], moved: Mapping[str, Any] | None
+) -> dict[str, float] | None:
+    """{path: norm} of the difference between tensors and what became of them."""
+    if moved is None:
+        return None
+    changes = {p: np.float64(moved[p]) - np.float64(x) for p, x in tensors.items()}
+    return {path: float(np.linalg.norm(x)) for path, x in changes.items()}
 
 
 def _groups(
-    program: TrainProgram,
-    step: Step,
-    optimizer_state: Any,
-    moved: Mapping[str, Any] | None = None,
-    start: Mapping[str, Any] | None = None,
+    program: TrainProgram, step: Step, start: Mapping[str, Any] | None = None
 ) -> list[Group]:
     """The tensors of one step.
 
     Args:
       program: says which variables are what.
-      step: of the program or of the judge, on the host.
-      optimizer_state: as programs store it, layers in the order of the model.
-      moved: variables after the step, as in `weight_groups`.
-      start: variables before the first step, likewise.
+      step: of the program or of the judge, on the host; its optimizer state as programs
+        store it, layers in the order of the model.
+      start: variables before the first step.
     """
     rows = program.model_rows
     params = rows.unstacked(program.model.params, lambda param, _: param)
@@ -240,7 +241,7 @@ def _groups(
     weights = {p: x for p, x in step.variables.items() if p not in kept}
     slopes = {p: x for p, x in step.gradients.items() if p not in loads}
     metrics = {n: x for n, x in step.metrics.items() if n != DEVICE_LOAD}
-    parts = _optimizer_groups(optimizer_state, rows)
+    parts = _optimizer_groups(step.optimizer_state, rows)
     return [
         *(Group("evaluation", {name: x}) for name, x in step.evaluation.items()),
         Group("loss", {"": metrics.pop("loss")}),
@@ -250,7 +251,7 @@ def _groups(
         *(Group("metric", {name: x}) for name, x in metrics.items()),
         *(Group("optimizer", tensors) for tensors in parts.values()),
         *(Group("state", tensors) for tensors in _by_module(kept)),
-        *weight_groups(weights, moved, start),
+        *weight_groups(weights, start=start),
     ]
 
 
@@ -274,8 +275,10 @@ def record(
         whole = jax.device_get(program.in_model_order(state))
         variables, gradients = map(rows.unstacked, (whole.params, gradients))
         metrics = jax.device_get(metrics)
-        step = Step(evaluation, metrics, gradients, variables, None)
-        yield _groups(program, step, whole.optimizer_state)
+        yield _groups(
+            program,
+            Step(evaluation, metrics, gradients, variables, whole.optimizer_state),
+        )
 
 
 def judged(
@@ -292,9 +295,14 @@ def judged(
     start = {path: np.asarray(x) for path, x in loop.init(seed).items()}
     yield weight_groups(start, start)
     steps = loop.run(batches, seed), loop.run(batches, seed, moved=True)
-    for step, moved in zip(*steps, strict=True):
-        state = jax.device_get(loop.stored(step.optimizer_state, rows))
-        yield _groups(program, step, state, moved.variables, start)
+    for pair in zip(*steps, strict=True):
+        states = (jax.device_get(loop.stored(x.optimizer_state, rows)) for x in pair)
+        whole = map(lambda x, s: x._replace(optimizer_state=s), pair, states)
+        groups = (_groups(program, step, start) for step in whole)
+        yield [
+            dataclasses.replace(own, rounding=_rounding(own.tensors, moved.tensors))
+            for own, moved in zip(*groups, strict=True)
+        ]
 
 
 def verify(

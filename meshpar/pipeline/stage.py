@@ -62,7 +62,13 @@ class PipelineStage:
     saves_residuals: bool
     shares_vocabulary: bool
 
+    @property
+    def _num_microbatches(self) -> int:
+        return len(jax.tree.leaves(self.batches)[0])
+
     def _batch(self, microbatch: Array) -> Any:
+        if self._num_microbatches == 1:
+            return jax.tree.map(lambda x: x[0], self.batches)
         return jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False),
             self.batches,
@@ -70,10 +76,9 @@ class PipelineStage:
 
     def _key(self, microbatch: Array) -> Key:
         """The key of a microbatch."""
-        num = len(jax.tree.leaves(self.batches)[0])
-        if self.key is None or num == 1:
+        if self.key is None or self._num_microbatches == 1:
             return self.key
-        return for_microbatch(self.key, microbatch, num)
+        return for_microbatch(self.key, microbatch, self._num_microbatches)
 
     @functools.cached_property
     def _shared_constants(self) -> Params:

@@ -115,6 +115,55 @@ def test_equal_collectives_may_run_once():
     assert not first.may_drop and second.may_drop
 
 
+@pytest.mark.parametrize(
+    ("specs", "equal"), [([P("data"), P("data")], True), ([P("data"), P()], False)]
+)
+def test_equal_collectives_of_two_shard_maps_may_run_once(specs, equal):
+    """A backward pass computes what it needs in a shard_map of its own."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    def doubled(x):
+        return 2 * x
+
+    def fn(x):
+        maps = (
+            jax.shard_map(
+                lambda x: lax.psum(doubled(x), "data"),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=P(),
+                check_vma=False,
+            )
+            for spec in specs
+        )
+        return [mapped(x) for mapped in maps]
+
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    found = written_collectives(jaxpr, {"data": 2})
+    assert [x.may_drop for x in found] == [False, equal]
+
+
+def test_equal_collectives_of_loops_of_one_round_may_run_once():
+    def fn(x):
+        def summed(_, i):
+            index = jnp.zeros_like(i), i
+            return None, lax.psum(lax.dynamic_slice(x, index, (4, 4)), "data")
+
+        def rounds(*numbers):
+            return lax.scan(summed, None, jnp.array(numbers))[1]
+
+        return rounds(0), rounds(4), rounds(0, 4)
+
+    assert [x.may_drop for x in read(fn, (4, 8))] == [False, False, False]
+
+    def whole(x):
+        return fn(x[:, :4])
+
+    assert [x.may_drop for x in read(whole, (4, 8))] == [False, True, True]
+
+
 def test_what_does_not_change_in_a_loop_may_leave_it():
     def fn(x):
         def body(total, x):
