@@ -29,11 +29,11 @@ from meshpar.local_sgd import Shift as Shift
 from meshpar.local_sgd import warm_up as warm_up
 from meshpar.lowering.ema import with_ema as with_ema
 from meshpar.lowering.metric_sums import MetricSums as MetricSums
-from meshpar.lowering.row_table import RowTable as RowTable
 from meshpar.lowering.state import TrainState as TrainState
 from meshpar.lowering.train_program import TrainProgram as TrainProgram
 from meshpar.mesh import make_mesh as make_mesh
 from meshpar.mesh import simulate as simulate
+from meshpar.methods.row_table import RowTable as RowTable
 from meshpar.models import CachedModel as CachedModel
 from meshpar.models import Last as Last
 from meshpar.models import LayerStack as LayerStack

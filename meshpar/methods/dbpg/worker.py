@@ -19,16 +19,16 @@ import scipy.sparse as sp
 
 from meshpar.errors import MeshparError
 from meshpar.islands.key_range import Slice
-from meshpar.islands.sparse.filters import (
+from meshpar.methods.dbpg.filters import (
     COMPRESSIONS,
     KeyCaching,
     RandomSkip,
     SignificantlyModified,
     ValueCompression,
 )
-from meshpar.islands.sparse.kkt import KKTFilter
-from meshpar.islands.sparse.packet import Filter, Link, Memory, Packet
-from meshpar.islands.sparse.proximal import gradient_and_curvature
+from meshpar.methods.dbpg.kkt import KKTFilter
+from meshpar.methods.dbpg.packet import Filter, Link, Memory, Packet
+from meshpar.methods.dbpg.proximal import gradient_and_curvature
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from support import tiny_stack
 
 import meshpar
 from meshpar.errors import MeshparError
-from meshpar.lowering import trials
+from meshpar.methods.random_search import trials
 
 STEPS = 3
 

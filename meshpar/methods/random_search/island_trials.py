@@ -2,8 +2,8 @@
 
 A trial is a function of its values. Workers are threads of this process, or processes
 in Ray: if one of those dies, its trial is run again, and the others go on. Trials of a
-small model run faster in one program (`meshpar.lowering.trials`); these may have any
-layout, and may differ in length.
+small model run faster in one program (`trials.py`); these may have any layout, and may
+differ in length.
 
 Source: Bergstra, Bengio, Random Search for Hyper-Parameter Optimization, JMLR 2012.
 """
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from meshpar.errors import MeshparError
 from meshpar.islands.mode import HOSTS, need_ray
-from meshpar.lowering.trials import count
+from meshpar.methods.random_search.trials import count
 
 Outcome = TypeVar("Outcome")
 """What a trial found."""
@@ -33,7 +33,7 @@ def search(
     Args:
       run: {name of a hyperparameter: value} -> what the trial found. In Ray it and its
         outcome are pickled.
-      values: {name: [trials]}, such as those of `meshpar.lowering.trials.grid`.
+      values: {name: [trials]}, such as those of `trials.grid`.
       workers: trials that run at the same time.
       host: "threads" or "ray".
       retries: times that Ray runs a trial again whose process died.

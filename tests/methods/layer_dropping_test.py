@@ -10,7 +10,7 @@ from support import tiny_stack
 
 import meshpar
 from meshpar.errors import MeshparError
-from meshpar.models import layer_drop
+from meshpar.methods import layer_dropping
 
 DEPTH, STEPS = 4, 6
 
@@ -40,7 +40,7 @@ def half(step):
 def lowered(layout, schedule, model=None, lowering=""):
     model = model or tiny_stack.model()
     if schedule is not None:
-        model = layer_drop.with_dropped_layers(model, schedule)
+        model = layer_dropping.with_dropped_layers(model, schedule)
     layout = meshpar.layouts.parse(layout)
     optimizer, batch = optax.adamw(1e-2, eps=1e-2), tiny_stack.batch()
     devices = jax.devices()[: layout.num_devices]
@@ -59,20 +59,22 @@ def trained(program, steps=STEPS):
 
 
 def test_the_schedule_falls_as_published():
-    theta = layer_drop.progressive(0.5, 1000)
+    theta = layer_dropping.progressive(0.5, 1000)
     assert float(theta(0.0)) == 1
     assert float(theta(10.0)) == pytest.approx(0.5 * np.exp(-1) + 0.5)
     assert float(theta(1000.0)) == pytest.approx(0.5)
-    keep = layer_drop.keep_probability(lambda t: 0.6, 0, np.arange(4), 4)
+    keep = layer_dropping.keep_probability(lambda t: 0.6, 0, np.arange(4), 4)
     np.testing.assert_allclose(keep, [1, 0.9, 0.8, 0.7], rtol=1e-6)
     with pytest.raises(MeshparError, match="use a probability above 0"):
-        layer_drop.progressive(0.0, 10)
+        layer_dropping.progressive(0.0, 10)
 
 
 def test_coins_have_the_probabilities_of_the_schedule():
-    found = layer_drop.layers_run(half, 2000, DEPTH)
+    found = layer_dropping.layers_run(half, 2000, DEPTH)
     np.testing.assert_allclose(found.mean(axis=0), [1, 0.875, 0.75, 0.625], atol=0.03)
-    assert not np.array_equal(found, layer_drop.layers_run(half, 2000, DEPTH, seed=1))
+    assert not np.array_equal(
+        found, layer_dropping.layers_run(half, 2000, DEPTH, seed=1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +97,8 @@ def test_all_devices_decide_alike(one_device, layout):
     params, rows = trained(program)
     for path, x in one_device[0].items():
         np.testing.assert_allclose(params[path], x, rtol=0, atol=2e-5, err_msg=path)
-    ran = layer_drop.layers_run(lambda t: 0.2, STEPS, DEPTH)
-    keep = layer_drop.keep_probability(lambda t: 0.2, 0, np.arange(DEPTH), DEPTH)
+    ran = layer_dropping.layers_run(lambda t: 0.2, STEPS, DEPTH)
+    keep = layer_dropping.keep_probability(lambda t: 0.2, 0, np.arange(DEPTH), DEPTH)
     found = [row["layers"] for row in rows]  # Each counts 1 over its probability.
     np.testing.assert_allclose(found, (ran / np.asarray(keep)).sum(axis=1), rtol=1e-5)
     assert len(set(ran.sum(axis=1))) > 1  # Some steps run fewer layers than others.
@@ -132,4 +134,4 @@ def test_models_that_cannot_drop_layers():
 
     model = meshpar.from_nnx(make, lambda linear, x: linear(x).mean())
     with pytest.raises(MeshparError, match="name them"):
-        layer_drop.with_dropped_layers(model, half)
+        layer_dropping.with_dropped_layers(model, half)

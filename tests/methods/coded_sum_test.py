@@ -10,11 +10,11 @@ import pytest
 import meshpar
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
-from meshpar.islands.batch import coding
-from meshpar.islands.batch.coded_sum import CodedSum
+from meshpar.methods.gradient_coding import codes
+from meshpar.methods.gradient_coding.coded_sum import CodedSum
 
 N, ROWS, DIM = 8, 3, 5
-CODES = [(coding.cyclic, 2), (coding.fractional_repetition, 1)]
+CODES = [(codes.cyclic, 2), (codes.fractional_repetition, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def check_every_set(mesh, parts, code):
 
 
 def test_what_a_missing_worker_computed_counts_nothing(mesh, parts):
-    coded = CodedSum(coding.cyclic(N, 1), mesh, gradient)
+    coded = CodedSum(codes.cyclic(N, 1), mesh, gradient)
     share, step = coded.coefficients(range(1, N)), jax.jit(coded.sum)
     placed = coded.place(parts)
     x = np.asarray(placed["x"]).copy()
@@ -71,7 +71,7 @@ def test_what_a_missing_worker_computed_counts_nothing(mesh, parts):
 
 
 def test_the_program_moves_one_sum_over_data(mesh, parts):
-    coded = CodedSum(coding.cyclic(N, 1), mesh, gradient)
+    coded = CodedSum(codes.cyclic(N, 1), mesh, gradient)
     args = PARAMS, coded.place(parts), coded.coefficients(range(N))
     text = jax.jit(coded.sum).lower(*args).compile().as_text()
     found = hlo.parse_hlo(text, dict(mesh.shape))
@@ -81,9 +81,9 @@ def test_the_program_moves_one_sum_over_data(mesh, parts):
 
 def test_what_cannot_be(mesh, parts):
     with pytest.raises(MeshparError, match="a code for 4 workers on data=8"):
-        CodedSum(coding.cyclic(4, 1), mesh, gradient)
-    coded = CodedSum(coding.cyclic(N, 1), mesh, gradient)
+        CodedSum(codes.cyclic(4, 1), mesh, gradient)
+    coded = CodedSum(codes.cyclic(N, 1), mesh, gradient)
     with pytest.raises(MeshparError, match=r"\[7\] parts for a code of 8"):
         coded.place({k: x[:7] for k, x in parts.items()})
-    with pytest.raises(coding.StragglersError, match=r"workers \[0, 1\] are missing"):
+    with pytest.raises(codes.StragglersError, match=r"workers \[0, 1\] are missing"):
         coded.coefficients(range(2, N))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from meshpar.errors import MeshparError
-from meshpar.islands.batch import coding
+from meshpar.methods.gradient_coding import codes
 
 CODES = [
-    *((coding.cyclic, n, s) for n, s in [(4, 0), (5, 1), (5, 4), (8, 2), (9, 3)]),
-    *((coding.fractional_repetition, n, s) for n, s in [(4, 0), (6, 1), (9, 2)]),
+    *((codes.cyclic, n, s) for n, s in [(4, 0), (5, 1), (5, 4), (8, 2), (9, 3)]),
+    *((codes.fractional_repetition, n, s) for n, s in [(4, 0), (6, 1), (9, 2)]),
 ]
 
 
@@ -32,17 +32,17 @@ def test_one_more_straggler_is_an_error(make, n, s):
     for missing in itertools.combinations(range(n), s + 1):
         alive = [i for i in range(n) if i not in missing]
         whole_group = len({i // (s + 1) for i in missing}) == 1
-        if make is coding.fractional_repetition and not whole_group:
+        if make is codes.fractional_repetition and not whole_group:
             np.testing.assert_allclose(code.decode(alive) @ code.matrix[alive], 1)
             continue
-        with pytest.raises(coding.StragglersError, match="wait for more of them"):
+        with pytest.raises(codes.StragglersError, match="wait for more of them"):
             code.decode(alive)
 
 
 def test_codes_that_cannot_be():
     with pytest.raises(MeshparError, match="tolerates=4 of 4 workers: use"):
-        coding.cyclic(4, 4)
+        codes.cyclic(4, 4)
     with pytest.raises(MeshparError, match="tolerates=-1 of 4 workers: use"):
-        coding.fractional_repetition(4, -1)
+        codes.fractional_repetition(4, -1)
     with pytest.raises(MeshparError, match="that 3 divides, or the cyclic code"):
-        coding.fractional_repetition(8, 2)
+        codes.fractional_repetition(8, 2)

@@ -8,9 +8,9 @@ import scipy.sparse as sp
 
 from experiments.convex import reference
 from meshpar.errors import MeshparError
-from meshpar.islands.sparse import proximal
-from meshpar.islands.sparse.dbpg import Settings
-from meshpar.islands.sparse.dbpg_training import Training
+from meshpar.methods.dbpg import proximal
+from meshpar.methods.dbpg.training import Training
+from meshpar.methods.dbpg.worker import Settings
 
 L1 = 2.0
 

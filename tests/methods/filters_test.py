@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshpar.errors import MeshparError
-from meshpar.islands.sparse import filters, kkt
-from meshpar.islands.sparse.packet import Link, Packet
+from meshpar.methods.dbpg import filters, kkt
+from meshpar.methods.dbpg.packet import Link, Packet
 
 
 def packet(keys=(1, 4, 7, 9), task=0, columns=2, **changes):

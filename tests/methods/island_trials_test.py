@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from meshpar.errors import MeshparError
-from meshpar.islands import trials
+from meshpar.methods.random_search import island_trials
 
 VALUES = {"rate": [0.1, 0.2, 0.3, 0.4, 0.5], "depth": [1, 2, 3, 4, 5]}
 
@@ -21,7 +21,7 @@ def test_outcomes_keep_the_order_of_the_values():
             later.set()
         return values["rate"] * values["depth"]
 
-    found = trials.search(run, VALUES, workers=2)
+    found = island_trials.search(run, VALUES, workers=2)
     assert found == [r * d for r, d in zip(*VALUES.values(), strict=True)]
     assert sorted(seen) == VALUES["depth"] and seen[-1] == 1
 
@@ -34,7 +34,7 @@ def test_at_most_so_many_run_at_once():
         most.append(values)
         together.release()
 
-    trials.search(run, {"rate": list(range(50))}, workers=2)
+    island_trials.search(run, {"rate": list(range(50))}, workers=2)
     assert len(most) == 50
 
 
@@ -46,14 +46,14 @@ def test_an_error_of_a_trial_ends_the_search():
         raise KeyError("no such rate")
 
     with pytest.raises(KeyError, match="no such rate"):
-        trials.search(run, VALUES, workers=1)
+        island_trials.search(run, VALUES, workers=1)
     assert len(begun) < len(VALUES["depth"])
 
 
 def test_without_ray_its_processes_are_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MeshparError, match=r'pip install -e "\.\[islands\]"'):
-        trials.search(lambda values: None, VALUES, host="ray")
+        island_trials.search(lambda values: None, VALUES, host="ray")
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_without_ray_its_processes_are_refused_with_the_remedy(monkeypatch):
 def test_bad_arguments_are_refused(changes, words):
     arguments = {"values": VALUES, **changes}
     with pytest.raises(MeshparError, match=words):
-        trials.search(lambda values: None, **arguments)
+        island_trials.search(lambda values: None, **arguments)

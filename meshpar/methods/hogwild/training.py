@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from meshpar.errors import MeshparError
-from meshpar.islands.sparse.shared_arrays import Segment, attach, share
+from meshpar.methods.hogwild.shared_arrays import Segment, attach, share
 
 ROWS_BETWEEN_LOOKS = 256
 """Rows after which a worker looks whether its parent still lives."""

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar
-from meshpar.collectives import sufficient_factors as factors
 from meshpar.contracts.hlo import parse_hlo
+from meshpar.methods import sufficient_factors as factors
 
 DEVICES, ROWS, IN, OUT = 8, 32, 48, 24
 

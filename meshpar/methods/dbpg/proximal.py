@@ -18,7 +18,7 @@ import scipy.sparse as sp
 
 from meshpar.islands.key_range import Contribution
 from meshpar.islands.rules import UpdateFunction
-from meshpar.islands.sparse.kkt import is_far, violations
+from meshpar.methods.dbpg.kkt import is_far, violations
 
 _LEAST_CURVATURE = 1e-6
 

@@ -15,10 +15,10 @@ from meshpar.errors import MeshparError
 from meshpar.islands.consistency import BSP
 from meshpar.islands.key_range import KeyRange, Slice, split
 from meshpar.islands.messages import Payload
-from meshpar.islands.sparse.dbpg import Filters, Settings, Worker, make_filters
-from meshpar.islands.sparse.packet import Memory, Packet
-from meshpar.islands.sparse.proximal import objective, proximal_update
 from meshpar.islands.store import Store
+from meshpar.methods.dbpg.packet import Memory, Packet
+from meshpar.methods.dbpg.proximal import objective, proximal_update
+from meshpar.methods.dbpg.worker import Filters, Settings, Worker, make_filters
 
 _ENCODING = "packet"
 

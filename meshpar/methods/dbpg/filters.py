@@ -13,7 +13,7 @@ import numpy as np
 
 from meshpar.errors import MeshparError, nearest
 from meshpar.islands.rules import RefusedError
-from meshpar.islands.sparse.packet import Filter, Memory, Packet
+from meshpar.methods.dbpg.packet import Filter, Memory, Packet
 
 RECENT_KEY_LISTS = 2
 """Key lists that a receiver remembers per channel."""

@@ -15,7 +15,7 @@ import pytest
 import scipy.sparse as sp
 
 from meshpar.errors import MeshparError
-from meshpar.islands.sparse import hogwild
+from meshpar.methods.hogwild import training as hogwild
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_an_update_that_another_process_overwrites_counts_as_lost():
 
 SCRIPT = """
 import numpy as np, scipy.sparse as sp
-from meshpar.islands.sparse import hogwild
+from meshpar.methods.hogwild import training as hogwild
 
 if __name__ == "__main__":
     rows = sp.csr_array(np.eye(1000))

@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
-from meshpar.islands.batch.coding import Code
 from meshpar.layouts.axes import DATA
+from meshpar.methods.gradient_coding.codes import Code
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

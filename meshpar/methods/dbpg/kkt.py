@@ -14,7 +14,7 @@ Source: Li et al., NeurIPS 2014, section 3.3; Yuan, Ho, Lin, An Improved GLMNET 
 
 import numpy as np
 
-from meshpar.islands.sparse.packet import KEY_BYTES, VALUE_BYTES
+from meshpar.methods.dbpg.packet import KEY_BYTES, VALUE_BYTES
 
 
 def violations(weights: np.ndarray, gradients: np.ndarray, l1: float) -> np.ndarray:

@@ -5,9 +5,9 @@ import pytest
 import scipy.optimize
 
 from meshpar.errors import MeshparError
-from meshpar.islands.batch import lbfgs
-from meshpar.islands.batch.line_search import LineSearch
-from meshpar.islands.batch.portions import schedule
+from meshpar.methods.sandblaster import lbfgs
+from meshpar.methods.sandblaster.line_search import LineSearch
+from meshpar.methods.sandblaster.portions import schedule
 
 
 def logistic():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from meshpar.errors import MeshparError
-from meshpar.islands.batch.line_search import LineSearch
+from meshpar.methods.sandblaster.line_search import LineSearch
 
 WEIGHTS, GRADIENT = "weights", "gradient"
 _START, _START_GRADIENT, _DIRECTION = "start", "start gradient", "direction"
