@@ -11,7 +11,16 @@ LIBRARY = structure.read_package(ROOT / "meshpar")
 EXPERIMENTS = structure.read_package(ROOT / "experiments")
 
 ROOMS = (
-    *("arrays", "errors", "compat", "schedules", "layouts", "contracts", "mesh"),
+    *(
+        "arrays",
+        "errors",
+        "compat",
+        "metrics",
+        "schedules",
+        "layouts",
+        "contracts",
+        "mesh",
+    ),
     *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
     *("local_sgd", "islands", "generation", "compose", "explain", "planner"),
     *("checkpoint", "methods"),

@@ -47,7 +47,7 @@ def largest_error(
       make: of a code.
       stragglers: that it tolerates.
     """
-    mesh = meshpar.make_mesh(meshpar.layouts.parse(f"{DATA}={DEVICES}"))
+    mesh = meshpar.mesh.make_mesh(meshpar.layouts.parse(f"{DATA}={DEVICES}"))
     rng = np.random.default_rng(0)
     parts = rng.normal(size=(DEVICES, 4, 16)), rng.normal(size=(DEVICES, 4))
 

@@ -23,7 +23,7 @@ from meshpar.collectives.microbatch import split_microbatches
 from meshpar.errors import MeshparError
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.train_program import TrainProgram
-from meshpar.models.metrics import masked
+from meshpar.metrics import masked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ CODES = [(codes.cyclic, 2), (codes.fractional_repetition, 1)]
 
 @pytest.fixture(scope="module")
 def mesh():
-    return meshpar.make_mesh(meshpar.layouts.parse(f"data={N}"))
+    return meshpar.mesh.make_mesh(meshpar.layouts.parse(f"data={N}"))
 
 
 @pytest.fixture(scope="module")

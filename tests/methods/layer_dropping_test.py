@@ -22,7 +22,7 @@ def counting_model():
         rows_BD, count_B = x
         loss, aux = tiny_stack.head_loss(net, rows_BD, batch)
         rows = jnp.ones_like(count_B).sum()
-        return loss, {**aux, "layers": meshpar.Mean(count_B.sum(), rows)}
+        return loss, {**aux, "layers": meshpar.metrics.Mean(count_B.sum(), rows)}
 
     stack = meshpar.LayerStack(
         stack="layers",

@@ -15,7 +15,7 @@ DEVICES, ROWS, IN, OUT = 8, 32, 48, 24
 
 def gradients_on_devices():
     """(gradients of x and W through the factors, dense gradients, collectives)."""
-    mesh = meshpar.make_mesh(meshpar.layouts.parse(f"data={DEVICES}"))
+    mesh = meshpar.mesh.make_mesh(meshpar.layouts.parse(f"data={DEVICES}"))
     draws = np.random.default_rng(0)
     x = draws.normal(size=(ROWS, IN)).astype(np.float32)
     w = draws.normal(size=(IN, OUT)).astype(np.float32) / 7

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar
-from meshpar.models.metrics import loss_result
+from meshpar.metrics import loss_result
 
 ONE, ROW = jnp.float32(1), jnp.ones(3)
 
 
 def test_a_mean_is_divided_once_and_has_a_weight():
-    loss, aux = result = loss_result((meshpar.Mean(ONE * 6, ONE * 3), {"m": ONE}))
+    loss, aux = result = loss_result(
+        (meshpar.metrics.Mean(ONE * 6, ONE * 3), {"m": ONE})
+    )
     assert loss == 2 and result.weight == 3 and result.metrics == {"m": ONE}
     assert set(aux) == {"m", "weight"}
     assert loss_result(result._replace(aux={})).weight is None
@@ -19,7 +21,7 @@ def test_a_mean_is_divided_once_and_has_a_weight():
 
 def test_a_mean_of_weight_0_is_0_with_a_gradient_of_0():
     def loss(x, weight):
-        return loss_result(meshpar.Mean(x * weight, weight)).loss
+        return loss_result(meshpar.metrics.Mean(x * weight, weight)).loss
 
     for weight, gradients in ((0.0, (0, 0)), (2.0, (1, 1.5))):
         found = jax.value_and_grad(loss, argnums=(0, 1))(ONE * 3, jnp.float32(weight))
@@ -31,17 +33,17 @@ def test_a_mean_of_weight_0_is_0_with_a_gradient_of_0():
     [
         ((ONE, ROW), r"tuple of \(.*return a loss, or \(loss, aux\)"),
         ((ONE, {}, {}), r"tuple of \(.*return a loss, or \(loss, aux\)"),
-        (ROW, r"shape \(3,\); return a scalar .*meshpar.Mean"),
-        (meshpar.Mean(ROW, ONE), r"the loss has shape \(3,\)"),
-        (meshpar.Sum(ONE), "loss of kind Sum; return a scalar"),
-        ((meshpar.Mean(ONE, ONE), {"weight": ONE}), "leave out one of them"),
+        (ROW, r"shape \(3,\); return a scalar .*meshpar.metrics.Mean"),
+        (meshpar.metrics.Mean(ROW, ONE), r"the loss has shape \(3,\)"),
+        (meshpar.metrics.Sum(ONE), "loss of kind Sum; return a scalar"),
+        ((meshpar.metrics.Mean(ONE, ONE), {"weight": ONE}), "leave out one of them"),
         ((ONE, {"loss": ONE}), "every step reports; rename"),
         ((ONE, {"grad_norm": ONE}), "every step reports; rename"),
         ((ONE, {"m": ROW}), r"aux\['m'\] has shape \(3,\)"),
-        ((ONE, {"m": meshpar.Max(ROW)}), r"aux\['m'\] has shape \(3,\)"),
-        ((ONE, {"weight": meshpar.Sum(ONE)}), "the loss as a scalar"),
+        ((ONE, {"m": meshpar.metrics.Max(ROW)}), r"aux\['m'\] has shape \(3,\)"),
+        ((ONE, {"weight": meshpar.metrics.Sum(ONE)}), "the loss as a scalar"),
         (
-            (ONE, {"m": meshpar.Mean(ONE, ONE), "m/weight": ONE}),
+            (ONE, {"m": meshpar.metrics.Mean(ONE, ONE), "m/weight": ONE}),
             "the name of the weight of aux.'m'.*rename",
         ),
     ],

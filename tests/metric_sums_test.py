@@ -21,11 +21,13 @@ class Line(nnx.Module):
 def loss(module, batch):
     error_B = jnp.abs(batch["x"] @ module.w[...])
     mask = batch["mask"]
-    return meshpar.Mean((mask * error_B).sum(), mask.sum()), {
-        "wrong": meshpar.Mean((error_B > 1).astype(jnp.float32).sum(), mask.size),
-        "tokens": meshpar.Sum(mask.sum()),
-        "largest": meshpar.Max(error_B.max()),
-        "final": meshpar.Last(error_B[-1]),
+    return meshpar.metrics.Mean((mask * error_B).sum(), mask.sum()), {
+        "wrong": meshpar.metrics.Mean(
+            (error_B > 1).astype(jnp.float32).sum(), mask.size
+        ),
+        "tokens": meshpar.metrics.Sum(mask.sum()),
+        "largest": meshpar.metrics.Max(error_B.max()),
+        "final": meshpar.metrics.Last(error_B[-1]),
     }
 
 
@@ -66,7 +68,7 @@ def test_batches_of_unequal_weight_are_added_up_by_kind(trains):
 
 
 def test_plain_metrics_are_means():
-    sums = meshpar.MetricSums()
+    sums = meshpar.metrics.MetricSums()
     assert sums.result() == {}
     for value in (1.0, 3.0):
         sums.add({"loss": value})
@@ -76,14 +78,16 @@ def test_plain_metrics_are_means():
 
 
 def test_a_weight_of_0_gives_a_loss_of_0():
-    sums = meshpar.MetricSums()
+    sums = meshpar.metrics.MetricSums()
     sums.add({"loss": 0.0, "weight": 0.0})
     assert sums.result() == {"loss": 0.0, "weight": 0.0}
 
 
 def test_a_metric_has_one_kind():
     def other(module, batch):
-        return loss(module, batch)[0], {"tokens": meshpar.Max(batch["mask"].max())}
+        return loss(module, batch)[0], {
+            "tokens": meshpar.metrics.Max(batch["mask"].max())
+        }
 
     (first, *_) = batches()
     model = meshpar.from_nnx(Line, loss, other)

@@ -4,8 +4,10 @@ A batch may be split into parts: microbatches, and the shards of `data` and `fsd
 kind of a number says how the numbers of the parts become the number of the batch.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -145,7 +147,7 @@ def loss_result(result: Any) -> LossResult:
     if isinstance(loss, Mean):
         if WEIGHT in aux:
             raise ValueError(
-                "loss_fn returned a meshpar.Mean, which has a weight, and "
+                "loss_fn returned a meshpar.metrics.Mean, which has a weight, and "
                 "aux['weight']; leave out one of them"
             )
         _check_scalars("the loss", loss)
@@ -155,12 +157,12 @@ def loss_result(result: Any) -> LossResult:
     if isinstance(loss, KINDS):
         raise ValueError(
             f"loss_fn returned a loss of kind {type(loss).__name__}; return a scalar "
-            "(the mean over the batch) or meshpar.Mean(total, weight)"
+            "(the mean over the batch) or meshpar.metrics.Mean(total, weight)"
         )
     if jnp.ndim(loss):
         raise ValueError(
             f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar "
-            "(the mean over the batch) or meshpar.Mean(total, weight)"
+            "(the mean over the batch) or meshpar.metrics.Mean(total, weight)"
         )
     return LossResult(loss, _checked(aux))
 
@@ -195,3 +197,80 @@ def _check_scalars(what: str, value: Any) -> None:
     for x in value if isinstance(value, KINDS) else (value,):
         if jnp.ndim(x):
             raise ValueError(f"{what} has shape {jnp.shape(x)}; aux holds scalars")
+
+
+class MetricSums:
+    """Adds up the metrics of steps or evaluations, each by its kind.
+
+        sums = program.metric_sums()
+        for batch in batches:
+            sums.add(program.evaluate(state, batch))
+        print(sums.result()["loss"])
+
+    Means are weighted: those of kind `Mean` by their own weight, others by the weight
+    of the loss, if there is one. Nothing waits for the metrics that were added last.
+    """
+
+    def __init__(self, kinds: Mapping[str, type] | None = None):
+        """Starts without metrics.
+
+        Args:
+          kinds: {name: Mean, Sum, Max or Last}; other metrics are means,
+            weighted as the loss is.
+        """
+        self._kinds = dict(kinds or {})
+        self._pending: Mapping[str, Any] | None = None
+        self._totals: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Adds the metrics of one step or evaluation.
+
+        Args:
+          metrics: {name: scalar}, with the same names each time.
+        """
+        previous, self._pending = self._pending, dict(metrics)
+        if previous is not None:
+            self._add(previous)
+
+    def result(self) -> dict[str, float]:
+        """{name: number} over everything that was added; {} before that.
+
+        "weight" and the weights of means are sums; a mean is 0 if its weight is 0.
+        """
+        if self._pending is not None:
+            self._add(self._pending)
+            self._pending = None
+        result = {}
+        for name, total in self._totals.items():
+            weight = self._weights.get(name)
+            if weight is not None:
+                total = total / weight if weight else 0.0
+            result[name] = total
+        return result
+
+    def _add(self, metrics: Mapping[str, Any]) -> None:
+        numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        for name, number in numbers.items():
+            kind = self._kind(name)
+            if kind is Mean:
+                self._add_mean(name, number, numbers[weight_name(name)])
+            elif kind is Sum:
+                self._totals[name] = self._totals.get(name, 0.0) + number
+            elif kind is Max:
+                self._totals[name] = max(self._totals.get(name, number), number)
+            elif kind is Last:
+                self._totals[name] = number
+            else:
+                self._add_mean(name, number, numbers.get(WEIGHT, 1.0))
+
+    def _kind(self, name: str) -> type | None:
+        """The kind of a metric; weights are sums."""
+        means = (other for other, kind in self._kinds.items() if kind is Mean)
+        if name == WEIGHT or name in map(weight_name, means):
+            return Sum
+        return self._kinds.get(name)
+
+    def _add_mean(self, name: str, mean: float, weight: float) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + mean * weight
+        self._weights[name] = self._weights.get(name, 0.0) + weight

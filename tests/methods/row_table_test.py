@@ -9,7 +9,7 @@ from flax import nnx
 from support import tiny_models
 
 import meshpar
-from meshpar import RowTable
+from meshpar.methods.row_table import RowTable
 
 ROWS, SLOTS, DIM, BATCH = 50, 16, 8, 16
 
