@@ -70,7 +70,7 @@ def _check_pictures(layout: meshpar.Layout) -> None:
 
 def _generator(
     config: Config, layout: meshpar.Layout, devices: list[jax.Device]
-) -> meshpar.Generator:
+) -> meshpar.generation.Generator:
     """The recipe's model as it generates, for sequences of its own length."""
     return meshpar.generator(
         building.make_model(config),

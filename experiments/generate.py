@@ -101,9 +101,9 @@ class _Writer:
     """
 
     source: Source
-    generator: meshpar.Generator
+    generator: meshpar.generation.Generator
     params: Params
-    sampling: meshpar.Sampling
+    sampling: meshpar.generation.Sampling
     stop: list[int]
     meter: speed.Meter
     console: rich.console.Console
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     if PROMPTS.value is not None:
         prompts = prompt_files.read_prompts(PROMPTS.value)
     try:
-        sampling = meshpar.Sampling(
+        sampling = meshpar.generation.Sampling(
             TEMPERATURE.value, TOP_K.value, TOP_P.value, command_line.SEED.value or 0
         )
     except ValueError as error:

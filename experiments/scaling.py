@@ -26,7 +26,7 @@ from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.reports import pictures, scaling, terminal
 from experiments.training import metrics
-from meshpar.explain import speedup
+from meshpar.methods import speedup_laws
 
 flags.adopt_module_key_flags(command_line)
 TIMES = flags.DEFINE_list(
@@ -128,7 +128,7 @@ def main(_: Sequence[str]) -> int:
             "times": times,
             "fits": {
                 name: dataclasses.asdict(law)
-                | {"largest_error": speedup.largest_error(law, times)}
+                | {"largest_error": speedup_laws.largest_error(law, times)}
                 for name, law in fits.items()
             },
         }
@@ -136,7 +136,7 @@ def main(_: Sequence[str]) -> int:
     else:
         console.print(scaling.table(times, fits))
         for name, law in fits.items():
-            error = speedup.largest_error(law, times)
+            error = speedup_laws.largest_error(law, times)
             console.print(
                 f"{name}: {scaling.describe(law)} (largest error {error:.1%})",
                 soft_wrap=True,

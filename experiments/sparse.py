@@ -20,9 +20,10 @@ from experiments.recipes import allowed
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.ranges import Choice, Number
 from experiments.reports import convex, terminal
-from meshpar.islands.sparse import dbpg, hogwild
-from meshpar.islands.sparse.dbpg_training import Training
-from meshpar.islands.sparse.filters import COMPRESSIONS
+from meshpar.methods.dbpg import worker as dbpg
+from meshpar.methods.dbpg.filters import COMPRESSIONS
+from meshpar.methods.dbpg.training import Training
+from meshpar.methods.hogwild import training as hogwild
 
 DBPG, HOGWILD = "dbpg", "hogwild"
 HELD_OUT = 0.2

@@ -140,12 +140,12 @@ def test_arguments_of_lower(changes, words):
         (lambda: meshpar.LocalSGD(merge="shift"), ["merge='shift'", "Shift()"]),
         (lambda: meshpar.LocalSGD(outer="sgd"), ["outer='sgd'", "optax"]),
         (lambda: meshpar.LocalSGD(gossip="ring"), ["gossip='ring'", "Gossip"]),
-        (lambda: meshpar.warm_up(-5, 32), ["warm_up(steps=-5)"]),
-        (lambda: meshpar.warm_up(1.5, 32), ["warm_up(steps=1.5)"]),
-        (lambda: meshpar.Lerp(float("nan")), ["Lerp(nan)"]),
-        (lambda: meshpar.Lerp("half"), ["Lerp('half')"]),
-        (lambda: meshpar.Elastic(float("inf")), ["Elastic(inf)"]),
-        (lambda: meshpar.Elastic(-1), ["Elastic(-1)"]),
+        (lambda: meshpar.local_sgd.warm_up(-5, 32), ["warm_up(steps=-5)"]),
+        (lambda: meshpar.local_sgd.warm_up(1.5, 32), ["warm_up(steps=1.5)"]),
+        (lambda: meshpar.local_sgd.Lerp(float("nan")), ["Lerp(nan)"]),
+        (lambda: meshpar.local_sgd.Lerp("half"), ["Lerp('half')"]),
+        (lambda: meshpar.local_sgd.Elastic(float("inf")), ["Elastic(inf)"]),
+        (lambda: meshpar.local_sgd.Elastic(-1), ["Elastic(-1)"]),
     ],
 )
 def test_settings_of_local_sgd(make, words):
@@ -157,11 +157,11 @@ def test_settings_of_local_sgd(make, words):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: meshpar.Gossip("star"), ["'star'", "use ring"]),
-        (lambda: meshpar.Gossip([]), ["at least one matrix"]),
-        (lambda: meshpar.Gossip([["a", "b"]]), ["give one matrix"]),
-        (lambda: meshpar.Gossip([[[1, 2], [3]]]), ["give one matrix"]),
-        (lambda: meshpar.Gossip(5), ["gossip graph 5", "give one matrix"]),
+        (lambda: meshpar.local_sgd.Gossip("star"), ["'star'", "use ring"]),
+        (lambda: meshpar.local_sgd.Gossip([]), ["at least one matrix"]),
+        (lambda: meshpar.local_sgd.Gossip([["a", "b"]]), ["give one matrix"]),
+        (lambda: meshpar.local_sgd.Gossip([[[1, 2], [3]]]), ["give one matrix"]),
+        (lambda: meshpar.local_sgd.Gossip(5), ["gossip graph 5", "give one matrix"]),
         (lambda: meshpar.simulate(0), ["simulate(0)"]),
         (lambda: meshpar.simulate(-1), ["simulate(-1)"]),
         (lambda: meshpar.simulate(10**12), [f"1 to {MAX_SIMULATED:,}"]),
@@ -184,7 +184,7 @@ def test_other_values(make, words):
 
 
 def test_a_gossip_matrix_with_nan_does_not_preserve_the_average():
-    graph = meshpar.Gossip([[[float("nan"), 0.5], [0.5, 0.5]]])
+    graph = meshpar.local_sgd.Gossip([[[float("nan"), 0.5], [0.5, 0.5]]])
     with pytest.raises(MeshparError, match="rows and columns have to sum to 1"):
         graph.rounds(2)
 
@@ -192,7 +192,7 @@ def test_a_gossip_matrix_with_nan_does_not_preserve_the_average():
 def test_the_largest_values_are_allowed():
     assert Layout(data=2**20).num_devices == 2**20
     assert meshpar.layouts.parse("data=2" + " " * 9000).data == 2
-    assert meshpar.Elastic(1).alpha == 1 and meshpar.LocalSGD(damping=100)
+    assert meshpar.local_sgd.Elastic(1).alpha == 1 and meshpar.LocalSGD(damping=100)
     with pytest.raises(StalenessError):
         meshpar.LocalSGD(damping=100.1)
 

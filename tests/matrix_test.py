@@ -159,7 +159,7 @@ class Trained:
     gradients: dict[str, np.ndarray]
     params: dict[str, np.ndarray]
     moments: optax.ScaleByAdamState
-    state: meshpar.TrainState
+    state: meshpar.lowering.state.TrainState
 
 
 def train(layout, of, lowering=""):

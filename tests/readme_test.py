@@ -121,7 +121,7 @@ def test_the_programs_of_methods_run(capsys):
         **{"meshpar": meshpar, "jax": jax, "optax": optax, "optimizer": optimizer},
         **{"model": tiny_stack.model(), "batch": batch, "batches": [batch] * 2},
         **{"held_out": batch, "program": program, "state": program.init()},
-        **{"mesh": meshpar.make_mesh(layouts.parse("data=8"), jax.devices())},
+        **{"mesh": meshpar.mesh.make_mesh(layouts.parse("data=8"), jax.devices())},
         **{"gradient": lambda params, part: params * part, "params": jnp.ones(3)},
         **{"parts": np.ones((8, 3), np.float32), "alive": [0, 1, 2, 4, 5, 7]},
     }

@@ -11,10 +11,19 @@ LIBRARY = structure.read_package(ROOT / "meshpar")
 EXPERIMENTS = structure.read_package(ROOT / "experiments")
 
 ROOMS = (
-    *("arrays", "errors", "compat", "schedules", "layouts", "contracts", "mesh"),
+    *(
+        "arrays",
+        "errors",
+        "compat",
+        "metrics",
+        "schedules",
+        "layouts",
+        "contracts",
+        "mesh",
+    ),
     *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
     *("local_sgd", "islands", "generation", "compose", "explain", "planner"),
-    "checkpoint",
+    *("checkpoint", "methods"),
 )
 """Bottom to top: a room imports rooms to its left."""
 
@@ -43,6 +52,22 @@ def test_floors_are_few():
 @pytest.mark.parametrize("package", [LIBRARY, EXPERIMENTS], ids=["library", "runs"])
 def test_no_files_import_each_other_in_a_circle(package):
     assert structure.circles(structure.import_graph(package)) == []
+
+
+def test_methods_of_papers_know_nothing_of_each_other():
+    def paper(module):
+        rooms = module.split(".")[1:]
+        return rooms[1] if rooms[:1] == ["methods"] and len(rooms) > 1 else None
+
+    graph = structure.import_graph(LIBRARY)
+    assert sum(paper(module) is not None for module in graph) > 15
+    others = [
+        (module, used)
+        for module, imported in graph.items()
+        for used in imported
+        if paper(used) and paper(used) != paper(module) and module != "meshpar"
+    ]
+    assert others == []
 
 
 def test_files_and_functions_are_short():

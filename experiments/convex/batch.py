@@ -7,8 +7,9 @@ import numpy as np
 import scipy.optimize
 import scipy.sparse as sp
 
-from meshpar.islands.batch import coding, lbfgs
-from meshpar.islands.batch.portions import Schedule, schedule
+from meshpar.methods.gradient_coding import codes
+from meshpar.methods.sandblaster import lbfgs
+from meshpar.methods.sandblaster.portions import Schedule, schedule
 
 
 class Problem:
@@ -182,8 +183,8 @@ def descend(
       rounds: steps.
       seed: of the stragglers and of the cyclic code.
     """
-    make = {CYCLIC: coding.cyclic, REPETITION: coding.fractional_repetition}
-    code = coding.cyclic(num_workers, 0)
+    make = {CYCLIC: codes.cyclic, REPETITION: codes.fractional_repetition}
+    code = codes.cyclic(num_workers, 0)
     if method == CYCLIC:
         code = make[method](num_workers, stragglers, seed)
     elif method == REPETITION:

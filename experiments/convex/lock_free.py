@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import scipy.sparse as sp
 
-from meshpar.islands.sparse import hogwild
+from meshpar.methods.hogwild import training as hogwild
 
 MAX_DENSE_ROWS, DENSE_FEATURES = 4000, 1000
 

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.optimize
 import scipy.sparse as sp
 
-from meshpar.islands.sparse import proximal
+from meshpar.methods.dbpg import proximal
 
 LIBLINEAR, SCIPY = "liblinear", "SciPy"
 

@@ -40,7 +40,7 @@ def mixed_on_devices() -> tuple[float, dict[str, int]]:
       (largest distance to the mean, {kind of collective: number in the program}).
     """
     layout = meshpar.layouts.parse(f"replica={_DEVICES}")
-    mesh = meshpar.make_mesh(layout, jax.devices()[:_DEVICES])
+    mesh = meshpar.mesh.make_mesh(layout, jax.devices()[:_DEVICES])
     wire = meshpar.collectives.make_compression("f32")
     spec = PartitionSpec("replica")
 

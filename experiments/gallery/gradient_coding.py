@@ -12,12 +12,12 @@ import scipy.sparse as sp
 import meshpar
 from experiments.convex import batch
 from experiments.gallery.paper import Claim, Paper, Result, Setting
-from meshpar.islands.batch import coding
-from meshpar.islands.batch.coded_sum import CodedSum
 from meshpar.layouts.axes import DATA
+from meshpar.methods.gradient_coding import codes
+from meshpar.methods.gradient_coding.coded_sum import CodedSum
 
 DEVICES = 8
-CODES = ((coding.cyclic, 1), (coding.cyclic, 2), (coding.fractional_repetition, 1))
+CODES = ((codes.cyclic, 1), (codes.cyclic, 2), (codes.fractional_repetition, 1))
 """Codes whose every set of stragglers is tried on the devices."""
 
 WORKERS, SLOWDOWN, L2 = 12, 8.0, 1.0
@@ -37,7 +37,7 @@ _STYLES = {
 
 
 def largest_error(
-    make: Callable[[int, int], coding.Code], stragglers: int
+    make: Callable[[int, int], codes.Code], stragglers: int
 ) -> tuple[float, int]:
     """(largest error over all sets of stragglers, sets of one more that are decoded).
 
@@ -47,7 +47,7 @@ def largest_error(
       make: of a code.
       stragglers: that it tolerates.
     """
-    mesh = meshpar.make_mesh(meshpar.layouts.parse(f"{DATA}={DEVICES}"))
+    mesh = meshpar.mesh.make_mesh(meshpar.layouts.parse(f"{DATA}={DEVICES}"))
     rng = np.random.default_rng(0)
     parts = rng.normal(size=(DEVICES, 4, 16)), rng.normal(size=(DEVICES, 4))
 
@@ -70,7 +70,7 @@ def largest_error(
         try:
             coded.coefficients([i for i in range(DEVICES) if i not in missing])
             decoded += 1
-        except coding.StragglersError:
+        except codes.StragglersError:
             pass
     return worst, decoded
 
@@ -90,7 +90,7 @@ def exactness_claims() -> list[Claim]:
             )
         )
         # Groups of repeated workers fail only together.
-        groups = DEVICES // (s + 1) if make is coding.fractional_repetition else 0
+        groups = DEVICES // (s + 1) if make is codes.fractional_repetition else 0
         every = len(list(itertools.combinations(range(DEVICES), s + 1)))
         wanted = every - groups if groups else 0
         claims.append(

@@ -10,7 +10,7 @@ from flax import nnx
 
 import meshpar
 from experiments.gallery.paper import Claim, Paper, Result, Setting
-from meshpar.explain.diversity import Diversity, diversity_meter
+from meshpar.methods.gradient_diversity import Diversity, diversity_meter
 
 ROWS, SAMPLES, RUNS = 1024, 512, 24
 """Rows of the data, rows that SGD draws in all, and runs of SGD per seed."""

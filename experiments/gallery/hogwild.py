@@ -6,7 +6,7 @@ import numpy as np
 from experiments.convex import lock_free
 from experiments.data import hashed_text
 from experiments.gallery.paper import Claim, Paper, Result, Setting
-from meshpar.islands.sparse.hogwild import Settings
+from meshpar.methods.hogwild.training import Settings
 
 _PROCESSES = 4
 _WITHIN = 0.01

@@ -11,8 +11,7 @@ from flax import nnx
 
 import meshpar
 from experiments.gallery.paper import Claim, Paper, Result, Setting
-from meshpar.islands import trials as islands
-from meshpar.lowering import trials
+from meshpar.methods.random_search import island_trials, trials
 
 RANGES = {"rate": (1e-4, 3e-1), "decay": (1e-6, 1e-1), "epsilon": (1e-10, 1e-5)}
 """Ranges of Adam's learning rate, weight decay and epsilon; the first matters most."""
@@ -137,7 +136,7 @@ def equality_claims(runs: int, steps: int = 5) -> list[Claim]:
         state, loss = together.step(state, batch)
         losses.append(np.asarray(loss))
     own = {name: x[:runs].tolist() for name, x in values.items()}
-    alone = islands.search(functools.partial(_alone, batches), own, workers=2)
+    alone = island_trials.search(functools.partial(_alone, batches), own, workers=2)
     worst = 0.0
     for trial, (own_losses, params) in enumerate(alone):
         for step, loss in enumerate(own_losses):

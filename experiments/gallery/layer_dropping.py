@@ -16,7 +16,7 @@ from experiments.gallery.layer_counter import LayerCounter
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.models.language_model import language_model
 from experiments.recipes.config import Config, with_settings
-from meshpar.models import layer_drop
+from meshpar.methods import layer_dropping
 
 LEAST = 0.5
 """The keep probability at the end, as in the paper."""
@@ -49,12 +49,12 @@ def _batches(config: Config, steps: int, seed: int) -> list[dict[str, np.ndarray
 
 def _program(
     model: meshpar.Model,
-    schedule: layer_drop.Schedule | None,
+    schedule: layer_dropping.Schedule | None,
     batch: Any,
     layout: str = "data=1",
 ) -> meshpar.TrainProgram:
     if schedule is not None:
-        model = layer_drop.with_dropped_layers(model, schedule)
+        model = layer_dropping.with_dropped_layers(model, schedule)
     return meshpar.lower(
         model,
         optax.adamw(3e-3),
@@ -154,7 +154,9 @@ def time_claim() -> Claim:
     programs = [_program(model, s, batches[0], "data=1,remat=full") for s in schedules]
     whole, dropped = _cpu_seconds(programs, batches).sum(axis=1)
     # The first step of `_cpu_seconds` compiles, and is not timed.
-    ran = layer_drop.layers_run(lambda t: LEAST, _TIMED_STEPS + 1, config.model.depth)
+    ran = layer_dropping.layers_run(
+        lambda t: LEAST, _TIMED_STEPS + 1, config.model.depth
+    )
     saved, skipped = float(1 - dropped / whole), 1 - float(ran[1:].mean())
     return Claim(
         "CPU time falls by at least 0.9 of the share of skipped layers, remat=full",
@@ -172,7 +174,9 @@ def _loss_claims(ratio: float, share: float) -> list[Claim]:
       share: of the layers that ran.
     """
     expected = 0.5 * 11 / 24  # The mean of (1 - theta) i / L over 12 layers.
-    keep = [layer_drop.keep_probability(lambda t: LEAST, 0, i, 12) for i in range(12)]
+    keep = [
+        layer_dropping.keep_probability(lambda t: LEAST, 0, i, 12) for i in range(12)
+    ]
     skipped = 1 - float(np.mean(keep))
     return [
         Claim(
@@ -223,7 +227,7 @@ def _draw(
 def _run(setting: Setting) -> Result:
     config = _config(_SMALL if setting.quick else _LARGE)
     steps = 60 if setting.quick else 120
-    schedule = layer_drop.progressive(LEAST, steps, speed=10.0)
+    schedule = layer_dropping.progressive(LEAST, steps, speed=10.0)
     depth, width = config.model.depth, max(1, steps // 15)
     model, curves = language_model(config.model), {"all layers": [], "dropped": []}
     batches, counter = _batches(config, steps, 0), LayerCounter()
@@ -238,7 +242,7 @@ def _run(setting: Setting) -> Result:
             curves[name].append(_smooth(losses, width))
     ends = {name: float(np.mean([x[-1] for x in c])) for name, c in curves.items()}
     ratio = ends["dropped"] / ends["all layers"] - 1
-    ran = layer_drop.layers_run(schedule, steps, depth)
+    ran = layer_dropping.layers_run(schedule, steps, depth)
     setting.progress("counts layers", 0.7)
     counted = 20 if setting.quick else 60
     wanted = ran[:counted].sum(axis=1).tolist()

@@ -85,7 +85,9 @@ def check(layers: Sequence[Layer], declared: Sequence[Layer] = ()) -> Checked:
       declared: a network whose contract is checked instead.
     """
     n, pictures, draws = 8, 2, np.random.default_rng(0)
-    mesh = meshpar.make_mesh(meshpar.layouts.parse(f"{TENSOR}={n}"), jax.devices()[:n])
+    mesh = meshpar.mesh.make_mesh(
+        meshpar.layouts.parse(f"{TENSOR}={n}"), jax.devices()[:n]
+    )
     shapes = [layer.weight_shape(n) for layer in layers]
     weights = [draws.normal(size=s).astype(np.float32) / s[-2] for s in shapes]
     first = layers[0]

@@ -9,9 +9,9 @@ import numpy as np
 from experiments.convex import reference
 from experiments.data import hashed_text
 from experiments.gallery.paper import Claim, Paper, Result, Setting
-from meshpar.islands.sparse.dbpg import Settings
-from meshpar.islands.sparse.dbpg_training import Pass, Training
-from meshpar.islands.sparse.dbpg_training import Result as Trained
+from meshpar.methods.dbpg.training import Pass, Training
+from meshpar.methods.dbpg.training import Result as Trained
+from meshpar.methods.dbpg.worker import Settings
 
 _WORKERS, _SERVERS = 4, 2
 _FIRST_PASSES, _MOST_PUSHED, _EXCESS = 5, 0.25, 1e-3

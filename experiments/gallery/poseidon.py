@@ -7,7 +7,7 @@ import matplotlib.figure
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.recipes import mixtures, published
 from experiments.recipes.config import Config
-from meshpar.collectives import sufficient_factors as factors
+from meshpar.methods import sufficient_factors as factors
 
 _ROWS_PER_WORKER = 32
 """Pictures per worker, as in the paper."""

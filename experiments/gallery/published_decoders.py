@@ -112,7 +112,7 @@ def traced_layer(config: DecoderConfig, layout: str, sequences: int) -> TracedLa
       sequences: rows of the batch on all devices.
     """
     resolved = plan(config, layout)
-    mesh = meshpar.make_mesh(
+    mesh = meshpar.mesh.make_mesh(
         resolved.layout, jax.devices()[: resolved.layout.num_devices]
     )
     tokens = jax.ShapeDtypeStruct((sequences, config.length), jnp.int32)

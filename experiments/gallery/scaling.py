@@ -12,11 +12,11 @@ from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.recipes import step_times
 from experiments.recipes.config import with_settings
 from experiments.reports import scaling
-from meshpar.explain import speedup
 from meshpar.layouts.axes import DATA
+from meshpar.methods import speedup_laws
 
-PLANTED = speedup.Strong(one_device=2.0, sigma=0.02, kappa=0.0002)
-PLANTED_WEAK = speedup.Weak(one_device=2.0, serial=0.05)
+PLANTED = speedup_laws.Strong(one_device=2.0, sigma=0.02, kappa=0.0002)
+PLANTED_WEAK = speedup_laws.Weak(one_device=2.0, serial=0.05)
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
 _NOISE, _DRAWS = 0.0005, range(200)
 """Standard deviation of the relative noise of planted times, and seeds of the noise."""
@@ -28,7 +28,7 @@ _ROWS, _ROWS_OF_ONE = 64, 4
 
 
 def planted_times(
-    law: speedup.Strong | speedup.Weak, seed: int, noise: float = _NOISE
+    law: speedup_laws.Strong | speedup_laws.Weak, seed: int, noise: float = _NOISE
 ) -> dict[int, float]:
     """{devices: seconds} of a law, with noise that is drawn from a seed."""
     rng = np.random.default_rng(seed)
@@ -44,9 +44,12 @@ def _worst(
 
 def recovery_claims(seeds: Sequence[int] = _DRAWS) -> list[Claim]:
     """Whether the fits find what was planted, and the laws' own arithmetic."""
-    fits = {seed: speedup.fit_gunther(planted_times(PLANTED, seed)) for seed in seeds}
+    fits = {
+        seed: speedup_laws.fit_gunther(planted_times(PLANTED, seed)) for seed in seeds
+    }
     weak = {
-        seed: speedup.fit_gustafson(planted_times(PLANTED_WEAK, seed)) for seed in seeds
+        seed: speedup_laws.fit_gustafson(planted_times(PLANTED_WEAK, seed))
+        for seed in seeds
     }
     coherency = _worst(seeds, lambda s: fits[s].kappa, PLANTED.kappa)
     errors = {
@@ -79,8 +82,8 @@ def recovery_claims(seeds: Sequence[int] = _DRAWS) -> list[Claim]:
             abs(best - PLANTED.best_devices) <= 1,
         )
     )
-    times = {n: speedup.Strong(1.0, 0.01).seconds(n) for n in DEVICES}
-    amdahl = speedup.fit_amdahl(times)
+    times = {n: speedup_laws.Strong(1.0, 0.01).seconds(n) for n in DEVICES}
+    amdahl = speedup_laws.fit_amdahl(times)
     half = min(range(1, 1000), key=lambda n: abs(amdahl.speedup(n) - amdahl.limit / 2))
     claims.append(
         Claim(
@@ -115,12 +118,15 @@ def _predicted(setting: Setting) -> tuple[dict[int, float], dict[int, float]]:
 
 def _predicted_claims(
     strong: dict[int, float], weak: dict[int, float]
-) -> tuple[speedup.Strong, speedup.Weak, list[Claim]]:
+) -> tuple[speedup_laws.Strong, speedup_laws.Weak, list[Claim]]:
     """The fits of predicted times, and what they must satisfy."""
-    gunther, gustafson = speedup.fit_gunther(strong), speedup.fit_gustafson(weak)
+    gunther, gustafson = (
+        speedup_laws.fit_gunther(strong),
+        speedup_laws.fit_gustafson(weak),
+    )
     errors = [
-        speedup.largest_error(gunther, strong),
-        speedup.largest_error(gustafson, weak),
+        speedup_laws.largest_error(gunther, strong),
+        speedup_laws.largest_error(gustafson, weak),
     ]
     first, last = min(strong), max(strong)
     shares = [
@@ -185,7 +191,7 @@ def _run(setting: Setting) -> Result:
 def _rows(
     title: str,
     times: dict[int, float],
-    fits: dict[str, speedup.Strong | speedup.Weak],
+    fits: dict[str, speedup_laws.Strong | speedup_laws.Weak],
 ) -> list[tuple[str, ...]]:
     measured, law = scaling.measured(times, fits), list(fits.values())[-1]
     return [

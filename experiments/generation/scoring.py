@@ -10,10 +10,10 @@ import meshpar
 from experiments import data
 from experiments.models.attention import Packed
 from experiments.recipes.config import Config
-from meshpar import vocabulary
 from meshpar.arrays import Array, Params
 from meshpar.checkpoint import StoredCheckpoint, read_params
 from meshpar.errors import shown
+from meshpar.ops import vocabulary
 
 
 class Scores(NamedTuple):

@@ -49,7 +49,7 @@ class Source:
     compute_dtype: Any
     tokenizer: Tokenizer
     stop: tuple[int, ...]
-    load: Callable[[meshpar.Generator], Params]
+    load: Callable[[meshpar.generation.Generator], Params]
 
 
 def newest_checkpoint(path: str) -> StoredCheckpoint:
@@ -143,7 +143,7 @@ def _of_transformers(
     dtype = description.get("dtype") or description.get("torch_dtype")
     shapes = {path: param.shape for path, param in model.params.items()}
 
-    def load(generator: meshpar.Generator) -> Params:
+    def load(generator: meshpar.generation.Generator) -> Params:
         return generator.place(hugging_face.imported(decoder, shapes, tensors))
 
     return Source(
@@ -160,7 +160,7 @@ def _of_transformers(
 
 def make_generator(
     source: Source, devices: list[jax.Device], max_length: int, batch_size: int
-) -> meshpar.Generator:
+) -> meshpar.generation.Generator:
     """The generator of a source under its layout.
 
     Args:

@@ -33,7 +33,7 @@ class Meter:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-def summary(meter: Meter, generator: meshpar.Generator) -> str:
+def summary(meter: Meter, generator: meshpar.generation.Generator) -> str:
     """One line: the speed, and the share of what is possible."""
     text = (
         f"{meter.tokens:,} tokens in {meter.seconds:.1f} s: "

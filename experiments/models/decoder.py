@@ -22,8 +22,9 @@ from experiments.models.loss import mean
 from experiments.models.mlp import ExpertMlp, Mlp
 from experiments.models.norm import Norm
 from experiments.models.weights import weight
-from meshpar import layouts, vocabulary
+from meshpar import layouts
 from meshpar.arrays import Array
+from meshpar.ops import vocabulary
 from meshpar.ops.cached_attention import KeysAndValues
 from meshpar.ops.experts import Statistics
 from meshpar.ops.layer_loop import over_layers

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import meshpar
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.loss import cross_entropy, with_weight
-from meshpar import layouts, vocabulary
+from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
+from meshpar.ops import vocabulary
 
 KIND = GPT2_KIND | {"bias": False, "norm_eps": 1e-6, "float8": False}
 KIND |= dict.fromkeys(("loss_block", "num_experts", "window"), 0)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 import meshpar
 from experiments.models.decoder_config import DecoderConfig
-from meshpar import vocabulary
 from meshpar.arrays import Array
+from meshpar.ops import vocabulary
 from meshpar.ops.experts import DEVICE_LOAD, Statistics
 
 
@@ -52,8 +52,8 @@ def with_experts(
     return loss, {
         **metrics,
         "experts_balance": means.balance,
-        "experts_load": meshpar.Max(statistics.load),
-        DEVICE_LOAD: meshpar.Max(statistics.device_load),
+        "experts_load": meshpar.metrics.Max(statistics.load),
+        DEVICE_LOAD: meshpar.metrics.Max(statistics.device_load),
     }
 
 

@@ -153,7 +153,7 @@ def abstract_batch(
 
 def make_plans(
     config: Config, devices: Sequence[jax.Device], **options: Any
-) -> meshpar.Plans:
+) -> meshpar.planner.Plans:
     """Plans a configuration on devices.
 
     Args:

@@ -113,10 +113,10 @@ OUTERS: dict[str, Callable[[LocalSGDConfig], optax.GradientTransformation | None
 """Optimizers of the global weights by name; None takes the average."""
 
 MERGES: dict[str, Callable[[LocalSGDConfig], Any]] = {
-    "shift": lambda _: meshpar.Shift(),
-    "overwrite": lambda _: meshpar.Overwrite(),
-    "lerp": lambda settings: meshpar.Lerp(settings.merge_weight),
-    "elastic": lambda settings: meshpar.Elastic(settings.merge_weight),
+    "shift": lambda _: meshpar.local_sgd.Shift(),
+    "overwrite": lambda _: meshpar.local_sgd.Overwrite(),
+    "lerp": lambda settings: meshpar.local_sgd.Lerp(settings.merge_weight),
+    "elastic": lambda settings: meshpar.local_sgd.Elastic(settings.merge_weight),
 }
 """Merges by name."""
 
@@ -128,7 +128,7 @@ def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
     """Raises StalenessError for settings that contradict each other."""
     period = settings.period
     if settings.warmup_steps:
-        period = meshpar.warm_up(settings.warmup_steps, period)
+        period = meshpar.local_sgd.warm_up(settings.warmup_steps, period)
     return meshpar.LocalSGD(
         period=period,
         staleness=settings.staleness,
@@ -137,7 +137,7 @@ def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
         merge=MERGES[settings.merge](settings),
         wire=settings.wire,
         error_feedback=settings.error_feedback,
-        gossip=meshpar.Gossip(settings.gossip) if settings.gossip else None,
+        gossip=meshpar.local_sgd.Gossip(settings.gossip) if settings.gossip else None,
         damping=settings.damping,
     )
 

@@ -9,7 +9,7 @@ import scipy.sparse as sp
 
 from experiments.convex import batch, lock_free
 from experiments.reports import terminal
-from meshpar.islands.sparse.dbpg_training import Pass, Result
+from meshpar.methods.dbpg.training import Pass, Result
 
 
 def hogwild_table(rows: Sequence[lock_free.Row]) -> rich.table.Table:

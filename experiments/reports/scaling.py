@@ -6,14 +6,14 @@ import matplotlib.axes
 import numpy as np
 import rich.table
 
-from meshpar.explain import speedup
+from meshpar.methods import speedup_laws
 
 COLORS = {"amdahl": "#c44e52", "gunther": "#2a6fbb", "gustafson": "#2a6fbb"}
 
 
 def laws(
     times: Mapping[int, float], weak: bool
-) -> dict[str, speedup.Strong | speedup.Weak]:
+) -> dict[str, speedup_laws.Strong | speedup_laws.Weak]:
     """{name: law fitted to the times}; Gunther's needs three numbers of devices.
 
     Args:
@@ -24,16 +24,16 @@ def laws(
       MeshparError: too few times, or times that cannot be.
     """
     if weak:
-        return {"gustafson": speedup.fit_gustafson(times)}
-    fits = {"amdahl": speedup.fit_amdahl(times)}
+        return {"gustafson": speedup_laws.fit_gustafson(times)}
+    fits = {"amdahl": speedup_laws.fit_amdahl(times)}
     if len(times) >= 3:
-        fits["gunther"] = speedup.fit_gunther(times)
+        fits["gunther"] = speedup_laws.fit_gunther(times)
     return fits
 
 
-def describe(law: speedup.Strong | speedup.Weak) -> str:
+def describe(law: speedup_laws.Strong | speedup_laws.Weak) -> str:
     """The shares of a law and what follows from them, in one line."""
-    if isinstance(law, speedup.Weak):
+    if isinstance(law, speedup_laws.Weak):
         return f"serial share {law.serial:.4g}"
     text = f"sigma {law.sigma:.4g}"
     if law.kappa:
@@ -42,7 +42,8 @@ def describe(law: speedup.Strong | speedup.Weak) -> str:
 
 
 def table(
-    times: Mapping[int, float], fits: Mapping[str, speedup.Strong | speedup.Weak]
+    times: Mapping[int, float],
+    fits: Mapping[str, speedup_laws.Strong | speedup_laws.Weak],
 ) -> rich.table.Table:
     """One row per number of devices: seconds, speedup, and the speedup of each law."""
     result = rich.table.Table("devices", "seconds per step", "speedup", *fits)
@@ -53,19 +54,20 @@ def table(
 
 
 def measured(
-    times: Mapping[int, float], fits: Mapping[str, speedup.Strong | speedup.Weak]
+    times: Mapping[int, float],
+    fits: Mapping[str, speedup_laws.Strong | speedup_laws.Weak],
 ) -> dict[int, float]:
     """{devices: speedup} over the time of one device, of the last law if not given."""
     law = list(fits.values())[-1]
     first = times.get(1, law.one_device)
-    weak = isinstance(law, speedup.Weak)
+    weak = isinstance(law, speedup_laws.Weak)
     return {n: first / times[n] * (n if weak else 1) for n in sorted(times)}
 
 
 def plot(
     axes: matplotlib.axes.Axes,
     times: Mapping[int, float],
-    fits: Mapping[str, speedup.Strong | speedup.Weak],
+    fits: Mapping[str, speedup_laws.Strong | speedup_laws.Weak],
     label: str,
 ) -> None:
     """Draws the speedup, its laws, and the ideal."""

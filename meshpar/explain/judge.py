@@ -23,7 +23,7 @@ from meshpar.layouts.param import Param, follows_load
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting
 from meshpar.lowering.train_program import TrainProgram
-from meshpar.models.metrics import Last, LossResult, Mean, loss_result, weight_name
+from meshpar.metrics import Last, LossResult, Mean, loss_result, weight_name
 from meshpar.models.model import STEP, PlainModel, Variables
 from meshpar.ops.experts.statistics import DEVICE_LOAD
 
@@ -190,7 +190,7 @@ class PlainLoop:
 def metrics_of(result: LossResult) -> dict[str, Array]:
     """{name: scalar} of a loss and its metrics, under the names that steps report.
 
-    A `meshpar.Last` is left out: the last part of a batch has another value than all.
+    A `metrics.Last` is left out: the last part of a batch has another value than all.
     """
     found = {"loss": result.loss}
     if result.weight is not None:

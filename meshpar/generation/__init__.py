@@ -7,3 +7,4 @@ from meshpar.generation.make import generator as generator
 from meshpar.generation.prompts import unpadded as unpadded
 from meshpar.generation.sampling import GREEDY as GREEDY
 from meshpar.generation.sampling import Sampling as Sampling
+from meshpar.models.cached import CachedModel as CachedModel

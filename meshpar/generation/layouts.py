@@ -48,8 +48,8 @@ def reason_unsupported(cached: CachedModel | None, layout: Layout) -> str:
     """
     if cached is None:
         return (
-            "the model gives no cache: give cached=meshpar.linen_cache(...), "
-            "meshpar.nnx_cache(...) or a meshpar.CachedModel"
+            "the model gives no cache: give cached=, by generation.linen_cache(...), "
+            "generation.nnx_cache(...) or as a generation.CachedModel"
         )
     if layout.replica > 1:
         return (
@@ -61,7 +61,7 @@ def reason_unsupported(cached: CachedModel | None, layout: Layout) -> str:
         return (
             f"offload={PARAMETERS} brings weights to the device layer by layer, and "
             "the model's own loop does not: run its layers by meshpar.ops.over_layers "
-            "and give a meshpar.CachedModel with streams=True"
+            "and give a meshpar.generation.CachedModel with streams=True"
         )
     return ""
 

@@ -42,8 +42,8 @@ from meshpar.layouts.scope import Scope
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.state import cast_params
 from meshpar.lowering.totals import Totals
+from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import LayeredModel
-from meshpar.models.metrics import LossResult
 from meshpar.models.model_scope import model_scope
 
 

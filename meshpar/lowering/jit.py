@@ -28,7 +28,7 @@ from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals
-from meshpar.models.metrics import LossResult, masked
+from meshpar.metrics import LossResult, masked
 from meshpar.models.model import Model
 
 

@@ -21,12 +21,11 @@ from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer, other_batch
 from meshpar.lowering.inspection import read_collectives
 from meshpar.lowering.layer_rows import LayerRows
-from meshpar.lowering.metric_sums import MetricSums
 from meshpar.lowering.placed import PlacedArrays
 from meshpar.lowering.portable import StoredOrder
 from meshpar.lowering.state import Metrics
 from meshpar.mesh.platform import platform_of
-from meshpar.models.metrics import KINDS
+from meshpar.metrics import KINDS, MetricSums
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 

@@ -25,8 +25,8 @@ from meshpar.lowering.row_layers import RowLayers
 from meshpar.lowering.row_terms import bounded_exchanges, declared_weights
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
+from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import Key
-from meshpar.models.metrics import LossResult
 from meshpar.models.row_dims import RowDims
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from meshpar.arrays import Array, Params
 from meshpar.contracts.purposes import purpose
 from meshpar.lowering.state import Metrics
-from meshpar.models.metrics import (
+from meshpar.metrics import (
     KINDS,
     WEIGHT,
     Last,

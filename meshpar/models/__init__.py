@@ -4,9 +4,5 @@ from meshpar.models.cached import CachedModel as CachedModel
 from meshpar.models.layer_stack import LayeredModel as LayeredModel
 from meshpar.models.layer_stack import LayerStack as LayerStack
 from meshpar.models.linen import from_linen as from_linen
-from meshpar.models.metrics import Last as Last
-from meshpar.models.metrics import Max as Max
-from meshpar.models.metrics import Mean as Mean
-from meshpar.models.metrics import Sum as Sum
 from meshpar.models.model import Model as Model
 from meshpar.models.nnx import from_nnx as from_nnx

@@ -19,6 +19,7 @@ from meshpar import compat
 from meshpar.arrays import Array, Params
 from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
+from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_call import (
     Arguments,
     Column,
@@ -28,7 +29,6 @@ from meshpar.models.layer_call import (
     is_floating,
 )
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
-from meshpar.models.metrics import LossResult, loss_result
 
 OnCall = Callable[[int, Any, tuple, dict[str, Any]], Any]
 """(number of the call, configuration of the layer, args, kwargs) -> its output."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
 from meshpar.mesh.order import in_turn
-from meshpar.models.metrics import LossResult, masked
+from meshpar.metrics import LossResult, masked
 from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
 
 
@@ -29,11 +29,11 @@ class LayerStack:
       layer: (one layer's module, x) -> x of the same shapes; with `context`,
         (one layer's module, x, what it returns) -> x.
       head_loss: (module, x, batch) -> loss or (loss, aux). The loss is a mean over
-        rows, a `meshpar.Mean(total, weight)` of two sums over rows, or any scalar with
+        rows, a `metrics.Mean(total, weight)` of two sums over rows, or any scalar with
         aux["weight"], its weight against the losses of other parts of the batch (its
         number of tokens, for example). A loss of weight 0 counts nothing, whatever its
         value. aux is a dict of metrics: scalars that are means as the loss is, or
-        `meshpar.Mean`, `Sum`, `Max` and `Last`.
+        `meshpar.metrics.Mean`, `Sum`, `Max` and `Last`.
       context: (module, batch) -> arrays that all layers read and that no gradient
         passes through, such as the positions of tokens; None for none.
 

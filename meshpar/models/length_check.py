@@ -17,7 +17,7 @@ from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.token_order import check_length
-from meshpar.models.metrics import LossResult
+from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of
 from meshpar.models.row_values import compared_values, traced_with_shape, values_of

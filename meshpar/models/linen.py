@@ -10,13 +10,13 @@ import flax.linen as nn
 from meshpar.arrays import Array, Params
 from meshpar.errors import LayoutError
 from meshpar.layouts.param import Param
+from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
 from meshpar.models.loss_call import call_loss, with_arguments, with_axis
-from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.plain import plain_linen
 
@@ -47,9 +47,9 @@ def from_linen(
         number of steps done if it has arguments called `key` (None in evaluation mode)
         and `step`. `apply(*args, **kwargs)`
         runs the module with its variables and random keys. The loss is a mean over
-        rows, a `meshpar.Mean(total, weight)`, or a scalar with aux["weight"], its
+        rows, a `metrics.Mean(total, weight)`, or a scalar with aux["weight"], its
         weight against the losses of other parts of the batch. aux is a dict of metrics:
-        scalars that are means as the loss is, or `meshpar.Mean`, `Sum`, `Max`, `Last`.
+        scalars that are means as the loss is, or `metrics.Mean`, `Sum`, `Max`, `Last`.
       example_inputs: arguments of `module.init` after the key: a tuple of positional
         arguments, a dict of keyword arguments or one array; shapes will do.
       evaluation_loss_fn: (apply, batch) -> loss or (loss, aux) for evaluation, where

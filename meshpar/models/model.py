@@ -11,9 +11,9 @@ from typing import Any
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
+from meshpar.metrics import LossResult
 from meshpar.models.cached import CachedModel
 from meshpar.models.layer_stack import LayeredModel
-from meshpar.models.metrics import LossResult
 
 STEP = "training_step"
 """Path of the number of steps done, for models whose loss asks for it."""

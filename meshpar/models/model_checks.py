@@ -69,7 +69,7 @@ def check_trace(
         raise LayoutError(
             "vocab=pipe: the model has to use vocabulary.lookup for its embedding and "
             "vocabulary.token_losses or vocabulary.head_losses for its loss "
-            "(meshpar.vocabulary)"
+            "(meshpar.ops.vocabulary)"
         )
     check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
     if by_hand and layout.num_devices > layout.tensor:

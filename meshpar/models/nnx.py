@@ -9,6 +9,7 @@ from flax import nnx
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
+from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_stack import (
     EMBED_KEY,
@@ -20,7 +21,6 @@ from meshpar.models.layer_stack import (
     refuse_updates,
 )
 from meshpar.models.loss_call import call_loss, with_arguments, with_axis
-from meshpar.models.metrics import LossResult, loss_result
 from meshpar.models.model import Model, checked_params
 from meshpar.models.nnx_functions import (
     MakeModel,
@@ -54,9 +54,9 @@ def from_nnx(
         number of steps done if it has arguments called `key` (None in evaluation mode)
         and `step`. Or a `LayerStack` for a model of
         stacked layers, which allows the shard_map lowering. The loss is a mean over
-        rows, a `meshpar.Mean(total, weight)`, or a scalar with aux["weight"], its
+        rows, a `metrics.Mean(total, weight)`, or a scalar with aux["weight"], its
         weight against the losses of other parts of the batch. aux is a dict of metrics:
-        scalars that are means as the loss is, or `meshpar.Mean`, `Sum`, `Max`, `Last`.
+        scalars that are means as the loss is, or `metrics.Mean`, `Sum`, `Max`, `Last`.
       evaluation_loss_fn: (module, batch) -> loss or (loss, aux) for evaluation, with
         the module in evaluation mode (`module.eval()`); `loss_fn` by default.
       layers: attribute path of an `nnx.List` of layers, such as "decoder.blocks". The

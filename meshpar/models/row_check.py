@@ -15,7 +15,7 @@ import jax
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, MeshparError
-from meshpar.models.metrics import LossResult
+from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of, reason_no_mean
 from meshpar.models.row_values import row_values, with_rows

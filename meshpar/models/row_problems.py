@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshpar.models.metrics import KINDS, LossResult, Mean, Sum
+from meshpar.metrics import KINDS, LossResult, Mean, Sum
 from meshpar.rows.values import (
     BOUNDED,
     CHOSEN,
@@ -15,8 +15,8 @@ from meshpar.rows.values import (
 )
 
 _REMEDY = (
-    "return meshpar.Mean(total, weight) with sums over rows, or give the weight of "
-    "each part as aux['weight'] (1.0 if all parts count the same)"
+    "return meshpar.metrics.Mean(total, weight) with sums over rows, or give the "
+    "weight of each part as aux['weight'] (1.0 if all parts count the same)"
 )
 _OTHERWISE = (
     "or give the weight of each part as aux['weight'] if each is to do so by itself"
@@ -36,7 +36,9 @@ def problem_of(result: LossResult, what: str) -> str:
     if isinstance(weight, Sum) and (reason := _reason_no_ratio(result.loss)):
         remedy = _remedy(result.loss, weight.value)
         remedy = remedy or "sum both over rows, or return a scalar with aux['weight']"
-        return f"{what} is no meshpar.Mean of sums over rows: {reason}; {remedy}"
+        return (
+            f"{what} is no meshpar.metrics.Mean of sums over rows: {reason}; {remedy}"
+        )
     for name, value in result.metrics.items():
         if problem := _metric_problem(name, value, weight):
             return problem
@@ -53,15 +55,15 @@ def _metric_problem(name: str, value: Any, weight: Any) -> str:
             reason = (
                 f"{_NO_BOUND}: a Mean is 0 where its weight is 0, so leave that out"
             )
-        how = f"is no meshpar.Mean of sums over rows: {reason}"
+        how = f"is no meshpar.metrics.Mean of sums over rows: {reason}"
         remedy = _remedy(*value) or "sum both over rows"
         return f"aux[{name!r}] {how}; {remedy}" if reason else ""
     if isinstance(value, Sum):
         is_sum = isinstance(value.value, Mixed) or _degree(value.value) == 0
         if isinstance(value.value, Mixed) and value.value.remedy:
             return f"aux[{name!r}]: {_why(value.value)}; {value.value.remedy}"
-        how = "is a meshpar.Sum, but its value is no sum over rows; sum it over rows"
-        return "" if is_sum else f"aux[{name!r}] {how}, or use meshpar.Mean"
+        how = "is a meshpar.metrics.Sum, but is no sum over rows; sum it over rows"
+        return "" if is_sum else f"aux[{name!r}] {how}, or use meshpar.metrics.Mean"
     if isinstance(value, KINDS):
         return ""
     reason = reason_no_mean(value)
@@ -73,7 +75,7 @@ def _metric_problem(name: str, value: Any, weight: Any) -> str:
     if not reason:
         return ""
     remedy = _remedy(value) or (
-        "use meshpar.Mean(total, weight), meshpar.Sum, meshpar.Max or meshpar.Last"
+        "use Mean(total, weight), Sum, Max or Last of meshpar.metrics"
     )
     return f"aux[{name!r}] is no mean as the loss is: {reason}; {remedy}"
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from meshpar.arrays import Array, Params
 from meshpar.layouts.axes import DATA, FSDP
 from meshpar.layouts.layout import Layout
+from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import Key, LayeredModel
-from meshpar.models.metrics import LossResult
 from meshpar.models.model import Model
 
 _HONOURED = frozenset(

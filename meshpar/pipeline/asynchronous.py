@@ -22,7 +22,7 @@ from meshpar.lowering.frame import Frame
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
-from meshpar.models.metrics import nonzero
+from meshpar.metrics import nonzero
 from meshpar.pipeline.buffers import (
     put_slot,
     send_to_stage,

@@ -16,8 +16,8 @@ from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.plan import LeafPlan, Plan
 from meshpar.layouts.scope import current_scope, unmarked_rows
+from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import Key, LayeredModel
-from meshpar.models.metrics import LossResult
 
 
 def check_parameters(layered: LayeredModel, plan: Plan) -> None:

@@ -19,8 +19,8 @@ from meshpar.fsdp.saved import Residuals, Saved
 from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
+from meshpar.metrics import LossResult, masked
 from meshpar.models.layer_stack import LAYERS_KEY, Key, LayeredModel, fold_key
-from meshpar.models.metrics import LossResult, masked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ def configured(*settings):
 def test_settings_become_the_mode():
     mode = building.make_mode(configured("local_sgd.merge_weight=0.25"))
     assert (mode.period, mode.staleness, mode.fragments) == (4, 2, 2)
-    assert mode.merge == meshpar.Lerp(0.25) and mode.wire == "int8"
+    assert mode.merge == meshpar.local_sgd.Lerp(0.25) and mode.wire == "int8"
     assert isinstance(mode.outer, optax.GradientTransformation)
     warm = building.make_mode(configured("local_sgd.warmup_steps=8"))
     assert warm.period(7) == 1 and warm.period(8) == 4

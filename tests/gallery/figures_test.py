@@ -19,9 +19,9 @@ from experiments.gallery import (
     scaling,
 )
 from experiments.gallery.paper import Setting
-from meshpar.islands.batch import coding
-from meshpar.lowering import trials
-from meshpar.models import layer_drop
+from meshpar.methods import layer_dropping as layer_drop
+from meshpar.methods.gradient_coding import codes as coding
+from meshpar.methods.random_search import trials
 
 QUICK = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
 DOCS = pathlib.Path(__file__).parents[2] / "docs"

@@ -12,7 +12,7 @@ from experiments.gallery import (
     unsupervised,
 )
 from experiments.gallery.linear_classifiers import LOGISTIC, RIDGE
-from meshpar.islands.sparse.dbpg_training import Pass, Result
+from meshpar.methods.dbpg.training import Pass, Result
 
 
 def texts(claims):

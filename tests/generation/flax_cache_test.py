@@ -124,13 +124,17 @@ def init_cache(module, batch_size, length):
 def linen_model(**options):
     example = jnp.zeros((1, LENGTH), jnp.int32)
     model = meshpar.from_linen(LinenLM(), loss, example, **options)
-    return model, meshpar.linen_cache(model, LinenLM(decode=True), max_length=LENGTH)
+    return model, meshpar.generation.linen_cache(
+        model, LinenLM(decode=True), max_length=LENGTH
+    )
 
 
 def nnx_model(**options):
     model = meshpar.from_nnx(NnxLM, loss, **options)
     call = lambda module, tokens, positions: module(tokens, positions)  # noqa: E731
-    return model, meshpar.nnx_cache(model, init_cache, call, max_length=LENGTH)
+    return model, meshpar.generation.nnx_cache(
+        model, init_cache, call, max_length=LENGTH
+    )
 
 
 @pytest.mark.parametrize(

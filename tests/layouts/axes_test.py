@@ -68,7 +68,7 @@ assert str(layout) == "data=2,island=2,tensor=2"
 assert layout.num_devices == 8 and layout.num_token_shards == 4
 rows = "data", "fsdp", "expert"
 assert layout.batch_spec(3) == (rows, ("context", "island"), ())
-mesh = meshpar.make_mesh(layout)
+mesh = meshpar.mesh.make_mesh(layout)
 assert mesh.shape["island"] == 2
 with layouts.use(layout, mesh):
     x_BLF = layouts.constrain(jnp.ones((4, 8, 6)), "batch", "length", "mlp")

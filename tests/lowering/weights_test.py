@@ -53,11 +53,13 @@ def metrics(error_B, batch):
     """One metric of every kind; each shows a wrong kind by its value."""
     wrong = (error_B > 1).astype(jnp.float32)
     return {
-        "wrong": meshpar.Mean((wrong * batch["other"]).sum(), batch["other"].sum()),
-        "tokens": meshpar.Sum(batch["mask"].sum()),
-        "largest": meshpar.Max(error_B.max()),
-        "lowest": meshpar.Max((-1 - batch["mask"]).max()),
-        "final": meshpar.Last(batch["y"][-1]),
+        "wrong": meshpar.metrics.Mean(
+            (wrong * batch["other"]).sum(), batch["other"].sum()
+        ),
+        "tokens": meshpar.metrics.Sum(batch["mask"].sum()),
+        "largest": meshpar.metrics.Max(error_B.max()),
+        "lowest": meshpar.metrics.Max((-1 - batch["mask"]).max()),
+        "final": meshpar.metrics.Last(batch["y"][-1]),
     }
 
 
@@ -70,7 +72,7 @@ def divided_by_the_user(net, x_BD, batch):
 
 def as_a_mean(net, x_BD, batch):
     error_B = errors(net, x_BD, batch)
-    mean = meshpar.Mean(error_B.sum(), batch["mask"].sum())
+    mean = meshpar.metrics.Mean(error_B.sum(), batch["mask"].sum())
     guarded = error_B.sum() / jnp.maximum(batch["mask"].sum(), 1)
     return mean, {"error": guarded, **metrics(error_B, batch)}
 
@@ -237,15 +239,18 @@ class Words(nnx.Module):
 
 def masked_tokens(net, x_BLD, batch):
     logits_BLV = jnp.einsum("BLD,VD->BLV", x_BLD, net.table[...])
-    losses_BL = meshpar.vocabulary.token_losses(logits_BLV, batch["targets"])
+    losses_BL = meshpar.ops.vocabulary.token_losses(logits_BLV, batch["targets"])
     total, count = (losses_BL * batch["mask"]).sum(), batch["mask"].sum()
-    return total / count, {"weight": count, "largest": meshpar.Max(losses_BL.max())}
+    return total / count, {
+        "weight": count,
+        "largest": meshpar.metrics.Max(losses_BL.max()),
+    }
 
 
 def test_a_masked_loss_runs_with_a_split_vocabulary():
     stack = meshpar.LayerStack(
         stack="layers",
-        embed=lambda net, batch: meshpar.vocabulary.lookup(
+        embed=lambda net, batch: meshpar.ops.vocabulary.lookup(
             net.table[...], batch["tokens"]
         ),
         layer=lambda layer, x: layer(x),

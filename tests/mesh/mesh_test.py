@@ -9,21 +9,21 @@ from meshpar.errors import LayoutError
 
 
 def test_all_axes_are_present_outer_first():
-    devices = meshpar.make_mesh(layouts.parse("fsdp=4,tensor=2"))
+    devices = meshpar.mesh.make_mesh(layouts.parse("fsdp=4,tensor=2"))
     sizes = dict.fromkeys(layouts.AXES, 1) | {"fsdp": 4, "tensor": 2}
     assert list(devices.shape.items()) == list(sizes.items())
 
 
 def test_too_few_devices_are_an_error():
     with pytest.raises(LayoutError, match="needs 16 devices"):
-        meshpar.make_mesh(layouts.parse("data=16"))
+        meshpar.mesh.make_mesh(layouts.parse("data=16"))
 
 
 def test_idle_devices_are_refused_unless_allowed():
     with pytest.raises(LayoutError, match="fills 4 of 8 devices.*--devices=4"):
-        meshpar.make_mesh(layouts.parse("data=4"))
-    assert meshpar.make_mesh(layouts.parse("data=4,allow=idle_devices")).size == 4
-    assert meshpar.make_mesh(layouts.parse("data=4"), jax.devices()[:4]).size == 4
+        meshpar.mesh.make_mesh(layouts.parse("data=4"))
+    assert meshpar.mesh.make_mesh(layouts.parse("data=4,allow=idle_devices")).size == 4
+    assert meshpar.mesh.make_mesh(layouts.parse("data=4"), jax.devices()[:4]).size == 4
 
 
 def test_simulate_after_the_start_is_an_error():

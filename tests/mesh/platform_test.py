@@ -28,6 +28,6 @@ def test_an_unknown_platform_is_refused():
 
 
 def test_the_platform_of_a_mesh_and_of_a_trace():
-    mesh = meshpar.make_mesh(meshpar.Layout(data=2), jax.devices()[:2])
+    mesh = meshpar.mesh.make_mesh(meshpar.Layout(data=2), jax.devices()[:2])
     assert platform.platform_of(mesh) is platform.CPU
     assert platform.traced_platform() is platform.CPU

@@ -67,5 +67,5 @@ def test_a_chain_over_chips_that_are_apart_is_not_folded():
 
 @pytest.mark.parametrize("size, shape", [(8, (2, 4)), (4, (2, 2)), (7, (7,)), (1, ())])
 def test_other_devices_form_the_most_square_torus(size, shape):
-    devices = meshpar.make_mesh(layouts.Layout(fsdp=size), jax.devices()[:size])
+    devices = meshpar.mesh.make_mesh(layouts.Layout(fsdp=size), jax.devices()[:size])
     assert torus.ring_shape(devices, "fsdp") == shape

@@ -118,13 +118,13 @@ def test_linen_refuses_slices_of_the_vocabulary():
         def __call__(self, ids):
             init = nn.with_partitioning(nn.initializers.ones, ("vocab", None))
             table = self.param("table", init, (16, EMBED))
-            x = meshpar.vocabulary.lookup(table, ids)
+            x = meshpar.ops.vocabulary.lookup(table, ids)
             for number in range(2):
                 x = nn.Dense(EMBED, name=f"layer_{number}")(x)
             return jnp.einsum("BLD,VD->BLV", x, table)
 
     def loss(apply, batch):
-        losses = meshpar.vocabulary.token_losses(apply(batch["ids"]), batch["ids"])
+        losses = meshpar.ops.vocabulary.token_losses(apply(batch["ids"]), batch["ids"])
         return losses.mean()
 
     ids = np.arange(ROWS)[:, None]

@@ -99,7 +99,7 @@ def test_other_errors_of_evaluation_pass_unchanged():
 def test_step_counts_and_key_changes():
     def loss(model, batch, *, step, key):
         draw = 0.0 if key is None else jax.random.uniform(key)
-        aux = {"step": meshpar.Last(step), "draw": meshpar.Last(draw)}
+        aux = {"step": meshpar.metrics.Last(step), "draw": meshpar.metrics.Last(draw)}
         return jnp.square(model(batch["x"])).mean(), aux
 
     model = meshpar.from_nnx(Denoiser, loss)

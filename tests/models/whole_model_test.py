@@ -41,12 +41,14 @@ def errors(net, batch):
 
 
 def mean(net, batch):
-    return errors(net, batch).mean(), {"largest": meshpar.Max(errors(net, batch).max())}
+    return errors(net, batch).mean(), {
+        "largest": meshpar.metrics.Max(errors(net, batch).max())
+    }
 
 
 def masked(net, batch):
     mask = batch["mask"].astype(jnp.float32)
-    return meshpar.Mean((errors(net, batch) * mask).sum(), mask.sum())
+    return meshpar.metrics.Mean((errors(net, batch) * mask).sum(), mask.sum())
 
 
 def spread(net, batch):

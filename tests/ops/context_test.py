@@ -30,7 +30,7 @@ def qkv(kv_heads=N):
 def mapped(fn, text):
     """A function of one device's tokens as one of whole sequences."""
     layout = layouts.parse(text)
-    mesh = meshpar.make_mesh(layout, jax.devices()[: layout.num_devices])
+    mesh = meshpar.mesh.make_mesh(layout, jax.devices()[: layout.num_devices])
     manual = {axis for axis, n in layout.sizes.items() if n > 1} - {"tensor"}
     spec = PartitionSpec("data" if layout.data > 1 else None, "context")
 
@@ -153,7 +153,7 @@ def test_queries_in_blocks_change_nothing(mode, monkeypatch):
 @pytest.mark.parametrize("mode", CONTEXT_MODES)
 def test_the_jit_lowering_takes_the_same_modes(mode):
     layout = layouts.parse(f"data=2,context=2,tensor=2,context_mode={mode}")
-    mesh = meshpar.make_mesh(layout)
+    mesh = meshpar.mesh.make_mesh(layout)
 
     def run(*arrays):
         with layouts.use(layout, mesh):

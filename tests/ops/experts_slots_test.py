@@ -37,7 +37,7 @@ def test_context_drops_no_other_choices(order, group, gathers):
     places = device_order(order, L, N)
     config = MixtureConfig(E, X, capacity_factor=0.5, group=group)
     layout = layouts.parse(f"context={N},context_order={order}")
-    mesh = meshpar.make_mesh(layout, jax.devices()[:N])
+    mesh = meshpar.mesh.make_mesh(layout, jax.devices()[:N])
     sizes = []
 
     def on_device(experts_BLX):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support.tiny_models import BATCH, LENGTH, lower, model
 
-from meshpar import vocabulary
 from meshpar.layouts import parse
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models.model_scope import model_scope
+from meshpar.ops import vocabulary
 
 ROWS, TOKENS, DIM, VOCAB = 2, 8, 16, 32
 LAYOUT = parse("tensor=4")

@@ -119,7 +119,7 @@ def loss_fn(apply_fn, batch):
     weights = jnp.where(batch["targets"] > 0, 1.0, 0.0)
     soft = optax.smooth_labels(jax.nn.one_hot(batch["targets"], logits.shape[-1]), 0.1)
     loss = -jnp.sum(soft * nn.log_softmax(logits), axis=-1) * weights
-    return meshpar.Mean(loss.sum(), weights.sum())
+    return meshpar.metrics.Mean(loss.sum(), weights.sum())
 
 
 def make_batch(seed, batch_size, length=12, vocab=32):

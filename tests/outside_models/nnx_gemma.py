@@ -164,7 +164,7 @@ def loss_fn(model, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits[:, :-1], inputs[:, 1:]
     )
-    return meshpar.Mean((losses * target_mask).sum(), target_mask.sum())
+    return meshpar.metrics.Mean((losses * target_mask).sum(), target_mask.sum())
 
 
 def make_batch(seed, batch_size, length=8):

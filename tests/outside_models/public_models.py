@@ -45,9 +45,9 @@ class Public:
 
 def scalar(result):
     """The loss of a loss function's result."""
-    is_pair = isinstance(result, tuple) and not isinstance(result, meshpar.Mean)
+    is_pair = isinstance(result, tuple) and not isinstance(result, meshpar.metrics.Mean)
     loss = result[0] if is_pair else result
-    return loss.total / loss.weight if isinstance(loss, meshpar.Mean) else loss
+    return loss.total / loss.weight if isinstance(loss, meshpar.metrics.Mean) else loss
 
 
 def linen(module, file, *inputs, **options):

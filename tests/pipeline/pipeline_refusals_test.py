@@ -9,8 +9,8 @@ from support import row_losses
 from support.tiny_models import batch, lower, model, plain_model
 
 import meshpar
-from meshpar import vocabulary
 from meshpar.errors import LayoutError
+from meshpar.ops import vocabulary
 from meshpar.pipeline import runner
 
 DEEP = model(depth=8)

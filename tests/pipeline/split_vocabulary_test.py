@@ -7,7 +7,7 @@ import pytest
 from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, lower, model
 
-from meshpar import vocabulary
+from meshpar.ops import vocabulary
 
 EMBED = 32
 

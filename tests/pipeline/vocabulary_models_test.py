@@ -11,8 +11,9 @@ from support.tiny_models import host, model, relative_error
 from support.tiny_models import lower as lower_decoder
 
 import meshpar
-from meshpar import layouts, vocabulary
+from meshpar import layouts
 from meshpar.errors import LayoutError
+from meshpar.ops import vocabulary
 
 ROWS, LENGTH, EMBED, VOCAB = 8, 8, 16, 64
 LAYOUT = "pipe=2,microbatches=2,vocab=pipe"

@@ -74,7 +74,7 @@ def plain(loss):
             )
         result = loss(nnx.merge(graph, params), rows, **key)
         result = result[0] if type(result) is tuple else result
-        if isinstance(result, meshpar.Mean):
+        if isinstance(result, meshpar.metrics.Mean):
             return result.total / result.weight
         return result
 

@@ -31,7 +31,7 @@ def kinds(total, weight):
             "one": 1.0,
             "root": jnp.sqrt(b["mask"].sum()),
         }
-        return meshpar.Mean(values[total], values[weight])
+        return meshpar.metrics.Mean(values[total], values[weight])
 
     return loss
 
@@ -60,7 +60,7 @@ def test_a_mean_has_to_be_a_sum_over_a_sum(total, weight, words, place):
     if not words:
         check_losses(of, BATCH, split, evaluates=False)
         return
-    with pytest.raises(LayoutError, match=f"no meshpar.Mean of sums.*{words}"):
+    with pytest.raises(LayoutError, match=f"no meshpar.metrics.Mean of sums.*{words}"):
         check_losses(of, BATCH, split, evaluates=False)
 
 
@@ -77,16 +77,18 @@ def test_a_mean_has_to_be_a_sum_over_a_sum(total, weight, words, place):
             "",
         ),
         (lambda b: 3.0, "", ""),
-        (lambda b: meshpar.Sum(b["mask"].sum()), "", ""),
-        (lambda b: meshpar.Sum(b["mask"].mean()), "no sum over", "no sum over"),
-        (lambda b: meshpar.Max(b["mask"].max()), "", ""),
-        (lambda b: meshpar.Last(b["mask"][-1, 0]), "", ""),
+        (lambda b: meshpar.metrics.Sum(b["mask"].sum()), "", ""),
+        (lambda b: meshpar.metrics.Sum(b["mask"].mean()), "no sum over", "no sum over"),
+        (lambda b: meshpar.metrics.Max(b["mask"].max()), "", ""),
+        (lambda b: meshpar.metrics.Last(b["mask"][-1, 0]), "", ""),
     ],
 )
 def test_metrics_are_means_or_name_their_kind(metric, plain, weighted):
     def loss(has_weight):
         def of(p, b, key):
-            mean = meshpar.Mean((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum())
+            mean = meshpar.metrics.Mean(
+                (token_losses(p, b) * b["mask"]).sum(), b["mask"].sum()
+            )
             return mean if has_weight else cross_entropy(p, b, key), {"m": metric(b)}
 
         return of

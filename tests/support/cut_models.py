@@ -23,12 +23,12 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
     return {"tokens": ids[0], "targets": ids[1]}
 
 
-def masked_loss(logits_BLV: Any, batch: dict[str, Any]) -> meshpar.Mean:
+def masked_loss(logits_BLV: Any, batch: dict[str, Any]) -> meshpar.metrics.Mean:
     """A mean over the tokens that are no padding."""
     targets = batch["targets"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets)
     weights = (targets > 0).astype(jnp.float32)
-    return meshpar.Mean((losses * weights).sum(), weights.sum())
+    return meshpar.metrics.Mean((losses * weights).sum(), weights.sum())
 
 
 # NNX: mask and positions for every layer, which returns a cache beside its output.
@@ -69,7 +69,7 @@ class NnxNet(nnx.Module):
         return self.head(x_BLD)
 
 
-def nnx_loss(net: nnx.Module, batch: dict[str, Any]) -> meshpar.Mean:
+def nnx_loss(net: nnx.Module, batch: dict[str, Any]) -> meshpar.metrics.Mean:
     return masked_loss(net(batch["tokens"]), batch)
 
 
@@ -174,7 +174,9 @@ class EncoderDecoder(nn.Module):
         return embed.attend(x_BLD)
 
 
-def encoder_decoder_loss(apply: Callable, batch: dict[str, Any]) -> meshpar.Mean:
+def encoder_decoder_loss(
+    apply: Callable, batch: dict[str, Any]
+) -> meshpar.metrics.Mean:
     return masked_loss(apply(batch["tokens"], batch["targets"]), batch)
 
 

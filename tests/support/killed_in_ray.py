@@ -25,12 +25,12 @@ from meshpar.islands import (
     Payload,
     ray_host,
     ray_start,
-    trials,
     updates,
 )
 from meshpar.islands.messages import Join
 from meshpar.islands.ray_client import RayClient
 from meshpar.islands.rules import Rules
+from meshpar.methods.random_search import island_trials
 
 
 def rules():
@@ -185,7 +185,7 @@ def trials_of_islands():
     """A process dies in the middle of a trial, which alone is run again."""
     with tempfile.TemporaryDirectory() as folder:
         run = functools.partial(one_trial, pathlib.Path(folder))
-        found = trials.search(run, {"x": list(range(8))}, workers=3, host="ray")
+        found = island_trials.search(run, {"x": list(range(8))}, workers=3, host="ray")
         runs = [path.name.partition("-")[0] for path in pathlib.Path(folder).iterdir()]
     assert [square for square, _ in found] == [x**2 for x in range(8)]
     assert os.getpid() not in [pid for _, pid in found]

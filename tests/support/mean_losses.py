@@ -7,8 +7,8 @@ import optax
 from jax import lax
 
 import meshpar
-from meshpar import vocabulary
-from meshpar.models.metrics import loss_result
+from meshpar.metrics import loss_result
+from meshpar.ops import vocabulary
 
 B, L, D, V = 8, 6, 4, 16
 PARAMS = {"w": (D, V), "table": (V, D), "bias": (V,), "kernel": (3, D, D)}
@@ -32,7 +32,7 @@ def made(loss):
 
     key = jax.random.key(0)
     return meshpar.Model(
-        {k: meshpar.Param(s, jnp.float32, None) for k, s in PARAMS.items()},
+        {k: meshpar.layouts.Param(s, jnp.float32, None) for k, s in PARAMS.items()},
         init=None,
         loss=result,
         evaluation_loss=lambda params, batch: result(params, batch, key),

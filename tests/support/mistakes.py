@@ -16,8 +16,9 @@ from flax import nnx
 from support import tiny_stack
 
 import meshpar
-from meshpar import layouts, vocabulary
+from meshpar import layouts
 from meshpar.explain.verify import VerifyReport, judged, record, verify
+from meshpar.ops import vocabulary
 from meshpar.ops.context.positions import positions
 from meshpar.ops.experts import Experts, MixtureConfig, mixture
 

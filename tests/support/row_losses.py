@@ -105,11 +105,13 @@ def masked_in_place(net, b):
 
 
 def masked_mean(net, b):
-    return meshpar.Mean((errors(net, b) * b["mask"]).sum(), b["mask"].sum())
+    return meshpar.metrics.Mean((errors(net, b) * b["mask"]).sum(), b["mask"].sum())
 
 
 def mean_with_epsilon(net, b):
-    return meshpar.Mean((errors(net, b) * b["mask"]).sum(), b["mask"].sum() + 1e-8)
+    return meshpar.metrics.Mean(
+        (errors(net, b) * b["mask"]).sum(), b["mask"].sum() + 1e-8
+    )
 
 
 def class_weights(net, b):
@@ -225,7 +227,7 @@ def empty_guard(net, b):
     """The mean of a masked batch, guarded as a metric."""
     losses, count = errors(net, b), b["mask"].sum()
     share = jnp.where(count > 0, (losses * b["mask"]).sum() / count, 0.0)
-    mean = meshpar.Mean((losses * b["mask"]).sum(), count)
+    mean = meshpar.metrics.Mean((losses * b["mask"]).sum(), count)
     return mean, {"share": share}
 
 
@@ -508,7 +510,7 @@ def total(net, b):
 
 
 def mean_of(weight):
-    return lambda net, b: meshpar.Mean(total(net, b), weight(b["mask"].sum()))
+    return lambda net, b: meshpar.metrics.Mean(total(net, b), weight(b["mask"].sum()))
 
 
 OF_ALL_ROWS = {

@@ -1,1 +1,0 @@
-"""Training on whole batches: Sandblaster L-BFGS, and gradient codes."""

@@ -1,1 +1,0 @@
-"""Logistic regression on sparse rows: DBPG on the store, and Hogwild without locks."""

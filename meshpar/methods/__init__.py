@@ -1,0 +1,1 @@
+"""Methods of single papers. Nothing else in the library imports them."""

@@ -1,0 +1,1 @@
+"""Gradient codes: exact sums without stragglers (Tandon et al., 2017)."""

@@ -1,0 +1,1 @@
+"""Random search: many trials of hyperparameters (Bergstra, Bengio, 2012)."""

@@ -1,0 +1,37 @@
+"""The names of `meshpar` itself: those that stay, and those that have moved."""
+
+import subprocess
+import sys
+
+import pytest
+
+import meshpar
+
+
+def test_all_names_are_there():
+    assert len(set(meshpar.__all__)) == len(meshpar.__all__) <= 27
+    assert all(getattr(meshpar, name) is not None for name in meshpar.__all__)
+    assert dir(meshpar) == sorted(meshpar.__all__)
+
+
+@pytest.mark.parametrize("name", [*meshpar._MOVED, *meshpar._RENAMED])
+def test_a_former_name_says_where_it_is(name):
+    with pytest.warns(DeprecationWarning, match=f"meshpar.{name} is now ") as found:
+        value = getattr(meshpar, name)
+    new = str(found[0].message).partition(" is now ")[2].partition(",")[0]
+    room, _, last = new.rpartition(".")
+    __import__(room)
+    assert getattr(sys.modules[room], last) is value
+
+
+def test_a_name_that_never_was_is_no_name():
+    with pytest.raises(AttributeError, match="no attribute 'lowered'"):
+        meshpar.lowered  # noqa: B018
+
+
+def test_checkpoints_are_imported_where_they_are_used():
+    code = (
+        "import sys, meshpar; assert 'orbax' not in sys.modules; "
+        "meshpar.checkpoint.Checkpoints; assert 'orbax.checkpoint' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
