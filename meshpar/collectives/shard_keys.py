@@ -211,5 +211,4 @@ def _threefry(
     data: Array, shape: tuple[int, ...], per_row: int, inner: tuple[Split, ...]
 ) -> Words:
     high, low = indices(_words(data), shape, per_row, inner)
-    key = (jnp.broadcast_to(data[i], shape) for i in range(2))
-    return extend_random.threefry2x32_p.bind(*key, high, low)
+    return extend_random.threefry2x32_p.bind(data[0], data[1], high, low)
