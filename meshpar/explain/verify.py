@@ -315,8 +315,9 @@ def verify(
     """Trains a program beside its judge and compares every tensor in every step.
 
     Each step evaluates its batch with the weights that it starts from, and then trains.
-    Weights are compared with the judge alone, but for what rounding makes of them: Adam
-    turns gradients that are rounding noise into whole steps.
+    What one rounding of the first weights makes of a tensor is no error: Adam turns
+    gradients that are rounding noise into whole steps. Only the judge can tell how much
+    that is, so weights are compared with it alone.
 
     Args:
       program: the program under test.
