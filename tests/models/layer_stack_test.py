@@ -44,10 +44,6 @@ LAYERS = meshpar.LayerStack(
 BATCH = {"x": np.linspace(-1, 1, 2 * EMBED, dtype=np.float32).reshape(2, EMBED)}
 
 
-def test_the_former_name_is_an_alias():
-    assert meshpar.Stages is meshpar.LayerStack
-
-
 def test_the_loss_is_made_from_the_layers():
     model = meshpar.from_nnx(Outer, LAYERS)
     assert model.layered.prefix == "inner/layers/" and model.layered.depth == DEPTH
