@@ -140,8 +140,8 @@ class _Reader:
     """Reads the collectives of one program.
 
     Attributes:
-      sizes: as in `written_collectives`.
-      widens: likewise.
+      sizes: {mesh axis: size}, outer to inner.
+      widens: whether floats smaller than 32 bits travel as float32.
       values: the values of the program.
     """
 
