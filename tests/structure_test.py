@@ -15,6 +15,7 @@ ROOMS = (
         "arrays",
         "errors",
         "compat",
+        "jaxprs",
         "metrics",
         "schedules",
         "layouts",

@@ -1,34 +1,34 @@
 """Cuts a model at its layers: embed, layer and head from one loss function.
 
 A model that calls its layers one after the other, each with the output of the one
-before, needs no description of its layered form. Its loss function runs with the layers
-taken out: what the first layer is called with is the output of `embed`; what follows
-the last layer, with activations put in the place of its output, is `head_loss`.
-Equations that a part does not need are removed by the compiler.
+before, needs no description of its layered form. Its loss function is traced once for
+every kind of batch, with a mark in the place of each layer (`layer_marks`): what the
+first mark is called with is the output of `embed`; what follows from the output of the
+last is `head_loss`; what the head reads of other layers travels with the activations
+(`layer_reads`).
 """
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.extend import core
+import jax.numpy as jnp
 
-from meshpar import compat
-from meshpar.arrays import Array, Params
-from meshpar.errors import MeshparError
+from meshpar.arrays import Array, Params, vary
 from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_call import (
-    Arguments,
-    Column,
     LayerCall,
-    in_structure,
-    influenced,
-    is_floating,
+    array_leaves,
+    check_arguments,
+    is_array,
 )
-from meshpar.models.layer_stack import Key, LayeredModel, fold_key
+from meshpar.models.layer_marks import Call, mark, marked_program
+from meshpar.models.layer_parts import Named, Parts
+from meshpar.models.layer_stack import Key, LayeredModel, fold_key, refuse_updates
+from meshpar.models.updates import passed_through
 
 OnCall = Callable[[int, Any, tuple, dict[str, Any]], Any]
 """(number of the call, configuration of the layer, args, kwargs) -> its output."""
@@ -40,10 +40,15 @@ class Stack(Protocol):
     prefix: str
     num_rows: int
     period: int
-    num_calls: int
 
     def unstacked(self, params: Params) -> Params:
         """{path in the module: array} of stacks."""
+
+    def column(self, stack: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """{path within the layer: entry} of one column of the stack or of a row."""
+
+    def split(self, path: str) -> tuple[int, str] | None:
+        """(number, path within the layer) of a layer's variable; None for others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,8 @@ class LayerCut:
       layers: how a user named them.
       stack: how they are stacked.
       params: {path: Param} of the stacked parameters.
-      run: (shared parameters, batch, key, on_call) -> result of the loss function.
+      run: (parameters in the module, batch, key, on_call) -> (result of the loss
+        function, {path: new value} of what it may have changed).
       call: (configuration, column, parameters of one row, key, args, kwargs) -> output
         of a layer.
     """
@@ -62,120 +68,129 @@ class LayerCut:
     layers: str
     stack: Stack
     params: Mapping[str, Param]
-    run: Callable[[Params, Any, Key, OnCall], Any]
+    run: Callable[[Params, Any, Key, OnCall], tuple[Any, Params]]
     call: Callable[[Any, int, Params, Key, tuple, dict[str, Any]], Any]
 
     def name(self, number: int) -> str:
         """A layer, for errors."""
         return f"layer {number} of {self.layers!r}"
 
-    def _run(self, shared: Params, batch: Any, key: Key, on_call: OnCall) -> Any:
-        """Runs the loss function; its layers have to be called where it runs.
+    @property
+    def num_layers(self) -> int:
+        """Number of the model's own layers."""
+        return self.stack.num_rows * self.stack.period
 
-        Raises:
-          ValueError: it transforms the function that calls them.
+    @functools.cached_property
+    def _trace(self) -> Any:
+        """The loss function with marks; jax keeps its traces."""
+
+        def marked(
+            axes: tuple[str, ...], layers: Params, shared: Params, batch: Any, key: Key
+        ) -> tuple[LossResult, Params]:
+            layers = {path: vary(x, axes) for path, x in layers.items()}
+            marks = _Marks(self, axes, key)
+            result, updates = self.run({**shared, **layers}, batch, key, marks)
+            return loss_result(result), updates
+
+        return jax.jit(marked, static_argnums=0)
+
+    @functools.cached_property
+    def _known(self) -> dict[Any, Parts]:
+        return {}
+
+    @functools.cached_property
+    def _layer_shapes(self) -> Params:
+        """{path in the module: shape} of the layers' parameters."""
+        stack = {
+            path: jax.ShapeDtypeStruct(param.shape, param.dtype)
+            for path, param in self.params.items()
+        }
+        return jax.eval_shape(self.stack.unstacked, stack)
+
+    def _parts(
+        self, shared: Params, batch: Any, key: Key, axes: tuple[str, ...]
+    ) -> tuple[Parts, list[Array]]:
+        """The parts of the loss function, and its inputs but for layers' parameters.
+
+        Args:
+          shared: parameters; those of the stack are left out.
+          batch: the batch.
+          key: random key, or None for evaluation.
+          axes: manual axes over which the outputs of layers vary.
         """
         shared = {p: x for p, x in shared.items() if p not in self.params}
-        outside = _trace_state()
+        args = shared, batch, key
+        traced = self._trace.trace(axes, self._layer_shapes, *args)
+        if (parts := self._known.get(traced.jaxpr)) is None:
+            parts = self._known[traced.jaxpr] = self._cut(traced, sorted(shared))
+        return parts, [jnp.asarray(x) for x in jax.tree.leaves(args)]
 
-        def checked(number: int, *call: Any) -> Any:
-            if _trace_state() != outside:
-                raise ValueError(
-                    f"layers={self.layers!r}: the model calls {self.name(number)} "
-                    "inside a transformation of jax (jit, checkpoint, vmap, scan); "
-                    "take it away (the layout sets remat, and the step is compiled as "
-                    "a whole), or leave layers out"
-                )
-            return on_call(number, *call)
-
-        return self.run(shared, batch, key, checked)
-
-    def _first_row(
-        self, shared: Params, batch: Any, key: Key
-    ) -> tuple[Arguments, list[Column]]:
-        """The arguments of the first layer, and the layers of the first row.
+    def _cut(self, traced: Any, shared: Sequence[str]) -> Parts:
+        """The parts of a trace.
 
         Raises:
-          ValueError: the loss function calls no layer.
+          ValueError: the layers are not called one after the other, or the loss
+            function changes a variable.
         """
-        first_row = _FirstRow(self, key)
-        try:
-            self._run(shared, batch, key, first_row)
-        except _Reached:
-            return first_row.arguments, first_row.columns
-        raise ValueError(
-            f"layers={self.layers!r}: the loss function calls "
-            f"{len(first_row.columns)} of {self.stack.num_calls} layers; it has to "
-            "call each of them once, by the layer's __call__"
+        closed, (result, updates) = traced.jaxpr, traced.out_info
+        paths = sorted(self._layer_shapes)
+        variables = (*paths, *shared)
+        passed = passed_through(closed.jaxpr)
+        inputs = dict(zip(variables, closed.jaxpr.invars, strict=False))
+        num_results = len(jax.tree.leaves(result))
+        after = zip(sorted(updates), closed.jaxpr.outvars[num_results:], strict=True)
+        refuse_updates({p: v for p, v in after if passed.get(v) is not inputs[p]})
+        named = Named(self.layers, self.num_layers, self.stack.period)
+        return Parts.of(
+            named,
+            marked_program(closed),
+            [self._split(path) for path in paths],
+            len(shared),
+            jax.tree.structure(result),
         )
 
-    def _first_call(
-        self, shared: Params, batch: Any, key: Key
-    ) -> tuple[LayerCall, tuple[Array, ...]]:
-        """(activations, context) of the first layer.
-
-        Integers are context, and so is what no parameter has an influence on.
-        """
-        arguments, columns = self._first_row(shared, batch, key)
-        if not arguments.arrays:
-            return arguments.call((), columns)
-
-        def others(shared: Params) -> dict[int, Array]:
-            return self._first_row(shared, batch, key)[0].arrays
-
-        reached = influenced(others, shared)
-        is_context = [
-            i
-            for i, x in arguments.arrays.items()
-            if not is_floating(x) or i not in reached
-        ]
-        return arguments.call(is_context, columns)
+    def _split(self, path: str) -> tuple[int, str]:
+        """(number of the layer, path within it) of a layer's parameter."""
+        found = self.stack.split(path)
+        assert found is not None, path
+        return found
 
     def embed(self, shared: Params, batch: Any, key: Key) -> LayerCall:
         """The activations that the first layer is called with."""
-        return self._first_call(shared, batch, key)[0]
+        parts, inputs = self._parts(shared, batch, key, _manual_axes())
+        return parts.embed(inputs, self.stack.num_rows)
 
     def context(self, shared: Params, batch: Any, key: Key) -> tuple[Array, ...]:
         """Other arrays that every layer is called with."""
-        return jax.lax.stop_gradient(self._first_call(shared, batch, key)[1])
+        parts, inputs = self._parts(shared, batch, key, _manual_axes())
+        return jax.lax.stop_gradient(parts.context_arrays(inputs))
 
     def layer(
         self, params: Params, x: LayerCall, key: Key, context: tuple[Array, ...]
     ) -> LayerCall:
         """Runs the layers of one row of the stack."""
+        arrays, read = x.x, []
         for number, column in enumerate(x.columns):
-            args, kwargs = x.arguments(context)
+            args, kwargs = column.arguments(arrays, x.kept, context)
             own_key = key if len(x.columns) == 1 else fold_key(key, number)
             output = self.call(
                 column.configuration, number, params, own_key, args, kwargs
             )
-            x = x.followed_by(self.name(number), output)
-        return x
+            leaves = jax.tree.leaves(output)
+            own = self.stack.column(params, number)
+            name = self.name(number)
+            read.append(column.reads.followed(name, own, leaves, x.read[number]))
+            arrays = tuple(leaves[i] for i in column.returned)
+        return dataclasses.replace(x, x=arrays, read=tuple(read))
 
     def head_loss(
         self, shared: Params, x: LayerCall, batch: Any, key: Key
     ) -> LossResult:
-        """The loss function, with x in place of the output of every layer."""
-        head = _Head(self, x)
-        result = self._run(shared, batch, key, head)
-        if head.num_called != self.stack.num_calls:
-            raise ValueError(
-                f"layers={self.layers!r}: the loss function calls {head.num_called} of "
-                f"{self.stack.num_calls} layers; it has to call each of them once"
-            )
-        return loss_result(result)
-
-    def _with(self, layers: Params) -> "LayerCut":
-        """The model whose loss function also finds the parameters of layers.
-
-        Args:
-          layers: {path in the module: array}.
-        """
-
-        def run(shared: Params, *args: Any) -> Any:
-            return self.run({**shared, **layers}, *args)
-
-        return dataclasses.replace(self, run=run)
+        """The loss function, with x in place of the output of the last layer."""
+        varying = (jax.typeof(leaf).manual_axis_type.varying for leaf in x.x)
+        axes = tuple(sorted(frozenset().union(*varying)))
+        parts, inputs = self._parts(shared, batch, key, axes)
+        return parts.head(inputs, x)
 
     def check_reads(self, params: Params, batch: Any, key: Key) -> None:
         """Refuses a loss that reads what the parts of the model do not have.
@@ -186,44 +201,9 @@ class LayerCut:
           key: abstract random key, or None for evaluation.
 
         Raises:
-          MeshparError: the loss function reads parameters of layers, or outputs of
-            layers before the last.
+          MeshparError: it does.
         """
-        stack = {path: x for path, x in params.items() if path in self.params}
-        shared = {path: x for path, x in params.items() if path not in stack}
-        layers = jax.eval_shape(self.stack.unstacked, stack)
-
-        def embed(layers: Params, *args: Any) -> LayerCall:
-            return self._with(layers).embed(*args)
-
-        def head(layers: Params, outputs: list[list[Array]], *args: Any) -> LossResult:
-            shared, x, batch, key = args
-            cut = self._with(layers)
-            return loss_result(cut._run(shared, batch, key, _Head(cut, x, outputs)))
-
-        x = jax.eval_shape(embed, layers, shared, batch, key)
-        outputs = [list(x.x)] * self.stack.num_calls
-
-        closed = jax.make_jaxpr(head)(layers, outputs, shared, x, batch, key)
-        read, inputs = compat.used_inputs(closed), iter(closed.jaxpr.invars)
-        for path, variable in zip(sorted(layers), inputs, strict=False):
-            if variable in read:
-                raise MeshparError(
-                    f"layers={self.layers!r}: the loss reads the parameter {path} of a "
-                    f"layer ({compat.user_line(read[variable])}), and meshpar runs it "
-                    "without the layers; leave layers out (layers=''), or let the "
-                    "optimizer do it (weight decay: optax.add_decayed_weights)"
-                )
-        earlier = itertools.islice(inputs, len(x.x) * (self.stack.num_calls - 1))
-        for number, variable in enumerate(earlier):
-            if variable in read:
-                line = compat.user_line(read[variable])
-                raise MeshparError(
-                    f"layers={self.layers!r}: the loss reads the output of "
-                    f"{self.name(number // len(x.x))} ({line}), and only that of the "
-                    "last layer is kept; leave layers out (layers=''), or carry what "
-                    "it needs along in the activations"
-                )
+        jax.eval_shape(self.embed, params, batch, key)
 
     def layered_model(self) -> LayeredModel:
         """The model layer by layer."""
@@ -240,125 +220,54 @@ class LayerCut:
         )
 
 
-class _Reached(Exception):  # noqa: N818, it is no error
-    """Ends a run of the loss function after the first row of layers."""
+def _manual_axes() -> tuple[str, ...]:
+    """The manual axes of the shard_map around, over which activations vary."""
+    return tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
 
 
-class _FirstRow:
-    """Takes the place of the layers of the first row.
+class _Marks:
+    """Takes the place of the layers in a trace."""
 
-    Attributes:
-      arguments: those of the first layer.
-      columns: the layers so far.
-    """
-
-    arguments: Arguments
-
-    def __init__(self, cut: LayerCut, key: Key) -> None:
-        self._cut, self._key = cut, key
-        self.columns: list[Column] = []
+    def __init__(self, cut: LayerCut, axes: tuple[str, ...], key: Key) -> None:
+        self._cut, self._axes, self._key = cut, axes, key
+        self._outputs: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(
         self, number: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Notes the call of a layer.
+        """Marks the call of a layer; returns arrays of the types that it returns."""
+        name = self._cut.name(number)
+        check_arguments(name, args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        column = number % self._cut.stack.period
+        if column not in self._outputs:
+            self._outputs[column] = self._output(column, configuration, args, kwargs)
+        output, avals = self._outputs[column]
+        flags = {i: leaf for i, leaf in enumerate(leaves) if not is_array(leaf)}
+        num_first = len(jax.tree.leaves(args[:1]))
+        call = Call(name, number, configuration, tree, flags, output, avals, num_first)
+        return jax.tree.unflatten(output, mark(call, array_leaves(leaves)))
 
-        Raises:
-          ValueError: another layer is due.
-        """
-        cut = self._cut
-        _check_order(cut, number, len(self.columns))
-        arguments = Arguments(cut.name(number), args, kwargs)
-        if not number:
-            self.arguments = arguments
+    def _output(
+        self, column: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """(structure, types) of what a layer returns."""
+        cut, trees = self._cut, []
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         row = {
             path: jax.ShapeDtypeStruct(param.shape[1:], param.dtype)
             for path, param in cut.params.items()
         }
-        output = jax.tree.structure(
-            jax.eval_shape(
-                lambda row: cut.call(
-                    configuration, number, row, self._key, args, kwargs
-                ),
-                row,
-            )
-        )
-        returned = in_structure(cut.name(number), output, self.arguments.x)
-        self.columns.append(Column(configuration, output))
-        if len(self.columns) == cut.stack.period:
-            raise _Reached
-        return returned
 
+        def run(row: Params, values: list[Array]) -> list[Array]:
+            known = dict(zip(arrays, values, strict=True))
+            own = [known.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(tree, own)
+            output = cut.call(configuration, column, row, self._key, args, kwargs)
+            trees.append(jax.tree.structure(output))
+            return [vary(jnp.asarray(x), self._axes) for x in jax.tree.leaves(output)]
 
-class _Head:
-    """Takes the place of all layers: each returns the same activations.
-
-    Attributes:
-      num_called: layers called so far.
-    """
-
-    def __init__(
-        self,
-        cut: LayerCut,
-        x: LayerCall,
-        outputs: Sequence[Sequence[Array]] | None = None,
-    ) -> None:
-        self._cut, self._x = cut, x
-        self._outputs = outputs or [x.x] * cut.stack.num_calls
-        self._first: Arguments | None = None
-        self.num_called = 0
-
-    def __call__(
-        self, number: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Checks that a layer is called as the layered form assumes.
-
-        Raises:
-          ValueError: it is not.
-        """
-        cut, x = self._cut, self._x
-        arguments = Arguments(cut.name(number), args, kwargs)
-        self._first = first = self._first or arguments
-        _check_order(cut, number, self.num_called)
-        if number and not _are_same(arguments.x, self._outputs[number - 1]):
-            raise ValueError(
-                f"layers={cut.layers!r}: the model computes between layers "
-                f"{number - 1} and {number}; move that into the layer, so that each "
-                "layer takes what the one before returned"
-            )
-        arrays = (list(a.arrays.values()) for a in (arguments, first))
-        if arguments.fixed != first.fixed or not _are_same(*arrays):
-            raise ValueError(
-                f"layers={cut.layers!r}: layer {number} is called with other arguments "
-                "than layer 0, beside its activations; make them attributes of the "
-                "layer, or compute them once before the layers"
-            )
-        column = x.columns[number % len(x.columns)]
-        if configuration != column.configuration:
-            raise ValueError(
-                f"layers={cut.layers!r}: the loss function gives layer {number} other "
-                f"attributes than layer {number % len(x.columns)}, which has its place "
-                "in the pattern; give them the same ones"
-            )
-        self.num_called += 1
-        return in_structure(cut.name(number), column.output, self._outputs[number])
-
-
-def _trace_state() -> Any:
-    """A value that is equal for calls under the same transformations of jax."""
-    return core.get_opaque_trace_state(convention="nnx")
-
-
-def _check_order(cut: LayerCut, number: int, due: int) -> None:
-    """Raises ValueError if a layer is called when another one is due."""
-    if number != due:
-        raise ValueError(
-            f"layers={cut.layers!r}: the loss function calls layer {number} when "
-            f"layer {due} is due; each layer runs once, in order"
-        )
-
-
-def _are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two lists hold the very same arrays."""
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(a is b for a, b in pairs)
+        values = [jnp.asarray(leaves[i]) for i in arrays]
+        closed = jax.make_jaxpr(run)(row, values)
+        return trees[0], tuple(closed.out_avals)

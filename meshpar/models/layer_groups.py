@@ -74,11 +74,6 @@ class LayerGroups:
         return self.depth // self.period
 
     @property
-    def num_calls(self) -> int:
-        """How often the model calls a layer."""
-        return self.depth
-
-    @property
     def prefix(self) -> str:
         """First part of the paths of stacked variables."""
         return self.path.replace("*", "").rstrip("_/.-") + "/"

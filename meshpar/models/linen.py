@@ -13,7 +13,7 @@ from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_cut import LayerCut, OnCall
 from meshpar.models.layer_groups import LayerGroups
-from meshpar.models.layer_stack import Key, LayeredModel, refuse_updates
+from meshpar.models.layer_stack import Key, LayeredModel
 from meshpar.models.linen_functions import Apply, LinenFunctions
 from meshpar.models.linen_layers import LinenLayers
 from meshpar.models.loss_call import call_loss, with_arguments, with_axis
@@ -140,15 +140,21 @@ class _LinenModel:
         result = call_loss(loss_fn, apply, batch, params=params, key=key)
         return loss_result(result).with_state(apply.updates)
 
-    def run_without_layers(
-        self, shared: Params, batch: Any, key: Key, on_call: OnCall
-    ) -> Any:
-        """`run`, with `on_call` in place of the layers.
+    def run_with(
+        self, params: Params, batch: Any, key: Key, on_call: OnCall
+    ) -> tuple[Any, Params]:
+        """(result of the loss function, variables that have changed).
+
+        Args:
+          params: {path in the module: array}.
+          batch: the batch.
+          key: random key, or None for evaluation.
+          on_call: takes the place of the layers.
 
         Raises:
           LayoutError: a parameter is a slice of the module's.
         """
-        for path, x in shared.items():
+        for path, x in params.items():
             whole = self.params.get(path, x).shape
             if x.shape != whole:
                 raise LayoutError(
@@ -156,18 +162,17 @@ class _LinenModel:
                     "the module, and Linen modules check the shapes of their "
                     "parameters; leave out vocab=pipe"
                 )
-        apply = Apply(self.functions[key is not None], shared, self.params, key)
+        apply = Apply(self.functions[key is not None], params, self.params, key)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
         with self.layers.taken_out(on_call):
-            result = call_loss(loss_fn, apply, batch, params=shared, key=key)
-        refuse_updates(apply.updates)
-        return result
+            result = call_loss(loss_fn, apply, batch, params=params, key=key)
+        return result, apply.updates
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
         layers, stack = self.layers.layers, self.layers.stack
         own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
-        run, call = self.run_without_layers, self.layers.call
+        run, call = self.run_with, self.layers.call
         return LayerCut(layers, stack, own, run, call).layered_model()
 
     def model(self) -> Model:

@@ -1,8 +1,9 @@
-"""Calls of Linen modules, replaced; those of lifted modules (`nn.scan`) as a whole."""
+"""Calls of Linen modules, replaced, and the lifts (`nn.scan`, ...) around them."""
 
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,11 +43,30 @@ class Lift:
             cells = dict(
                 zip(names, getattr(call, "__closure__", None) or (), strict=True)
             )
-            if "trafo_kwargs" in cells:
-                values = ("transform", "module_class", "trafo_kwargs")
-                return cls(*(cells[name].cell_contents for name in values))
+            if _SETTINGS in cells:
+                return cls(*(cells[name].cell_contents for name in _VALUES))
             call = getattr(call, "__wrapped__", None)
         return None
+
+    @classmethod
+    def running(cls) -> "list[Lift]":
+        """The lifts in which the current call runs, innermost first.
+
+        Interceptors see the call of the module inside a lifted one alone, so that the
+        lifts around it are read from the functions that are running.
+        """
+        lifts, frame = [], inspect.currentframe()
+        while frame is not None:
+            if _SETTINGS in frame.f_code.co_freevars:
+                values = frame.f_locals
+                lifts.append(cls(*(values[name] for name in _VALUES)))
+            frame = frame.f_back
+        return lifts
+
+
+_SETTINGS = "trafo_kwargs"
+_VALUES = ("transform", "module_class", _SETTINGS)
+"""Variables of the function by which a lifted class calls its module."""
 
 
 @contextlib.contextmanager
@@ -59,10 +79,11 @@ def calls_replaced(number_at: NumberAt, on_module: OnModule) -> Iterator[None]:
     """
     inside = False
 
-    def replaced(module: nn.Module, run: Callable, args: tuple, kwargs: dict) -> Any:
+    def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         nonlocal inside
-        number = None if inside else number_at("/".join(module.path))
-        run = functools.partial(run, *args, **kwargs)
+        module, run = context.module, functools.partial(next_fun, *args, **kwargs)
+        is_call = context.method_name == "__call__" and not inside
+        number = number_at("/".join(module.path)) if is_call else None
         if number is None:
             return run()
         inside = True
@@ -71,58 +92,5 @@ def calls_replaced(number_at: NumberAt, on_module: OnModule) -> Iterator[None]:
         finally:
             inside = False
 
-    def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        if context.method_name != "__call__":
-            return next_fun(*args, **kwargs)
-        return replaced(context.module, next_fun, args, kwargs)
-
-    with nn.intercept_methods(interceptor), _lifted_calls_replaced(replaced):
+    with nn.intercept_methods(interceptor):
         yield
-
-
-@contextlib.contextmanager
-def _lifted_calls_replaced(
-    replaced: Callable[[nn.Module, Callable, tuple, dict], Any],
-) -> Iterator[None]:
-    """Replaces calls of lifted modules, of which interceptors see the inside alone.
-
-    Lifted classes are often made while a model runs, so that new ones count, too.
-    """
-    calls: dict[type[nn.Module], Callable] = {}
-    is_active = True
-
-    def replace(cls: type[nn.Module]) -> None:
-        if Lift.of(cls) is None:
-            return
-        calls[cls] = call = vars(cls)["__call__"]
-
-        @functools.wraps(call)
-        def outer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(call, module)
-            if not is_active:  # A class that was lifted again keeps this function.
-                return run(*args, **kwargs)
-            return replaced(module, run, args, kwargs)
-
-        cls.__call__ = outer
-
-    def init_subclass(cls: type[nn.Module], **options: Any) -> None:
-        original.__func__(cls, **options)
-        replace(cls)
-
-    original = vars(nn.Module)["__init_subclass__"]
-    for cls in list(_subclasses(nn.Module)):
-        replace(cls)
-    nn.Module.__init_subclass__ = classmethod(init_subclass)
-    try:
-        yield
-    finally:
-        is_active = False
-        nn.Module.__init_subclass__ = original
-        for cls, call in calls.items():
-            cls.__call__ = call
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

@@ -75,11 +75,12 @@ class LinenLayers:
                 f"layers={layers!r}: write the path of the layers with one * in place "
                 'of their number, such as "decoder/block_*"'
             )
-        found: dict[int, nn.Module] = {}
+        found: dict[int, tuple[nn.Module, list[Lift]]] = {}
 
         def note(number: int, module: nn.Module, run: Callable, *_: Any) -> Any:
             _refuse_outside_modules(layers, number, module)
-            found.setdefault(number, module.clone(parent=None, name=None))
+            own = module.clone(parent=None, name=None)
+            found.setdefault(number, (own, Lift.running()))
             return run()
 
         with calls_replaced(_number_at(layers), note):
@@ -112,10 +113,7 @@ class LinenLayers:
                         "meshpar runs one by one return their activations alone. "
                         "Leave that out, or leave layers out"
                     )
-            if isinstance(self.stack, ScannedLayers):
-                layer = Scan.of(self.layers, module).layer(module, args)
-            else:
-                layer = module.clone(parent=None, name=None)
+            layer = module.clone(parent=None, name=None)
             return on_call(number, Configured(layer), args, kwargs)
 
         return calls_replaced(_number_at(self.layers), replaced)
@@ -152,7 +150,7 @@ def _number_at(layers: str) -> NumberAt:
 
 def _stack_of(
     layers: str,
-    found: dict[int, nn.Module],
+    found: dict[int, tuple[nn.Module, list[Lift]]],
     params: Mapping[str, Param],
     rngs: tuple[str, ...],
 ) -> LayerGroups | ScannedLayers:
@@ -163,11 +161,11 @@ def _stack_of(
             "to be numbered from 0 in the order in which they are called"
         )
     if "*" in layers:
-        configurations = [Configured(module) for module in found.values()]
+        configurations = [Configured(module) for module, _ in found.values()]
         return LayerGroups.of(layers, layers, configurations, params)
     if not found:
         raise ValueError(f"layers={layers!r} is no module that the model calls")
-    return ScannedLayers.of(layers, found[0], params, rngs)
+    return ScannedLayers.of(layers, Scan.among(layers, *found[0]), params, rngs)
 
 
 def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:

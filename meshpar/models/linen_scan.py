@@ -1,11 +1,10 @@
 """Layers that a Linen module stacks itself, by `nn.scan`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import flax.linen as nn
-import jax
 from flax.core import lift
 
 from meshpar.arrays import Params
@@ -28,20 +27,25 @@ class Scan:
     lift: Lift
 
     @classmethod
-    def of(cls, layers: str, module: nn.Module) -> "Scan":
-        """The scan of a module.
+    def among(cls, layers: str, module: nn.Module, lifts: Sequence[Lift]) -> "Scan":
+        """The scan around a module.
+
+        Args:
+          layers: how a user named it.
+          module: the module inside.
+          lifts: those around its call.
 
         Raises:
-          ValueError: it has none.
+          ValueError: there is none.
         """
-        found = Lift.of(type(module))
-        if found is None or found.transform is not lift.scan:
-            raise ValueError(
-                f"layers={layers!r} is a {type(module).__name__} and no module of "
-                "nn.scan; write a * in place of the number of layers that the model "
-                'calls one by one, such as "decoder/block_*"'
-            )
-        return cls(layers, found)
+        for found in lifts:
+            if found.transform is lift.scan:
+                return cls(layers, found)
+        raise ValueError(
+            f"layers={layers!r} is a {type(module).__name__} and no module of "
+            "nn.scan; write a * in place of the number of layers that the model "
+            'calls one by one, such as "decoder/block_*"'
+        )
 
     def check(self, rngs: tuple[str, ...]) -> None:
         """Checks that the layers may run one by one.
@@ -67,29 +71,6 @@ class Scan:
             return
         raise ValueError(f"layers={self.layers!r}: nn.scan has {problem}")
 
-    def layer(self, module: nn.Module, args: tuple) -> nn.Module:
-        """One layer, without variables.
-
-        Args:
-          module: of the lifted class.
-          args: of its call.
-
-        Raises:
-          ValueError: the layers get arrays of their own.
-        """
-        in_axes, inputs = self.lift.settings["in_axes"], args[1:]
-        each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(inputs)
-        for axis, x in zip(each, inputs, strict=False):
-            if jax.tree.leaves(x) and axis is not nn.broadcast:
-                raise ValueError(
-                    f"layers={self.layers!r}: nn.scan has in_axes={in_axes}, so that "
-                    "each layer gets inputs of its own; make them parameters or "
-                    "attributes of the layer, or set in_axes=nn.broadcast"
-                )
-        fields = (f.name for f in dataclasses.fields(module) if f.init)
-        own = {name: getattr(module, name) for name in fields}
-        return self.lift.module_class(**(own | {"parent": None, "name": None}))
-
 
 @dataclasses.dataclass(frozen=True)
 class ScannedLayers:
@@ -103,13 +84,12 @@ class ScannedLayers:
     path: str
     depth: int
     period: int = 1
-    num_calls: int = 1
 
     @classmethod
     def of(
         cls,
         layers: str,
-        module: nn.Module,
+        scan: Scan,
         params: Mapping[str, Param],
         rngs: tuple[str, ...],
     ) -> "ScannedLayers":
@@ -117,15 +97,14 @@ class ScannedLayers:
 
         Args:
           layers: path of the module.
-          module: the module.
+          scan: how it was made.
           params: {path: Param} of the whole module.
           rngs: names of the random streams.
 
         Raises:
-          ValueError: `nn.scan` did not make it, it has no parameters, or its layers may
-            not run one by one.
+          ValueError: it has no parameters, or its layers may not run one by one.
         """
-        Scan.of(layers, module).check(rngs)
+        scan.check(rngs)
         own = cls(layers, 0).column(params, 0)
         if not own:
             raise ValueError(f"layers={layers!r}: the layers have no parameters")

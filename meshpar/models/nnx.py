@@ -18,7 +18,6 @@ from meshpar.models.layer_stack import (
     LayeredModel,
     LayerStack,
     fold_key,
-    refuse_updates,
 )
 from meshpar.models.loss_call import call_loss, with_arguments, with_axis
 from meshpar.models.model import Model, checked_params
@@ -177,22 +176,28 @@ class _NnxModel:
         result, state = self.whole.run(loss, params, key)
         return result.with_state(state)
 
-    def run_without_layers(
-        self, shared: Params, batch: Any, key: Key, on_call: OnCall
-    ) -> Any:
-        """`run`, with `on_call` in place of the layers."""
-        module = self.whole(shared, key)
+    def run_with(
+        self, params: Params, batch: Any, key: Key, on_call: OnCall
+    ) -> tuple[Any, Params]:
+        """(result of the loss function, variables that may have changed).
+
+        Args:
+          params: {path in the module: array}.
+          batch: the batch.
+          key: random key, or None for evaluation.
+          on_call: takes the place of the layers.
+        """
+        module = self.whole(params, key)
         self.lists.take_out(module, on_call)
         loss_fn = self.evaluation_loss_fn if key is None else self.loss_fn
-        result = call_loss(loss_fn, module, batch, params=shared, key=key)
-        refuse_updates(self.whole.updates(module, shared))
-        return result
+        result = call_loss(loss_fn, module, batch, params=params, key=key)
+        return result, self.whole.updates(module, params)
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
         layers, stack = self.lists.layers, self.lists.stack
         own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
-        run, call = self.run_without_layers, self.lists.call
+        run, call = self.run_with, self.lists.call
         return LayerCut(layers, stack, own, run, call).layered_model()
 
     def model(self, params: Mapping[str, Param], layered: LayeredModel | None) -> Model:

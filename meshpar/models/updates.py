@@ -73,7 +73,7 @@ def changed(
     inputs = {path: params[path] for path in paths}
     jaxpr = jax.make_jaxpr(lambda own: values({**params, **own}))(inputs).jaxpr
     sources = dict(zip(sorted(inputs), jaxpr.invars, strict=True))
-    passed = _passed_through(jaxpr)
+    passed = passed_through(jaxpr)
     return {
         path: candidates[path]
         for path, out in zip(paths, jaxpr.outvars, strict=True)
@@ -81,7 +81,7 @@ def changed(
     }
 
 
-def _passed_through(jaxpr: Any) -> dict[Any, Any]:
+def passed_through(jaxpr: Any) -> dict[Any, Any]:
     """{variable: the input of the jaxpr that it is}, for those that are one."""
     sources = {v: v for v in jaxpr.invars}
     for eqn in jaxpr.eqns:
@@ -107,7 +107,7 @@ def _kept(eqn: Any) -> list[tuple[Any, Any]]:
         first, carried = params["body_nconsts"], len(eqn.outvars)
     else:
         return []
-    passed, inputs = _passed_through(body), list(body.invars)
+    passed, inputs = passed_through(body), list(body.invars)
     kept = []
     for number, (out, inner) in enumerate(zip(eqn.outvars, body.outvars, strict=True)):
         if isinstance(inner, core.Literal) or inner not in passed:

@@ -1,0 +1,1 @@
+"""Readers of jaxprs: straight-line programs, what depends on what, equal values."""

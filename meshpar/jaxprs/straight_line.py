@@ -1,0 +1,226 @@
+"""A jaxpr as a list of steps, with chosen calls written out, and any part evaluated."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from meshpar import compat
+from meshpar.arrays import Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    """A value of a program; equal to itself alone.
+
+    Attributes:
+      aval: its abstract value.
+    """
+
+    aval: Any
+
+
+Atom = Any
+"""A `Slot`, or a literal of a jaxpr."""
+
+
+class Step(NamedTuple):
+    """One equation.
+
+    Attributes:
+      eqn: the equation of the jaxpr.
+      operands: what it reads, a slot or a literal each.
+      results: what it writes.
+    """
+
+    eqn: Any
+    operands: tuple[Atom, ...]
+    results: tuple[Slot, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StraightLine:
+    """A program without calls of the kind that were written out.
+
+    Attributes:
+      inputs: its arguments.
+      constants: {slot: array} of the constants.
+      steps: in order.
+      outputs: its results.
+    """
+
+    inputs: tuple[Slot, ...]
+    constants: Mapping[Slot, Any]
+    steps: tuple[Step, ...]
+    outputs: tuple[Atom, ...]
+
+    @classmethod
+    def of(cls, closed: Any, written_out: Callable[[Any], bool]) -> "StraightLine":
+        """The program of a jaxpr.
+
+        Args:
+          closed: a closed jaxpr.
+          written_out: equation of a call -> whether its inside becomes steps.
+        """
+        jaxpr = closed.jaxpr
+        constants = {Slot(v.aval): x for v, x in _constants(closed)}
+        inputs = tuple(Slot(v.aval) for v in jaxpr.invars)
+        slots = dict(zip(jaxpr.constvars, constants, strict=True))
+        slots |= dict(zip(jaxpr.invars, inputs, strict=True))
+        steps: list[Step] = []
+        outputs = _write_out(jaxpr, slots, steps, constants, written_out)
+        return cls(inputs, constants, tuple(steps), tuple(outputs))
+
+    def needed(
+        self, outputs: Iterable[Atom], known: Iterable[Slot] = ()
+    ) -> tuple[Step, ...]:
+        """The steps that compute some values from those that are known."""
+        return needed(self.steps, outputs, known)
+
+    def evaluate(
+        self, outputs: Sequence[Atom], known: Mapping[Slot, Array]
+    ) -> list[Array]:
+        """Some values of the program.
+
+        Args:
+          outputs: what is computed.
+          known: {slot: value} of inputs, or of any other slots.
+        """
+        env = {**self.constants, **known}
+        return evaluate(needed(self.steps, outputs, env), outputs, env)
+
+
+def needed(
+    steps: Sequence[Step], outputs: Iterable[Atom], known: Iterable[Slot] = ()
+) -> tuple[Step, ...]:
+    """Those of some steps that outputs need, but for what is known."""
+    known = set(known)
+    live, kept = set(slots_of(outputs)) - known, []
+    for step in reversed(steps):
+        if live.isdisjoint(step.results):
+            continue
+        kept.append(step)
+        live.difference_update(step.results)
+        live.update(slot for slot in slots_of(step.operands) if slot not in known)
+    return tuple(reversed(kept))
+
+
+def evaluate(
+    steps: Sequence[Step], outputs: Sequence[Atom], known: Mapping[Slot, Array]
+) -> list[Array]:
+    """Runs steps, and returns some of the values then known."""
+    env = dict(known)
+
+    def read(atom: Atom) -> Any:
+        return env[atom] if isinstance(atom, Slot) else atom.val
+
+    for step in steps:
+        values = compat.bind(step.eqn, [read(atom) for atom in step.operands])
+        for slot, value in zip(step.results, values, strict=True):
+            env.setdefault(slot, value)
+    return [read(atom) for atom in outputs]
+
+
+def slots_of(atoms: Iterable[Atom]) -> Iterator[Slot]:
+    """Those of the atoms that are no literals."""
+    return (atom for atom in atoms if isinstance(atom, Slot))
+
+
+def dependents(steps: Sequence[Step], sources: Iterable[Slot]) -> set[Slot]:
+    """Some values, and all that depend on them."""
+    reached = set(sources)
+    for step in steps:
+        if not reached.isdisjoint(slots_of(step.operands)):
+            reached.update(step.results)
+    return reached
+
+
+class Numbering:
+    """Numbers values: equal numbers are computed in the same way from the same ones.
+
+    Attributes:
+      known: {slot: what it stands for}; all other values without a step stand for
+        themselves.
+
+    Source: Alpern, Wegman and Zadeck, Detecting Equality of Variables in Programs,
+      POPL 1988 (value numbers).
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], known: Mapping[Slot, Hashable] | None = None
+    ) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._of: dict[Slot, int] = {
+            slot: self._number(key) for slot, key in (known or {}).items()
+        }
+        for step in steps:
+            key = (
+                step.eqn.primitive.name,
+                tuple(sorted((k, _identity(v)) for k, v in step.eqn.params.items())),
+                tuple(self(atom) for atom in step.operands),
+            )
+            if step.eqn.effects:
+                key = (key, id(step.eqn))
+            for position, slot in enumerate(step.results):
+                self._of.setdefault(slot, self._number((key, position)))
+
+    def __call__(self, atom: Atom) -> int:
+        """The number of a value."""
+        if isinstance(atom, Slot):
+            if atom not in self._of:
+                self._of[atom] = self._number(atom)
+            return self._of[atom]
+        value = np.asarray(atom.val)
+        return self._number((str(atom.aval), value.tobytes()))
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _identity(value: Any) -> Any:
+    """A value that is equal for equal parameters of equations, and can be sorted."""
+    if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+        return str(id(value))
+    if isinstance(value, tuple | list):
+        return str([_identity(x) for x in value])
+    try:
+        hash(value)
+    except TypeError:
+        return str(id(value))
+    text = repr(value)
+    return text if type(value).__module__ == "builtins" else f"{text} {hash(value)}"
+
+
+def _constants(closed: Any) -> Iterator[tuple[Any, Any]]:
+    return zip(closed.jaxpr.constvars, closed.consts, strict=True)
+
+
+def _write_out(
+    jaxpr: Any,
+    slots: dict[Any, Slot],
+    steps: list[Step],
+    constants: dict[Slot, Any],
+    written_out: Callable[[Any], bool],
+) -> list[Atom]:
+    """Appends the steps of a jaxpr; returns its results."""
+
+    def atom(x: Any) -> Atom:
+        return x if isinstance(x, core.Literal) else slots[x]
+
+    for eqn in jaxpr.eqns:
+        operands = tuple(map(atom, eqn.invars))
+        if eqn.primitive.name in compat.CALLS and written_out(eqn):
+            body, consts = compat.called_jaxpr(eqn)
+            inner = dict(zip(body.invars, operands, strict=True))
+            for variable, value in zip(body.constvars, consts, strict=True):
+                inner[variable] = slot = Slot(variable.aval)
+                constants[slot] = value
+            results = _write_out(body, inner, steps, constants, written_out)
+            slots.update(zip(eqn.outvars, results, strict=True))
+            continue
+        results = tuple(Slot(v.aval) for v in eqn.outvars)
+        slots.update(zip(eqn.outvars, results, strict=True))
+        steps.append(Step(eqn, operands, results))
+    return [atom(x) for x in jaxpr.outvars]
