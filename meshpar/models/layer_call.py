@@ -15,7 +15,7 @@ class Source(NamedTuple):
     """Where an argument of a layer comes from.
 
     Attributes:
-      kind: "x", the activations; "kept", other arrays with a gradient; "context", all
+      kind: "x", the activations; "kept", other arrays with a gradient; "fixed", all
         other arrays; "value", what is no array of the step.
       which: number among those of its kind, or the value.
     """
@@ -24,20 +24,60 @@ class Source(NamedTuple):
     which: Any
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Configuration:
+    """What a layer is beside its arrays; equal for layers that may run as one.
+
+    Attributes:
+      value: with which the layer runs.
+      key: what is compared.
+      own: {attribute: value} of what is not compared, as all layers differ in it (a
+        number, a name): no layer may read it.
+    """
+
+    value: Any
+    key: Any
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Configuration) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def distinguishing(attributes: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The attributes in which each layer differs from all others.
+
+    Args:
+      attributes: {attribute: value} of every layer.
+    """
+    if len(attributes) < 2:
+        return frozenset()
+    shared = set(attributes[0]).intersection(*attributes[1:])
+    kinds = int, float, str
+
+    def differ(name: str) -> bool:
+        values = [own[name] for own in attributes]
+        plain = all(isinstance(v, kinds) for v in values)
+        return plain and len(set(values)) == len(values)
+
+    return frozenset(filter(differ, shared))
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A layer of the first row, as the loss function calls it.
 
     Attributes:
-      configuration: what the layer is beside its arrays; equal for layers that compute
-        the same.
+      configuration: what the layer is beside its arrays.
       tree: structure of (args, kwargs).
       sources: of each leaf of the arguments.
       returned: numbers of the leaves of its output that are the next activations.
       reads: what of this layer the loss reads (`layer_reads.Reads`).
     """
 
-    configuration: Any
+    configuration: Configuration
     tree: Any
     sources: tuple[Source, ...]
     returned: tuple[int, ...]
@@ -50,7 +90,7 @@ class Column:
         self, x: Sequence[Array], kept: Sequence[Array], context: Sequence[Array]
     ) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of the call."""
-        arrays: Mapping[str, Any] = {"x": x, "kept": kept, "context": context}
+        arrays: Mapping[str, Any] = {"x": x, "kept": kept, "fixed": context}
         leaves = (
             source.which
             if source.kind == "value"
@@ -68,14 +108,14 @@ class LayerCall:
     Attributes:
       x: what every layer returns with new values.
       kept: other arguments that a gradient passes through.
-      read: for each column and each value that the loss reads of its layers, that of
-        each row, oldest first; a row puts its own at the end.
+      read: for each column, the values that the loss reads of its layers, those of all
+        rows in one array each; a row puts its own at the end.
       columns: the layers of the first row.
     """
 
     x: tuple[Array, ...]
     kept: tuple[Array, ...]
-    read: tuple[tuple[tuple[Array, ...], ...], ...]
+    read: tuple[tuple[Array, ...], ...]
     columns: tuple[Column, ...]
 
     def tree_flatten(self) -> tuple[tuple, tuple]:

@@ -11,15 +11,17 @@ last is `head_loss`; what the head reads of other layers travels with the activa
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshpar.arrays import Array, Params, vary
 from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_call import (
+    Configuration,
     LayerCall,
     array_leaves,
     check_arguments,
@@ -30,7 +32,7 @@ from meshpar.models.layer_parts import Named, Parts
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key, refuse_updates
 from meshpar.models.updates import passed_through
 
-OnCall = Callable[[int, Any, tuple, dict[str, Any]], Any]
+OnCall = Callable[[int, Configuration, tuple, dict[str, Any]], Any]
 """(number of the call, configuration of the layer, args, kwargs) -> its output."""
 
 
@@ -69,7 +71,7 @@ class LayerCut:
     stack: Stack
     params: Mapping[str, Param]
     run: Callable[[Params, Any, Key, OnCall], tuple[Any, Params]]
-    call: Callable[[Any, int, Params, Key, tuple, dict[str, Any]], Any]
+    call: Callable[[Configuration, int, Params, Key, tuple, dict[str, Any]], Any]
 
     def name(self, number: int) -> str:
         """A layer, for errors."""
@@ -225,33 +227,80 @@ def _manual_axes() -> tuple[str, ...]:
     return tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
 
 
+class _Output(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+      tree: its structure.
+      avals: types of its arrays.
+      code: the jaxpr of the layer.
+    """
+
+    tree: Any
+    code: Any
+
+    def is_of(self, other: "_Output") -> bool:
+        """Whether two layers compute the same."""
+        constants = [
+            [np.asarray(x).tobytes() for x in output.code.consts]
+            for output in (self, other)
+        ]
+        same = str(self.code.jaxpr) == str(other.code.jaxpr)
+        return same and constants[0] == constants[1]
+
+
 class _Marks:
     """Takes the place of the layers in a trace."""
 
     def __init__(self, cut: LayerCut, axes: tuple[str, ...], key: Key) -> None:
         self._cut, self._axes, self._key = cut, axes, key
-        self._outputs: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._columns: dict[int, tuple[Configuration, _Output]] = {}
 
     def __call__(
-        self, number: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
+        self, number: int, own: Configuration, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Marks the call of a layer; returns arrays of the types that it returns."""
-        name = self._cut.name(number)
+        """Marks the call of a layer; returns arrays of the types that it returns.
+
+        Raises:
+          ValueError: no layer of a stack is called so, or it computes otherwise than
+            the first of its column.
+        """
+        name, period = self._cut.name(number), self._cut.stack.period
         check_arguments(name, args, kwargs)
+        column = number % period
+        if column not in self._columns:
+            output = self._output(column, own, args, kwargs)
+            self._columns[column] = own, output
+        first, output = self._columns[column]
+        if own == first and own.own != first.own:
+            if not output.is_of(self._output(column, own, args, kwargs)):
+                raise self._computes_otherwise(number, own, first)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        column = number % self._cut.stack.period
-        if column not in self._outputs:
-            self._outputs[column] = self._output(column, configuration, args, kwargs)
-        output, avals = self._outputs[column]
         flags = {i: leaf for i, leaf in enumerate(leaves) if not is_array(leaf)}
         num_first = len(jax.tree.leaves(args[:1]))
-        call = Call(name, number, configuration, tree, flags, output, avals, num_first)
-        return jax.tree.unflatten(output, mark(call, array_leaves(leaves)))
+        types = tuple(output.code.out_avals)
+        call = Call(name, number, own, tree, flags, types, num_first)
+        return jax.tree.unflatten(output.tree, mark(call, array_leaves(leaves)))
+
+    def _computes_otherwise(
+        self, number: int, own: Configuration, first: Configuration
+    ) -> ValueError:
+        period = self._cut.stack.period
+        read = ", ".join(
+            f"{name}={value!r} (there {first.own[name]!r})"
+            for name, value in sorted(own.own.items())
+        )
+        return ValueError(
+            f"layers={self._cut.layers!r}: layer {number} computes otherwise than "
+            f"layer {number % period}, as it reads an attribute in which all layers "
+            f"differ: {read}. Keep it in a variable of the layer (nnx.Variable, or a "
+            "collection of Linen's), or leave layers out"
+        )
 
     def _output(
-        self, column: int, configuration: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """(structure, types) of what a layer returns."""
+        self, column: int, own: Configuration, args: tuple, kwargs: dict[str, Any]
+    ) -> _Output:
+        """Traces a layer on the types of its parameters and arguments."""
         cut, trees = self._cut, []
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
@@ -260,14 +309,14 @@ class _Marks:
             for path, param in cut.params.items()
         }
 
-        def run(row: Params, values: list[Array]) -> list[Array]:
+        def run(row: Params, values: list[Array], key: Key) -> list[Array]:
             known = dict(zip(arrays, values, strict=True))
-            own = [known.get(i, leaf) for i, leaf in enumerate(leaves)]
-            args, kwargs = jax.tree.unflatten(tree, own)
-            output = cut.call(configuration, column, row, self._key, args, kwargs)
+            all_leaves = [known.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(tree, all_leaves)
+            output = cut.call(own, column, row, key, args, kwargs)
             trees.append(jax.tree.structure(output))
             return [vary(jnp.asarray(x), self._axes) for x in jax.tree.leaves(output)]
 
         values = [jnp.asarray(leaves[i]) for i in arrays]
-        closed = jax.make_jaxpr(run)(row, values)
-        return trees[0], tuple(closed.out_avals)
+        closed = jax.make_jaxpr(run)(row, values, self._key)
+        return _Output(trees[0], closed)

@@ -6,7 +6,6 @@ of one column are equal and stacked; those of one row run one after the other.
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,13 +23,13 @@ class LayerGroups:
     """The layers of a model that calls each of them by itself.
 
     Attributes:
-      path: path of a layer, with * for its number, such as "decoder/block_*".
-      depth: number of layers.
+      path: path of a layer, with * for its name, such as "decoder/block_*".
+      names: of the layers, in order; their numbers, where a list holds them.
       period: number of columns of the stack.
     """
 
     path: str
-    depth: int
+    names: tuple[str, ...]
     period: int = 1
 
     @classmethod
@@ -38,6 +37,7 @@ class LayerGroups:
         cls,
         layers: str,
         path: str,
+        names: Sequence[str],
         configurations: Sequence[Any],
         params: Mapping[str, Param],
     ) -> "LayerGroups":
@@ -45,7 +45,8 @@ class LayerGroups:
 
         Args:
           layers: how a user named the layers.
-          path: path of a layer, with * for its number.
+          path: path of a layer, with * for its name.
+          names: of the layers.
           configurations: one value per layer; equal for layers that compute the same.
           params: {path: Param} of the whole module.
 
@@ -53,7 +54,7 @@ class LayerGroups:
           ValueError: no layers, no pattern that repeats, layers without parameters, or
             a stack whose paths other parameters have.
         """
-        groups = cls(path, len(configurations))
+        groups = cls(path, tuple(names))
         if not configurations:
             raise ValueError(f"layers={layers!r} matches no layer of the model")
         by_layer = groups.by_layer(params)
@@ -69,6 +70,11 @@ class LayerGroups:
         return dataclasses.replace(groups, period=_period(layers, kinds))
 
     @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.names)
+
+    @property
     def num_rows(self) -> int:
         """Number of rows of the stack."""
         return self.depth // self.period
@@ -79,16 +85,21 @@ class LayerGroups:
         return self.path.replace("*", "").rstrip("_/.-") + "/"
 
     @functools.cached_property
-    def pattern(self) -> re.Pattern:
-        """Matches the path of a layer; its one group is the number."""
-        return re.compile(re.escape(self.path).replace(r"\*", r"(\d+)"))
+    def _numbers(self) -> dict[str, int]:
+        """{path of a layer: its number}."""
+        paths = (self.path.replace("*", name) for name in self.names)
+        return {path: number for number, path in enumerate(paths)}
+
+    def number(self, path: str) -> int | None:
+        """The number of the layer at a path; None if there is none."""
+        return self._numbers.get(path)
 
     def split(self, path: str) -> tuple[int, str] | None:
         """(number, path within the layer) of a layer's variable; None for others."""
         parts = path.split("/")
         depth = self.path.count("/") + 1
-        match = self.pattern.fullmatch("/".join(parts[:depth]))
-        return None if match is None else (int(match[1]), "/".join(parts[depth:]))
+        number = self.number("/".join(parts[:depth]))
+        return None if number is None else (number, "/".join(parts[depth:]))
 
     def by_layer(self, variables: Mapping[str, _T]) -> list[dict[str, _T]]:
         """{path within the layer: variable} of every layer."""
@@ -101,6 +112,9 @@ class LayerGroups:
     def _others(self, variables: Mapping[str, _T]) -> dict[str, _T]:
         """The variables outside the layers."""
         return {p: x for p, x in variables.items() if self.split(p) is None}
+
+    def _path(self, number: int) -> str:
+        return self.path.replace("*", self.names[number])
 
     def _column(self, number: int) -> str:
         """First part of the paths of the stacked variables of one column."""
@@ -126,7 +140,7 @@ class LayerGroups:
         for number, own in enumerate(self.by_layer(params)[: self.period]):
             layers = range(number, self.depth, self.period)
             for rest in own:
-                paths = (f"{self.path.replace('*', str(n))}/{rest}" for n in layers)
+                paths = (f"{self._path(n)}/{rest}" for n in layers)
                 rows[self._column(number) + rest] = tuple(paths)
         return rows
 
@@ -145,7 +159,7 @@ class LayerGroups:
         own = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
         for number in range(self.depth):
             row, column = divmod(number, self.period)
-            path = self.path.replace("*", str(number))
+            path = self._path(number)
             for rest, x in self.column(params, column).items():
                 own[f"{path}/{rest}"] = x[row]
         return own

@@ -23,6 +23,7 @@ from meshpar.jaxprs.straight_line import (
     needed,
     slots_of,
 )
+from meshpar.models.layer_call import Configuration
 
 _NAME = "meshpar_layer"
 _WRITTEN_OUT = frozenset(("jit", "pjit", "closed_call", "core_call"))
@@ -36,21 +37,18 @@ class Call:
     Attributes:
       layer: the layer, for errors.
       number: its number.
-      configuration: what it is beside its arrays; equal for layers that compute the
-        same.
+      configuration: what it is beside its arrays.
       tree: structure of (args, kwargs).
       flags: {number of a leaf: value} of the arguments that are no arrays.
-      output: structure of what it returns.
       avals: types of the arrays that it returns.
       num_first: number of leaves of its first positional argument.
     """
 
     layer: str
     number: int
-    configuration: Any
+    configuration: Configuration
     tree: Any
     flags: dict[int, Any]
-    output: Any
     avals: tuple[Any, ...]
     num_first: int
 

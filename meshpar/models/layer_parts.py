@@ -136,7 +136,7 @@ class Parts:
         values = self.program.evaluate([*self.x, *self.kept], known)
         x, kept = values[: len(self.x)], values[len(self.x) :]
         read = tuple(
-            tuple((function.zeros(),) * num_rows for function in column.reads.functions)
+            tuple(function.zeros(num_rows) for function in column.reads.functions)
             for column in self.columns
         )
         return LayerCall(tuple(x), tuple(kept), read, self.columns)
@@ -150,7 +150,8 @@ class Parts:
         """The result of the loss function, from what the last layer returned."""
         known = dict(zip((*self.inputs, *self.last), (*inputs, *x.x), strict=True))
         for slot, (column, function, row) in self.places.items():
-            known[slot] = x.read[column][function][row]
+            reads, values = self.columns[column].reads, x.read[column][function]
+            known[slot] = reads.of_row(function, values, row)
         for slot, rows in self.stacked.items():
             if all(row in known for row in rows):
                 known[slot] = jnp.stack([known[row] for row in rows])
@@ -203,14 +204,14 @@ class _Chain:
         reached = dependents(marked.program.steps, shared)
         equal = Numbering(marked.program.steps)
         others: dict[int, Source] = {}
-        atoms: dict[str, list[Atom]] = {"kept": [], "context": []}
+        atoms: dict[str, list[Atom]] = {"kept": [], "fixed": []}
 
         def source(atom: Atom) -> Source:
             if not isinstance(atom, Slot):
                 return Source("value", np.asarray(atom.val, atom.aval.dtype))
             if (number := equal(atom)) not in others:
                 has_gradient = atom in reached and _is_floating(atom)
-                own = atoms[kind := "kept" if has_gradient else "context"]
+                own = atoms[kind := "kept" if has_gradient else "fixed"]
                 others[number] = Source(kind, len(own))
                 own.append(atom)
             return others[number]

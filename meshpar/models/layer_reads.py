@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar import compat
 from meshpar.arrays import Array, Params, num_bytes, vary
@@ -56,9 +57,26 @@ class Function:
         names = tuple(step.eqn.primitive.name for step in self.steps)
         return self.output.aval.shape, self.output.aval.dtype, names
 
-    def zeros(self) -> Array:
-        """An array of its type."""
-        return jnp.zeros(self.output.aval.shape, self.output.aval.dtype)
+    @property
+    def axis(self) -> int:
+        """The dim of `zeros` that holds the layers; rows and length stay before it."""
+        return min(2, len(self.output.aval.shape))
+
+    def zeros(self, num_layers: int) -> Array:
+        """The values of all layers of a column, before the first has run."""
+        shape = list(self.output.aval.shape)
+        shape.insert(self.axis, num_layers)
+        return jnp.zeros(shape, self.output.aval.dtype)
+
+    def followed(self, values: Array, own: Array) -> Array:
+        """The values after one more layer has run; the last is at the end."""
+        axes = jax.typeof(values).manual_axis_type.varying
+        own = jnp.expand_dims(vary(own, tuple(axes)), self.axis)
+        num_layers = values.shape[self.axis]
+        if num_layers == 1:
+            return own
+        before = lax.slice_in_dim(values, 1, num_layers, axis=self.axis)
+        return lax.concatenate([before, own], self.axis)
 
     def __call__(self, layer: str, params: Params, leaves: Sequence[Array]) -> Array:
         """The value.
@@ -108,22 +126,25 @@ class Reads:
         layer: str,
         params: Params,
         leaves: Sequence[Array],
-        before: tuple[tuple[Array, ...], ...],
-    ) -> tuple[tuple[Array, ...], ...]:
+        before: tuple[Array, ...],
+    ) -> tuple[Array, ...]:
         """The values of all rows after one more has run.
 
         Args:
           layer: the layer, for errors.
           params: {path within the layer: array}.
           leaves: of the layer's output.
-          before: for each function the values of the rows before, oldest first.
+          before: for each function the values of the rows before, by `Function.zeros`.
         """
-        rows = []
-        for function, values in zip(self.functions, before, strict=True):
-            axes = jax.typeof(values[0]).manual_axis_type.varying
-            own = vary(function(layer, params, leaves), tuple(axes))
-            rows.append((*values[1:], own))
-        return tuple(rows)
+        return tuple(
+            function.followed(values, function(layer, params, leaves))
+            for function, values in zip(self.functions, before, strict=True)
+        )
+
+    def of_row(self, function: int, values: Array, row: int) -> Array:
+        """The value of one row."""
+        axis = self.functions[function].axis
+        return lax.index_in_dim(values, row, axis, keepdims=False)
 
 
 class Place(NamedTuple):

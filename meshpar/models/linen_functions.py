@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
+from flax import errors, traverse_util
 from flax.core import DenyList
 from flax.core import scope as scopes
 
@@ -102,20 +102,20 @@ class LinenFunctions:
 
     @functools.cached_property
     def _sown(self) -> frozenset[str]:
-        """Paths of the variables that `sow` fills while the module is initialized."""
-        sow, found = nn.Module.sow, set()
+        """Paths of the variables that `sow` fills while the module is initialized.
 
-        def recorded(
-            module: nn.Module, col: str, name: str, *rest: Any, **more: Any
-        ) -> bool:
-            found.add(path_in(col, "/".join((*module.path, name))))
-            return sow(module, col, name, *rest, **more)
-
-        nn.Module.sow = recorded
-        try:
-            self.abstract()
-        finally:
-            nn.Module.sow = sow
+        Without its collection `sow` does nothing, while a variable has to be there.
+        """
+        variables, found = self.abstract(mutable=True), set()
+        for collection, tree in variables.items():
+            if collection == _PARAMS or collection.endswith(_AXES):
+                continue
+            try:
+                self.abstract(mutable=DenyList(collection))
+            except errors.FlaxError:
+                continue
+            leaves = traverse_util.flatten_dict(tree, sep="/")
+            found.update(path_in(collection, rest) for rest in leaves)
         return frozenset(found)
 
     def _flat(self, variables: Mapping) -> Iterator[tuple[str, str, Any]]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,31 +13,13 @@ import numpy as np
 
 from meshpar.arrays import Params
 from meshpar.layouts.param import Param
+from meshpar.models.layer_call import Configuration, distinguishing
 from meshpar.models.layer_cut import OnCall
 from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
 from meshpar.models.linen_calls import Lift, NumberAt, calls_replaced
 from meshpar.models.linen_functions import LinenFunctions
 from meshpar.models.linen_scan import Scan, ScannedLayers
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Configured:
-    """A module without variables; equal to modules that compute the same.
-
-    Attributes:
-      module: the module.
-    """
-
-    module: nn.Module
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Configured):
-            return NotImplemented
-        return _comparable(self.module) == _comparable(other.module)
-
-    def __hash__(self) -> int:
-        return hash(type(self.module).__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,12 +30,14 @@ class LinenLayers:
       functions: the whole module.
       layers: path of the layers, with * for their number; of their stack, without.
       stack: how they are stacked.
+      ignored: fields in which each layer differs from all others.
       sown: collections that layers fill with results of one step.
     """
 
     functions: LinenFunctions
     layers: str
     stack: LayerGroups | ScannedLayers
+    ignored: frozenset[str]
     sown: frozenset[str]
 
     @classmethod
@@ -85,7 +70,8 @@ class LinenLayers:
 
         with calls_replaced(_number_at(layers), note):
             variables = functions.abstract(mutable=True)
-        stack = _stack_of(layers, found, params, functions.rngs)
+        ignored = distinguishing([_fields(module) for module, _ in found.values()])
+        stack = _stack_of(layers, found, ignored, params, functions.rngs)
         results = functions.results(variables)
         sown = {name for name, path in results if stack.split(path) is not None}
         for path, param in params.items():
@@ -95,7 +81,7 @@ class LinenLayers:
                     "layers that meshpar runs one by one have parameters alone. Leave "
                     "layers out, or use a layer without running state"
                 )
-        return cls(functions, layers, stack, frozenset(sown))
+        return cls(functions, layers, stack, ignored, frozenset(sown))
 
     def taken_out(self, on_call: OnCall) -> contextlib.AbstractContextManager:
         """A context in which `on_call` takes the place of the layers."""
@@ -114,13 +100,13 @@ class LinenLayers:
                         "Leave that out, or leave layers out"
                     )
             layer = module.clone(parent=None, name=None)
-            return on_call(number, Configured(layer), args, kwargs)
+            return on_call(number, _configuration(layer, self.ignored), args, kwargs)
 
         return calls_replaced(_number_at(self.layers), replaced)
 
     def call(
         self,
-        configured: Configured,
+        own: Configuration,
         column: int,
         params: Params,
         key: Key,
@@ -128,10 +114,10 @@ class LinenLayers:
         kwargs: dict,
     ) -> Any:
         """Runs the layer of one column with the parameters of one row."""
-        own = self.stack.column(params, column)
-        known = {path: Param(x.shape, x.dtype, None) for path, x in own.items()}
-        apply = nn.apply(lambda module: module(*args, **kwargs), configured.module)
-        variables = self.functions.collections(own, known)
+        of_layer = self.stack.column(params, column)
+        known = {path: Param(x.shape, x.dtype, None) for path, x in of_layer.items()}
+        apply = nn.apply(lambda module: module(*args, **kwargs), own.value)
+        variables = self.functions.collections(of_layer, known)
         return apply(variables, rngs=self.functions.random_keys(key))
 
 
@@ -139,7 +125,7 @@ def _number_at(layers: str) -> NumberAt:
     """Finds the calls of the layers."""
     if "*" not in layers:
         return lambda path: 0 if path == layers else None
-    pattern = LayerGroups(layers, 0).pattern
+    pattern = re.compile(re.escape(layers).replace(r"\*", r"(\d+)"))
 
     def number(path: str) -> int | None:
         match = pattern.fullmatch(path)
@@ -151,6 +137,7 @@ def _number_at(layers: str) -> NumberAt:
 def _stack_of(
     layers: str,
     found: dict[int, tuple[nn.Module, list[Lift]]],
+    ignored: frozenset[str],
     params: Mapping[str, Param],
     rngs: tuple[str, ...],
 ) -> LayerGroups | ScannedLayers:
@@ -161,11 +148,43 @@ def _stack_of(
             "to be numbered from 0 in the order in which they are called"
         )
     if "*" in layers:
-        configurations = [Configured(module) for module, _ in found.values()]
-        return LayerGroups.of(layers, layers, configurations, params)
+        configurations = [_configuration(m, ignored) for m, _ in found.values()]
+        names = list(map(str, found))
+        _refuse_jitted(layers, len(found), params)
+        return LayerGroups.of(layers, layers, names, configurations, params)
     if not found:
         raise ValueError(f"layers={layers!r} is no module that the model calls")
     return ScannedLayers.of(layers, Scan.among(layers, *found[0]), params, rngs)
+
+
+def _refuse_jitted(layers: str, num: int, params: Mapping[str, Param]) -> None:
+    """Refuses layers of which Flax traces one for all.
+
+    Raises:
+      ValueError: there are parameters of layers that no trace has met.
+    """
+    number_at, depth = _number_at(layers), layers.count("/") + 1
+    owners = ("/".join(path.split("/")[:depth]) for path in params)
+    numbers = {number_at(path) for path in owners} - {None}
+    if len(numbers) > num > 0:
+        raise ValueError(
+            f"layers={layers!r}: the model has parameters of {len(numbers)} layers and "
+            f"{num} of them are traced; take nn.jit away from the layers (the step is "
+            "compiled as a whole)"
+        )
+
+
+def _fields(module: nn.Module) -> dict[str, Any]:
+    names = (f.name for f in dataclasses.fields(module))
+    names = (name for name in names if name not in ("parent", "name"))
+    return {name: getattr(module, name, None) for name in names}
+
+
+def _configuration(module: nn.Module, ignored: frozenset[str]) -> Configuration:
+    """A layer without variables."""
+    fields = _fields(module)
+    own = {name: fields.pop(name) for name in ignored}
+    return Configuration(module, (type(module), _comparable(fields)), own)
 
 
 def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:
@@ -196,10 +215,7 @@ def _is_module(value: Any) -> bool:
 def _comparable(value: Any) -> Any:
     """A value that is equal for values that compute the same."""
     if _is_module(value):
-        fields = (f.name for f in dataclasses.fields(value))
-        names = (name for name in fields if name not in ("parent", "name"))
-        own = [(name, _comparable(getattr(value, name, None))) for name in names]
-        return _comparable(type(value)), own
+        return _comparable(type(value)), _comparable(_fields(value))
     if isinstance(value, type) and (lift := Lift.of(value)):
         return (
             lift.transform,

@@ -28,7 +28,7 @@ from meshpar.models.nnx_functions import (
     init_variables,
     path_of,
 )
-from meshpar.models.nnx_layers import NnxLayers, listed_layers, module_at
+from meshpar.models.nnx_layers import Described, Found, NnxLayers, module_at
 from meshpar.models.plain import plain_nnx
 
 LossFn = Callable[[nnx.Module, Any], Any]
@@ -58,7 +58,8 @@ def from_nnx(
         scalars that are means as the loss is, or `metrics.Mean`, `Sum`, `Max`, `Last`.
       evaluation_loss_fn: (module, batch) -> loss or (loss, aux) for evaluation, with
         the module in evaluation mode (`module.eval()`); `loss_fn` by default.
-      layers: attribute path of an `nnx.List` of layers, such as "decoder.blocks". The
+      layers: attribute path of an `nnx.List` or an `nnx.Dict` of layers, such as
+        "decoder.blocks", or of attributes with * for their number ("layer_*"). The
         module calls each of them once, in order, with the output of the one before as
         first argument. Their variables are stacked, and the explicit lowering,
         pipelines and `remat` become possible. Layers are equal, or a pattern of unequal
@@ -81,11 +82,17 @@ def from_nnx(
     if described and layers:
         raise ValueError("give a LayerStack or layers=, not both")
 
+    found: list[Described] = []
+
     def parts(module: nnx.Module) -> list[nnx.Module]:
         if described:
             option = f"LayerStack(stack={described.stack!r})"
             return [module_at(module, described.stack, option)]
-        return listed_layers(module, layers) if layers else []
+        if not layers:
+            return []
+        own = Found.in_module(module, layers)
+        found.append(Described.of(own))
+        return own.modules
 
     abstract, *inner = abstract_modules(make_model, parts)
     whole = NnxFunctions(abstract)
@@ -102,7 +109,7 @@ def from_nnx(
         model = dataclasses.replace(own.model(params, layered), plain=plain)
         model = with_axis(model, axis_name)
         return with_arguments(model, asking, evaluation_loss_fn)
-    lists = NnxLayers.of(layers, inner, params) if layers else None
+    lists = NnxLayers.of(layers, inner, found[0], params) if layers else None
     own = _NnxModel(make_model, whole, loss_fn, evaluation_loss_fn or loss_fn, lists)
     if lists is None:
         model = own.model(checked_params(params), None)

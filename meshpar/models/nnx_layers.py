@@ -1,13 +1,15 @@
-"""The layers of an NNX module: those of an `nnx.List`, taken out of its calls."""
+"""The layers of an NNX module: found by their attributes, taken out of its calls."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from meshpar.arrays import Params
 from meshpar.layouts.param import Param
+from meshpar.models.layer_call import Configuration, distinguishing
 from meshpar.models.layer_cut import OnCall
 from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
@@ -18,12 +20,12 @@ class _Placeholder(nnx.Module):
     """Takes the place of a layer, and has its attributes; calls go to a function."""
 
     def __init__(
-        self, layer: nnx.Module, on_call: Callable[[Any, tuple, dict], Any]
+        self, layer: nnx.Module, on_call: Callable[[nnx.Module, tuple, dict], Any]
     ) -> None:
         self.layer, self.on_call = layer, on_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.on_call(nnx.graphdef(self.layer), args, kwargs)
+        return self.on_call(self.layer, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "layer"), name)
@@ -52,19 +54,130 @@ def module_at(module: nnx.Module, path: str, option: str) -> Any:
     return module
 
 
-def listed_layers(module: nnx.Module, layers: str) -> list[nnx.Module]:
-    """The layers in an `nnx.List` of a module.
+class Found(NamedTuple):
+    """Where the layers of a module are.
 
-    Raises:
-      ValueError: there is no such list.
+    Attributes:
+      parent: the list, the dict or the module that holds them.
+      keys: of each layer in its parent: number, key or attribute.
     """
-    found = module_at(module, layers, f"layers={layers!r}")
-    if not isinstance(found, nnx.List):
+
+    parent: Any
+    keys: tuple[Any, ...]
+
+    @classmethod
+    def in_module(cls, module: nnx.Module, layers: str) -> "Found":
+        """The layers of a module.
+
+        Args:
+          module: the module.
+          layers: attribute path of an `nnx.List` or an `nnx.Dict`, or of attributes,
+            with * for their number.
+
+        Raises:
+          ValueError: there are none.
+        """
+        option = f"layers={layers!r}"
+        if "*" in layers:
+            path, _, name = layers.rpartition(".")
+            parent = module_at(module, path, option) if path else module
+            pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)"))
+            matches = filter(None, map(pattern.fullmatch, vars(parent)))
+            ordered = sorted(matches, key=lambda match: int(match[1]))
+            return cls(parent, tuple(match[0] for match in ordered))
+        found = module_at(module, layers, option)
+        if isinstance(found, nnx.Dict):
+            return cls(found, tuple(found))
+        if isinstance(found, nnx.List):
+            return cls(found, tuple(range(len(found))))
         raise ValueError(
-            f"layers={layers!r} is a {type(found).__name__}; name an nnx.List of "
-            "layers, or describe stacked layers with a meshpar.LayerStack"
+            f"{option} is a {type(found).__name__}; name an nnx.List or an nnx.Dict of "
+            'layers, write a * for the number in the names of attributes ("layer_*"), '
+            "or describe stacked layers with a meshpar.LayerStack"
         )
-    return list(found)
+
+    @property
+    def modules(self) -> list[nnx.Module]:
+        """The layers."""
+        return [self._get(key) for key in self.keys]
+
+    def _get(self, key: Any) -> nnx.Module:
+        by_name = isinstance(key, str) and not isinstance(self.parent, nnx.Dict)
+        return getattr(self.parent, key) if by_name else self.parent[key]
+
+    def put(self, modules: Sequence[nnx.Module]) -> None:
+        """Puts others in the place of the layers."""
+        for key, module in zip(self.keys, modules, strict=True):
+            if isinstance(key, str) and not isinstance(self.parent, nnx.Dict):
+                setattr(self.parent, key, module)
+            else:
+                self.parent[key] = module
+
+
+def _path_and_names(layers: str, keys: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
+    """(path of a layer with * for its name, the names)."""
+    if "*" not in layers:
+        return layers.replace(".", "/") + "/*", tuple(map(str, keys))
+    before, after = layers.rpartition(".")[2].split("*")
+    end = -len(after) or None
+    return layers.replace(".", "/"), tuple(key[len(before) : end] for key in keys)
+
+
+def _attributes(layer: nnx.Module) -> dict[str, Any]:
+    """{path: value} of the attributes of a layer that are no data."""
+    return {
+        "/".join(map(str, (*path, name))): value
+        for path, module in nnx.iter_modules(layer)
+        for name, value in vars(module).items()
+    }
+
+
+def _configuration(layer: nnx.Module, shared: Mapping[str, Any]) -> Configuration:
+    """What a layer is beside its variables.
+
+    Args:
+      layer: the layer.
+      shared: {path: value} of attributes in which all layers differ; the values are
+        the same for all layers.
+    """
+    own = {path: value for path, value in _attributes(layer).items() if path in shared}
+    graph = nnx.graphdef(layer)
+    if not own:
+        return Configuration(graph, graph)
+    modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(layer)}
+
+    def write(values: Mapping[str, Any]) -> None:
+        for path, value in values.items():
+            parent, _, name = path.rpartition("/")
+            vars(modules[parent])[name] = value
+
+    write(shared)
+    try:
+        return Configuration(graph, nnx.graphdef(layer), own)
+    finally:
+        write(own)
+
+
+class Described(NamedTuple):
+    """The layers of a module, without arrays.
+
+    Attributes:
+      keys: as in `Found`.
+      configurations: of each layer.
+      shared: {path of an attribute in which all layers differ: that of the first}.
+    """
+
+    keys: tuple[Any, ...]
+    configurations: list[Configuration]
+    shared: dict[str, Any]
+
+    @classmethod
+    def of(cls, found: Found) -> "Described":
+        """Describes layers."""
+        modules = found.modules
+        attributes = list(map(_attributes, modules))
+        shared = {path: attributes[0][path] for path in distinguishing(attributes)}
+        return cls(found.keys, [_configuration(m, shared) for m in modules], shared)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,35 +185,39 @@ class NnxLayers:
     """The layers of an NNX module.
 
     Attributes:
-      layers: attribute path of their list.
+      layers: how they are named, as in `Found.in_module`.
       functions: the layers, in order.
       stack: how they are stacked.
+      described: what they are beside their variables.
     """
 
     layers: str
     functions: list[NnxFunctions]
     stack: LayerGroups
+    described: Described
 
     @classmethod
     def of(
         cls,
         layers: str,
         modules: Sequence[AbstractModule],
+        described: Described,
         params: Mapping[str, Param],
     ) -> "NnxLayers":
         """Groups the layers of a module.
 
         Args:
-          layers: attribute path of their list.
+          layers: how they are named.
           modules: the layers.
+          described: the same.
           params: {path: Param} of the whole module.
 
         Raises:
           ValueError: the layers share variables, have none, or do not repeat.
         """
         functions = [NnxFunctions(module) for module in modules]
-        path = layers.replace(".", "/") + "/*"
-        by_layer = LayerGroups(path, len(modules)).by_layer(params)
+        path, names = _path_and_names(layers, described.keys)
+        by_layer = LayerGroups(path, names).by_layer(params)
         for number, own in enumerate(by_layer):
             for shared in sorted(functions[number].leaves.keys() - own.keys()):
                 raise ValueError(
@@ -108,22 +225,27 @@ class NnxLayers:
                     "with another part of the model; let the model use it outside the "
                     "layers, and call each of them with the result"
                 )
-        graphs = [module.graph for module in modules]
-        return cls(layers, functions, LayerGroups.of(layers, path, graphs, params))
+        every = described.configurations
+        stack = LayerGroups.of(layers, path, names, every, params)
+        return cls(layers, functions, stack, described)
 
     def take_out(self, module: nnx.Module, on_call: OnCall) -> None:
         """Puts placeholders that call `on_call` in the place of a module's layers."""
-        layers = module_at(module, self.layers, "layers")
 
         def placeholder(number: int, layer: nnx.Module) -> _Placeholder:
-            return _Placeholder(layer, lambda *call: on_call(number, *call))
+            def called(layer: nnx.Module, args: tuple, kwargs: dict) -> Any:
+                own = _configuration(layer, self.described.shared)
+                return on_call(number, own, args, kwargs)
 
-        for number, layer in enumerate(layers):
-            layers[number] = placeholder(number, layer)
+            return _Placeholder(layer, called)
+
+        found = Found.in_module(module, self.layers)
+        found = found._replace(keys=self.described.keys)  # Merging sorts a dict.
+        found.put([placeholder(*pair) for pair in enumerate(found.modules)])
 
     def call(
         self,
-        graph: nnx.GraphDef,
+        own: Configuration,
         column: int,
         params: Params,
         key: Key,
@@ -135,10 +257,10 @@ class NnxLayers:
         Raises:
           ValueError: the layer changes a variable, or makes one.
         """
-        own = self.stack.column(params, column)
+        variables = self.stack.column(params, column)
         functions = self.functions[column]
 
         def run(layer: nnx.Module) -> Any:
             return layer(*args, **kwargs)
 
-        return functions.run_layered(run, own, key, graph)
+        return functions.run_layered(run, variables, key, own.value)

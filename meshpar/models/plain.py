@@ -137,6 +137,7 @@ def plain_linen(
             wanted = new if mutable is True else {n: new[n] for n in asked if n in new}
             return output, wanted
 
+        apply.variables = collections(now)
         fn = loss_fn if key is not None else evaluation_loss_fn or loss_fn
         result = call_loss(fn, apply, batch, params=variables, key=key)
         return result, {**variables, **now}

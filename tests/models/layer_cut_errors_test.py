@@ -38,7 +38,7 @@ def from_nnx(forward, kind=Layer, make=Net, layers="layers"):
 def in_turn(net, x):
     for layer in net.layers:
         x = layer(x)
-    return x
+    return x[0] if isinstance(x, tuple) else x
 
 
 def with_each(argument):
@@ -62,6 +62,15 @@ def vmapped(net, x):
     return jax.vmap(lambda row: in_turn(net, row))(x)
 
 
+def differentiated(net, x):
+    return jax.grad(lambda x: in_turn(net, x).sum())(x)
+
+
+def scanned(net, x):
+    first, second = net.layers
+    return jax.lax.scan(lambda x, _: (second(first(x)), None), x, None, 2)[0]
+
+
 def changed(net, x):
     x = net.layers[0](x)
     net.layers[1].noise.rate = 0.25
@@ -79,6 +88,12 @@ CALLS = {
     "twice": (lambda net, x: net.layers[0](in_turn(net, x)), "layer 0 when layer 2"),
     "between": (scaled_between, "computes between layers 0 and 1; move that into"),
     "transformed": (vmapped, "layer 0 of 'layers' inside a transformation of jax"),
+    "differentiated": (differentiated, "layer 0 of 'layers' inside a transformation"),
+    "scanned": (scanned, "layer 0 of 'layers' inside a transformation"),
+    "parallel": (
+        lambda net, x: net.layers[0](x) + net.layers[1](x),
+        "layer 1 is called with nothing that layer 0 returned",
+    ),
     "array": (
         with_each(lambda net, i: jnp.ones(()) * i),
         "layer 1 is called with othe",
@@ -105,9 +120,12 @@ class Wider(Layer):
         return jnp.concatenate([x, x], axis=1)
 
 
-class WithLoss(Layer):
+class Pair(Layer):
+    """Takes one array and returns two."""
+
     def __call__(self, x):
-        return x, jnp.mean(x)
+        first = x[0] if isinstance(x, tuple) else x
+        return first, first
 
 
 class Counting(Layer):
@@ -130,7 +148,7 @@ class Sowing(Layer):
     "kind, words",
     [
         (Wider, r"turns float32\[4, 8\] into float32\[4, 16\]"),
-        (WithLoss, "takes 1 arrays of activations and returns 2 arrays"),
+        (Pair, "takes 1 arrays of activations and layer 1 of 'layers' 2 arrays"),
         (Counting, "changes its variable 'count'"),
         (Sowing, "sows 'mean' where it runs layer by layer"),
     ],

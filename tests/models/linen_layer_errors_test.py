@@ -106,7 +106,7 @@ def test_linen_calls_that_layers_alone_could_answer_are_refused():
     with pytest.raises(ValueError, match="asks for mutable='intermediates'"):
         trace_loss(asked, BATCH)
     own = from_linen(scanned(jnp.ones((2, 3)), in_axes=0), "stack")
-    with pytest.raises(ValueError, match="in_axes=0, so that each layer gets inputs"):
+    with pytest.raises(ValueError, match="each layer inputs of its own .in_axes"):
         trace_loss(own, BATCH)
 
 
