@@ -194,19 +194,6 @@ class LayerCut:
         parts, inputs = self._parts(shared, batch, key, axes)
         return parts.head(inputs, x)
 
-    def check_reads(self, params: Params, batch: Any, key: Key) -> None:
-        """Refuses a loss that reads what the parts of the model do not have.
-
-        Args:
-          params: {path: ShapeDtypeStruct}, layers stacked.
-          batch: abstract batch.
-          key: abstract random key, or None for evaluation.
-
-        Raises:
-          MeshparError: it does.
-        """
-        jax.eval_shape(self.embed, params, batch, key)
-
     def layered_model(self) -> LayeredModel:
         """The model layer by layer."""
         return LayeredModel(
@@ -218,7 +205,6 @@ class LayerCut:
             context=self.context,
             kept=lambda x: x.kept,
             pattern=self.stack.period,
-            check_reads=self.check_reads,
         )
 
 

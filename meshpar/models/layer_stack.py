@@ -74,10 +74,6 @@ def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
     return ()
 
 
-def _nothing_to_check(params: Params, batch: Any, key: Key) -> None:
-    del params, batch, key
-
-
 def _unchanged(x: Any, shared: Params) -> tuple[Any, Params]:
     return x, shared
 
@@ -107,8 +103,6 @@ class LayeredModel:
         output of an encoder; saved once and not for each layer.
       evaluates: whether evaluation runs these functions too, without a key; False if
         the model has an evaluation loss of its own.
-      check_reads: (parameters, batch, key) -> None; refuses a loss that reads what the
-        parts do not have, on shapes alone.
       pattern: number of the model's own layers that one `layer` runs: the length of the
         pattern that repeats.
     """
@@ -122,7 +116,6 @@ class LayeredModel:
     kept: Callable[[Any], tuple[Array, ...]] = _none_kept
     evaluates: bool = True
     pattern: int = 1
-    check_reads: Callable[[Params, Any, Key], None] = _nothing_to_check
 
     def split(self, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shared entries, entries of the stack) of {path: anything}."""

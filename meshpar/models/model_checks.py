@@ -45,12 +45,10 @@ def check_trace(
     """
     params = abstract(model.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    if (layered := model.layered) is not None:
-        with jax.set_mesh(mesh), model_scope(layout, mesh):
-            layered.check_reads(params, batch, key)
-            if layered.evaluates:
-                layered.check_reads(params, batch, None)
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+        layered = model.layered
+        if layered is not None and layered.evaluates and layout.pipe == 1:
+            jax.eval_shape(layered.embed, params, batch, None)
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
         if model.asks_for_key:
             jax.eval_shape(model.evaluation_loss, params, batch)

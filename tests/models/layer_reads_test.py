@@ -1,4 +1,4 @@
-"""Losses may read outputs of any layer and parameters of layers: a plain loop judges."""
+"""Losses read outputs of any layer and parameters of layers: a plain loop judges."""
 
 import flax.linen as nn
 import jax
