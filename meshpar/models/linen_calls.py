@@ -49,8 +49,8 @@ class Lift:
         return None
 
     @classmethod
-    def running(cls) -> "list[Lift]":
-        """The lifts in which the current call runs, innermost first.
+    def running(cls) -> "list[tuple[Lift, type[nn.Module]]]":
+        """(lift, lifted class) of those in which a call runs, innermost first.
 
         Interceptors see the call of the module inside a lifted one alone, so that the
         lifts around it are read from the functions that are running.
@@ -59,7 +59,8 @@ class Lift:
         while frame is not None:
             if _SETTINGS in frame.f_code.co_freevars:
                 values = frame.f_locals
-                lifts.append(cls(*(values[name] for name in _VALUES)))
+                found = cls(*(values[name] for name in _VALUES))
+                lifts.append((found, type(values["self"])))
             frame = frame.f_back
         return lifts
 

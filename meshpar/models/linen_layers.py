@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import lift
 
 from meshpar.arrays import Params
 from meshpar.layouts.param import Param
@@ -64,8 +65,8 @@ class LinenLayers:
 
         def note(number: int, module: nn.Module, run: Callable, *_: Any) -> Any:
             _refuse_outside_modules(layers, number, module)
-            own = module.clone(parent=None, name=None)
-            found.setdefault(number, (own, Lift.running()))
+            lifts = [lift for lift, _ in Lift.running()]
+            found.setdefault(number, (_without_variables(module), lifts))
             return run()
 
         with calls_replaced(_number_at(layers), note):
@@ -99,8 +100,8 @@ class LinenLayers:
                         "meshpar runs one by one return their activations alone. "
                         "Leave that out, or leave layers out"
                     )
-            layer = module.clone(parent=None, name=None)
-            return on_call(number, _configuration(layer, self.ignored), args, kwargs)
+            own = _configuration(_without_variables(module), self.ignored)
+            return on_call(number, own, args, kwargs)
 
         return calls_replaced(_number_at(self.layers), replaced)
 
@@ -154,7 +155,7 @@ def _stack_of(
         return LayerGroups.of(layers, layers, names, configurations, params)
     if not found:
         raise ValueError(f"layers={layers!r} is no module that the model calls")
-    return ScannedLayers.of(layers, Scan.among(layers, *found[0]), params, rngs)
+    return ScannedLayers.of(layers, Scan.around(layers, *found[0]), params, rngs)
 
 
 def _refuse_jitted(layers: str, num: int, params: Mapping[str, Param]) -> None:
@@ -184,7 +185,22 @@ def _configuration(module: nn.Module, ignored: frozenset[str]) -> Configuration:
     """A layer without variables."""
     fields = _fields(module)
     own = {name: fields.pop(name) for name in ignored}
-    return Configuration(module, (type(module), _comparable(fields)), own)
+    key = _comparable(type(module)), _comparable(fields)
+    return Configuration(module, key, own)
+
+
+def _without_variables(module: nn.Module) -> nn.Module:
+    """A module that is called inside `nn.remat` or not, by itself."""
+    inner = made = type(module)
+    for found, lifted in Lift.running():
+        if found.module_class is not inner or found.transform is lift.scan:
+            break
+        inner = lifted
+        if found.transform is lift.checkpoint:
+            made = lifted
+    fields = {f.name for f in dataclasses.fields(module) if f.init}
+    own = {name: getattr(module, name) for name in fields - {"parent", "name"}}
+    return made(**own, parent=None, name=None)
 
 
 def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:
@@ -216,12 +232,9 @@ def _comparable(value: Any) -> Any:
     """A value that is equal for values that compute the same."""
     if _is_module(value):
         return _comparable(type(value)), _comparable(_fields(value))
-    if isinstance(value, type) and (lift := Lift.of(value)):
-        return (
-            lift.transform,
-            _comparable(lift.module_class),
-            _comparable(lift.settings),
-        )
+    if isinstance(value, type) and (made := Lift.of(value)):
+        inner, settings = map(_comparable, (made.module_class, made.settings))
+        return made.transform, inner, settings
     if isinstance(value, tuple | list):
         return [_comparable(x) for x in value]
     if isinstance(value, Mapping):

@@ -27,13 +27,13 @@ class Scan:
     lift: Lift
 
     @classmethod
-    def among(cls, layers: str, module: nn.Module, lifts: Sequence[Lift]) -> "Scan":
+    def around(cls, layers: str, module: nn.Module, lifts: Sequence[Lift]) -> "Scan":
         """The scan around a module.
 
         Args:
           layers: how a user named it.
           module: the module inside.
-          lifts: those around its call.
+          lifts: those in which it is called.
 
         Raises:
           ValueError: there is none.

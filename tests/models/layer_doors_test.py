@@ -193,6 +193,16 @@ def test_layers_train_wherever_they_are_kept(name):
     assert report.ok, report
 
 
+@pytest.mark.parametrize("name, stays", [("fields", False), ("remat", True)])
+def test_the_remat_of_a_linen_layer_stays(name, stays):
+    model = linen_model(name)
+
+    def loss(key):
+        return model.loss(model.init(key), BATCH, key).loss
+
+    assert ("remat" in str(jax.make_jaxpr(loss)(jax.random.key(0)))) == stays
+
+
 def test_a_layer_that_reads_what_tells_it_apart_is_refused():
     def make(rngs):
         return Listed(rngs, reads_index=True)
