@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -193,18 +192,3 @@ def user_line(eqn: Any) -> str:
     for frame in own or frames:
         return f"{frame.file_name}:{frame.start_line}"
     return ""
-
-
-def used_inputs(closed: Any) -> dict[Any, Any]:
-    """{input: the first equation that reads it}, of inputs that the results need."""
-    from jax.interpreters import partial_eval
-
-    jaxpr = closed.jaxpr
-    kept, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    names = dict(zip(kept.invars, itertools.compress(jaxpr.invars, used), strict=True))
-    first: dict[Any, Any] = {}
-    for eqn in kept.eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, core.Literal) and atom in names:
-                first.setdefault(names[atom], eqn)
-    return first

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from meshpar.compat import CALLS, inner_jaxprs, scan_counts
-from meshpar.contracts.repeats import operands_read
+from meshpar.jaxprs.equal_operations import operands_read
 
 _KEEPS_SPLITS = frozenset(
     "add add_any convert_element_type copy copy_p div dynamic_slice "

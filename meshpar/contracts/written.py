@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from meshpar.compat import CALLS, equations, inner_jaxprs, user_line
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.contracts.liveness import without_dead_code
 from meshpar.contracts.purposes import Purpose
-from meshpar.contracts.repeats import Values
 from meshpar.contracts.splits import Code, changes_in_loop, split_axes
+from meshpar.jaxprs.equal_operations import Values
+from meshpar.jaxprs.live_code import without_dead_code
 
 _KINDS = (
     ("psum", "all_reduce"),

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.fsdp.jaxprs import needed, read, without_calls
+from meshpar.jaxprs.inlined import needed, read, without_calls
 
 
 @functools.partial(

@@ -16,7 +16,7 @@ import jax
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.fsdp.jaxprs import needed, read, variables, without_calls
+from meshpar.jaxprs.inlined import needed, read, variables, without_calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

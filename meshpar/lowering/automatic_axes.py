@@ -8,11 +8,11 @@ from meshpar.arrays import num_bytes
 from meshpar.contracts import cost
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.fsdp.terms import LayerPass
+from meshpar.jaxprs.reach import Reach
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.layer_uses import policies
 from meshpar.layouts.remat import NONE
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.reach import Reach
 from meshpar.ops.tensor_split import INTO
 
 _SUBLAYERS = 2

@@ -15,9 +15,9 @@ import numpy as np
 
 from meshpar import compat
 from meshpar.arrays import Array
+from meshpar.jaxprs.layer_values import Leaf, Value, ValueNumbers
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting, RowNumbers
-from meshpar.lowering.value_numbers import Leaf, Value, ValueNumbers
 
 STACKS, ROWS, MODEL = "stacks", "layers at once", "layer by layer"
 """How an update runs: on stacks as it is, vectorized over layers, on each layer."""

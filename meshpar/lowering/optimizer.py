@@ -16,6 +16,8 @@ import optax
 
 from meshpar.arrays import Array, Params, abstract, leaves_by_path, stack_of_row
 from meshpar.errors import MeshparError
+from meshpar.jaxprs.layer_values import Leaf, ValueNumbers
+from meshpar.jaxprs.reach import Reach, read_reach
 from meshpar.lowering.branchless import without_branches
 from meshpar.lowering.layer_rows import LayerRows, RowNumbers
 from meshpar.lowering.layer_update import (
@@ -28,8 +30,6 @@ from meshpar.lowering.layer_update import (
     treats_alike,
 )
 from meshpar.lowering.nesting import NestedState, Nesting
-from meshpar.lowering.reach import Reach, read_reach
-from meshpar.lowering.value_numbers import Leaf, ValueNumbers
 from meshpar.models.model import Model
 
 _ZERO_STEPS = 4

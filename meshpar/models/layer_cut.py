@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.arrays import Array, Params, vary
+from meshpar.jaxprs.passed_through import passed_through
 from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_call import (
@@ -30,7 +31,6 @@ from meshpar.models.layer_call import (
 from meshpar.models.layer_marks import Call, mark, marked_program
 from meshpar.models.layer_parts import Named, Parts
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key, refuse_updates
-from meshpar.models.updates import passed_through
 
 OnCall = Callable[[int, Configuration, tuple, dict[str, Any]], Any]
 """(number of the call, configuration of the layer, args, kwargs) -> its output."""

@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec
 from meshpar.arrays import Array, Params, abstract, num_bytes
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
-from meshpar.fsdp.jaxprs import used_inputs
 from meshpar.fsdp.terms import LayerPass, local_shape
+from meshpar.jaxprs.inlined import used_inputs
+from meshpar.jaxprs.reach import Reach
 from meshpar.layouts.axes import PIPE, TENSOR
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan
@@ -33,7 +34,6 @@ from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.memory import Held
 from meshpar.lowering.optimizer import Optimizer
-from meshpar.lowering.reach import Reach
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Totals

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from meshpar.arrays import is_key
 from meshpar.compat import CALLS, called_jaxpr
-from meshpar.lowering.reach import ELEMENTWISE
+from meshpar.jaxprs.reach import ELEMENTWISE
 
 
 class Leaf(NamedTuple):
