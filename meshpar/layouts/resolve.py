@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, keystr, tree_flatten_with_path, tree_unflatte
 
 from meshpar.arrays import num_bytes, parameter_path, stack_of_row
 from meshpar.errors import LayoutError, nearest
-from meshpar.layouts.axes import AXES, PIPE, in_use, is_held, names_of
+from meshpar.layouts.axes import AXES, FSDP, PIPE, in_use, is_held, names_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import STACKED_DIM, Param, follows_load
 from meshpar.layouts.plan import LeafPlan, Plan, Spec
@@ -27,6 +27,13 @@ class _Resolved:
     reason: str
 
 
+_LARGE = 2**16
+"""Elements from which on a parameter that no axis can split is a problem."""
+
+_SHOWN = 3
+"""Parameters that one problem names."""
+
+
 class _Resolver:
     """Resolves parameters one by one and collects every problem."""
 
@@ -34,13 +41,14 @@ class _Resolver:
         self.layout = layout
         self.rules = layout.param_rules
         self.sizes = layout.sizes
-        # Pipelines leave unnamed parameters whole; the other axes want names.
-        self.needs_names = any(
-            self.sizes[axis] > 1
+        # Pipelines leave unnamed parameters whole, and fsdp splits any dim.
+        self.needs_names = [
+            axis
             for axis in names_of(needs_sharded_params=True)
-            if axis != PIPE
-        )
-        self.problems: list[str] = []
+            if axis not in (PIPE, FSDP) and self.sizes[axis] > 1
+        ]
+        self.problems: dict[str, list[str]] = {}  # What is wrong, and with what.
+        self.allowable: list[str] = []
         self.names_seen: set[str] = set()
         self.paths_used: set[str] = set()
         self.allowances_used: set[str] = {"idle_devices", "slow_links"}
@@ -50,12 +58,17 @@ class _Resolver:
         names = self._names(path, param)
         if param.is_state and param.shape and not any(names):
             return _Resolved(names, _whole(param.shape), "state without dim names")
+        own, unnamed = None, ""
         if names is None:
-            reason = "allowed: unnamed" if self.needs_names else "no axis shards it"
-            return _Resolved(None, _whole(param.shape), reason)
+            own, unnamed = self._unnamed(path, param)
+            if own is None and not param.is_stacked:
+                return _Resolved(None, _whole(param.shape), unnamed)
+            names = _no_names(param)
         spec, reasons = [], []
         for dim, (name, size) in enumerate(zip(names, param.shape, strict=True)):
             axes, why = self._axes(path, name), ""
+            if dim == own:
+                axes, why = (FSDP,), f" ({unnamed})"
             small = param.size < self.layout.min_shard_size
             if elsewhere := [a for a in axes if _holds_another(a, name, names)]:
                 axes = tuple(axis for axis in axes if axis not in elsewhere)
@@ -86,23 +99,54 @@ class _Resolver:
                     names = (STACKED_DIM, *names)
                 if len(names) == len(param.shape):
                     return names
-                self.problems.append(
-                    f"{path} {param.shape}: path rule {regex!r} gives "
-                    f"{len(names)} names {names} for {len(param.shape)} dims"
+                self._add(
+                    f"path rule {regex!r} gives {len(names)} names {names} for "
+                    f"{len(param.shape)} dims",
+                    f"{path} {param.shape}",
                 )
                 return (None,) * len(param.shape)
-        unnamed = (None,) * len(param.shape)
-        if param.is_stacked:
-            unnamed = (STACKED_DIM, *unnamed[1:])
         if not param.shape or param.is_state:
-            return unnamed
-        if self.needs_names and not self._allowed(path):
-            self.problems.append(
-                f"{path} {param.shape}: its dims have no names; annotate it in the "
-                f"model, name it with paths.REGEX=DIM/DIM, or allow it with "
-                f"allow={re.escape(path)}"
+            return _no_names(param)
+        return None
+
+    def _unnamed(self, path: str, param: Param) -> tuple[int | None, str]:
+        """(dim that `fsdp` splits, reason) of a parameter whose dims have no names."""
+        is_split, ways = self.sizes[FSDP] > 1, self.sizes[FSDP]
+        if not is_split and not self.needs_names:
+            return None, "no axis shards it"
+        if self._allowed(path):
+            return None, "allowed: unnamed"
+        if self.needs_names:
+            self._add(
+                f"its dims have no names, which {' and '.join(self.needs_names)} "
+                "needs; annotate it in the model, name it with paths.REGEX=DIM/DIM, or "
+                "keep it whole with allow=REGEX",
+                f"{path} {param.shape}",
+                path,
             )
-        return unnamed if param.is_stacked else None
+            return None, "unnamed"
+        if param.size < self.layout.min_shard_size:
+            return None, f"{param.size} < min_shard_size={self.layout.min_shard_size}"
+        sizes = dict(enumerate(param.shape))
+        if param.is_stacked:
+            del sizes[0]
+        fitting = [dim for dim, size in sizes.items() if size and size % ways == 0]
+        if fitting:
+            dim = max(fitting, key=lambda dim: (sizes[dim], -dim))
+            return dim, "unnamed: its largest dim that divides"
+        if param.size >= _LARGE:
+            self._add(
+                f"its dims have no names, and none divides over {FSDP}={ways}; change "
+                "a size, or keep it whole with allow=REGEX",
+                f"{path} {param.shape}",
+                path,
+            )
+        return None, f"unnamed, and no dim divides over {FSDP}={ways}"
+
+    def _add(self, cause: str, subject: str, allowable: str = "") -> None:
+        """Notes a problem of a parameter, and the path to allow if that helps."""
+        self.problems.setdefault(cause, []).append(subject)
+        self.allowable += [allowable] if allowable else []
 
     def _axes(self, path: str, name: Any) -> tuple[str, ...]:
         """Mesh axes that the rules give to one dim name (or tuple of names)."""
@@ -112,9 +156,10 @@ class _Resolver:
             return tuple(axis for part in name for axis in self._axes(path, part))
         self.names_seen.add(name)
         if name not in self.rules:
-            self.problems.append(
-                f"{path}: no rule for dim {name!r} ({nearest(name, self.rules)}); add "
-                f"params.{name}=AXIS or params.{name}=none to the layout"
+            self._add(
+                f"no rule for dim {name!r} ({nearest(name, self.rules)}); add "
+                f"params.{name}=AXIS or params.{name}=none to the layout",
+                path,
             )
             return ()
         return in_use(self.rules[name], self.sizes)
@@ -126,10 +171,11 @@ class _Resolver:
 
     def _refuse_second_dim(self, path: str, names: tuple, name: Any, axis: str) -> None:
         if not self._allowed(path):
-            self.problems.append(
-                f"{path} {dict(enumerate(names))}: two dims on axis {axis!r}; map one "
-                f"to none (params.{name}=none), or keep the first with "
-                f"allow={re.escape(path)}"
+            self._add(
+                f"two dims on axis {axis!r}; map one to none (params.{name}=none), or "
+                "keep the first with allow=REGEX",
+                f"{path} {dict(enumerate(names))}",
+                path,
             )
 
     def _refuse_remainder(
@@ -137,40 +183,78 @@ class _Resolver:
     ) -> None:
         if not self._allowed(path):
             ways = math.prod(self.sizes[axis] for axis in axes)
-            self.problems.append(
-                f"{path} {param.shape}: dim {dim} ({name}={param.shape[dim]}) does not "
-                f"divide over {'*'.join(axes)}={ways}; change the size or the axis, "
-                f"map it to none (params.{name}=none), or allow it with "
-                f"allow={re.escape(path)}"
+            self._add(
+                f"dim {dim} ({name}={param.shape[dim]}) does not divide over "
+                f"{'*'.join(axes)}={ways}; change the size or the axis, map it to none "
+                f"(params.{name}=none), or allow it with allow=REGEX",
+                f"{path} {param.shape}",
+                path,
             )
 
     def finish(self, specs: list[Spec]) -> None:
-        """Adds the problems that only the whole model shows, and raises if any."""
+        """Adds the problems that only the whole model shows."""
         layout = self.layout
         for name, _ in layout.params:
             if name not in self.names_seen:
                 known = nearest(name, self.names_seen)
-                self.problems.append(f"rule params.{name} matches no dim ({known})")
+                self._add(f"rule params.{name} matches no dim ({known})", "")
         for regex, _ in layout.paths:
             if regex not in self.paths_used:
-                self.problems.append(
-                    f"path rule {regex!r} matches no unnamed parameter"
-                )
+                self._add(f"path rule {regex!r} matches no unnamed parameter", "")
         for regex in layout.allow:
             if regex not in self.allowances_used:
-                self.problems.append(f"allowance {regex!r} allows nothing; remove it")
+                self._add(f"allowance {regex!r} allows nothing; remove it", "")
         used = {axis for spec in specs for axes in spec for axis in axes}
         for axis in names_of(needs_sharded_params=True):
             if self.sizes[axis] > 1 and axis not in used:
-                self.problems.append(
+                self._add(
                     f"axis {axis}={self.sizes[axis]} shards no parameter; map a dim to "
-                    f"it (params.DIM={axis}), lower min_shard_size, or use data instead"
+                    f"it (params.DIM={axis}), lower min_shard_size, or use data "
+                    "instead",
+                    "",
                 )
-        if self.problems:
-            raise LayoutError(
-                f'layout "{layout}" does not fit the model:\n  '
-                + "\n  ".join(self.problems)
-            )
+
+    def lines(self) -> list[str]:
+        """One line for each problem, with the parameters that have it."""
+        lines = []
+        for cause, subjects in self.problems.items():
+            shown = ", ".join(subjects[:_SHOWN])
+            if more := len(subjects) - _SHOWN:
+                shown += f" and {more} more" if more > 0 else ""
+            lines.append(f"{shown}: {cause}" if shown else cause)
+        return lines
+
+
+def _resolved(
+    layout: Layout, params: Mapping[str, Param]
+) -> tuple[_Resolver, dict[str, _Resolved]]:
+    """The resolver of a layout, with its problems, and the shardings."""
+    resolver = _Resolver(layout)
+    resolved = {path: resolver.resolve(path, param) for path, param in params.items()}
+    resolver.finish([leaf.spec for leaf in resolved.values()])
+    return resolver, resolved
+
+
+def _check(resolver: _Resolver, params: Mapping[str, Param]) -> None:
+    """Raises LayoutError if there are problems, with a layout that has none."""
+    if not resolver.problems:
+        return
+    layout = resolver.layout
+    message = f'layout "{layout}" does not fit the model:\n  '
+    message += "\n  ".join(resolver.lines())
+    if resolver.allowable:
+        names = sorted({re.escape(p.rsplit("/", 1)[-1]) for p in resolver.allowable})
+        whole = f"({'|'.join(names)})$" if len(names) > 1 else f"{names[0]}$"
+        allowed = dataclasses.replace(layout, allow=(*layout.allow, whole))
+        if not _resolved(allowed, params)[0].problems:
+            message += f'\nThis layout fits, and keeps them whole: "{allowed}"'
+    raise LayoutError(message)
+
+
+def _no_names(param: Param) -> tuple:
+    """Names of no dims, but for that of the layers of a stack."""
+    unnamed = (None,) * len(param.shape)
+    return (STACKED_DIM, *unnamed[1:]) if param.is_stacked else unnamed
 
 
 def _whole(shape: tuple[int, ...]) -> Spec:
@@ -300,9 +384,8 @@ def make_plan(
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5 (the state that each
       level shards).
     """
-    resolver = _Resolver(layout)
-    resolved = {path: resolver.resolve(path, param) for path, param in params.items()}
-    resolver.finish([leaf.spec for leaf in resolved.values()])
+    resolver, resolved = _resolved(layout, params)
+    _check(resolver, params)
     plans = _LeafPlans(layout, params, resolved)
     leaves, treedef = tree_flatten_with_path(optimizer_state)
     optimizer = tuple(plans.optimizer_leaf(keys, leaf) for keys, leaf in leaves)

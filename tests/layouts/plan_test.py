@@ -140,7 +140,12 @@ def unnamed(shape=(8, 16)):
             None,
             ["mlp/up", "dim 1 (embed=8) does not divide over fsdp=3", "allow="],
         ),
-        ("fsdp=2", unnamed(), ["free/w (8, 16): its dims have no names", "paths."]),
+        ("tensor=2", unnamed(), ["free/w (8, 16): its dims have no names", "paths."]),
+        (
+            "fsdp=5,allow=.*[^w]$",
+            {"w": Param((512, 129), jnp.float32, None)} | PARAMS,
+            ["w (512, 129): its dims have no names, and none divides over fsdp=5"],
+        ),
         (
             "fsdp=2,params.vocabb=fsdp",
             None,
@@ -173,7 +178,42 @@ def test_layouts_that_do_not_fit_are_errors(text, params, words):
 def test_all_problems_are_reported_at_once():
     with pytest.raises(LayoutError) as error:
         resolve("fsdp=3,params.nothing=fsdp", unnamed())
-    assert len(str(error.value).splitlines()) > 5
+    problems = str(error.value).splitlines()[1:]
+    assert len(problems) == 4
+    for words in ("mlp/up", "does not divide", "params.nothing", "shards no parameter"):
+        assert any(words in problem for problem in problems), words
+
+
+def test_one_line_says_all_of_one_problem():
+    many = {f"layer_{i}/w": Param((8, 16), jnp.float32, None) for i in range(20)}
+    with pytest.raises(LayoutError) as error:
+        resolve("tensor=2", many | PARAMS)
+    (line,) = (x for x in str(error.value).splitlines() if "no names" in x)
+    assert line.startswith("  layer_0/w (8, 16), layer_1/w (8, 16), layer_2/w (8, 16) ")
+    assert "and 17 more: its dims" in line
+    *_, last = str(error.value).splitlines()
+    assert resolve(last.split('"')[1], many | PARAMS).parameters["layer_7/w"]
+
+
+def test_fsdp_needs_no_names():
+    free = {
+        "w": Param((6, 16, 8), jnp.float32, None),
+        "stack/w": Param((32, 3, 8), jnp.float32, None, is_stacked=True),
+        "scale": Param((3,), jnp.float32, None),
+        "named": Param((8, 16), jnp.float32, (None, "mlp")),
+    }
+    plan = resolve("fsdp=4,zero=2", free)
+    assert plan.parameters["w"].spec == ((), ("fsdp",), ())
+    assert plan.parameters["stack/w"].spec == ((), (), ("fsdp",))
+    assert plan.parameters["scale"].spec == ((),)
+    assert "no dim divides over fsdp=4" in plan.parameters["scale"].reason
+    assert plan.parameters["named"].spec == ((), ())
+    assert plan.weights["w"].spec == ((), (), ())
+    assert "its largest dim" in plan.parameters["w"].reason
+    staged = resolve("pipe=2,fsdp=4", free)
+    assert staged.parameters["stack/w"].spec == (("pipe",), (), ("fsdp",))
+    kept = resolve("fsdp=4,allow=stack", free)
+    assert kept.parameters["stack/w"].spec == ((), (), ())
 
 
 def test_allowances_and_path_rules():
