@@ -4,6 +4,7 @@ Training and evaluation are compared, and the compiled program is held to its co
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -256,7 +257,10 @@ def _groups(
 
 
 def record(
-    program: TrainProgram, batches: Iterable[Any], seed: int = 0
+    program: TrainProgram,
+    batches: Iterable[Any],
+    seed: int = 0,
+    start: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Group]]:
     """Trains and yields the tensors of the start and of every step, on the host.
 
@@ -264,10 +268,16 @@ def record(
       program: the program.
       batches: host batches, one per step.
       seed: seed of the run.
+      start: {path in the module: array} that the first step begins with, in place of
+        the first weights, as programs round them differently.
     """
     state, rows = program.init(seed), program.model_rows
-    start = jax.device_get(program.in_model_order(state).params)
-    yield [Group("weight", rows.unstacked(start))]
+    own = jax.device_get(program.in_model_order(state).params)
+    yield [Group("weight", rows.unstacked(own))]
+    if start is not None:
+        kinds = rows.unstacked(program.model.params, lambda param, _: param)
+        given = {path: x for path, x in start.items() if not kinds[path].is_state}
+        state = program.init(seed, params=given)
     for batch in batches:
         evaluation = jax.device_get(program.evaluate(state, batch))
         gradients = jax.device_get(program.gradients(state, batch)[1])
@@ -351,7 +361,10 @@ def verify(
     else:
         expected = iter(reference)
     comparisons: list[Comparison] = []
-    steps = zip(record(program, batches, seed), expected, strict=True)
+    first = next(expected)
+    start = {path: x for group in first for path, x in group.tensors.items()}
+    own = record(program, batches, seed, start)
+    steps = zip(own, itertools.chain([first], expected), strict=True)
     for step, (tested, wanted) in enumerate(steps):
         found: dict[str, dict[str, Any]] = {}
         for group in tested:

@@ -113,6 +113,10 @@ class LayerGroups:
         """The variables outside the layers."""
         return {p: x for p, x in variables.items() if self.split(p) is None}
 
+    def first(self, column: int) -> str:
+        """Path of the first layer of a column."""
+        return self._path(column)
+
     def _path(self, number: int) -> str:
         return self.path.replace("*", self.names[number])
 

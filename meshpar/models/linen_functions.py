@@ -148,12 +148,16 @@ class LinenFunctions:
             collection, rest = _PARAMS, path
             if known[path].is_state:
                 collection, rest = path.split("/", 1)
-            keys = self._keys.get(rest) or tuple(rest.split("/"))
+            keys = self.keys_of(rest)
             flat.setdefault(collection, {})[keys] = x
         return {
             collection: traverse_util.unflatten_dict(leaves)
             for collection, leaves in flat.items()
         }
+
+    def keys_of(self, path: str) -> tuple[str, ...]:
+        """Keys of a variable within its collection."""
+        return self._keys.get(path) or tuple(path.split("/"))
 
     def random_keys(self, key: Key) -> dict[str, Array]:
         """{random stream: key}; none without a key."""

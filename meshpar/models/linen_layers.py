@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from flax import traverse_util
 from flax.core import lift
 
 from meshpar.arrays import Params
@@ -116,9 +117,11 @@ class LinenLayers:
     ) -> Any:
         """Runs the layer of one column with the parameters of one row."""
         of_layer = self.stack.column(params, column)
-        known = {path: Param(x.shape, x.dtype, None) for path, x in of_layer.items()}
+        first, depth = self.stack.first(column), self.layers.count("/") + 1
+        keys = {path: self.functions.keys_of(f"{first}/{path}") for path in of_layer}
+        flat = {keys[path][depth:]: x for path, x in of_layer.items()}
+        variables = {"params": traverse_util.unflatten_dict(flat)}
         apply = nn.apply(lambda module: module(*args, **kwargs), own.value)
-        variables = self.functions.collections(of_layer, known)
         return apply(variables, rngs=self.functions.random_keys(key))
 
 

@@ -120,6 +120,10 @@ class ScannedLayers:
         """First part of the paths of stacked variables."""
         return f"{self.path}/"
 
+    def first(self, _: int) -> str:
+        """Path of the module, at which the first layer is, too."""
+        return self.path
+
     def split(self, path: str) -> tuple[int, str] | None:
         """(number, path within the layer) of a layer's variable; None for others."""
         own = self.column({path: None}, 0)

@@ -10,7 +10,10 @@ from meshpar.layouts import scope as scopes
 from meshpar.layouts.layout import Layout
 from meshpar.models.flax_rules import FlaxRules
 from meshpar.models.foreign_shardings import explained_errors
+from meshpar.models.loops import install
 from meshpar.models.unbound_names import explained_names
+
+install()
 
 
 @contextlib.contextmanager
