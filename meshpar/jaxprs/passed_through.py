@@ -6,6 +6,9 @@ from jax.extend import core
 
 from meshpar import compat
 
+_SAME_VALUE = ("pcast", "pvary")
+"""Primitives that change the type of a value alone."""
+
 
 def passed_through(jaxpr: Any) -> dict[Any, Any]:
     """{variable: the input of the jaxpr that it is}, for those that are one."""
@@ -31,6 +34,8 @@ def _kept(eqn: Any) -> list[tuple[Any, Any]]:
         body = params["body_jaxpr"].jaxpr
         operands = eqn.invars[params["cond_nconsts"] :]
         first, carried = params["body_nconsts"], len(eqn.outvars)
+    elif name in _SAME_VALUE:
+        return list(zip(eqn.outvars, eqn.invars, strict=True))
     else:
         return []
     passed, inputs = passed_through(body), list(body.invars)
