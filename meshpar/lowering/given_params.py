@@ -35,6 +35,49 @@ def flat_params(tree: Any) -> dict[str, Any]:
     return dict(zip(paths, values, strict=True))
 
 
+def updated(tree: Any, weights: Mapping[str, Any]) -> Any:
+    """A user's model with other weights.
+
+    Args:
+      tree: an NNX module, which is changed in place, or nested dicts of arrays.
+      weights: {path: array}, as in `flat_params`; others stay as they are.
+
+    Raises:
+      MeshparError: the tree lacks one of them, or it has another shape.
+    """
+    known = flat_params(tree)
+    for path, x in weights.items():
+        if path not in known:
+            raise MeshparError(
+                f"the module has no variable {path} ({nearest(path, known)}); give the "
+                "one that the model was made of"
+            )
+        if (shape := jnp.shape(known[path])) != jnp.shape(x):
+            raise MeshparError(
+                f"{path} is {list(shape)} in the module and {list(jnp.shape(x))} in "
+                "the model"
+            )
+    new = {path: jnp.asarray(x, known[path].dtype) for path, x in weights.items()}
+    if isinstance(tree, nnx.Module):
+        leaves = [
+            (keys, leaf.replace(new[path]) if _is_variable(leaf) else new[path])
+            for keys, leaf in nnx.to_flat_state(nnx.state(tree))
+            if (path := "/".join(map(str, keys))) in new
+        ]
+        nnx.update(tree, nnx.from_flat_state(leaves))
+        return tree
+    is_nested = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+
+    def value(keys: tuple, leaf: Any) -> Any:
+        names = [str(getattr(key, "key", key)) for key in keys]
+        path = "/".join(names[1:] if is_nested and names[0] == "params" else names)
+        return new.get(path, leaf)
+
+    return nn.meta.replace_boxed(
+        tree, jax.tree_util.tree_map_with_path(value, nn.meta.unbox(tree))
+    )
+
+
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 

@@ -16,11 +16,12 @@ from meshpar.contracts.host_transfers import host_violations
 from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.ema import ema_weights
-from meshpar.lowering.given_params import place_params, stacked_params
+from meshpar.lowering.given_params import place_params, stacked_params, updated
 from meshpar.lowering.inspection import Inspection, bytes_per_device, inspect_step
 from meshpar.lowering.portable import PortableState, StoredOrder
 from meshpar.lowering.program import Program
 from meshpar.lowering.state import Metrics, TrainState
+from meshpar.models.model import STEP
 from meshpar.models.model_scope import model_scope
 
 
@@ -44,13 +45,15 @@ class TrainProgram(Program):
         Args:
           seed: seed of the run, and of the parameters unless they are given.
           params: parameters to start from: nested or flat, with the module's own paths
-            or with those of the model. Every parameter; variables that are none, such
-            as running statistics, may be left out. Each array goes straight to its
-            shards.
+            or with those of the model; by default those of the module that the model
+            was made of, if it was given as an instance. Every parameter; variables that
+            are none, such as running statistics, may be left out. Each array goes
+            straight to its shards.
 
         Raises:
           MeshparError: a given parameter is missing, unknown or of another shape.
         """
+        params = self.model.given if params is None else params
         given = {} if params is None else self._placed_params(params)
         return self.init_function(np.uint32(seed), given)
 
@@ -63,6 +66,8 @@ class TrainProgram(Program):
         """Fresh parameters with the given ones in their places, as stored."""
         order = self.layer_order
         given = order.as_stored(given) if order else given
+        if given.keys() >= self.model.params.keys():
+            return given
         return self.model.init(jax.random.key(seed)) | given
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -99,6 +104,23 @@ class TrainProgram(Program):
         params, order = self.evaluated_params(state), self.layer_order
         params = order.in_model_order(params) if order else params
         return self.model_rows.unstacked(params)
+
+    def update(self, module: Any, state: TrainState) -> Any:
+        """Puts the weights that `evaluate` uses into the user's own model.
+
+        Args:
+          module: an NNX module, which is changed in place, or the variables of a Linen
+            module, nested, with or without the collection "params".
+          state: of this program.
+
+        Returns:
+          The module, or new variables of the same structure.
+
+        Raises:
+          MeshparError: it has other variables than the model.
+        """
+        weights = jax.device_get(self.weights(state))
+        return updated(module, {p: x for p, x in weights.items() if p != STEP})
 
     def evaluated_params(self, state: TrainState) -> Params:
         """The weights that `evaluate` uses, as `evaluate_params` takes them."""

@@ -56,6 +56,8 @@ class Model:
       stack_variables: {path of the module: array} -> {path: array}, the layers stacked.
       plain: the module as its user wrote it, with which programs are compared; None
         where they are compared with one device alone.
+      given: {path in the module: array} that training starts from, of a module that was
+        given as an instance; None starts from `init`.
       cached: the model with a cache, for generation; None if it gives none.
       asks_for_key: whether the evaluation loss has an argument `key`, which is None.
     """
@@ -70,6 +72,7 @@ class Model:
     rows: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
     stack_variables: Callable[[Params], Params] = lambda params: params
     plain: PlainModel | None = None
+    given: Mapping[str, Any] | None = None
     cached: CachedModel | None = None
     asks_for_key: bool = False
 

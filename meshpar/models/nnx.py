@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
 from meshpar.models.layer_cut import LayerCut, OnCall
@@ -25,6 +26,7 @@ from meshpar.models.nnx_functions import (
     MakeModel,
     NnxFunctions,
     abstract_modules,
+    from_instance,
     init_variables,
     path_of,
 )
@@ -35,7 +37,7 @@ LossFn = Callable[[nnx.Module, Any], Any]
 
 
 def from_nnx(
-    make_model: MakeModel,
+    make_model: MakeModel | nnx.Module,
     loss_fn: LossFn | LayerStack,
     evaluation_loss_fn: LossFn | None = None,
     *,
@@ -48,7 +50,8 @@ def from_nnx(
     Dim names are those of the `out_sharding` metadata of its Params.
 
     Args:
-      make_model: builds the module from `nnx.Rngs`; traced, never run eagerly.
+      make_model: builds the module from `nnx.Rngs`; traced, never run eagerly. Or a
+        module, with whose variables training starts (`from_pretrained`).
       loss_fn: (module, batch) -> loss or (loss, aux); it gets a random key and the
         number of steps done if it has arguments called `key` (None in evaluation mode)
         and `step`. Or a `LayerStack` for a model of
@@ -78,6 +81,17 @@ def from_nnx(
         names than dims; a filter selects a variable that is no parameter; or the module
         has no layers that can be run one by one.
     """
+    if isinstance(make_model, nnx.Module):
+        make_model, given = from_instance(make_model)
+        options = {"layers": layers, "trained": trained, "axis_name": axis_name}
+        model = from_nnx(make_model, loss_fn, evaluation_loss_fn, **options)
+        return _starting_from(model, given)
+    if not callable(make_model) or isinstance(make_model, nnx.Optimizer):
+        raise MeshparError(
+            f"from_nnx got a {type(make_model).__name__}: give a function of nnx.Rngs "
+            "that builds a module, or a module; of an nnx.Optimizer give its model "
+            "here and its transformation (optimizer.tx) to lower"
+        )
     described = loss_fn if isinstance(loss_fn, LayerStack) else None
     if described and layers:
         raise ValueError("give a LayerStack or layers=, not both")
@@ -118,6 +132,17 @@ def from_nnx(
         model = own.model(params, own.layered(params))
     model = with_axis(dataclasses.replace(model, plain=plain), axis_name)
     return with_arguments(model, [loss_fn], evaluation_loss_fn)
+
+
+def _starting_from(model: Model, given: Params) -> Model:
+    """A model that starts from the variables of a module."""
+
+    def init(key: Array) -> Params:
+        fresh = model.init(key)  # With what the loss asks for, such as the step.
+        return {**fresh, **model.stack_variables(given)}
+
+    plain = dataclasses.replace(model.plain, init=lambda _: dict(given))
+    return dataclasses.replace(model, init=init, plain=plain, given=given)
 
 
 def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, is_key
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key, refuse_updates
 from meshpar.models.updates import changed, check_updates
@@ -76,6 +76,37 @@ def init_variables(make_model: MakeModel, key: Array) -> Params:
         for keys, leaf in leaves
         if not isinstance(leaf, nnx.RngState)
     }
+
+
+def from_instance(module: nnx.Module) -> tuple[MakeModel, Params]:
+    """(what builds modules like a given one, {path: array} of its variables).
+
+    The modules that it builds have zeros in the place of all variables.
+    """
+    graph, state = nnx.split(module)
+    leaves = list(nnx.to_flat_state(state))
+
+    def zeros(leaf: Any) -> Any:
+        value = _value(leaf)
+        if is_key(value):
+            key = jax.random.key(0)
+            return _filled(
+                leaf, jax.random.split(key, value.shape) if value.shape else key
+            )
+        return _filled(leaf, jnp.zeros(value.shape, value.dtype))
+
+    def make_model(rngs: nnx.Rngs) -> nnx.Module:
+        del rngs
+        return nnx.merge(
+            graph, nnx.from_flat_state([(keys, zeros(leaf)) for keys, leaf in leaves])
+        )
+
+    variables = {
+        path_of(keys): _value(leaf)
+        for keys, leaf in leaves
+        if not isinstance(leaf, nnx.RngState)
+    }
+    return make_model, variables
 
 
 def path_of(keys: Iterable[Any]) -> str:
