@@ -42,6 +42,7 @@ class Stack(Protocol):
     prefix: str
     num_rows: int
     period: int
+    is_given: bool
 
     def unstacked(self, params: Params) -> Params:
         """{path in the module: array} of stacks."""
@@ -73,14 +74,11 @@ class LayerCut:
     run: Callable[[Params, Any, Key, OnCall], tuple[Any, Params]]
     call: Callable[[Configuration, int, Params, Key, tuple, dict[str, Any]], Any]
 
-    def name(self, number: int) -> str:
-        """A layer, for errors."""
-        return f"layer {number} of {self.layers!r}"
-
-    @property
-    def num_layers(self) -> int:
-        """Number of the model's own layers."""
-        return self.stack.num_rows * self.stack.period
+    @functools.cached_property
+    def named(self) -> Named:
+        """The layers, for errors."""
+        period = self.stack.period
+        return Named(self.layers, self.stack.num_rows * period, period)
 
     @functools.cached_property
     def _trace(self) -> Any:
@@ -142,20 +140,18 @@ class LayerCut:
         num_results = len(jax.tree.leaves(result))
         after = zip(sorted(updates), closed.jaxpr.outvars[num_results:], strict=True)
         refuse_updates({p: v for p, v in after if passed.get(v) is not inputs[p]})
-        named = Named(self.layers, self.num_layers, self.stack.period)
         return Parts.of(
-            named,
+            self.named,
             marked_program(closed),
             [self._split(path) for path in paths],
             len(shared),
             jax.tree.structure(result),
         )
 
-    def _split(self, path: str) -> tuple[int, str]:
-        """(number of the layer, path within it) of a layer's parameter."""
-        found = self.stack.split(path)
-        assert found is not None, path
-        return found
+    def _split(self, path: str) -> tuple[int | None, str]:
+        """(number of the layer, path within it); of a whole stack None as number."""
+        number, rest = self.stack.split(path)
+        return (None if self.stack.is_given else number), rest
 
     def embed(self, shared: Params, batch: Any, key: Key) -> LayerCall:
         """The activations that the first layer is called with."""
@@ -180,7 +176,7 @@ class LayerCut:
             )
             leaves = jax.tree.leaves(output)
             own = self.stack.column(params, number)
-            name = self.name(number)
+            name = self.named.name(number)
             read.append(column.reads.followed(name, own, leaves, x.read[number]))
             arrays = tuple(leaves[i] for i in column.returned)
         return dataclasses.replace(x, x=arrays, read=tuple(read))
@@ -251,7 +247,7 @@ class _Marks:
           ValueError: no layer of a stack is called so, or it computes otherwise than
             the first of its column.
         """
-        name, period = self._cut.name(number), self._cut.stack.period
+        name, period = self._cut.named.name(number), self._cut.stack.period
         check_arguments(name, args, kwargs)
         column = number % period
         if column not in self._columns:

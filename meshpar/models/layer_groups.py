@@ -26,11 +26,13 @@ class LayerGroups:
       path: path of a layer, with * for its name, such as "decoder/block_*".
       names: of the layers, in order; their numbers, where a list holds them.
       period: number of columns of the stack.
+      is_given: whether the module itself stacks its parameters.
     """
 
     path: str
     names: tuple[str, ...]
     period: int = 1
+    is_given: bool = False
 
     @classmethod
     def of(

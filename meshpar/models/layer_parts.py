@@ -80,7 +80,7 @@ class Parts:
         cls,
         named: Named,
         marked: MarkedProgram,
-        paths: Sequence[tuple[int, str]],
+        paths: Sequence[tuple[int | None, str]],
         num_shared: int,
         result: Any,
     ) -> "Parts":
@@ -90,7 +90,8 @@ class Parts:
           named: the layers.
           marked: the program; its inputs are the layers' parameters, the shared ones,
             the batch and the key.
-          paths: (number of the layer, path within it) of the layers' parameters.
+          paths: (number of the layer, path within it) of the layers' parameters; None
+            as number of what holds those of all layers.
           num_shared: number of shared parameters.
           result: structure of the loss function's result.
 

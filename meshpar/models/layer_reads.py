@@ -168,7 +168,8 @@ class Layers:
     Attributes:
       marked: the program.
       names: of each layer, for errors.
-      parameters: {slot: (number of the layer, path within it)}.
+      parameters: {slot: (number of the layer, path within it)}; None as number of what
+        holds those of all layers.
       last: what the head gets in any case, the output of the last layer.
       period: number of columns.
       limit: most bytes that may be read of a layer's parameters alone.
@@ -176,7 +177,7 @@ class Layers:
 
     marked: MarkedProgram
     names: Sequence[str]
-    parameters: Mapping[Slot, tuple[int, str]]
+    parameters: Mapping[Slot, tuple[int | None, str]]
     last: frozenset[Slot]
     period: int
     limit: int
@@ -194,6 +195,7 @@ class Layers:
         """
         program = self.marked.program
         outputs = [*outputs, *self._rows_of_stacks(outputs)]
+        self._check_whole_stacks(outputs)
         sources = self._sources()
         owners = self._owners(sources)
         read: dict[Slot, Any] = {
@@ -218,9 +220,28 @@ class Layers:
             live.update(slots_of(step.operands))
         return [row for slot in stacked if slot in live for row in stacked[slot]]
 
+    def _check_whole_stacks(self, outputs: Sequence[Atom]) -> None:
+        """Raises MeshparError if the loss reads what holds all layers' parameters."""
+        whole = {
+            s: path for s, (number, path) in self.parameters.items() if number is None
+        }
+        for step in needed(self.marked.program.steps, outputs):
+            for slot in slots_of(step.operands):
+                if slot in whole:
+                    raise MeshparError(
+                        f"the loss reads the parameter {whole[slot]} of all layers "
+                        f"that nn.scan stacks ({compat.user_line(step.eqn)}), and "
+                        "meshpar runs it without the layers; call the layers one by "
+                        "one, let the optimizer do it (optax.add_decayed_weights), or "
+                        "leave layers out (layers='')"
+                    )
+
     def _sources(self) -> dict[Slot, tuple[int, Any]]:
         """{slot: (layer, path of a parameter or number of a result)}."""
-        sources: dict[Slot, tuple[int, Any]] = dict(self.parameters)
+        own = self.parameters.items()
+        sources: dict[Slot, tuple[int, Any]] = {
+            s: x for s, x in own if x[0] is not None
+        }
         for number, call in enumerate(self.marked.calls):
             for leaf, slot in enumerate(call.results):
                 if slot not in self.last:
@@ -351,6 +372,6 @@ def check_inputs(
             number, path = parameters[first]
             raise MeshparError(
                 f"what {names[0]} is called with depends on the parameter {path} of "
-                f"{names[number]}; give the model a parameter of its own outside the "
-                "layers, or leave layers out (layers='')"
+                f"{names[number or 0]}; give the model a parameter of its own outside "
+                "the layers, or leave layers out (layers='')"
             )

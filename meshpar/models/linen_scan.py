@@ -79,11 +79,14 @@ class ScannedLayers:
     Attributes:
       path: path of the module.
       depth: number of layers.
+      period: number of columns of the stack.
+      is_given: whether the module itself stacks its parameters.
     """
 
     path: str
     depth: int
     period: int = 1
+    is_given: bool = True
 
     @classmethod
     def of(

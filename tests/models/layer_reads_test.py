@@ -192,6 +192,12 @@ def test_a_loss_of_a_linen_module_reads_what_it_wants(scan, loss):
     assert report.ok, report
 
 
+def test_weights_that_a_module_stacks_are_refused():
+    model = meshpar.from_linen(LinenNet(True), weights_of_blocks, X[:1], layers="block")
+    with pytest.raises(MeshparError, match="Dense_0/bias of all layers that nn.scan"):
+        lower(model)
+
+
 def test_evaluation_reads_what_it_wants():
     model = meshpar.from_nnx(Net, last, early_exit, layers="layers")
     report = verify(lower(model), None, BATCHES)
