@@ -32,7 +32,7 @@ from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.replicas import replica_average, with_replicas
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.state import Metrics, TrainState, check_alive
 from meshpar.lowering.totals import Totals
 from meshpar.lowering.train_program import TrainProgram
 
@@ -102,6 +102,7 @@ class LocalProgram(TrainProgram):
           StalenessError: a fragment would arrive later than the bound allows.
         """
         clock, batch = self._clock, self._placed(batch)
+        check_alive(state)
         clock.read(state)
         actions = self.schedule.actions(clock.step + 1)
         actions = clock.check(actions, self.mode.staleness)
@@ -178,6 +179,7 @@ class LocalProgram(TrainProgram):
 
     def evaluate(self, state: LocalState, batch: Any) -> Metrics:
         """Loss and aux of the average in evaluation mode, and `drift`."""
+        check_alive(state)
         with jax.set_mesh(self.mesh):
             return self._evaluate(state, self._placed(batch))
 

@@ -23,7 +23,7 @@ from meshpar.lowering.inspection import read_collectives
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.placed import PlacedArrays
 from meshpar.lowering.portable import StoredOrder
-from meshpar.lowering.state import Metrics
+from meshpar.lowering.state import Metrics, check_alive
 from meshpar.mesh.platform import platform_of
 from meshpar.metrics import KINDS, MetricSums
 from meshpar.models.model import Model
@@ -99,6 +99,7 @@ class Program:
           params: {path: array}, sharded as `abstract_params` says.
           batch: device arrays from `place_batch`, or this process's rows of it.
         """
+        check_alive(params)
         return self._evaluate_params(params, self._placed(batch))
 
     def predictor(self, fn: Callable[[Any, Any], Any]) -> Callable[[Params, Any], Any]:

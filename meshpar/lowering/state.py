@@ -70,6 +70,23 @@ class TrainState(NamedTuple):
         )
 
 
+def check_alive(state: Any) -> None:
+    """Checks that no step has taken the memory of a state.
+
+    Compiled programs read freed memory without a check of their own (jax 0.10).
+
+    Raises:
+      MeshparError: a step has.
+    """
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    if any(x.is_deleted() for x in arrays):
+        raise MeshparError(
+            "this state was given to a step before, which took its memory for the next "
+            "one: go on with the state that the step returned, or keep a copy "
+            "(jax.tree.map(jnp.copy, state)) before you call it"
+        )
+
+
 def cast_params(params: Params, plan: Plan) -> Params:
     """Parameters in the dtype in which the loss computes with them."""
     return {path: x.astype(plan.weights[path].dtype) for path, x in params.items()}

@@ -20,7 +20,7 @@ from meshpar.lowering.given_params import place_params, stacked_params, updated
 from meshpar.lowering.inspection import Inspection, bytes_per_device, inspect_step
 from meshpar.lowering.portable import PortableState, StoredOrder
 from meshpar.lowering.program import Program
-from meshpar.lowering.state import Metrics, TrainState
+from meshpar.lowering.state import Metrics, TrainState, check_alive
 from meshpar.models.model import STEP
 from meshpar.models.model_scope import model_scope
 
@@ -82,6 +82,7 @@ class TrainProgram(Program):
           and those of the model's aux, each by its kind. The weight of a mean is
           reported as "NAME/weight", that of the loss as "weight".
         """
+        check_alive(state)
         return self.compiled(state, self._placed(batch))
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
@@ -89,6 +90,7 @@ class TrainProgram(Program):
 
         Layers stand in the order of the model.
         """
+        check_alive(state)
         return self._gradients(state, self._placed(batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
@@ -101,6 +103,7 @@ class TrainProgram(Program):
         Layers have paths of their own, such as "layers/0/up/kernel", in the order of
         the module, whatever the layout.
         """
+        check_alive(state.params)
         params, order = self.evaluated_params(state), self.layer_order
         params = order.in_model_order(params) if order else params
         return self.model_rows.unstacked(params)

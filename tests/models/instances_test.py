@@ -103,6 +103,22 @@ def test_other_modules_get_no_weights():
         program.update(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), program.init())
 
 
+@pytest.mark.parametrize("mode", [None, meshpar.LocalSGD(period=2)], ids=["", "local"])
+def test_a_state_that_a_step_has_taken_says_so(mode):
+    layout = "data=4" if mode is None else "replica=2,data=2"
+    optimizer, devices = optax.sgd(0.1), jax.devices()[:4]
+    model = meshpar.from_nnx(Net, loss)
+    program = meshpar.lower(model, optimizer, layout, BATCH, mode=mode, devices=devices)
+    state = program.init()
+    after, _ = program.step(state, BATCH)
+    calls = [program.step, program.evaluate]
+    calls += [program.gradients] if mode is None else []
+    for call in calls:
+        with pytest.raises(MeshparError, match="this state was given to a step before"):
+            call(state, BATCH)
+    program.step(after, BATCH)
+
+
 def test_what_builds_no_module_is_refused():
     net = Net(nnx.Rngs(0))
     for wrong in (nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param), 3):
