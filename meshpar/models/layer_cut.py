@@ -74,6 +74,18 @@ class LayerCut:
     run: Callable[[Params, Any, Key, OnCall], tuple[Any, Params]]
     call: Callable[[Configuration, int, Params, Key, tuple, dict[str, Any]], Any]
 
+    @classmethod
+    def of(cls, found: Any, params: Mapping[str, Param], run: Callable) -> "LayerCut":
+        """Cuts a module.
+
+        Args:
+          found: its layers, `NnxLayers` or `LinenLayers`.
+          params: {path: Param}, layers stacked.
+          run: as the attribute.
+        """
+        own = {p: x for p, x in params.items() if p.startswith(found.stack.prefix)}
+        return cls(found.layers, found.stack, own, run, found.call)
+
     @functools.cached_property
     def named(self) -> Named:
         """The layers, for errors."""

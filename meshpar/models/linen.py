@@ -170,10 +170,7 @@ class _LinenModel:
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
-        layers, stack = self.layers.layers, self.layers.stack
-        own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
-        run, call = self.run_with, self.layers.call
-        return LayerCut(layers, stack, own, run, call).layered_model()
+        return LayerCut.of(self.layers, params, self.run_with).layered_model()
 
     def model(self) -> Model:
         params, layered = dict(self.params), None

@@ -227,10 +227,7 @@ class _NnxModel:
 
     def layered(self, params: Mapping[str, Param]) -> LayeredModel:
         """The model layer by layer."""
-        layers, stack = self.lists.layers, self.lists.stack
-        own = {p: x for p, x in params.items() if p.startswith(stack.prefix)}
-        run, call = self.run_with, self.lists.call
-        return LayerCut(layers, stack, own, run, call).layered_model()
+        return LayerCut.of(self.lists, params, self.run_with).layered_model()
 
     def model(self, params: Mapping[str, Param], layered: LayeredModel | None) -> Model:
         def loss(params: Params, batch: Any, key: Key) -> LossResult:
