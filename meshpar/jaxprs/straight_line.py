@@ -80,26 +80,42 @@ class StraightLine:
         return needed(self.steps, outputs, known)
 
     def evaluate(
-        self, outputs: Sequence[Atom], known: Mapping[Slot, Array]
+        self,
+        outputs: Sequence[Atom],
+        known: Mapping[Slot, Array],
+        with_effects: bool = False,
     ) -> list[Array]:
         """Some values of the program.
 
         Args:
           outputs: what is computed.
           known: {slot: value} of inputs, or of any other slots.
+          with_effects: whether steps that do more than compute (prints) run, too.
         """
         env = {**self.constants, **known}
-        return evaluate(needed(self.steps, outputs, env), outputs, env)
+        steps = needed(self.steps, outputs, env, with_effects)
+        return evaluate(steps, outputs, env)
 
 
 def needed(
-    steps: Sequence[Step], outputs: Iterable[Atom], known: Iterable[Slot] = ()
+    steps: Sequence[Step],
+    outputs: Iterable[Atom],
+    known: Iterable[Slot] = (),
+    with_effects: bool = False,
 ) -> tuple[Step, ...]:
-    """Those of some steps that outputs need, but for what is known."""
+    """Those of some steps that outputs need, but for what is known.
+
+    Args:
+      steps: the steps.
+      outputs: what is needed.
+      known: what need not be computed.
+      with_effects: whether steps that do more than compute are needed, too.
+    """
     known = set(known)
     live, kept = set(slots_of(outputs)) - known, []
     for step in reversed(steps):
-        if live.isdisjoint(step.results):
+        has_effect = with_effects and step.eqn.effects
+        if live.isdisjoint(step.results) and not has_effect:
             continue
         kept.append(step)
         live.difference_update(step.results)

@@ -156,9 +156,8 @@ class Parts:
         for slot, rows in self.stacked.items():
             if all(row in known for row in rows):
                 known[slot] = jnp.stack([known[row] for row in rows])
-        return jax.tree.unflatten(
-            self.result, self.program.evaluate(self.outputs, known)
-        )
+        values = self.program.evaluate(self.outputs, known, with_effects=True)
+        return jax.tree.unflatten(self.result, values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

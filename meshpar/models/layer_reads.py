@@ -203,7 +203,7 @@ class Layers:
             for slot in slots_of(outputs)
             if owners.get(slot, _OUTSIDE) != _OUTSIDE
         }
-        for step in needed(program.steps, outputs):
+        for step in needed(program.steps, outputs, with_effects=True):
             if all(owners.get(s, _OUTSIDE) == _OUTSIDE for s in step.results):
                 for slot in slots_of(step.operands):
                     if owners.get(slot, _OUTSIDE) != _OUTSIDE:
@@ -216,7 +216,7 @@ class Layers:
         """Rows of what scans return, where the loss reads it."""
         stacked = self.marked.stacked
         live = set(slots_of(outputs))
-        for step in needed(self.marked.program.steps, outputs):
+        for step in needed(self.marked.program.steps, outputs, with_effects=True):
             live.update(slots_of(step.operands))
         return [row for slot in stacked if slot in live for row in stacked[slot]]
 
@@ -225,7 +225,7 @@ class Layers:
         whole = {
             s: path for s, (number, path) in self.parameters.items() if number is None
         }
-        for step in needed(self.marked.program.steps, outputs):
+        for step in needed(self.marked.program.steps, outputs, with_effects=True):
             for slot in slots_of(step.operands):
                 if slot in whole:
                     raise MeshparError(

@@ -192,6 +192,20 @@ def test_a_loss_of_a_linen_module_reads_what_it_wants(scan, loss):
     assert report.ok, report
 
 
+def test_prints_of_a_loss_run_once(capfd):
+    def loss(net, batch):
+        jax.debug.print("before {}", batch["x"].shape[0])
+        hidden = net(batch["x"])[0]
+        jax.debug.print("between {}", hidden[2].mean())
+        return squared(net, hidden[-1], batch)
+
+    program = lower(meshpar.from_nnx(Net, loss, layers="layers"), "data=1")
+    program.step(program.init(), BATCH)
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert [printed.count(word) for word in ("before 16", "between")] == [1, 1]
+
+
 def test_weights_that_a_module_stacks_are_refused():
     model = meshpar.from_linen(LinenNet(True), weights_of_blocks, X[:1], layers="block")
     with pytest.raises(MeshparError, match="Dense_0/bias of all layers that nn.scan"):
