@@ -87,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     if CAN_RESUME.value == "":
         raise CheckpointError("--can_resume=: write a layout, such as fsdp=8")
     run = pathlib.Path(arguments[1])
+    command_line.refuse_unread(*(command_line.OF_CONFIG if IMPORT.value else ()))
     if IMPORT.value is not None:
         config = command_line.config_from_flags()
         command_line.use_cpu()

@@ -82,6 +82,13 @@ START_TIMEOUT = flags.DEFINE_float(
 )
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
 
+OF_CONFIG = (RECIPE, LAYOUT, LOWERING, OPTIMIZER_MODE, DATA, TOKENIZER, STEPS)
+OF_CONFIG += (BATCH_SIZE, SEED, SET)
+"""The flags that `config_from_flags` reads."""
+
+OF_DEVICES = (DEVICES, PLATFORM, COORDINATOR, NUM_PROCESSES, START_TIMEOUT, PROCESS_ID)
+"""The flags that `devices.start` reads."""
+
 
 def limit(flag: flags.FlagHolder, allowed: Range) -> None:
     """Refuses values of a flag, or words of its list, when flags are read.

@@ -167,6 +167,8 @@ def main(arguments: Sequence[str]) -> int:
     """Generates, and returns the exit code."""
     if len(arguments) != 2:
         raise ConfigError("give one folder: python -m experiments.generate DIR")
+    own = command_line.LAYOUT, command_line.TOKENIZER, command_line.BATCH_SIZE
+    command_line.refuse_unread(command_line.SEED, *own, *command_line.OF_DEVICES)
     _check_flags()
     prompts = [PROMPT.value]
     if PROMPTS.value is not None:

@@ -113,6 +113,11 @@ def main(_: Sequence[str]) -> int:
     console = terminal.wide_console()
     if TIMES.value is not None:
         command_line.refuse_unread()
+        if AXIS.present:
+            raise ConfigError(
+                f"--axis={AXIS.value} goes with --topologies, whose times are "
+                "predicted; leave it out"
+            )
         times = _given_times(TIMES.value)
     else:
         config = command_line.config_from_flags()

@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     """Scores, and returns the exit code."""
     if len(arguments) != 2:
         raise ConfigError("give one folder: python -m experiments.score DIR")
+    own = command_line.LAYOUT, command_line.DATA, command_line.BATCH_SIZE
+    command_line.refuse_unread(*own, *command_line.OF_DEVICES)
     if OUT.value is not None:
         outputs.check_file(OUT.value, "--out")
     checkpoint = newest_checkpoint(arguments[1])

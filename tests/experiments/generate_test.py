@@ -211,3 +211,19 @@ def test_folders_and_files_that_are_none(tmp_path, command):
     shutil.copy(ROOT / "README.md", tmp_path / "out.jsonl")
     with pytest.raises(meshpar.MeshparError, match="line 1 is not the text of prompt"):
         prompt_files.ResultFile(str(tmp_path / "out.jsonl"), ["a"], "")
+
+
+@pytest.mark.parametrize(
+    "name, flag",
+    [
+        ("score", "--recipe=llama2-7b"),
+        ("score", "--steps=3"),
+        ("score", "--seed=5"),
+        ("generate", "--set=model.depth=99"),
+        ("generate", "--optimizer_mode=islands"),
+        ("checkpoint", "--layout=fsdp=8"),
+    ],
+)
+def test_flags_that_a_command_does_not_read_are_refused(name, flag, tmp_path, command):
+    said = command(name, tmp_path, flag, code=2)
+    assert f"{flag.split('=')[0]} is not read by this command" in said

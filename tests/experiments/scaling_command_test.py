@@ -80,6 +80,7 @@ def test_a_recipe_is_predicted_for_chips_that_are_not_present(scaling):
     "words, message",
     [
         ((), "give --times or --topologies"),
+        (("--times=1:2,2:1", "--axis=bogus"), "--axis=bogus goes with --topologies"),
         (("--times=1:2", "--topologies=v5e:2x2"), "give --times or --topologies"),
         (("--times=1:2,1:3",), "each number of devices once"),
         (("--times=0:2",), "--times=0:2: write DEVICES:SECONDS"),
