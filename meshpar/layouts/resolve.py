@@ -218,9 +218,8 @@ class _Resolver:
         """One line for each problem, with the parameters that have it."""
         lines = []
         for cause, subjects in self.problems.items():
-            shown = ", ".join(subjects[:_SHOWN])
-            if more := len(subjects) - _SHOWN:
-                shown += f" and {more} more" if more > 0 else ""
+            shown, more = ", ".join(subjects[:_SHOWN]), len(subjects) - _SHOWN
+            shown += f" and {more} more" if more > 0 else ""
             lines.append(f"{shown}: {cause}" if shown else cause)
         return lines
 
@@ -247,7 +246,7 @@ def _check(resolver: _Resolver, params: Mapping[str, Param]) -> None:
         whole = f"({'|'.join(names)})$" if len(names) > 1 else f"{names[0]}$"
         allowed = dataclasses.replace(layout, allow=(*layout.allow, whole))
         if not _resolved(allowed, params)[0].problems:
-            message += f'\nThis layout fits, and keeps them whole: "{allowed}"'
+            message += f"\nThis layout fits: {allowed}"
     raise LayoutError(message)
 
 

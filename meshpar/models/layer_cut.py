@@ -154,7 +154,7 @@ class LayerCut:
         refuse_updates({p: v for p, v in after if passed.get(v) is not inputs[p]})
         return Parts.of(
             self.named,
-            marked_program(closed),
+            marked_program(closed, self.stack.is_given),
             [self._split(path) for path in paths],
             len(shared),
             jax.tree.structure(result),

@@ -1,8 +1,8 @@
 """One trace of a loss function, in which each call of a layer is one equation: a mark.
 
 A mark holds how the layer is called and the types of what it returns; the layer itself
-does not run. Calls inside `jax.jit` or `jax.checkpoint` are written out, and a scan
-whose body is a layer stands for a call for each of its rounds.
+does not run. Calls inside `jax.jit` or `jax.checkpoint` are written out. Where
+`flax.linen.scan` stacks the layers, its scan stands for one call in each round.
 """
 
 import dataclasses
@@ -97,9 +97,9 @@ def mark(call: Call, arrays: Sequence[Array]) -> list[Array]:
 
 def _transformed(call: Call) -> ValueError:
     return ValueError(
-        f"{call.layer} inside a transformation of jax (grad, vmap, scan, custom_vjp): "
-        "the model calls it there, and meshpar runs it elsewhere; take the "
-        "transformation away, or leave layers out"
+        f"the model calls {call.layer} inside a transformation of jax (grad, vmap, "
+        "scan, cond, custom_vjp), and meshpar runs layers outside of it; take the "
+        "transformation away, or leave layers out (layers='')"
     )
 
 
@@ -112,14 +112,19 @@ ad.primitive_jvps[_mark_p] = lambda primals, tangents, call: _refuse(call)
 batching.primitive_batchers[_mark_p] = lambda args, dims, call: _refuse(call)
 
 
-def marked_program(closed: Any) -> MarkedProgram:
+def marked_program(closed: Any, is_scanned: bool) -> MarkedProgram:
     """Reads the calls of layers from the jaxpr of a loss function.
+
+    Args:
+      closed: the jaxpr.
+      is_scanned: whether a scan over a layer runs another layer in each round, as
+        `flax.linen.scan` does; else it runs one layer again and again.
 
     Raises:
       ValueError: a layer is called inside a transformation.
     """
     whole = StraightLine.of(closed, _holds_mark)
-    reader = _Reader(dict(whole.constants))
+    reader = _Reader(dict(whole.constants), is_scanned)
     for step in whole.steps:
         reader.add(step)
     program = StraightLine(
@@ -155,8 +160,8 @@ class _Reader:
       stacked: as in `MarkedProgram`.
     """
 
-    def __init__(self, constants: dict[Slot, Any]) -> None:
-        self.constants = constants
+    def __init__(self, constants: dict[Slot, Any], is_scanned: bool) -> None:
+        self.constants, self._is_scanned = constants, is_scanned
         self.steps: list[Step] = []
         self.calls: list[Marked] = []
         self.stacked: dict[Slot, tuple[Slot, ...]] = {}
@@ -178,7 +183,7 @@ class _Reader:
             self.calls.append(Marked(call, step.operands, step.results))
         elif not (inner := _marks_inside(step.eqn)):
             self.steps.append(step)
-        elif step.eqn.primitive.name == "scan" and len(inner) == 1:
+        elif self._is_scanned and step.eqn.primitive.name == "scan":
             self._add_scan(step, inner[0])
         else:
             raise _transformed(inner[0])
@@ -193,7 +198,10 @@ class _Reader:
         body = StraightLine.of(params["jaxpr"], _holds_mark)
         self.constants.update(body.constants)
         carry, each = body.inputs[num_consts:][:num_carry], body.inputs[num_consts:]
-        (marked,) = (s for s in body.steps if s.eqn.primitive.name == _NAME)
+        found = [s for s in body.steps if s.eqn.primitive.name == _NAME]
+        if len(found) != 1 or params["reverse"]:
+            raise _transformed(call)
+        (marked,) = found
         before = needed(body.steps, marked.operands)
         of_round = dependents(body.steps, each[num_carry:])
         computed = dependents(body.steps, carry).difference(carry)
@@ -203,7 +211,7 @@ class _Reader:
                 "own (in_axes); make them parameters or attributes of the layer, or "
                 "give all layers the same (in_axes=nn.broadcast)"
             )
-        if params["reverse"] or any(not computed.isdisjoint(s.results) for s in before):
+        if any(not computed.isdisjoint(s.results) for s in before):
             raise _transformed(call)
         values = dict(zip(body.inputs, step.operands, strict=True))
         self._copy(before, values)  # It is the same in all rounds.

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar import compat
 from meshpar.arrays import Array, num_bytes
+from meshpar.errors import MeshparError
 from meshpar.jaxprs.straight_line import (
     Atom,
     Numbering,
     Slot,
     StraightLine,
     dependents,
+    needed,
     slots_of,
 )
 from meshpar.metrics import LossResult
@@ -32,12 +35,12 @@ class Named:
 
     Attributes:
       layers: how they are named.
-      number: of layers.
+      num_layers: number of layers.
       period: number of columns.
     """
 
     layers: str
-    number: int
+    num_layers: int
     period: int
 
     def name(self, number: int) -> str:
@@ -52,11 +55,8 @@ class Parts:
     Attributes:
       program: the loss function without its layers.
       inputs: its inputs, but for the parameters of layers.
+      chain: the calls of the layers.
       columns: the layers of the first row.
-      x: activations that the first layer is called with.
-      kept: other arguments that a gradient passes through.
-      context: all other arrays that layers are called with.
-      last: the activations that the last layer returns.
       places: {slot: where the head finds it}, of what the loss reads of other layers.
       stacked: {slot: slots of its rows}, of what scans over layers return.
       outputs: results of the loss function.
@@ -65,11 +65,8 @@ class Parts:
 
     program: StraightLine
     inputs: tuple[Slot, ...]
+    chain: "_Chain"
     columns: tuple[Column, ...]
-    x: tuple[Atom, ...]
-    kept: tuple[Atom, ...]
-    context: tuple[Atom, ...]
-    last: tuple[Slot, ...]
     places: Mapping[Slot, Place]
     stacked: Mapping[Slot, tuple[Slot, ...]]
     outputs: tuple[Atom, ...]
@@ -99,7 +96,7 @@ class Parts:
           ValueError: the layers are not called one after the other.
           MeshparError: the loss reads what they cannot hand on.
         """
-        program = marked.program
+        program, outputs = marked.program, marked.program.outputs[: result.num_leaves]
         inputs = program.inputs[len(paths) :]
         chain = _Chain.of(named, marked, inputs[:num_shared])
         parameters = dict(zip(program.inputs, paths, strict=False))
@@ -108,48 +105,45 @@ class Parts:
                 for slot in slots_of(step.operands):
                     if slot in parameters:
                         parameters[step.results[0]] = parameters[slot]
-        names = [named.name(number) for number in range(named.number)]
-        arguments = (*chain.x, *chain.kept, *chain.context)
-        check_inputs(marked, arguments, parameters, names)
+        names = [named.name(number) for number in range(named.num_layers)]
+        _check_known(named, marked, (*chain.arguments, *outputs))
+        check_inputs(marked, chain.arguments, parameters, names)
         limit = sum(num_bytes(slot.aval) for slot in slots_of(chain.x))
-        outputs = program.outputs[: result.num_leaves]
-        layers = Layers(
-            marked, names, parameters, frozenset(chain.last), named.period, limit
-        )
+        last = frozenset(chain.last)
+        layers = Layers(marked, names, parameters, last, named.period, limit)
         reads, places = layers.read_by(outputs)
-        return cls(
-            program,
-            inputs,
-            chain.columns(reads),
-            chain.x,
-            chain.kept,
-            chain.context,
-            chain.last,
-            places,
-            marked.stacked,
-            outputs,
-            result,
-        )
+        columns, stacked = chain.columns(reads), marked.stacked
+        return cls(program, inputs, chain, columns, places, stacked, outputs, result)
 
     def embed(self, inputs: Sequence[Array], num_rows: int) -> LayerCall:
         """The activations that the first layer is called with."""
-        known = dict(zip(self.inputs, inputs, strict=True))
-        values = self.program.evaluate([*self.x, *self.kept], known)
-        x, kept = values[: len(self.x)], values[len(self.x) :]
+        known, num_x = dict(zip(self.inputs, inputs, strict=True)), len(self.chain.x)
+        values = self.program.evaluate([*self.chain.x, *self.chain.kept], known)
         read = tuple(
             tuple(function.zeros(num_rows) for function in column.reads.functions)
             for column in self.columns
         )
-        return LayerCall(tuple(x), tuple(kept), read, self.columns)
+        x, kept = tuple(values[:num_x]), tuple(values[num_x:])
+        return LayerCall(x, kept, read, self.columns)
 
     def context_arrays(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """Other arrays that every layer is called with."""
         known = dict(zip(self.inputs, inputs, strict=True))
-        return tuple(self.program.evaluate(self.context, known))
+        return tuple(self.program.evaluate(self.chain.context, known))
 
     def head(self, inputs: Sequence[Array], x: LayerCall) -> LossResult:
-        """The result of the loss function, from what the last layer returned."""
-        known = dict(zip((*self.inputs, *self.last), (*inputs, *x.x), strict=True))
+        """The result of the loss function, from what the last layer returned.
+
+        Raises:
+          MeshparError: x comes from another trace that reads other values of layers.
+        """
+        if [c.reads for c in x.columns] != [c.reads for c in self.columns]:
+            raise MeshparError(
+                "the loss reads other values of layers in one trace than in another: "
+                "it depends on more than its arguments (a global, a clock)"
+            )
+        last = zip(self.chain.last, x.x, strict=True)
+        known = dict(zip(self.inputs, inputs, strict=True)) | dict(last)
         for slot, (column, function, row) in self.places.items():
             reads, values = self.columns[column].reads, x.read[column][function]
             known[slot] = reads.of_row(function, values, row)
@@ -158,6 +152,21 @@ class Parts:
                 known[slot] = jnp.stack([known[row] for row in rows])
         values = self.program.evaluate(self.outputs, known, with_effects=True)
         return jax.tree.unflatten(self.result, values)
+
+
+def _check_known(named: Named, marked: MarkedProgram, atoms: Sequence[Atom]) -> None:
+    """Raises MeshparError if some values come from a scan, but not from its layers."""
+    program, steps = marked.program, needed(marked.program.steps, atoms, (), True)
+    known = {*program.inputs, *program.constants, *marked.stacked}
+    known.update(slot for call in marked.calls for slot in call.results)
+    known.update(slot for step in steps for slot in step.results)
+    for step in steps:
+        if not known.issuperset(slots_of(step.operands)):
+            raise MeshparError(
+                f"layers={named.layers!r}: the loss reads at "
+                f"{compat.user_line(step.eqn)} what nn.scan computes beside its "
+                "layers; compute it in the layer, or leave layers out (layers='')"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,6 +190,11 @@ class _Chain:
     kept: tuple[Atom, ...]
     context: tuple[Atom, ...]
     last: tuple[Slot, ...]
+
+    @property
+    def arguments(self) -> tuple[Atom, ...]:
+        """All that layers are called with, but for what layers return."""
+        return (*self.x, *self.kept, *self.context)
 
     @classmethod
     def of(
@@ -265,11 +279,11 @@ def _check_numbers(named: Named, calls: Sequence[Marked]) -> None:
                 f"{marked.call.number} when layer {due} is due; each layer runs once, "
                 "in order"
             )
-    if len(calls) != named.number:
+    if len(calls) != named.num_layers:
         raise ValueError(
             f"layers={named.layers!r}: the loss function calls {len(calls)} of "
-            f"{named.number} layers; it has to call each of them once, by the layer's "
-            "__call__"
+            f"{named.num_layers} layers; it has to call each of them once, by the "
+            "layer's __call__"
         )
 
 

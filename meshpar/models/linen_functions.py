@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import errors, traverse_util
+from flax import traverse_util
 from flax.core import DenyList
 from flax.core import scope as scopes
 
@@ -102,20 +102,21 @@ class LinenFunctions:
 
     @functools.cached_property
     def _sown(self) -> frozenset[str]:
-        """Paths of the variables that `sow` fills while the module is initialized.
+        """Paths of the variables that `sow` fills while the module is initialized."""
+        found: set[str] = set()
 
-        Without its collection `sow` does nothing, while a variable has to be there.
-        """
-        variables, found = self.abstract(mutable=True), set()
-        for collection, tree in variables.items():
-            if collection == _PARAMS or collection.endswith(_AXES):
-                continue
-            try:
-                self.abstract(mutable=DenyList(collection))
-            except errors.FlaxError:
-                continue
-            leaves = traverse_util.flatten_dict(tree, sep="/")
-            found.update(path_in(collection, rest) for rest in leaves)
+        def recorded(module: nn.Module, col: str, name: str, *rest: Any, **more: Any):
+            found.add(path_in(col, "/".join((*module.path, name))))
+            return type(module).sow(module, col, name, *rest, **more)
+
+        def interceptor(run: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+            module = context.module  # This instance alone: its class is everybody's.
+            own = functools.partial(recorded, module)
+            object.__setattr__(module, "sow", own)
+            return run(*args, **kwargs)
+
+        with nn.intercept_methods(interceptor):
+            self.abstract()
         return frozenset(found)
 
     def _flat(self, variables: Mapping) -> Iterator[tuple[str, str, Any]]:

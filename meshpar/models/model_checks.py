@@ -47,6 +47,7 @@ def check_trace(
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
         layered = model.layered
+        # Evaluation is cut here, too, unless `check_parts` traces it for its rows.
         if layered is not None and layered.evaluates and layout.pipe == 1:
             jax.eval_shape(layered.embed, params, batch, None)
         jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)

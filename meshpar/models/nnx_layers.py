@@ -82,7 +82,8 @@ class Found(NamedTuple):
             path, _, name = layers.rpartition(".")
             parent = module_at(module, path, option) if path else module
             pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)"))
-            matches = filter(None, map(pattern.fullmatch, vars(parent)))
+            modules = (k for k, v in vars(parent).items() if isinstance(v, nnx.Module))
+            matches = filter(None, map(pattern.fullmatch, modules))
             ordered = sorted(matches, key=lambda match: int(match[1]))
             return cls(parent, tuple(match[0] for match in ordered))
         found = module_at(module, layers, option)
@@ -102,13 +103,13 @@ class Found(NamedTuple):
         return [self._get(key) for key in self.keys]
 
     def _get(self, key: Any) -> nnx.Module:
-        by_name = isinstance(key, str) and not isinstance(self.parent, nnx.Dict)
+        by_name = isinstance(key, str)
         return getattr(self.parent, key) if by_name else self.parent[key]
 
     def put(self, modules: Sequence[nnx.Module]) -> None:
         """Puts others in the place of the layers."""
         for key, module in zip(self.keys, modules, strict=True):
-            if isinstance(key, str) and not isinstance(self.parent, nnx.Dict):
+            if isinstance(key, str):
                 setattr(self.parent, key, module)
             else:
                 self.parent[key] = module
@@ -140,10 +141,10 @@ def _configuration(layer: nnx.Module, shared: Mapping[str, Any]) -> Configuratio
       shared: {path: value} of attributes in which all layers differ; the values are
         the same for all layers.
     """
-    own = {path: value for path, value in _attributes(layer).items() if path in shared}
     graph = nnx.graphdef(layer)
-    if not own:
+    if not shared:
         return Configuration(graph, graph)
+    own = {path: value for path, value in _attributes(layer).items() if path in shared}
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(layer)}
 
     def write(values: Mapping[str, Any]) -> None:

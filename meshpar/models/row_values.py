@@ -1,6 +1,5 @@
 """Traces of a function with other numbers of rows, and what its results depend on."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,9 +59,8 @@ def row_values(
     def analysis(differences: Differences) -> RowAnalysis:
         return RowAnalysis(prime, differences, drawn or Drawn())
 
+    seconds = ((n, traced(n)[0]) for n in others)
     runs = [(n, traced(n)[0]) for n in rows]
-    far_away = (run for run in runs if not prime / 2 < run[0] < 2 * prime)
-    seconds = itertools.chain(far_away, ((n, traced(n)[0]) for n in others))
     return compared_values(closed, shape, inputs, prime, seconds, analysis, runs)
 
 

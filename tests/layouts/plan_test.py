@@ -192,7 +192,9 @@ def test_one_line_says_all_of_one_problem():
     assert line.startswith("  layer_0/w (8, 16), layer_1/w (8, 16), layer_2/w (8, 16) ")
     assert "and 17 more: its dims" in line
     *_, last = str(error.value).splitlines()
-    assert resolve(last.split('"')[1], many | PARAMS).parameters["layer_7/w"]
+    assert resolve(last.removeprefix("This layout fits: "), many | PARAMS).parameters[
+        "layer_7/w"
+    ]
 
 
 def test_fsdp_needs_no_names():

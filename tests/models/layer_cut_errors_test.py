@@ -41,6 +41,11 @@ def in_turn(net, x):
     return x[0] if isinstance(x, tuple) else x
 
 
+def repeated(net, x):
+    """One layer in two rounds, which are not two layers."""
+    return jax.lax.scan(lambda x, _: (net.layers[0](x), None), x, None, 2)[0]
+
+
 def with_each(argument):
     def forward(net, x):
         for number, layer in enumerate(net.layers):
@@ -90,6 +95,7 @@ CALLS = {
     "transformed": (vmapped, "layer 0 of 'layers' inside a transformation of jax"),
     "differentiated": (differentiated, "layer 0 of 'layers' inside a transformation"),
     "scanned": (scanned, "layer 0 of 'layers' inside a transformation"),
+    "repeated": (repeated, "layer 0 of 'layers' inside a transformation"),
     "parallel": (
         lambda net, x: net.layers[0](x) + net.layers[1](x),
         "layer 1 is called with nothing that layer 0 returned",

@@ -10,7 +10,7 @@ from flax import nnx
 from support.marks import slow
 
 import meshpar
-from meshpar.errors import MeshparError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.explain.verify import verify
 
 WIDTH = 8
@@ -190,6 +190,54 @@ def test_a_loss_of_a_linen_module_reads_what_it_wants(scan, loss):
     model = meshpar.from_linen(LinenNet(scan), loss, X[:1], layers=layers)
     report = verify(lower(model, "pipe=2,data=2,microbatches=4"), None, BATCHES)
     assert report.ok, report
+
+
+def sum_of_one(net, batch):
+    hidden = net(batch["x"])[0]
+    return squared(net, hidden[-1], batch) + jnp.square(hidden[2]).sum()
+
+
+def chosen_by_one(net, batch):
+    hidden = net(batch["x"])[0]
+    return squared(net, hidden[-1], batch) * jnp.where(hidden[2].mean() > 0, 3.0, 1.0)
+
+
+def counted_rows_of_one(net, batch):
+    hidden = net(batch["x"])[0]
+    numbers = jnp.arange(len(hidden[2]))[:, None]
+    return squared(net, hidden[-1], batch) + (hidden[2] * numbers).mean()
+
+
+@pytest.mark.parametrize(
+    "loss, cause",
+    [
+        (sum_of_one, "a sum over rows, a mean over rows"),
+        (chosen_by_one, "a number computed from all rows chooses"),
+        (counted_rows_of_one, "it counts rows of the batch"),
+    ],
+)
+def test_what_parts_of_a_batch_cannot_give_is_refused_of_any_layer(loss, cause):
+    model = meshpar.from_nnx(Net, loss, layers="layers")
+    with pytest.raises(LayoutError, match=cause):
+        lower(model)
+
+
+@pytest.mark.parametrize("loss", [deep_supervision, weights_of_all])
+def test_without_layers_they_train(loss):
+    report = verify(lower(meshpar.from_nnx(Net, loss)), None, BATCHES)
+    assert report.ok, report
+
+
+def test_a_head_refuses_activations_of_another_loss():
+    """They hold other values of layers than the head reads."""
+    one, other = (
+        meshpar.from_nnx(Net, loss, layers="layers") for loss in (last, early_exit)
+    )
+    params, key = one.init(jax.random.key(0)), jax.random.key(1)
+    shared = one.layered.split(params)[0]
+    x = one.layered.embed(shared, BATCH, key)
+    with pytest.raises(MeshparError, match="reads other values of layers"):
+        other.layered.head_loss(shared, x, BATCH, key)
 
 
 def test_prints_of_a_loss_run_once(capfd):

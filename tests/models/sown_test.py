@@ -145,3 +145,21 @@ def test_axes_kept_beside_the_variables_name_their_dims():
     plan = lower(model, "fsdp=2,tensor=2").plan
     assert plan.parameters["w"].spec == (("fsdp",), ("tensor",))
     assert plan.parameters["tables/table"].spec == ((), ("fsdp",))
+
+
+def test_a_collection_may_hold_state_and_what_is_sown():
+    """Classes of Flax stay as they are: the modules' own `sow` is watched."""
+
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, x_BD):
+            self.variable("kept", "mean", jnp.zeros, (WIDTH,))
+            self.sow("kept", "last", x_BD.mean(), lambda a, b: b, float)
+            return x_BD * self.param("w", nn.initializers.ones, (WIDTH,))[None]
+
+    sow = nn.Module.sow
+    model = meshpar.from_linen(
+        Both(), lambda apply, batch: apply(batch["x"]).mean(), jnp.ones((1, WIDTH))
+    )
+    assert nn.Module.sow is sow
+    assert set(model.params) == {"w", "kept/mean"}
