@@ -89,18 +89,17 @@ class LayerGroups:
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         """{path of a layer: its number}."""
-        paths = (self.path.replace("*", name) for name in self.names)
-        return {path: number for number, path in enumerate(paths)}
+        return {self.layer_path(number): number for number in range(self.depth)}
 
-    def number(self, path: str) -> int | None:
-        """The number of the layer at a path; None if there is none."""
-        return self._numbers.get(path)
+    def layer_path(self, number: int) -> str:
+        """The path of a layer in the module."""
+        return self.path.replace("*", self.names[number])
 
     def split(self, path: str) -> tuple[int, str] | None:
         """(number, path within the layer) of a layer's variable; None for others."""
         parts = path.split("/")
         depth = self.path.count("/") + 1
-        number = self.number("/".join(parts[:depth]))
+        number = self._numbers.get("/".join(parts[:depth]))
         return None if number is None else (number, "/".join(parts[depth:]))
 
     def by_layer(self, variables: Mapping[str, _T]) -> list[dict[str, _T]]:
@@ -114,13 +113,6 @@ class LayerGroups:
     def _others(self, variables: Mapping[str, _T]) -> dict[str, _T]:
         """The variables outside the layers."""
         return {p: x for p, x in variables.items() if self.split(p) is None}
-
-    def first(self, column: int) -> str:
-        """Path of the first layer of a column."""
-        return self._path(column)
-
-    def _path(self, number: int) -> str:
-        return self.path.replace("*", self.names[number])
 
     def _column(self, number: int) -> str:
         """First part of the paths of the stacked variables of one column."""
@@ -146,7 +138,7 @@ class LayerGroups:
         for number, own in enumerate(self.by_layer(params)[: self.period]):
             layers = range(number, self.depth, self.period)
             for rest in own:
-                paths = (f"{self._path(n)}/{rest}" for n in layers)
+                paths = (f"{self.layer_path(n)}/{rest}" for n in layers)
                 rows[self._column(number) + rest] = tuple(paths)
         return rows
 
@@ -165,7 +157,7 @@ class LayerGroups:
         own = {p: x for p, x in params.items() if not p.startswith(self.prefix)}
         for number in range(self.depth):
             row, column = divmod(number, self.period)
-            path = self._path(number)
+            path = self.layer_path(number)
             for rest, x in self.column(params, column).items():
                 own[f"{path}/{rest}"] = x[row]
         return own

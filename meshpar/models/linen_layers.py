@@ -117,7 +117,7 @@ class LinenLayers:
     ) -> Any:
         """Runs the layer of one column with the parameters of one row."""
         of_layer = self.stack.column(params, column)
-        first, depth = self.stack.first(column), self.layers.count("/") + 1
+        first, depth = self.stack.layer_path(column), self.layers.count("/") + 1
         keys = {path: self.functions.keys_of(f"{first}/{path}") for path in of_layer}
         flat = {keys[path][depth:]: x for path, x in of_layer.items()}
         variables = {"params": traverse_util.unflatten_dict(flat)}

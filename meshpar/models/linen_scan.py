@@ -123,8 +123,8 @@ class ScannedLayers:
         """First part of the paths of stacked variables."""
         return f"{self.path}/"
 
-    def first(self, _: int) -> str:
-        """Path of the module, at which the first layer is, too."""
+    def layer_path(self, _: int) -> str:
+        """The path of the module, at which all layers are."""
         return self.path
 
     def split(self, path: str) -> tuple[int, str] | None:
