@@ -34,6 +34,7 @@ class Case(NamedTuple):
       length: tokens of a sequence.
       rows: sequences of a step.
       remat: what is computed again, as in a layout.
+      unroll: layers that a round of the loop over them runs, as in a layout.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
       options: of the compiler.
       float8: whether layers multiply by their weights in float8.
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     length: int
     rows: int
     remat: str = "full"
+    unroll: int = 1
     loss_block: int = 256
     options: Mapping[str, Any] = {}
     float8: bool = False
@@ -51,6 +53,7 @@ class Case(NamedTuple):
         """The case in words, for tables."""
         words = [f"{self.recipe} at {self.length}", f"{self.rows} rows"]
         words += [f"remat={self.remat}", f"loss_block={self.loss_block}"]
+        words += [f"scan_unroll={self.unroll}"] * (self.unroll > 1)
         return ", ".join([*words, *(f"{k}={v!r}" for k, v in self.options.items())])
 
     def config(self, rehearsal: bool) -> Config:

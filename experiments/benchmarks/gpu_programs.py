@@ -47,7 +47,8 @@ def make_program(
     case: Case, rehearsal: bool, device: jax.Device
 ) -> meshpar.TrainProgram:
     """Meshpar's program of a case on one device."""
-    layout = meshpar.layouts.parse(f"data=1,remat={case.remat}")
+    options = f"remat={case.remat},scan_unroll={case.unroll}"
+    layout = meshpar.layouts.parse(f"data=1,{options}")
     return building.make_program(case.config(rehearsal), layout, [device])
 
 

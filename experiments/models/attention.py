@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.norm import Norm
@@ -143,7 +142,6 @@ class Attention(nnx.Module):
         v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")
         y_BLNH = _attend(q_BLNH, k_BLKH, v_BLKH, self.window, tokens)
         y_BLNH = layouts.constrain(y_BLNH, "batch", "length", "heads", "head_dim")
-        y_BLNH = checkpoint_name(y_BLNH, "attention")
         names = "heads", "head_dim", "embed"
         matmul = self.config.matmul
         return plus(row_parallel(y_BLNH, self.o[...], names, matmul), self.o_bias)

@@ -61,9 +61,11 @@ def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
         pairs = zip(_with_rows(segments), saved, strict=True)
         for (layers, rows), own in reversed(list(pairs)):
             given = leaves, constants, own, dx
-            if len(segments) > 1 and len(rows.numbers) == 1:
-                # Compilers write a loop of one round out, and would share what it
-                # gathers and computes with the forward pass.
+            depth = len(rows.numbers)
+            is_alone = depth == 1 and len(segments) > 1
+            if is_alone or layers.is_written_out(depth):
+                # Compilers write a loop of one round out, too. Without a loop they
+                # would share what it gathers and computes with the forward pass.
                 given = jax.lax.optimization_barrier(given)
             dx, dleaves = layers.backward(*given, rows, into=dleaves)
         return dleaves, None, dx

@@ -48,6 +48,8 @@ class LayerScan:
         weights' gradients are zeros.
       mixes: as `Platform.mixes_collectives`; what is gathered outside the loop waits
         for the activations then, unless automatic axes split these.
+      unroll: layers that one round of the loop runs. With all of them there is no loop,
+        and each layer's residuals are arrays of their own: none is copied into a stack.
     """
 
     layer: Callable[[Params, Any, Array, Any], Any]
@@ -61,6 +63,11 @@ class LayerScan:
     by_parts: bool = False
     padded: bool = False
     mixes: bool = False
+    unroll: int = 1
+
+    def is_written_out(self, depth: int) -> bool:
+        """Whether so many layers run without a loop."""
+        return 1 < depth <= self.unroll
 
     def _sweep(
         self,
@@ -72,7 +79,10 @@ class LayerScan:
         saved: Any,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """Scans `run_layer(carry, weights, row, number, saved)` over rows."""
+        """Scans `run_layer(carry, weights, row, number, saved)` over rows.
+
+        Without a loop `saved` and the second result are lists of what each layer has.
+        """
         start, numbers = rows
         depth = len(numbers)
 
@@ -98,7 +108,7 @@ class LayerScan:
         def prefetch(i: Any, in_loop: bool) -> Params:
             return gather(i, True, in_loop) if self.ahead else {}
 
-        is_loop = depth > 1  # Compilers write a loop of one round out.
+        is_loop = depth > self.unroll  # Compilers write a loop of one round out.
 
         def body(state: tuple, x: tuple) -> tuple[tuple, Any]:
             (carry, ready), (i, number, saved) = state, x
@@ -108,9 +118,17 @@ class LayerScan:
             return (carry, following), y
 
         first = carry, prefetch(depth - 1 if reverse else 0, in_loop=False)
-        xs = jnp.arange(depth), numbers, saved
-        (carry, _), ys = lax.scan(body, first, xs, reverse=reverse)
-        return carry, ys
+        if not self.is_written_out(depth):
+            xs = jnp.arange(depth), numbers, saved
+            unroll = min(self.unroll, depth)
+            (carry, _), ys = lax.scan(body, first, xs, reverse=reverse, unroll=unroll)
+            return carry, ys
+        state, ys = first, []
+        saved = saved or [None] * depth
+        for i in reversed(range(depth)) if reverse else range(depth):
+            state, y = body(state, (i, numbers[i], saved[i]))
+            ys.append(y)
+        return state[0], ys[::-1] if reverse else ys
 
     def _after(self, activations: Any, weights: Any) -> Any:
         """The weights, after some activations if collectives mix with loops'."""
@@ -222,7 +240,11 @@ class LayerScan:
         (dx, stack), gradient = self._sweep(
             run_layer, carry, leaves, constants, rows, residuals.layers, reverse=True
         )
-        return dx, gradient if stack is None else stack
+        if stack is not None:
+            return dx, stack
+        if self.is_written_out(len(rows.numbers)):
+            gradient = jax.tree.map(lambda *x: jnp.stack(x), *gradient)
+        return dx, gradient
 
     def _vjp(self, weights: Params, saved: Saved, dy: Any) -> tuple[Any, Any]:
         """(gradients of a layer's weights, gradient of its input)."""

@@ -112,11 +112,12 @@ class Residuals(NamedTuple):
     """Residuals of several layers.
 
     Attributes:
-      layers: those of each layer, [layers, ...].
+      layers: those of each layer, [layers, ...]; a list of them where the layers run
+        without a loop.
       kept: activations that all layers pass on as they are.
     """
 
-    layers: Saved
+    layers: Saved | list[Saved]
     kept: tuple[Array, ...]
 
 

@@ -235,6 +235,7 @@ class Zero:
             saves_on_host=ACTIVATIONS in self.layout.offloaded,
             by_parts=self.reduces_by_parts,
             mixes=self.transports.mixes,
+            unroll=self.layout.scan_unroll,
         )
 
     def _whole_layer(self, leaves: Params, constants: Params) -> Params:

@@ -20,7 +20,7 @@ def check_kinds(layout: Any, defaults: Mapping[str, Any]) -> None:
     Raises:
       LayoutError: a size out of range, or a text that is none.
     """
-    counts = "microbatches", "virtual_stages", "context_heads"
+    counts = "microbatches", "virtual_stages", "context_heads", "scan_unroll"
     least = dict.fromkeys((*AXES, *counts), 1)
     for name, low in {**least, "min_shard_size": 0}.items():
         size = getattr(layout, name)

@@ -86,6 +86,28 @@ def check_layers(
         )
 
 
+def check_unroll(scan_unroll: int, layers: str, pipe: int) -> None:
+    """Raises LayoutError for a loop over layers that cannot be unrolled.
+
+    Args:
+      scan_unroll: layers that a round of the loop runs.
+      layers: the canonical value of `layers=`.
+      pipe: number of pipeline stages.
+    """
+    if scan_unroll == 1:
+        return
+    if pipe > 1:
+        raise LayoutError(
+            f"scan_unroll={scan_unroll} with {PIPE}={pipe}: the loops over the layers "
+            "of a stage are not unrolled; leave scan_unroll out"
+        )
+    if splits_rows(layers):
+        raise LayoutError(
+            f"scan_unroll={scan_unroll} with layers={layers}: loops over layers that "
+            "split rows are not unrolled; leave one of them out"
+        )
+
+
 class Segment(NamedTuple):
     """Consecutive layers that run alike.
 

@@ -37,6 +37,7 @@ from meshpar.layouts.layer_uses import (
     FEATURES,
     canonical_layers,
     check_layers,
+    check_unroll,
     splits_rows,
 )
 from meshpar.layouts.offload import (
@@ -92,6 +93,8 @@ class Layout:
       layers: what the layers use `tensor` for: "tensor" splits their features, "fsdp"
         gives its devices rows of their own and gathers weights; "8*tensor+24*fsdp"
         gives the first 8 layers and the last 24 uses of their own.
+      scan_unroll: layers that a round of the loop over them runs; with all of them there
+        is no loop, and what layers save is not copied into stacks.
       offload: what lives in host memory: "none", or any of "optimizer", "parameters"
         and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,
@@ -131,6 +134,7 @@ class Layout:
     tick_loop: str = "phases"
     remat: str = "none"
     layers: str = FEATURES
+    scan_unroll: int = 1
     offload: str = NONE
     context_mode: str = ALLGATHER
     context_order: str = AUTO
@@ -160,6 +164,7 @@ class Layout:
         check_offload(self.offload, self.zero_level, self.sizes)
         offloads = bool(self.offloaded)
         check_layers(self.layers, self.sizes, self.zero_level, offloads)
+        check_unroll(self.scan_unroll, self.layers, self.pipe)
         check_prefetch(self.prefetch, self.zero_level, self.fsdp)
 
     def _canonical_rules(self) -> dict[str, tuple]:

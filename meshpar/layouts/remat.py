@@ -1,7 +1,8 @@
 """Rematerialization policies: the values that a layer's backward pass may reuse.
 
     none             all of them
-    dots             outputs of matmuls without a batch dim
+    dots             outputs of matmuls without a batch dim, and of attention
+    attention        outputs of attention, and the statistics of its kernel
     experts          rows that were sent to experts, as sent
     names:A+B        values that the model named A and B
     full             none; only the layer's input is kept
@@ -34,15 +35,22 @@ EXPERT_ROWS = "expert_rows"
 MATMUL = "matmul"
 """Name of the result of a matmul that no policy sees (`ops.tensor_parallel`)."""
 
+ATTENTION = "attention"
+"""Name of the outputs of attention, and of what else its kernel's derivative reads:
+with both the kernel does not run again (`ops.kernels`)."""
+
 KEEPS_MATMULS = ("dots",)
 """Values of `remat=` that keep the results of matmuls."""
+
+KEEPS_ATTENTION = "dots", "attention"
+"""Values of `remat=` under which kernels of attention run forward once."""
 
 
 def _matmuls() -> Any:
     policies = jax.checkpoint_policies
     return policies.save_from_both_policies(
         policies.dots_with_no_batch_dims_saveable,
-        policies.save_only_these_names(MATMUL),
+        policies.save_only_these_names(MATMUL, ATTENTION),
     )
 
 
@@ -50,6 +58,7 @@ NONE = "none"
 REMAT_POLICIES: dict[str, Callable[[], Any]] = {
     "full": lambda: jax.checkpoint_policies.nothing_saveable,
     "dots": _matmuls,
+    "attention": lambda: jax.checkpoint_policies.save_only_these_names(ATTENTION),
     "experts": lambda: jax.checkpoint_policies.save_only_these_names(EXPERT_ROWS),
 }
 """{value of remat=: function that makes the policy}; remat=none wraps nothing."""
@@ -148,18 +157,6 @@ def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) ->
 def _names(remat: str) -> list[str]:
     """The names that a value of `remat=` lists."""
     return remat.removeprefix(_NAMES).split("+") if remat.startswith(_NAMES) else []
-
-
-def moves_again(remat: str, name: str) -> bool:
-    """Whether the backward pass moves once more what a layer was sent.
-
-    Args:
-      remat: policy of the layer.
-      name: of what was sent, by `checkpoint_name`.
-    """
-    kept = _names(remat)
-    kept += [EXPERT_ROWS] * (remat == "experts") + [MATMUL] * (remat in KEEPS_MATMULS)
-    return remat != NONE and name not in kept
 
 
 def wrap_remat(

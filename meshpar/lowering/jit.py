@@ -57,6 +57,11 @@ class JitLowering(Lowering):
                 f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
                 "lowering=jit"
             )
+        if layout.scan_unroll > 1:
+            return (
+                f"scan_unroll={layout.scan_unroll}: the model runs its own layers with "
+                "lowering=jit"
+            )
         if splits_rows(layout.layers):
             return (
                 f"layers={layout.layers} gathers weights over {TENSOR} layer by layer, "

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
@@ -20,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from meshpar import compat
 from meshpar.arrays import Array
+from meshpar.layouts.remat import ATTENTION
 from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
 from meshpar.ops.kernels import on_shards
@@ -72,13 +74,12 @@ def by_platform(
     elif platform is GPU and half and compat.has_cudnn():
         if cudnn_fits(q_BLNH, k_BLKH, v_BLKH):
             kernel = functools.partial(cudnn, window=window)
-    if platform is CPU:
-        return attention_by_heads(q_BLNH, k_BLKH, v_BLKH, segments_BL, window)
-    if kernel is None:
-        return reference(q_BLNH, k_BLKH, v_BLKH, segments_BL, window=window)
-    segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
     qkv = q_BLNH, k_BLKH, v_BLKH
-    return on_shards(kernel, DIM_NAMES, *qkv, others=segments, saves=True)
+    if kernel is None:
+        plain = attention_by_heads if platform is CPU else reference
+        return checkpoint_name(plain(*qkv, segments_BL, window=window), ATTENTION)
+    segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
+    return on_shards(kernel, DIM_NAMES, *qkv, others=segments, saves=ATTENTION)
 
 
 def reference(

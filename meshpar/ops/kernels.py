@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
@@ -25,7 +27,7 @@ def on_shards(
     names: Names,
     *arrays: Array,
     others: Sequence[tuple[Array, Names]] = (),
-    saves: bool = False,
+    saves: str = "",
 ) -> Array:
     """Runs a kernel on the shards of arrays under the layout in use.
 
@@ -35,8 +37,9 @@ def on_shards(
       names: dim names of every array and of the result.
       *arrays: the arguments.
       others: (array, its dim names) of more arguments, which have no gradients.
-      saves: whether the forward pass keeps what the kernel's own derivative saves. By
-        default it keeps only the arguments: the backward pass runs the kernel again and
+      saves: a name for the result and for what the kernel's own derivative saves, by
+        which a policy of rematerialization keeps them; the forward pass saves both. By
+        default it saves only the arguments: the backward pass runs the kernel again and
         differentiates it as a whole.
 
     Returns:
@@ -52,7 +55,7 @@ def on_shards(
         return kernel(*arrays, *more)
     arrays = tuple(constrain(x, *names) for x in arrays)
     axes = set(scope.mesh.axis_names) - scope.manual_axes
-    if not axes:
+    if not axes and not saves:
         return kernel(*arrays, *more)
     spec = activation_spec(scope, arrays[0].shape, names)
     specs = (
@@ -62,7 +65,12 @@ def on_shards(
     mapped = functools.partial(_mapped, scope, frozenset(axes))
     # What a kernel saves has a row for each device.
     rows = PartitionSpec(tuple(axis for axis in scope.mesh.axis_names if axis in axes))
-    vjp = _KernelVjp(kernel, len(arrays), len(specs), saves)
+    vjp = _KernelVjp(kernel, len(arrays), len(specs), bool(saves))
+
+    def named(x: Array) -> Array:
+        # Integers are tables of the kernel, which cost nothing to make again.
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return checkpoint_name(x, saves) if is_float else x
 
     @jax.custom_vjp
     def run(*arrays: Array) -> Array:
@@ -71,12 +79,13 @@ def on_shards(
     def forward(*arrays: Array) -> tuple[Array, tuple]:
         if not saves:
             return run(*arrays), (arrays, [])
-        y, saved = mapped(vjp.forward, specs, (spec, rows))(*arrays)
-        return y, (tuple(arrays[i] for i in vjp.kept), saved)
+        results = mapped(vjp.forward, specs, (spec, rows))(*arrays)
+        y, saved = jax.tree.map(named, results)
+        return y, (tuple((*arrays, y)[i] for i in vjp.kept), saved)
 
     def backward(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
         kept, saved = residuals
-        in_specs = spec, *(specs[i] for i in vjp.kept), *[rows] * len(saved)
+        in_specs = spec, *((*specs, spec)[i] for i in vjp.kept), *[rows] * len(saved)
         run_backward = mapped(vjp.backward, in_specs, (spec,) * vjp.num)
         gradients = run_backward(gradient, *kept, *saved)
         return *gradients, *[None] * len(more)
@@ -89,6 +98,8 @@ def _mapped(
     scope: Scope, axes: frozenset[str], fn: Callable, in_specs: Any, out_specs: Any
 ) -> Callable:
     """A function on the shards of each device over axes that are automatic so far."""
+    if not axes:
+        return fn
     # Kernels do not type the axes over which their results vary; `vary` does.
     local = jax.shard_map(
         _untyped(fn),
@@ -112,7 +123,8 @@ class _KernelVjp:
       saves: whether `forward` returns what `backward` needs beside arguments.
 
     Attributes:
-      kept: numbers of the arguments that `backward` needs.
+      kept: numbers of the arguments that `backward` needs, and the next number if it
+        needs the result.
     """
 
     def __init__(self, kernel: Callable[..., Array], num: int, total: int, saves: bool):
@@ -125,19 +137,19 @@ class _KernelVjp:
         return jax.vjp(of_arrays, *arrays[: self.num])
 
     def forward(self, *arrays: Array) -> tuple[Array, list[Array]]:
-        """The result, and what the derivative saves, each with a dim of 1 in front."""
+        """The result, and what else `backward` needs, each with a dim of 1 in front."""
         y, pull = self._vjp(arrays)
         leaves, self._structure = jax.tree.flatten(pull)
+        known = *arrays, y
         self._places = tuple(
-            next((i for i, x in enumerate(arrays) if x is leaf), None)
-            for leaf in leaves
+            next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves
         )
         self.kept = tuple(sorted({i for i in self._places if i is not None}))
         pairs = zip(leaves, self._places, strict=True)
         return y, [x[None] for x, place in pairs if place is None]
 
     def backward(self, gradient: Array, *needed: Array) -> tuple[Array, ...]:
-        """Gradients of the first arguments, from those kept and what was saved."""
+        """Gradients of the first arguments, from what was kept and what was saved."""
         if not self._saves:
             return self._vjp(needed)[1](gradient)
         kept = dict(zip(self.kept, needed, strict=False))

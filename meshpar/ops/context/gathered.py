@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.arrays import Array
 from meshpar.collectives.transport import (
@@ -20,6 +21,7 @@ from meshpar.collectives.transport import (
     transports_for,
 )
 from meshpar.layouts.axes import CONTEXT
+from meshpar.layouts.remat import ATTENTION
 from meshpar.layouts.token_order import device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
 from meshpar.ops.attention_kernels import (
@@ -75,7 +77,7 @@ def gathered_attention(
         segments = segments_BL, _natural(whole_segments(segments_BL), 1)
     pairs = zip(_groups(q_BLNH, ways, num), _groups(kv, ways, num), strict=True)
     results = [_attend(q, _gather(kv, transports), segments, window) for q, kv in pairs]
-    return _joined(results, ways)
+    return checkpoint_name(_joined(results, ways), ATTENTION)
 
 
 def _attend(

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshpar.arrays import Array, vary
 from meshpar.contracts.purposes import gathers, purpose
 from meshpar.layouts.axes import CONTEXT
+from meshpar.layouts.remat import ATTENTION
 from meshpar.ops.context.blocks import (
     Outer,
     Sums,
@@ -85,7 +87,8 @@ def _attend(ring: "_Ring", q_BLNH: Array, kv: Array, *segments: Array) -> Array:
         return forward(q_BLNH, kv, *segments)[0]
 
     def saved(q_BLNH: Array, kv: Array, *segments: Array) -> tuple[Array, tuple]:
-        y_BLNH, lse_BLN = forward(q_BLNH, kv, *segments)
+        results = forward(q_BLNH, kv, *segments)
+        y_BLNH, lse_BLN = (checkpoint_name(x, ATTENTION) for x in results)
         return y_BLNH, (q_BLNH, y_BLNH, lse_BLN, kv, *segments)
 
     def gradients(saved: tuple, dy_BLNH: Array) -> tuple:
