@@ -4,14 +4,16 @@ r"""Measures training on one GPU, in one call of at most nine minutes.
     python -m experiments.benchmarks.gpu --topology=h100:1   # compiles, without a GPU
     python -m experiments.benchmarks.gpu --rehearse          # tiny models, any device
 
-First what runs is checked: a verification, and attention by cuDNN against plain jax.
-Then Llamas of 1 and 3 billion parameters are trained at 4,096 and 8,192 tokens, by
-meshpar, a page of jax and torch.compile, and settings are tried on the first of them.
-MFU counts 6 FLOPs for each weight and token, and causal attention by half. Each part
-is a process of its own with a share of the time: what one loses is not lost for others.
+Llamas of 1 and 3 billion parameters are trained at 4,096 tokens by meshpar, a page of
+jax and torch.compile: first by the settings that are best for the card, then by the
+same settings of each program; then settings of meshpar are changed one by one. MFU
+counts 6 FLOPs for each weight and token, and causal attention by half. Each row is a
+process with a limit of its own: a slow one is lost alone. What matters most comes
+first. Equality, cuDNN's attention against plain jax, and the card itself are rows, too.
 """
 
 import json
+import os
 import pathlib
 import queue
 import subprocess
@@ -19,18 +21,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import rich.table
 from absl import flags
 
 import meshpar
 from experiments import command_line
-from experiments.benchmarks import gpu_cases, gpu_programs, gpu_torch
-from experiments.benchmarks.gpu_cases import ROW, Budget
+from experiments.benchmarks import gpu_cases, gpu_kernels, gpu_programs, gpu_torch
+from experiments.benchmarks.gpu_cases import ROW, Case
 from experiments.recipes.ranges import Number
 from experiments.reports import terminal
 from meshpar import mesh
+from meshpar.mesh import chips
 
 SECONDS = flags.DEFINE_integer("seconds", 520, "Time for everything.")
 JSON = flags.DEFINE_string("json", "", "File for all rows, as JSON.")
@@ -38,16 +41,48 @@ TOPOLOGY = flags.DEFINE_string(
     "topology", "", "Compile for such a machine (h100:1) and run nothing."
 )
 REHEARSE = flags.DEFINE_bool("rehearse", False, "Tiny models, on any device.")
+MEMORY = flags.DEFINE_float("memory", 0.0, "GB of the card; 0 asks it.")
 _PART = flags.DEFINE_string("part", "", "The part that this process measures.")
+_CASE = flags.DEFINE_string("case", "", "The case that this process measures, as JSON.")
+_PROFILE = flags.DEFINE_bool("profile", False, "Add which kernels take how long.")
 command_line.limit(SECONDS, Number(60, 10**5, "seconds"))
 
-CHECKS, OURS, PAGE, TORCH = "checks", "ours", "page", "torch"
-_SHARES = {CHECKS: 0.15, PAGE: 0.2, TORCH: 0.2, OURS: 1.0}
-"""Share of the time that is left which a part may take, in order."""
+DEVICE, CHECKS, VERIFY = "device", "checks", "verify"
+OURS, PAGE, TORCH = "ours", "page", "torch"
+_RUNNERS = {OURS: gpu_programs.run_ours, PAGE: gpu_programs.run_page}
 _FAILED = "failed:"
 _TOLERANCE = 1e-2
 """Largest relative difference of losses in bfloat16 that counts as rounding."""
 _VERIFY = "--recipe=tiny", "--layout=data=1,microbatches=2,remat=full", "--devices=1"
+_OTHERS = gpu_programs.PAGE, gpu_torch.PROGRAM
+_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+class Job(NamedTuple):
+    """What one process measures.
+
+    Attributes:
+      part: which program, or what else.
+      limit: seconds after which it is killed.
+      case: how a program trains.
+      profiles: whether to say which kernels take how long.
+    """
+
+    part: str
+    limit: float = 60.0
+    case: Case | None = None
+    profiles: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the process's command."""
+        if self.part == VERIFY:
+            return ["-m", "experiments.verify", *_VERIFY]
+        words = ["-m", "experiments.benchmarks.gpu", f"--part={self.part}"]
+        if self.case is not None:
+            words += [f"--case={json.dumps(self.case._asdict())}"]
+        words += ["--profile"] * self.profiles + ["--rehearse"] * REHEARSE.value
+        return words
 
 
 def main(_: Sequence[str]) -> int:
@@ -68,65 +103,102 @@ def main(_: Sequence[str]) -> int:
 
 
 def _run_part(part: str) -> None:
-    cases, rehearsal = gpu_cases.first_cases(), REHEARSE.value
-    budget = Budget(SECONDS.value)
-    if part == CHECKS:
-        gpu_programs.run_checks(rehearsal)
-    elif part == OURS:
-        gpu_programs.run_ours(cases, rehearsal, budget)
-    elif part == PAGE:
-        gpu_programs.run_page(cases, rehearsal, budget)
-    else:
-        gpu_torch.run(cases, rehearsal, budget)
+    case = Case(**json.loads(_CASE.value)) if _CASE.value else None
+    try:
+        if part == DEVICE:
+            gpu_kernels.run_device(REHEARSE.value)
+        elif part == CHECKS:
+            gpu_programs.run_checks(REHEARSE.value)
+        elif part == TORCH:
+            gpu_torch.run(case, REHEARSE.value)
+        else:
+            _RUNNERS[part](case, REHEARSE.value, _PROFILE.value)
+    except Exception as error:
+        if not gpu_cases.is_out_of_memory(error):
+            raise
+        gpu_cases.emit(program=part, case=case.describe(), status="out of memory")
+
+
+def jobs(memory_gb: float) -> Iterator[Job]:
+    """What is measured, in order.
+
+    Args:
+      memory_gb: of the card.
+    """
+    best, same = gpu_cases.best_cases(memory_gb), gpu_cases.same_cases()
+    for case in best:
+        yield Job(OURS, 120, case, profiles=True)
+    for part in (PAGE, TORCH):
+        for case in best:
+            yield Job(part, 75, case._replace(unroll=1))
+    yield Job(VERIFY)
+    yield Job(CHECKS)
+    for case in same:
+        for part in (OURS, PAGE, TORCH):
+            yield Job(part, 60, case)
+    for case in gpu_cases.other_cases(best):
+        yield Job(OURS, 60, case)
+    yield Job(OURS, 90, best[-1]._replace(float8=True, unroll=1))
 
 
 def _measured_rows() -> Iterator[dict[str, Any]]:
-    """The rows of all parts, printed as they come."""
-    end = time.perf_counter() + SECONDS.value
-    yield _verified(SECONDS.value * _SHARES[CHECKS])
-    for part, share in _SHARES.items():
-        seconds = share * (end - time.perf_counter())
-        words = [f"--part={part}", f"--seconds={max(60, round(seconds))}"]
-        words += ["--rehearse"] * REHEARSE.value
-        command = [sys.executable, "-m", "experiments.benchmarks.gpu", *words]
-        # A compilation that does not end is killed with its process.
-        for line in _lines(command, seconds + 20):
-            if line.startswith(ROW):
-                row = json.loads(line.removeprefix(ROW))
-                print(_brief(row), flush=True)
-                yield row
-            elif line.startswith(_FAILED):
-                yield dict(program=part, case="", status=line)
+    """The rows of all processes, printed as they come."""
+    end, memory_gb = time.perf_counter() + SECONDS.value, MEMORY.value
+    for row in _rows_of(Job(DEVICE), end):
+        memory_gb = memory_gb or row.get("limit_gb", 0.0)
+        yield row
+    for job in jobs(memory_gb):
+        yield from _rows_of(job, end)
+
+
+def _rows_of(job: Job, end: float) -> Iterator[dict[str, Any]]:
+    """The rows that a process prints, or one that says why there are none.
+
+    Args:
+      job: what it measures.
+      end: of all jobs, as `time.perf_counter` gives it.
+    """
+    case = job.case.describe() if job.case else ""
+    seconds, found = min(job.limit, end - time.perf_counter()), 0
+    if seconds < job.limit / 3:
+        yield dict(program=job.part, case=case, status="no time left")
+        return
+    begin = time.perf_counter()
+    last = ""
+    for line in _lines([sys.executable, *job.words], seconds):
+        last = line.strip() or last
+        if line.startswith(ROW):
+            row, found = json.loads(line.removeprefix(ROW)), found + 1
+            row["process_s"] = time.perf_counter() - begin
+            print(_brief(row), flush=True)
+            yield row
+    if job.part == VERIFY:
+        status = "ok" if last.startswith("EQUAL") else f"WRONG: {last}"
+        yield dict(program=VERIFY, case=" ".join(_VERIFY), status=status)
+    elif not found or last.startswith(_FAILED):
+        row = dict(program=job.part, case=case, status=last or f"{_FAILED} no row")
+        print(_brief(row), flush=True)
+        yield row
 
 
 def different_losses(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for cases in which meshpar and the page of jax begin with other losses."""
-    ours, page = (
-        {
-            r["case"]: r["first_loss"]
-            for r in rows
-            if r["program"] == name and "first_loss" in r
-        }
-        for name in (gpu_programs.OURS, gpu_programs.PAGE)
-    )
+    """Rows for cases in which another program begins with another loss than meshpar."""
+    ours = {
+        row["batch"]: row["first_loss"]
+        for row in rows
+        if row["program"] == gpu_programs.OURS and "first_loss" in row
+    }
+    others = (row for row in rows if row["program"] in _OTHERS and "first_loss" in row)
     return [
         dict(
             program="first loss",
-            case=case,
-            status=f"WRONG: meshpar {ours[case]:.4f}, page {page[case]:.4f}",
+            case=row["case"],
+            status=f"WRONG: meshpar {want:.4f}, {row['program']} {found:.4f}",
         )
-        for case in ours.keys() & page.keys()
-        if abs(ours[case] - page[case]) > _TOLERANCE * page[case]
+        for row in others
+        if (want := ours.get(row["batch"])) is not None
+        and abs((found := row["first_loss"]) - want) > _TOLERANCE * want
     ]
-
-
-def _verified(seconds: float) -> dict[str, Any]:
-    """The row of a verification on this machine."""
-    command = [sys.executable, "-m", "experiments.verify", *_VERIFY]
-    lines = list(_lines(command, seconds))
-    verdict = lines[-1].strip()
-    status = "ok" if verdict.startswith("EQUAL") else f"WRONG: {verdict}"
-    return dict(program="verify", case=" ".join(_VERIFY), status=status)
 
 
 def _lines(command: Sequence[str], seconds: float) -> Iterator[str]:
@@ -134,8 +206,13 @@ def _lines(command: Sequence[str], seconds: float) -> Iterator[str]:
 
     The last one begins with `_FAILED` if the process did not end well.
     """
+    environment = {_MEMORY_SHARE: "0.92", **os.environ}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
     )
     lines: queue.Queue = queue.Queue()
 
@@ -171,7 +248,8 @@ def _compiled_rows() -> list[dict[str, Any]]:
     meshpar.simulate(1)
     (device,) = mesh.topology(TOPOLOGY.value)
     rows = []
-    for case in gpu_cases.first_cases():
+    memory_gb = MEMORY.value or chips.chip_of(device.device_kind).memory_bytes / 1e9
+    for case in gpu_cases.best_cases(memory_gb):
         for name, compile_it in gpu_programs.COMPILERS.items():
             begin = time.perf_counter()
             found = gpu_programs.facts(compile_it(case, REHEARSE.value, device))
@@ -184,12 +262,21 @@ def _compiled_rows() -> list[dict[str, Any]]:
 
 _COLUMNS = {
     "ms": "{:.1f}",
+    "ms_least": "{:.1f}",
+    "ms_most": "{:.1f}",
     "mfu": "{:.1%}",
     "tokens_per_second": "{:,.0f}",
     "peak_gb": "{:.1f}",
     "compile_s": "{:.0f}",
     "first_loss": "{:.4f}",
     "large_copies": "{}",
+    "kernel_ms": "{}",
+    "matmul_tflops": "{:.0f}",
+    "copy_tb_s": "{:.2f}",
+    "clocks.sm": "{}",
+    "power.draw": "{}",
+    "driver_version": "{}",
+    "jax": "{}",
 }
 
 

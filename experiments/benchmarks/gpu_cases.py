@@ -4,7 +4,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +14,8 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
 from meshpar.mesh import chips
 
-RECIPES = "llama-1b", "llama3.2-3b"
-LENGTHS = 4096, 8192
-TOKENS = 16_384
-"""Tokens of a step of the first cases."""
+SMALL, LARGE = RECIPES = "llama-1b", "llama3.2-3b"
+LENGTH = 4096
 _REHEARSED = dict(vocab=512, depth=2, embed=128, heads=4, kv_heads=2, mlp=256)
 _REHEARSED_BY = 32
 """A rehearsal's sequences are shorter by this factor."""
@@ -52,6 +50,7 @@ class Case(NamedTuple):
     def describe(self) -> str:
         """The case in words, for tables."""
         words = [f"{self.recipe} at {self.length}", f"{self.rows} rows"]
+        words += ["float8"] * self.float8
         words += [f"remat={self.remat}", f"loss_block={self.loss_block}"]
         words += [f"scan_unroll={self.unroll}"] * (self.unroll > 1)
         return ", ".join([*words, *(f"{k}={v!r}" for k, v in self.options.items())])
@@ -68,12 +67,36 @@ class Case(NamedTuple):
         return dataclasses.replace(config, model=model, batch_size=self.rows)
 
 
-def first_cases() -> list[Case]:
-    """One case for each model and length."""
+def best_cases(memory_gb: float) -> list[Case]:
+    """The settings that are best for each model on a card; the larger model first.
+
+    Args:
+      memory_gb: of the card.
+    """
+    # Layers without a loop copy nothing; a loss of many tokens at once gains nothing.
+    small = Case(SMALL, LENGTH, 16 if memory_gb > 100 else 8, "dots", 22)
+    if memory_gb > 120:
+        return [Case(LARGE, LENGTH, 8, "dots", 28), small]
+    return [Case(LARGE, LENGTH, 4, "12*attention+16*dots", 28), small]
+
+
+def same_cases() -> list[Case]:
+    """Settings under which all programs fit into 80 GB, for comparisons."""
+    return [Case(LARGE, LENGTH, 4), Case(SMALL, LENGTH, 8, "dots")]
+
+
+def other_cases(best: Sequence[Case]) -> list[Case]:
+    """Changes of the best cases, each of which shows the effect of one setting."""
+    large, small = best
     return [
-        Case(recipe, length, TOKENS // length)
-        for recipe in RECIPES
-        for length in LENGTHS
+        large._replace(unroll=1),
+        small._replace(unroll=1),
+        small._replace(remat="attention"),
+        small._replace(remat="none", rows=small.rows // 2),
+        small._replace(loss_block=1024),
+        small._replace(length=2 * LENGTH, rows=small.rows // 2),
+        small._replace(options={"xla_gpu_enable_command_buffer": ""}),
+        large._replace(length=2 * LENGTH, rows=large.rows // 2),
     ]
 
 
@@ -92,41 +115,52 @@ def flops_per_token(model: DecoderConfig) -> float:
     return dataclasses.replace(model, length=model.length // 2).flops_per_token()
 
 
+class Times(NamedTuple):
+    """Seconds of a few steps: their median, the shortest and the longest."""
+
+    median: float
+    least: float
+    most: float
+
+
 def emit(**row: Any) -> None:
     """Prints a row for the command that started this process."""
     print(ROW + json.dumps(row), flush=True)
 
 
 def emit_speed(
-    name: str, case: Case, config: Config, seconds: float, kind: str, **more: Any
-) -> float:
-    """Prints the row of a case that ran, and returns its tokens per second.
+    name: str, case: Case, config: Config, times: Times, kind: str, **more: Any
+) -> None:
+    """Prints the row of a case that ran.
 
     Args:
       name: of the program.
       case: that ran.
       config: of the case.
-      seconds: of a step.
+      times: of a step.
       kind: of the device.
       **more: other columns.
     """
     tokens = config.batch_size * config.model.length
     flops, peak = flops_per_token(config.model) * tokens, chips.peak_flops(kind)
+    seconds = times.median
     mfu = flops / seconds / peak if peak else None
     emit(
         program=name,
         case=case.describe(),
+        batch=f"{case.recipe}, {case.length} x {case.rows}",
         status="ok",
         ms=1e3 * seconds,
+        ms_least=1e3 * times.least,
+        ms_most=1e3 * times.most,
         tokens_per_second=tokens / seconds,
         mfu=mfu,
         **more,
     )
-    return tokens / seconds
 
 
-def seconds_of_a_step(step: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """The median of a few steps.
+def times_of_a_step(step: Callable[[], Any], wait: Callable[[Any], Any]) -> Times:
+    """Times of a few steps.
 
     Args:
       step: starts one.
@@ -141,46 +175,9 @@ def seconds_of_a_step(step: Callable[[], Any], wait: Callable[[Any], Any]) -> fl
         seconds.append(time.perf_counter() - begin)
         if sum(seconds) > 2 * _SECONDS:
             break
-    return statistics.median(seconds)
+    return Times(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that a device has too little memory."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
-
-
-class Budget:
-    """The seconds that are left to a part.
-
-    Args:
-      seconds: of the whole part, from now on.
-    """
-
-    def __init__(self, seconds: float):
-        self._end = time.perf_counter() + seconds
-        self._longest = 0.0
-
-    def run(self, name: str, case: Case, measure: Callable[[], float]) -> float:
-        """Measures a case if it is likely to end in time; says why there is no figure.
-
-        Args:
-          name: of the program.
-          case: to measure.
-          measure: () -> tokens per second; prints the row.
-
-        Returns:
-          The tokens per second; 0 if there is no figure.
-        """
-        begin = time.perf_counter()
-        if begin + self._longest > self._end:
-            emit(program=name, case=case.describe(), status="no time left")
-            return 0.0
-        try:
-            return measure()
-        except Exception as error:
-            first = str(error).strip().partition("\n")[0][:300]
-            status = "out of memory" if is_out_of_memory(error) else f"failed: {first}"
-            emit(program=name, case=case.describe(), status=status)
-            return 0.0
-        finally:
-            self._longest = max(self._longest, time.perf_counter() - begin)

@@ -14,12 +14,23 @@ from jax import lax
 
 from experiments.models.decoder_config import DecoderConfig
 from meshpar.arrays import Array, Params
+from meshpar.layouts import mixes
 
 _STACK = "blocks/"
 _RATE, _MEAN_DECAY, _SQUARE_DECAY, _EPS = 3e-4, 0.9, 0.95, 1e-8
+
+
+def _keeps_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy that keeps the results of cuDNN's forward kernel."""
+    return "dot_product_attention_fwd" in primitive.name
+
+
 _POLICIES = {
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": _keeps_attention,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _keeps_attention
+    ),
 }
 
 
@@ -30,7 +41,7 @@ def make_step(
 
     Args:
       config: of a Llama.
-      remat: "full", "dots" or "none".
+      remat: as in a layout: "full", "attention", "dots", "none", or a mix of them.
       attention: the implementation of `jax.nn.dot_product_attention`.
     """
 
@@ -99,17 +110,21 @@ def _loss(
 ) -> Array:
     p = {path: x.astype(jnp.bfloat16) for path, x in params.items()}
     stack = {k.removeprefix(_STACK): x for k, x in p.items() if k.startswith(_STACK)}
-    layer = functools.partial(_layer, config, attention)
-    if remat != "none":
-        layer = jax.checkpoint(layer, policy=_POLICIES[remat])
-    x_BLD = p["embedding"][batch["tokens"]]
-    x_BLD, _ = lax.scan(lambda x, w: (layer(x, w), None), x_BLD, stack)
+    x_BLD, start = p["embedding"][batch["tokens"]], 0
+    for policy, count in mixes.segments(remat, config.depth):
+        layer = functools.partial(_layer, config, attention)
+        if policy != "none":
+            layer = jax.checkpoint(layer, policy=_POLICIES[policy])
+        own = {path: w[start : start + count] for path, w in stack.items()}
+        x_BLD, _ = lax.scan(lambda x, w, layer=layer: (layer(x, w), None), x_BLD, own)
+        start += count
     x_BLD = _norm(x_BLD, p["norm/scale"], config.norm_eps)
     head_DV = p["embedding"].T if config.tied else p["head"]
 
     @jax.checkpoint
     def block_loss(x_BKD: Array, targets_BK: Array) -> Array:
-        logits = jnp.dot(x_BKD, head_DV, preferred_element_type=jnp.float32)
+        # Products in float32 would run their gradients as TF32, at half the speed.
+        logits = (x_BKD @ head_DV).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, targets_BK[..., None], -1)[..., 0]
         return (jax.nn.logsumexp(logits, -1) - picked).sum()
 

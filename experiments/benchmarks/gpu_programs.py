@@ -1,10 +1,9 @@
 """What the benchmark on a GPU measures in jax: meshpar, and a page of plain jax."""
 
 import collections
-import functools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,14 +12,13 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import meshpar
-from experiments.benchmarks import gpu_page
+from experiments.benchmarks import gpu_kernels, gpu_page
 from experiments.benchmarks.gpu_cases import (
-    Budget,
     Case,
     emit,
     emit_speed,
     random_batch,
-    seconds_of_a_step,
+    times_of_a_step,
 )
 from experiments.recipes import building
 from meshpar import compat
@@ -33,14 +31,6 @@ FLOAT8 = "meshpar, float8"
 """Reported apart: rounding is coarser, and MFU counts FLOPs in bfloat16."""
 _LARGE_COPY = 2**24
 """Bytes of copies and transposes that count as a surprise."""
-
-_OPTIONS = (
-    {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"},
-    {"xla_gpu_enable_command_buffer": ""},
-    {"xla_gpu_autotune_level": 0},
-    {"xla_gpu_enable_triton_gemm": False},
-)
-"""Compiler options that are tried on the best case."""
 
 
 def make_program(
@@ -56,65 +46,28 @@ def _place(program: meshpar.TrainProgram, case: Case, rehearsal: bool) -> Any:
     return program.place_batch(random_batch(case.config(rehearsal)))
 
 
-def run_ours(cases: Sequence[Case], rehearsal: bool, budget: Budget) -> None:
-    """Measures each case, and then what changes of the first one make of it."""
-    measure = functools.partial(_measure_ours, rehearsal=rehearsal)
-    speeds = [budget.run(OURS, x, functools.partial(measure, x)) for x in cases]
-    first, best = cases[0], speeds[0]
-    for changed in _changes(first):
-        # Each change is tried on the best case so far; one that loses is dropped.
-        case = first._replace(**changed)
-        speed = budget.run(OURS, case, functools.partial(measure, case))
-        if speed > best:
-            first, best = case, speed
-    for case in cases[1:]:
-        rows = max(1, first.rows * first.length // case.length)
-        tuned = first._replace(recipe=case.recipe, length=case.length, rows=rows)
-        if tuned != case:
-            budget.run(OURS, tuned, functools.partial(measure, tuned))
-    in_float8 = first._replace(float8=True)
-    budget.run(FLOAT8, in_float8, functools.partial(measure, in_float8))
+def run_ours(case: Case, rehearsal: bool, profiles: bool) -> None:
+    """Prints the row of meshpar's step.
 
-
-def _changes(case: Case) -> Iterator[dict[str, Any]]:
-    """Changes of a case, those that promise most first."""
-    yield {"remat": "dots"}
-    yield {"rows": 2 * case.rows}
-    yield {"remat": "none"}
-    yield {"loss_block": 1024}
-    yield from ({"options": options} for options in _OPTIONS)
-    yield {"rows": 4 * case.rows}
-
-
-def _measure_ours(case: Case, rehearsal: bool) -> float:
+    Args:
+      case: what to train.
+      rehearsal: whether its model is tiny.
+      profiles: whether to say which kernels take how long.
+    """
     device = jax.devices()[0]
     program = make_program(case, rehearsal, device)
     options = case.options if platform_named(device.platform) is GPU else {}
     begin = time.perf_counter()
     compiled = program.lowered.compile(compiler_options=dict(options))
     seconds = time.perf_counter() - begin
-    state, batch = program.init(0), _place(program, case, rehearsal)
-
-    def step() -> Any:
-        nonlocal state
-        state, metrics = compiled(state, batch)
-        return metrics
-
-    more = {"first_loss": float(step()["loss"]), "compile_s": seconds}
-    more |= facts(compiled)
-    found = seconds_of_a_step(step, jax.block_until_ready)
-    kind, name = device.device_kind, FLOAT8 if case.float8 else OURS
-    return emit_speed(name, case, case.config(rehearsal), found, kind, **more)
+    batch = _place(program, case, rehearsal)
+    step = _Step(compiled, program.init(0), batch, lambda metrics: metrics["loss"])
+    name = FLOAT8 if case.float8 else OURS
+    _emit_jax(name, case, rehearsal, step, seconds, profiles)
 
 
-def run_page(cases: Sequence[Case], rehearsal: bool, budget: Budget) -> None:
-    """Measures the page on each case, with the weights that meshpar begins with."""
-    measure = functools.partial(_measure_page, rehearsal=rehearsal)
-    for case in cases:
-        budget.run(PAGE, case, functools.partial(measure, case))
-
-
-def _measure_page(case: Case, rehearsal: bool) -> float:
+def run_page(case: Case, rehearsal: bool, profiles: bool) -> None:
+    """Prints the row of the page, with the weights that meshpar begins with."""
     device, config = jax.devices()[0], case.config(rehearsal)
     program = make_program(case, rehearsal, device)
     attention = "cudnn" if platform_named(device.platform) is GPU else "xla"
@@ -123,16 +76,40 @@ def _measure_page(case: Case, rehearsal: bool) -> float:
     begin = time.perf_counter()
     lowered = gpu_page.make_step(config.model, case.remat, attention)
     compiled = lowered.lower(state, batch).compile()
-    more: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
+    seconds = time.perf_counter() - begin
+    step = _Step(compiled, state, batch, lambda loss: loss)
+    _emit_jax(PAGE, case, rehearsal, step, seconds, profiles)
 
-    def step() -> Any:
-        nonlocal state
-        state, loss = compiled(state, batch)
-        return loss
 
-    more = {"first_loss": float(step()), **more, **facts(compiled)}
-    found = seconds_of_a_step(step, jax.block_until_ready)
-    return emit_speed(PAGE, case, config, found, device.device_kind, **more)
+class _Step:
+    """A compiled step that keeps its own state: () -> what it returns beside it."""
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        state: Any,
+        batch: Any,
+        loss: Callable[[Any], Any],
+    ):
+        self.compiled, self.loss = compiled, loss
+        self._state, self._batch = state, batch
+
+    def __call__(self) -> Any:
+        self._state, result = self.compiled(self._state, self._batch)
+        return result
+
+
+def _emit_jax(
+    name: str, case: Case, rehearsal: bool, step: _Step, compile_s: float, profiles: Any
+) -> None:
+    """Measures a step and prints its row."""
+    more: dict[str, Any] = {"first_loss": float(step.loss(step()))}
+    more |= {"compile_s": compile_s, **facts(step.compiled)}
+    times = times_of_a_step(step, jax.block_until_ready)
+    if profiles:
+        more["kernel_ms"] = gpu_kernels.by_class(step, times.median)
+    kind = jax.devices()[0].device_kind
+    emit_speed(name, case, case.config(rehearsal), times, kind, **more)
 
 
 def compile_ours(
@@ -195,16 +172,8 @@ def facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
 
 
 def run_checks(rehearsal: bool) -> None:
-    """Prints what the device is, and how exact cuDNN's attention is."""
+    """Prints how exact cuDNN's attention is."""
     device = jax.devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-    emit(
-        program="device",
-        case=device.device_kind,
-        status="ok",
-        jax=jax.__version__,
-        limit_gb=memory / 1e9,
-    )
     is_gpu = platform_named(device.platform) is GPU
     kernel = attention_kernels.cudnn if is_gpu else attention_kernels.reference
     length = 256 if rehearsal else 2048

@@ -1,28 +1,35 @@
 """The same Llama and training step in PyTorch, compiled, as a yardstick on one GPU.
 
-torch.compile, flash attention, autocast to bfloat16, checkpointed layers, fused Adam.
+torch.compile of the whole loss, attention by cuDNN or flash attention, autocast to
+bfloat16, layers that keep what a policy says, the loss in blocks of tokens, fused Adam.
+It begins with meshpar's weights.
 """
 
+import contextlib
 import functools
+import os
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.benchmarks.gpu_cases import (
-    Budget,
     Case,
     emit,
     emit_speed,
     random_batch,
-    seconds_of_a_step,
+    times_of_a_step,
 )
+from experiments.benchmarks.gpu_programs import make_program
 from experiments.models.decoder_config import DecoderConfig
+from meshpar.layouts import mixes
 
 PROGRAM = "torch.compile"
 
 
-def run(cases: list[Case], rehearsal: bool, budget: Budget) -> None:
-    """Prints a row for each case, or one that says why there is none."""
+def run(case: Case, rehearsal: bool) -> None:
+    """Prints the row of a case, or one that says why there is none."""
     try:
         import torch
     except ImportError:
@@ -31,18 +38,19 @@ def run(cases: list[Case], rehearsal: bool, budget: Budget) -> None:
     if not torch.cuda.is_available() and not rehearsal:
         emit(program=PROGRAM, case="", status="torch sees no GPU")
         return
-    for case in cases:
-        budget.run(PROGRAM, case, functools.partial(_measure, torch, case, rehearsal))
-        torch.compiler.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    # Jax makes the first weights, and gives the memory back.
+    os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+    _measure(torch, case, rehearsal)
 
 
-def _measure(torch: Any, case: Case, rehearsal: bool) -> float:
+def _measure(torch: Any, case: Case, rehearsal: bool) -> None:
     config = case.config(rehearsal)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    model = _model(torch, config.model, case.remat).to(device)
+    with torch.device("meta"):
+        model = _model(torch, config.model, case)
+    model.to_empty(device=device)
+    program = make_program(case._replace(unroll=1), rehearsal, jax.devices()[0])
+    _load(torch, model, config.model, program.init(0).params)
     fused = device == "cuda"
     optimizer = torch.optim.Adam(model.parameters(), 3e-4, (0.9, 0.95), fused=fused)
     batch = {
@@ -50,33 +58,95 @@ def _measure(torch: Any, case: Case, rehearsal: bool) -> float:
         for name, x in random_batch(config).items()
     }
 
-    @torch.compile
+    @torch.compile(fullgraph=True)
     def loss_fn() -> Any:
         with torch.autocast(device, torch.bfloat16):
             return model(batch["tokens"], batch["targets"])
 
     def step() -> Any:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_fn()
-        loss.backward()
+        with _cudnn_first(torch, device):
+            loss = loss_fn()
+            loss.backward()
         optimizer.step()
         return loss.detach()
 
     first = step().item()
-    seconds = seconds_of_a_step(step, lambda loss: loss.item())
+    times = times_of_a_step(step, lambda loss: loss.item())
     kind, peak = "cpu", None
     if device == "cuda":
         kind = torch.cuda.get_device_name()
         peak = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.reset_peak_memory_stats()
-    more = {"first_loss": first, "peak_gb": peak}
-    return emit_speed(PROGRAM, case, config, seconds, kind, **more)
+    more = {"first_loss": first, "peak_gb": peak, "torch": torch.__version__}
+    emit_speed(PROGRAM, case, config, times, kind, **more)
 
 
-def _model(torch: Any, config: DecoderConfig, remat: str) -> Any:
+def _cudnn_first(torch: Any, device: str) -> Any:
+    """Attention by cuDNN where it can, by flash attention elsewhere."""
+    if device == "cpu":
+        return contextlib.nullcontext()
+    attention = torch.nn.attention
+    kinds = attention.SDPBackend
+    backends = [kinds.CUDNN_ATTENTION, kinds.FLASH_ATTENTION]
+    return attention.sdpa_kernel(backends, set_priority=True)
+
+
+def _load(
+    torch: Any, model: Any, config: DecoderConfig, params: Mapping[str, Any]
+) -> None:
+    """Gives the modules the weights of meshpar; torch's matmuls turn theirs."""
+
+    def put(weight: Any, x: jax.Array, columns: int = 0) -> None:
+        x = x.reshape(-1, columns).T if columns else x
+        source = torch.from_numpy(np.array(x))
+        with torch.no_grad():
+            weight.copy_(source)
+
+    put(model.embedding.weight, params["embedding"])
+    put(model.norm.weight, params["norm/scale"])
+    if config.tied:
+        model.head.weight = model.embedding.weight
+    else:
+        put(model.head.weight, params["head"], config.vocab)
+    heads = config.heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
+    out = dict(q=heads, k=keys, v=keys, o=config.embed)
+    wide = dict(gate=config.mlp, up=config.mlp, down=config.embed)
+    for name, columns in (out | wide).items():
+        folder = "attention" if name in out else "mlp"
+        stack = np.asarray(params[f"blocks/{folder}/{name}"])
+        for layer, x in zip(model.layers, stack, strict=True):
+            put(getattr(layer, name).weight, x, columns)
+    for i, name in enumerate(("attention_norm", "mlp_norm")):
+        for layer, x in zip(
+            model.layers, np.asarray(params[f"blocks/{name}/scale"]), strict=True
+        ):
+            put(layer.norms[i].weight, x)
+
+
+def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
     """A Llama as a torch module: (tokens, targets) -> mean loss."""
     nn, functional = torch.nn, torch.nn.functional
-    head_dim = config.embed // config.heads
+    checkpoint = torch.utils.checkpoint
+    head_dim = config.head_dim
+    policies = [
+        policy
+        for policy, count in mixes.segments(case.remat, config.depth)
+        for _ in range(count)
+    ]
+    kernels = torch.ops.aten
+    attention = {
+        kernels._scaled_dot_product_cudnn_attention.default,
+        kernels._scaled_dot_product_flash_attention.default,
+    }
+    kept = {"attention": attention, "dots": attention | {kernels.mm.default}}
+
+    contexts = {
+        policy: functools.partial(
+            checkpoint.create_selective_checkpoint_contexts, list(operations)
+        )
+        for policy, operations in kept.items()
+    }
 
     def rotate(x_BNLH: Any) -> Any:
         half = head_dim // 2
@@ -90,12 +160,16 @@ def _model(torch: Any, config: DecoderConfig, remat: str) -> Any:
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            linear = functools.partial(nn.Linear, bias=False)
             embed, keys = config.embed, config.kv_heads * head_dim
+            heads = config.heads * head_dim
+
+            def linear(*sizes: int) -> Any:
+                return nn.Linear(*sizes, bias=False)
+
             self.norms = nn.ModuleList(
                 nn.RMSNorm(embed, config.norm_eps) for _ in range(2)
             )
-            self.q, self.o = linear(embed, embed), linear(embed, embed)
+            self.q, self.o = linear(embed, heads), linear(heads, embed)
             self.k, self.v = linear(embed, keys), linear(embed, keys)
             self.gate, self.up = linear(embed, config.mlp), linear(embed, config.mlp)
             self.down = linear(config.mlp, embed)
@@ -117,23 +191,32 @@ def _model(torch: Any, config: DecoderConfig, remat: str) -> Any:
         def __init__(self):
             super().__init__()
             self.embedding = nn.Embedding(config.vocab, config.embed)
-            nn.init.normal_(self.embedding.weight, std=0.02)
             self.layers = nn.ModuleList(Layer() for _ in range(config.depth))
             self.norm = nn.RMSNorm(config.embed, config.norm_eps)
             self.head = nn.Linear(config.embed, config.vocab, bias=False)
-            if config.tied:
-                self.head.weight = self.embedding.weight
 
         def forward(self, tokens, targets):
-            x_BLD = self.embedding(tokens)
-            for layer in self.layers:
-                if remat == "none":
+            x_BLD = self.embedding(tokens).bfloat16()
+            for layer, policy in zip(self.layers, policies, strict=True):
+                if policy == "none":
                     x_BLD = layer(x_BLD)
-                else:
-                    x_BLD = torch.utils.checkpoint.checkpoint(
-                        layer, x_BLD, use_reentrant=False
-                    )
-            logits = self.head(self.norm(x_BLD)).float()
-            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                    continue
+                more = {"context_fn": contexts[policy]} if policy in kept else {}
+                x_BLD = checkpoint.checkpoint(layer, x_BLD, use_reentrant=False, **more)
+            x_BLD, total = self.norm(x_BLD), 0.0
+            size = 1024  # Of blocks; smaller ones take longer to compile.
+            for block, own in zip(
+                x_BLD.split(size, 1), targets.split(size, 1), strict=True
+            ):
+                total = total + checkpoint.checkpoint(
+                    self.block_loss, block, own, use_reentrant=False
+                )
+            return total / targets.numel()
+
+        def block_loss(self, x_BKD, targets_BK):
+            logits = self.head(x_BKD).float().flatten(0, 1)
+            return functional.cross_entropy(
+                logits, targets_BK.flatten(), reduction="sum"
+            )
 
     return Llama()

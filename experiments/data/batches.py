@@ -7,8 +7,8 @@ that does not depend on the number of processes.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-import grain
 import numpy as np
 
 from experiments.data.corpus import Corpus
@@ -16,7 +16,7 @@ from experiments.data.files import DataError
 from experiments.data.packing import PackedSamples
 
 
-class Windows(grain.sources.RandomAccessDataSource):
+class Windows:
     """Windows of length + 1 tokens that overlap by one: inputs and next tokens."""
 
     def __init__(self, tokens: np.ndarray, length: int):
@@ -32,21 +32,27 @@ class Windows(grain.sources.RandomAccessDataSource):
         return {"tokens": window[:-1], "targets": window[1:]}
 
 
-class _BatchRows(grain.MapDataset):
+class _BatchRows:
     """The samples of some rows of every batch, from a global position on."""
 
-    def __init__(self, parent, rows: Sequence[int], batch_size: int, position: int):
-        super().__init__(parent)
-        self._rows, self._batch_size, self._position = rows, batch_size, position
+    def __init__(
+        self,
+        samples: Sequence[Any],
+        rows: Sequence[int],
+        batch_size: int,
+        position: int,
+    ):
+        self._samples, self._rows = samples, rows
+        self._batch_size, self._position = batch_size, position
 
     def __len__(self) -> int:
-        num_batches = (len(self._parent) - self._position) // self._batch_size
+        num_batches = (len(self._samples) - self._position) // self._batch_size
         return num_batches * len(self._rows)
 
-    def __getitem__(self, i: int):
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         step, row = divmod(i, len(self._rows))
         index = self._position + step * self._batch_size + int(self._rows[row])
-        return self._parent[index]
+        return self._samples[index]
 
 
 def _samples(
@@ -55,7 +61,7 @@ def _samples(
     part: str,
     batch_size: int,
     length: int,
-) -> grain.sources.RandomAccessDataSource:
+) -> Windows | PackedSamples:
     """The samples of one part of a corpus.
 
     Raises:
@@ -99,9 +105,12 @@ def training_batches(
     Raises:
       DataError: fewer samples than one batch needs.
     """
+    import grain
+
     source = _samples(corpus.train, corpus.train_starts, "training", batch_size, length)
     samples = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    batches = _BatchRows(samples, rows, batch_size, position).batch(len(rows))
+    own = _BatchRows(samples, rows, batch_size, position)
+    batches = grain.MapDataset.source(own).batch(len(rows))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(batches.to_iter_dataset(options))
 

@@ -8,7 +8,6 @@ import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import grain
 import numpy as np
 
 
@@ -71,7 +70,7 @@ def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
     return samples
 
 
-class PackedSamples(grain.sources.RandomAccessDataSource):
+class PackedSamples:
     """Samples of whole documents, each of which counts its positions from 0.
 
     A sample is {"tokens", "targets", "segments", "positions"}, int32 [length], and

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.training.tensorboard import TensorBoard
 from meshpar.errors import CheckpointError
 
 EVALUATION_LOSS = "evaluation_loss"
@@ -38,6 +37,8 @@ class MetricsLog:
         Raises:
           CheckpointError: something else is in the place of a file.
         """
+        from experiments.training.tensorboard import TensorBoard
+
         self.path, self.tensorboard = folder / METRICS, folder / "tensorboard"
         try:
             had_rows = bool(read(self.path))

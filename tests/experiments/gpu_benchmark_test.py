@@ -1,12 +1,21 @@
 """The benchmark on a GPU, as far as it runs without one."""
 
+import json
+import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
-from experiments.benchmarks import gpu, gpu_cases, gpu_page, gpu_programs
+from experiments.benchmarks import (
+    gpu,
+    gpu_cases,
+    gpu_kernels,
+    gpu_page,
+    gpu_programs,
+)
 from experiments.benchmarks.gpu_cases import Case
 
 
@@ -44,14 +53,51 @@ def test_parts_that_fail_or_hang_are_told(code, seconds, want):
     assert list(gpu._lines([sys.executable, "-c", code], seconds)) == want
 
 
-def test_cases_without_time_or_memory_have_a_row(capsys):
-    budget, case = gpu_cases.Budget(100), Case("llama-1b", 4096, 4)
+def test_what_matters_most_is_measured_first():
+    for memory in (80, 141):
+        jobs = list(gpu.jobs(memory))
+        parts = [(job.part, job.case.recipe) for job in jobs if job.case]
+        assert parts[:2] == [(gpu.OURS, "llama3.2-3b"), (gpu.OURS, "llama-1b")]
+        assert parts[2:4] == [(gpu.PAGE, "llama3.2-3b"), (gpu.PAGE, "llama-1b")]
+        assert all(job.case is None or job.case.describe() for job in jobs)
 
-    def too_large():
+
+def test_a_job_without_time_or_memory_has_a_row(capsys, monkeypatch):
+    job = gpu.Job(gpu.OURS, 60, Case("llama-1b", 4096, 4))
+    (row,) = gpu._rows_of(job, end=0.0)
+    assert row["status"] == "no time left"
+
+    def too_large(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    assert budget.run("ours", case, too_large) == 0
-    budget._longest = 1000
-    assert budget.run("ours", case, lambda: 1.0) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert '"out of memory"' in first and '"no time left"' in second
+    monkeypatch.setitem(gpu._RUNNERS, gpu.OURS, too_large)
+    with flagsaver.flagsaver(case=json.dumps(job.case._asdict()), rehearse=True):
+        gpu._run_part(gpu.OURS)
+    assert '"out of memory"' in capsys.readouterr().out
+
+
+def test_kernels_have_classes():
+    names = "nvjet_hsh_128x256", "cudnn_generated_fort_native_sdpa", "loop_copy_fusion"
+    assert list(map(gpu_kernels.class_of, names)) == ["matmul", "attention", "copy"]
+    assert gpu_kernels.class_of("loop_add_fusion") == "other"
+
+
+def test_it_needs_no_package_that_it_does_not_use():
+    """Images of GPU machines have jax and few others."""
+    code = """
+import sys
+from importlib import abc
+
+class Absent(abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"grain", "tensorboardX", "qwix", "ray"}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Absent())
+import jax
+from experiments import (checkpoint, explain, generate, plan, run, score, verify)
+from experiments.benchmarks import gpu, gpu_cases, gpu_programs
+case = gpu_cases.Case("llama-1b", 4096, 2)
+gpu_programs.make_program(case, True, jax.devices()[0])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
