@@ -84,6 +84,9 @@ BY_US = [
         "fsdp=2,remat=5*full+3*none,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"
     ),
     Row("fsdp=2,tensor=2,remat=1*none+7*full,microbatches=2", "linen", slow=True),
+    Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=4"),
+    Row("fsdp=2,remat=full,scan_unroll=3,microbatches=2", slow=True),
+    Row("data=2,tensor=2,remat=full,scan_unroll=8", "linen", slow=True),
     Row("fsdp=2,tensor=4,layers=fsdp"),
     Row("data=2,tensor=2,layers=fsdp,remat=full", "tied", slow=True),
     Row(

@@ -42,7 +42,7 @@ with both the kernel does not run again (`ops.kernels`)."""
 KEEPS_MATMULS = ("dots",)
 """Values of `remat=` that keep the results of matmuls."""
 
-KEEPS_ATTENTION = "dots", "attention"
+_KEEPS_ATTENTION = "dots", "attention"
 """Values of `remat=` under which kernels of attention run forward once."""
 
 
@@ -116,6 +116,15 @@ def repeated_share(remat: str, depth: int) -> float:
       depth: number of layers of the stack.
     """
     return average(remat, depth, lambda policy: float(policy != NONE))
+
+
+def repeats_kernels(policy: str) -> bool:
+    """Whether the backward pass of a layer runs kernels of attention forward again.
+
+    Args:
+      policy: one policy, no mix.
+    """
+    return policy not in (NONE, *_KEEPS_ATTENTION) and ATTENTION not in _names(policy)
 
 
 def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) -> None:

@@ -44,6 +44,9 @@ class Program:
     abstract_batch: Any
     layer_order: StoredOrder | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.layout}, lowering={self.lowering.name})"
+
     @property
     def model(self) -> Model:
         """The model."""

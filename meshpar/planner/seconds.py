@@ -12,7 +12,7 @@ from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average
-from meshpar.layouts.remat import NONE, repeated_share
+from meshpar.layouts.remat import NONE, repeats_kernels
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.shard_map import ShardMapLowering
@@ -236,9 +236,8 @@ def _layer_seconds(
     forward = row_seconds * facts.flops.layer + kernels + elementwise
     narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
     forward += machine.narrow * narrow
-    # A policy that keeps the results of matmuls does not keep those of kernels.
-    kinds = {NONE: 0.0, "dots": kernels + elementwise}
+    kinds = {NONE: 0.0, "dots": elementwise, "attention": forward - kernels}
     policies = layout.remat, facts.layered.depth
     again = average(*policies, lambda policy: kinds.get(policy, forward))
-    kernels_again = repeated_share(*policies) * kernels
+    kernels_again = average(*policies, lambda policy: kernels * repeats_kernels(policy))
     return _LayerSeconds(forward, kernels, again, kernels_again)

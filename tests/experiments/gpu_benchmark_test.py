@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from absl.testing import flagsaver
 
 from experiments.benchmarks import (
@@ -63,15 +64,16 @@ def test_what_matters_most_is_measured_first():
 
 
 def test_a_job_without_time_or_memory_has_a_row(capsys, monkeypatch):
-    job = gpu.Job(gpu.OURS, 60, Case("llama-1b", 4096, 4))
-    (row,) = gpu._rows_of(job, end=0.0)
+    case = Case("llama-1b", 4096, 4)
+    (row,) = gpu._rows_of(gpu.Job(gpu.OURS, 60, case), end=0.0)
     assert row["status"] == "no time left"
 
     def too_large(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setitem(gpu._RUNNERS, gpu.OURS, too_large)
-    with flagsaver.flagsaver(case=json.dumps(job.case._asdict()), rehearse=True):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["gpu", f"--case={json.dumps(case._asdict())}", "--rehearse"])
         gpu._run_part(gpu.OURS)
     assert '"out of memory"' in capsys.readouterr().out
 
@@ -95,7 +97,7 @@ class Absent(abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Absent())
 import jax
-from experiments import (checkpoint, explain, generate, plan, run, score, verify)
+from experiments.training import trainer
 from experiments.benchmarks import gpu, gpu_cases, gpu_programs
 case = gpu_cases.Case("llama-1b", 4096, 2)
 gpu_programs.make_program(case, True, jax.devices()[0])

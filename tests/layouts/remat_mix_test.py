@@ -52,8 +52,11 @@ def test_segments_and_averages_read_uniform_policies_and_mixes_alike():
         ("2*full+", ["''", "COUNT*POLICY"]),
         ("full*2+none*2", ["'full*2'", "COUNT*POLICY"]),
         ("2*ful+2*none", ["'ful'", "did you mean 'full'"]),
-        ("2*+2*none", ["''", "known: dots, experts, full, none"]),
-        ("2*names:A+2*none", ["'names:A'", "by name", "none, full, dots, experts"]),
+        ("2*+2*none", ["''", "known: attention, dots, experts, full, none"]),
+        (
+            "2*names:A+2*none",
+            ["'names:A'", "by name", "none, full, dots, attention, experts"],
+        ),
         ("22*full", ["remat=22*full", "all 22 layers", "write remat=full"]),
         ("999999*full+1*full+1*none", ["1000000 layers in a row", "at most 999999"]),
         ("2*full+3*full", ["all 5 layers", "write remat=full"]),

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType
 
 from meshpar import layouts
+from meshpar.compat import equations
+from meshpar.layouts.remat import ATTENTION, wrap_remat
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 from meshpar.mesh import platform
 from meshpar.ops import attention_kernels, context, kernels
@@ -92,6 +95,41 @@ def test_splash_attention_of_a_part_of_the_queries(
     np.testing.assert_allclose(y, plain(q[:, own], k, v), rtol=2e-4, atol=2e-5)
     for gradient, expected in zip(got, gradients(plain, q[:, own], k, v), strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "remat, runs", [("full", 2), ("dots", 1), ("attention", 1), ("names:attention", 1)]
+)
+@pytest.mark.parametrize("manual", [(), ("data", "tensor")])
+def test_a_kernel_runs_forward_once_where_its_results_are_kept(manual, remat, runs):
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    @jax.custom_vjp
+    def kernel(q, k, v):
+        return forward(q, k, v)[0]
+
+    def forward(q, k, v):
+        y = jnp.sort(attention_kernels.reference(q, k, v))  # Nothing else sorts.
+        return y, (q, k, v, y, y.sum(-1))
+
+    def backward(saved, dy):
+        q, k, v, y, sums = saved
+        return q * sums[..., None] + dy, k + y.sum(), v
+
+    kernel.defvjp(forward, backward)
+
+    def layer(*arrays):
+        with layouts.use(layouts.parse("data=1"), mesh, manual):
+            names = ("batch", "length", "heads", "head_dim")
+            y = kernels.on_shards(kernel, names, *arrays, saves=ATTENTION)
+            return jnp.sin(y).sum()
+
+    with jax.set_mesh(mesh):
+        step = jax.value_and_grad(wrap_remat(layer, remat), argnums=(0, 1, 2))
+        jaxpr = jax.make_jaxpr(step)(*arrays(length=8, dim=4)).jaxpr
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    sorts = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "sort"]
+    assert len(sorts) == runs
 
 
 @pytest.mark.parametrize("saves", ["", "attention"])
