@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from support import tiny_models
 from support.regression import NESTEROV, SGD, lower, train
 
 import meshpar
@@ -70,12 +71,12 @@ def test_settings_that_do_not_fit_the_replicas_are_refused():
 def test_the_reason_names_the_remedy(layout, lowering, words):
     options = dict(mode=meshpar.LocalSGD(), lowering=lowering)
     with pytest.raises(meshpar.LayoutError, match=words):
-        lower(layout, SGD, **options)
+        tiny_models.lower(layout, tiny_models.model(depth=4), **options)
 
 
 def test_synchronous_pipelines_have_replicas():
-    layout = "replica=2,pipe=2,microbatches=2"
-    assert lower(layout, SGD, mode=meshpar.LocalSGD(), lowering="shard_map")
+    options = dict(mode=meshpar.LocalSGD(), lowering="shard_map")
+    assert tiny_models.lower("replica=2,pipe=2,microbatches=2", **options)
 
 
 MODES = [

@@ -151,7 +151,10 @@ CONDITIONAL = Refusal(
     "it runs F, B and W under conditionals that differ between stages, in which "
     "collectives can deadlock",
     "use schedule=1f1b, or leave these axes out",
-    lambda c: [{"schedule": "1f1b"}],
+    lambda c: [
+        {"schedule": "1f1b"},
+        as_data(c, EXPERT, CONTEXT, TENSOR) | left_out(c, "zero"),
+    ],
 )
 """Collectives in operations that not all stages run."""
 
