@@ -2,27 +2,30 @@
 
     python -m experiments.support
 
-Rows are strategies, columns are features of a layout. A cell is "yes" or the reason why
-the two do not go together, asked of `meshpar.compose.reason_unsupported`. Nothing is
-lowered: sizes of a model play no part.
+Rows are strategies, columns are features of a layout. A cell is "yes" or the number of
+the record of `meshpar.layouts.refusals` that refuses the two together. Below stands the
+whole table of refusals, one line for each cause. Sizes of a model play no part.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
-import jax.numpy as jnp
-
 from experiments import command_line
-from meshpar.compose import reason_unsupported
-from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import ROWS
 from meshpar.layouts.layout import parse
 from meshpar.layouts.offload import OFFLOADS
-from meshpar.layouts.param import Param
+from meshpar.layouts.refusals import OF_TRAINING, REFUSALS
+from meshpar.layouts.refusals.combination import (
+    JIT,
+    SHARD_MAP,
+    Combination,
+    ModelTraits,
+)
+from meshpar.layouts.refusals.reasons import Reason, UnsupportedError, check
 from meshpar.local_sgd.mode import LocalSGD
-from meshpar.models.layer_stack import LayeredModel
-from meshpar.models.model import Model
+from meshpar.pipeline.spec import pipeline_traits
 from meshpar.schedules.published import PUBLISHED
 
 _DEPTH = 8
@@ -67,12 +70,19 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell of the matrix; `reason` is "" where the two go together."""
+    """One cell of the matrix.
+
+    Attributes:
+      strategy: its row.
+      feature: its column.
+      layout: the small layout that is tried.
+      reasons: why it is refused; () where the two go together.
+    """
 
     strategy: Strategy
     feature: Feature
     layout: str
-    reason: str
+    reasons: tuple[Reason, ...]
 
 
 def _schedule_rows() -> Iterator[Strategy]:
@@ -85,9 +95,9 @@ def _schedule_rows() -> Iterator[Strategy]:
 
 
 STRATEGIES: tuple[Strategy, ...] = (
-    Strategy("jit, any model", lowering="jit", layered=False),
-    Strategy("jit, model with layers", lowering="jit"),
-    Strategy("shard_map", lowering="shard_map"),
+    Strategy("jit, any model", lowering=JIT, layered=False),
+    Strategy("jit, model with layers", lowering=JIT),
+    Strategy("shard_map", lowering=SHARD_MAP),
     *_schedule_rows(),
 )
 
@@ -113,17 +123,6 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 
-def _stand_in(layered: bool) -> Model:
-    """A model that is asked for its kind alone."""
-
-    def never(*_: object) -> None:
-        raise AssertionError("the support matrix runs no model")
-
-    layers = LayeredModel("layers/", _DEPTH, never, never, never)
-    params = {"layers/mlp": Param((_DEPTH, 2), jnp.float32, ("layers", "mlp"))}
-    return Model(params, never, never, never, never, layers if layered else None)
-
-
 def support_cells() -> list[Cell]:
     """All cells, row by row."""
     return [_cell(s, feature) for s in STRATEGIES for feature in FEATURES]
@@ -136,22 +135,31 @@ def _cell(strategy: Strategy, feature: Feature) -> Cell:
         items |= dict(item.split("=", 1) for item in text.split(",") if item)
     text = ",".join(f"{key}={value}" for key, value in items.items()) or f"{DATA}=1"
     try:
-        reason = reason_unsupported(
-            _stand_in(strategy.layered),
-            parse(text),
-            strategy.lowering,
-            LocalSGD() if feature.replicas else None,
-            1.0 if feature.clips else None,
-        )
-    except LayoutError as error:
-        reason = str(error)
-    return Cell(strategy, feature, text, reason)
+        check(_combination(strategy, feature, text), OF_TRAINING)
+    except UnsupportedError as error:
+        return Cell(strategy, feature, text, error.reasons)
+    return Cell(strategy, feature, text, ())
+
+
+def _combination(strategy: Strategy, feature: Feature, layout: str) -> Combination:
+    """The two together.
+
+    Raises:
+      UnsupportedError: the layout itself refuses them.
+    """
+    return Combination(
+        parse(layout),
+        ModelTraits(_DEPTH if strategy.layered else 0),
+        strategy.lowering,
+        LocalSGD().traits if feature.replicas else None,
+        1.0 if feature.clips else None,
+        functools.partial(pipeline_traits, depth=_DEPTH),
+    )
 
 
 def support_table() -> str:
-    """The matrix as Markdown: a table whose numbers point to reasons below it."""
+    """The matrix as Markdown; its numbers point to the table of refusals below it."""
     cells = support_cells()
-    reasons = list(dict.fromkeys(cell.reason for cell in cells if cell.reason))
     lines = [
         "| | " + " | ".join(f"`{feature.name}`" for feature in FEATURES) + " |",
         "|---" * (len(FEATURES) + 1) + "|",
@@ -159,12 +167,20 @@ def support_table() -> str:
     for row, strategy in enumerate(STRATEGIES):
         start = row * len(FEATURES)
         marks = [
-            f"no ({reasons.index(cell.reason) + 1})" if cell.reason else "yes"
+            f"no ({', '.join(map(_number, cell.reasons))})" if cell.reasons else "yes"
             for cell in cells[start : start + len(FEATURES)]
         ]
         lines.append(f"| {strategy.name} | " + " | ".join(marks) + " |")
-    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([*lines, "", *numbered, ""])
+    lines += ["", "| | asked for | with | why not | remedy |", "|---" * 5 + "|"]
+    for number, one in enumerate(REFUSALS, 1):
+        texts = str(number), one.feature, one.beside, one.why, one.remedy
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join([*lines, ""])
+
+
+def _number(reason: Reason) -> str:
+    """The number of a reason's record in the table of refusals."""
+    return str(REFUSALS.index(reason.refusal) + 1)
 
 
 def main(_: Sequence[str]) -> int:

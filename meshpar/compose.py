@@ -19,8 +19,10 @@ from meshpar.islands.lowering import make_program as make_islands_program
 from meshpar.islands.mode import Islands
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout, parse
-from meshpar.layouts.mixes import reason_depth
 from meshpar.layouts.plan import Plan
+from meshpar.layouts.refusals.combination import AUTO, Combination
+from meshpar.layouts.refusals.of_training import OF_TRAINING
+from meshpar.layouts.refusals.reasons import check, possible_lowerings
 from meshpar.layouts.resolve import make_plan
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
@@ -42,12 +44,10 @@ from meshpar.models import whole_model
 from meshpar.models.model import Model
 from meshpar.models.model_checks import CheckedParts, check_parts, check_trace
 from meshpar.models.row_dims import RowDims, row_dims
-from meshpar.pipeline import pipedream
-from meshpar.pipeline import runner as pipeline
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.pipedream import PipeDreamRunner
 from meshpar.pipeline.runner import PipelineRunner
-from meshpar.pipeline.spec import PipelineSpec, make_spec
+from meshpar.pipeline.spec import PipelineSpec, make_spec, pipeline_traits
 
 LOWERINGS: dict[str, type[Lowering]] = {
     lowering.name: lowering for lowering in (JitLowering, ShardMapLowering)
@@ -106,8 +106,8 @@ def lower(
     layout = parse(layout) if isinstance(layout, str) else layout
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
     check_leaves(batch)
-    if reason := reason_unsupported(model, layout, lowering, mode, clip_norm):
-        raise LayoutError(reason)
+    combined = combination(model, layout, lowering, mode, clip_norm)
+    check(combined, OF_TRAINING, functools.partial(_fits, model, batch))
     model = _layered(model, lowering)
     if make_programs := MODES_OF_MANY.get(type(mode)):
         one = functools.partial(lower, model, optimizer, layout, clip_norm=clip_norm)
@@ -130,7 +130,7 @@ def lower(
     plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
-    names, why = _lowering_names(model, layout, lowering), spec.why if spec else ""
+    names, why = _lowering_names(combined), spec.why if spec else ""
     by_hand = ShardMapLowering.name in names
     check_trace(model, layout, mesh, step_batch, by_hand)
     state = abstract_state(params, optimizer_state, plan, mesh)
@@ -159,17 +159,12 @@ def _layered(model: Model, lowering: str) -> Model:
     return whole_model.as_one_head(model)
 
 
-def _lowering_names(model: Model, layout: Layout, lowering: str) -> list[str]:
+def _lowering_names(combined: Combination) -> list[str]:
     """Names of the lowerings to make; several of them are to be compared."""
-    possible = [
-        name
-        for name, kind in LOWERINGS.items()
-        if not kind.reason_unsupported(model, layout)
-    ]
-    if lowering == "auto":
-        return possible
-    default = ShardMapLowering.name
-    return [lowering or (default if default in possible else JitLowering.name)]
+    possible = possible_lowerings(combined, OF_TRAINING)
+    if combined.lowering == AUTO:
+        return [name for name in LOWERINGS if name in possible]
+    return [possible[0]]
 
 
 class Parts(NamedTuple):
@@ -204,14 +199,16 @@ def make_lowering(
     return ShardMapLowering(*parts, runner)
 
 
-def reason_unsupported(
+def combination(
     model: Model,
     layout: Layout,
     lowering: str = "",
     mode: Mode | None = None,
     clip_norm: float | None = None,
-) -> str:
-    """Why model, layout, lowering and mode do not go together; "" if they do.
+) -> Combination:
+    """What is asked of `lower`, as the table of refusals looks at it.
+
+    It needs no devices, and nothing is traced.
 
     Args:
       model: the model.
@@ -221,48 +218,24 @@ def reason_unsupported(
       clip_norm: as in `lower`.
 
     Raises:
-      LayoutError: a schedule or a partition that cannot be.
+      LayoutError: a lowering or a mode that does not exist.
     """
-    known = ("auto", *LOWERINGS)
+    known = (AUTO, *LOWERINGS)
     if lowering and lowering not in known:
-        return f"lowering={lowering!r} ({nearest(lowering, known)})"
-    no_shard_map = ShardMapLowering.reason_unsupported(model, layout)
-    if (whole := _layered(model, lowering)) is not model:
-        no_shard_map = whole_model.reason_unsupported(
-            model, layout
-        ) or ShardMapLowering.reason_unsupported(whole, layout)
-    if lowering == ShardMapLowering.name and no_shard_map:
-        return f"lowering=shard_map: {no_shard_map}; use lowering=jit"
+        raise LayoutError(f"lowering={lowering!r} ({nearest(lowering, known)})")
     if mode is not None and type(mode) not in (kinds := MODES | MODES_OF_MANY):
         modes = ", ".join(kind.__name__ for kind in kinds)
-        return f"mode={mode!r} is no optimizer mode; known: {modes}"
-    if mode is None and layout.replica > 1:
-        return (
-            f"replica={layout.replica} lets replicas differ, and nothing would "
-            "synchronize them: give mode=LocalSGD(...) (--optimizer_mode=local_sgd), "
-            f"or use data={layout.replica}"
-        )
-    if no_shard_map or lowering == JitLowering.name:
-        if reason := JitLowering.reason_unsupported(model, layout):
-            if no_shard_map:
-                why = f"lowering=shard_map is not possible: {no_shard_map}"
-                return f"{reason}; leave it out ({why})"
-            return f"{reason}; leave it out, or use lowering=shard_map"
-    if layered := model.layered:
-        for option in ("remat", "layers"):
-            value = getattr(layout, option)
-            if reason := reason_depth(option, value, layered.depth, layered.pattern):
-                return reason
-    pipe: dict[str, bool] = {}
-    if layout.pipe > 1:
-        spec = make_spec(layout, model.layered.depth)
-        schedule = spec.schedule
-        if reason := pipeline.reason_unsupported(model, layout, schedule):
-            return reason
-        if schedule.asynchronous:
-            if reason := pipedream.reason_unsupported(layout, schedule, clip_norm):
-                return reason
-        pipe = dict(
-            asynchronous=schedule.asynchronous, reorders_layers=spec.partition.moves
-        )
-    return mode.reason_unsupported(layout, lowering, **pipe) if mode else ""
+        raise LayoutError(f"mode={mode!r} is no optimizer mode; known: {modes}")
+    traits = mode.traits if mode is not None else None
+    pipelines = functools.partial(pipeline_traits, depth=model.traits.depth)
+    return Combination(layout, model.traits, lowering, traits, clip_norm, pipelines)
+
+
+def _fits(model: Model, batch: Any, layout: Layout) -> bool:
+    """Whether the sizes of a model and of a batch divide over a layout."""
+    try:
+        layout.check_batch_size(jax.tree.leaves(batch)[0].shape[0])
+        make_plan(layout, model.params, {})
+    except (LayoutError, IndexError):
+        return False
+    return True

@@ -197,8 +197,8 @@ class Checkpoints:
             if problems.any(Kind.OTHER):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._folder} is of another model or "
-                    f"optimizer: {problems}; use another --workdir, or the flags of "
-                    "that run"
+                    f"optimizer: {problems}; use another folder= (a command: another "
+                    "--workdir, or the flags of that run)"
                 )
             tier.reject(name, problems)
             if tier.persistent:
@@ -207,7 +207,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"none of the checkpoints {rejected} in {self._folder} can be read; "
                 f"they have been moved to {self._folder.parent / 'corrupt'}; start "
-                "anew in another --workdir, or in this one with --start_anew"
+                "anew in another folder= (a command: in another --workdir, or in this "
+                "one with --start_anew)"
             )
         self._discard_after(-1)
         return None

@@ -8,12 +8,13 @@ import jax
 from meshpar.errors import CheckpointError
 
 
-def check_writable(folder: pathlib.Path, flag: str) -> None:
+def check_writable(folder: pathlib.Path, argument: str, flag: str) -> None:
     """Makes a folder if it is missing, and writes a probe file to it.
 
     Args:
       folder: the folder.
-      flag: the command-line flag that names the folder, for the error.
+      argument: of `Checkpoints`, which names the folder, for the error.
+      flag: of a command, which names it as well.
 
     Raises:
       CheckpointError: the folder cannot be made or written to.
@@ -25,7 +26,8 @@ def check_writable(folder: pathlib.Path, flag: str) -> None:
         probe.unlink()
     except OSError as error:
         raise CheckpointError(
-            f"cannot write to {folder}: {error.strerror}; choose another {flag}"
+            f"cannot write to {folder}: {error.strerror}; choose another {argument}= "
+            f"(a command: {flag})"
         ) from error
 
 

@@ -48,6 +48,9 @@ _NAME = re.compile(r"(\d+)-\d+")
 _BOXES = "pieces"
 """Key of the boxes in a file's index; files of earlier versions have it, too."""
 
+_NAMES = "local_folder", "--checkpoint_local_dir"
+"""Names of the folder: of an argument, and of the flag of a command."""
+
 
 def _raw(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
@@ -108,13 +111,13 @@ class LocalTier(Tier):
           CheckpointError: the folder cannot be written to.
         """
         local, id_and_start = pathlib.Path(local).absolute(), None
-        check_writable(local, "--checkpoint_local_dir")
+        check_writable(local, *_NAMES)
         if problem := lack_of_space(local, sum(map(_num_bytes_here, abstract))):
             logging.warning("%s", problem)
         if jax.process_index() == 0:
             id_and_start = _run_id(run), f"{time.time_ns():020d}"
         run_id, start = allgather_objects("run id", id_and_start)[0]
-        check_writable(local / run_id, "--checkpoint_local_dir")
+        check_writable(local / run_id, *_NAMES)
         return cls(local / run_id, start)
 
     def _on_this_disk(self) -> list[tuple[int, str]]:

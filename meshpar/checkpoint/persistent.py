@@ -182,9 +182,11 @@ class PersistentTier(Tier):
           CheckpointError: the folder cannot be written to, or its disk is too full.
         """
         quiet()
-        check_writable(folder, "--workdir")
+        check_writable(folder, "folder", "--workdir")
         if problem := lack_of_space(folder, num_bytes):
-            raise CheckpointError(f"{problem} or choose another --workdir")
+            raise CheckpointError(
+                f"{problem} or choose another folder= (a command: --workdir)"
+            )
         self._folder = folder
         self._manager = ocp.CheckpointManager(
             folder,

@@ -14,12 +14,15 @@ from meshpar.errors import MeshparError
 from meshpar.explain.judge import reason_no_judge
 from meshpar.explain.verify import Group, judged, record, verify
 from meshpar.layouts.axes import CONTEXT, DATA, FSDP, PIPE, TENSOR
-from meshpar.layouts.context_modes import CONTEXT_MODES, RING, ULYSSES
+from meshpar.layouts.context_modes import CONTEXT_MODES, ULYSSES
 from meshpar.layouts.grammar import write_items
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout, parse
-from meshpar.layouts.offload import NONE, OFFLOADS, OPTIMIZER, PARAMETERS
+from meshpar.layouts.offload import ACTIVATIONS, NONE, OFFLOADS, OPTIMIZER
 from meshpar.layouts.pipeline_options import CHOICES
+from meshpar.layouts.refusals.combination import Combination
+from meshpar.layouts.refusals.of_layouts import OF_LAYOUTS
+from meshpar.layouts.refusals.reasons import reasons
 from meshpar.layouts.remat import REMAT_POLICIES
 from meshpar.layouts.token_order import AUTO, TOKEN_ORDERS
 from meshpar.lowering.jit import JitLowering
@@ -46,8 +49,11 @@ SHARDED: dict[str, tuple] = {"zero": (1, 2, 3)}
 SPLIT = ("context_mode", "context_order", "context_heads")
 """Options of layouts with context, which depend on one another."""
 
-UNPIPED = ("offload", "layers")
-"""Options of layouts without pipe; their values depend on zero and on each other."""
+UNPIPED: dict[str, tuple] = {
+    "offload": (*(NONE,) * 6, *OFFLOADS, f"{OPTIMIZER}+{ACTIVATIONS}"),
+    "layers": (FEATURES, ROWS),
+}
+"""{option: values} of which a layout refuses some beside its other options."""
 
 PIPELINE: dict[str, tuple] = {
     "schedule": ("auto", *PUBLISHED),
@@ -122,9 +128,8 @@ def _draw(rng: random.Random, num_devices: int, axes: Sequence[str]) -> Draw:
     options |= _split_options(rng, values[CONTEXT]) if values[CONTEXT] > 1 else {}
     options |= PIPELINE if values[PIPE] > 1 else {}
     values |= {name: rng.choice(choices) for name, choices in options.items()}
-    if values[PIPE] == 1:
-        values["offload"] = _draw_offload(rng, values.get("zero", 3))
-        values["layers"] = _draw_layers(rng, values)
+    for name, choices in UNPIPED.items():
+        values[name] = _pick(rng, _allowed(values, name, choices))
     given = {k: x for k, x in values.items() if x != DEFAULTS[k]} or {DATA: 1}
     lowerings = ("",) if values[PIPE] > 1 else ("", *DRAWN_LOWERINGS)
     return Draw(write_items(given), rng.choice(lowerings))
@@ -134,22 +139,24 @@ def _split_options(rng: random.Random, context: int) -> dict[str, tuple]:
     """{option: values} of a layout that splits sequences."""
     mode = rng.choice(CONTEXT_MODES)
     orders = (AUTO,) if mode == ULYSSES else TOKEN_ORDERS
-    has_neighbours = mode == RING and context > 2 and context % 2 == 0
-    values = (mode,), orders, (1, 2) if has_neighbours else (1,)
-    return dict(zip(SPLIT, values, strict=True))
+    heads = _allowed({CONTEXT: context, "context_mode": mode}, "context_heads", (1, 2))
+    return dict(zip(SPLIT, ((mode,), orders, heads), strict=True))
 
 
-def _draw_offload(rng: random.Random, zero: int) -> str:
-    """A value of `offload=`, most often none."""
-    parts = [p for p in OFFLOADS if p != PARAMETERS or zero == 3]
-    return rng.choice([*[NONE] * 6, *parts, f"{OPTIMIZER}+{parts[-1]}"])
+def _allowed(values: dict[str, Any], name: str, choices: Sequence) -> list:
+    """The values of an option that a layout does not refuse beside the others."""
+    drawn = Combination(Layout()).altered(values)
+    refused = {
+        value
+        for value in set(choices)
+        if any(reasons(drawn.altered({name: value}), OF_LAYOUTS))
+    }
+    return [value for value in choices if value not in refused]
 
 
-def _draw_layers(rng: random.Random, values: dict[str, Any]) -> str:
-    """A value of `layers=`: its default, beside options that need it."""
-    if values[TENSOR] == 1 or values[CONTEXT] > 1 or values["offload"] != NONE:
-        return FEATURES
-    return rng.choice((FEATURES, ROWS)) if values.get("zero", 3) == 3 else FEATURES
+def _pick(rng: random.Random, choices: Sequence) -> Any:
+    """One of the choices; nothing is drawn where there is one."""
+    return rng.choice(choices) if len(set(choices)) > 1 else choices[0]
 
 
 def _prime_factors(number: int) -> Iterator[int]:

@@ -21,7 +21,6 @@ from meshpar.layouts.axes import BATCH_AXES, GATHERED_AXES, PIPE, in_use, ways_o
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import NONE, PARAMETERS
 from meshpar.layouts.rules import ACTIVATION_RULES
-from meshpar.models.cached import CachedModel
 
 _KEPT = ("min_shard_size", "paths", "allow")
 """Options that say how weights are split, and not how a step trains."""
@@ -37,33 +36,6 @@ class GenerationLayouts(NamedTuple):
 
     prefill: Layout
     decode: Layout
-
-
-def reason_unsupported(cached: CachedModel | None, layout: Layout) -> str:
-    """Why a model cannot generate under a layout; "" if it can.
-
-    Args:
-      cached: the model with a cache, if it gives one.
-      layout: the layout.
-    """
-    if cached is None:
-        return (
-            "the model gives no cache: give cached=, by generation.linen_cache(...), "
-            "generation.nnx_cache(...) or as a generation.CachedModel"
-        )
-    if layout.replica > 1:
-        return (
-            f"replica={layout.replica} holds replicas that differ, and generation has "
-            f"one model: use data={layout.replica}, after reading the average of the "
-            "replicas"
-        )
-    if PARAMETERS in layout.offloaded and not cached.streams:
-        return (
-            f"offload={PARAMETERS} brings weights to the device layer by layer, and "
-            "the model's own loop does not: run its layers by meshpar.ops.over_layers "
-            "and give a meshpar.generation.CachedModel with streams=True"
-        )
-    return ""
 
 
 def generation_layouts(layout: Layout, kv_heads: int) -> GenerationLayouts:

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from meshpar.arrays import Array, Params
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.generation.generate import Generator
-from meshpar.generation.layouts import generation_layouts, reason_unsupported
+from meshpar.generation.layouts import generation_layouts
 from meshpar.generation.programs import GenerationPrograms
 from meshpar.layouts.axes import BATCH_AXES, in_use, ways_of
 from meshpar.layouts.host_leaves import with_host_leaves
 from meshpar.layouts.layout import Layout, parse
 from meshpar.layouts.offload import PARAMETERS
 from meshpar.layouts.param import STACKED_DIM, Param, follows_load
+from meshpar.layouts.refusals.combination import Combination
+from meshpar.layouts.refusals.of_generation import OF_GENERATION
+from meshpar.layouts.refusals.reasons import check
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.program import Program
@@ -61,8 +64,8 @@ def generator(
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     cached = cached or model.cached
-    if reason := reason_unsupported(cached, layout):
-        raise LayoutError(reason)
+    traits = dataclasses.replace(model, cached=cached).traits
+    check(Combination(layout, traits), OF_GENERATION)
     if max_length < 2:
         raise MeshparError(f"max_length={max_length}: use 2 or more")
     if cached.max_length and max_length > cached.max_length:

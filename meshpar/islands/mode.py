@@ -23,7 +23,7 @@ import importlib.util
 from meshpar.collectives.compression import make_compression
 from meshpar.errors import MeshparError
 from meshpar.islands.consistency import SSP, Consistency
-from meshpar.layouts.layout import Layout
+from meshpar.layouts.refusals.combination import ModeTraits
 
 GRADIENTS = ("downpour", "damped", "compensated")
 """Algorithms that push gradients; the optimizer runs in the store."""
@@ -153,42 +153,10 @@ class Islands:
         """Whether the store applies averages of pushes."""
         return bool(self.quorum) or self.consistency.in_rounds
 
-    def reason_unsupported(
-        self,
-        layout: Layout,
-        lowering_name: str,
-        *,
-        asynchronous: bool = False,
-        reorders_layers: bool = False,
-    ) -> str:
-        """Says why islands cannot train under a layout; "" if they can.
-
-        Args:
-          layout: the layout of one island.
-          lowering_name: the option `lowering` of `lower`.
-          asynchronous: whether the pipeline's stages update their weights at different
-            times (PipeDream).
-          reorders_layers: whether the pipeline stores its layers in another order than
-            the model.
-        """
-        if layout.replica > 1:
-            return (
-                f"replica={layout.replica} with islands: both train apart; use more "
-                "islands, or mode=LocalSGD(...)"
-            )
-        if asynchronous:
-            return (
-                f"schedule={layout.schedule} with islands: its stages update weights "
-                "at different times, and islands exchange weights between steps; use "
-                "1f1b"
-            )
-        if reorders_layers:
-            return (
-                "islands with a pipeline that stores its layers in another order "
-                "(several chunks per stage, or an uneven depth) are not supported; use "
-                "virtual_stages=1 and a depth that pipe divides"
-            )
-        return ""
+    @property
+    def traits(self) -> ModeTraits:
+        """Facts of the mode at which the table of refusals looks."""
+        return ModeTraits("Islands", has_replicas=False, several_programs=False)
 
     def identity(self) -> str:
         """The mode as text; the host and the number of servers may change."""

@@ -10,20 +10,16 @@ head are split over `tensor` under all of them, and so are the weights of the la
 Source: Miao et al., Galvatron, arXiv:2211.13878, section 3 (strategies by layer).
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshpar.errors import LayoutError, nearest, shown
 from meshpar.layouts import mixes
-from meshpar.layouts.axes import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from meshpar.layouts.axes import FSDP, TENSOR
 
 FEATURES, ROWS = TENSOR, FSDP
 """Uses: devices along `tensor` split the features, or the rows."""
 
 _USES = (FEATURES, ROWS)
-
-_ALONE = (PIPE, EXPERT, CONTEXT)
-"""Axes beside which all layers split features."""
 
 
 def canonical_layers(layers: str) -> str:
@@ -47,65 +43,6 @@ def splits_rows(layers: str) -> bool:
       layers: a value of `layers=`.
     """
     return ROWS in dict(mixes.segments(layers, 1))
-
-
-def check_layers(
-    layers: str, sizes: Mapping[str, int], zero_level: int, offload: bool
-) -> None:
-    """Raises LayoutError for a value of `layers=` beside what does not go with it.
-
-    Args:
-      layers: the canonical value.
-      sizes: {mesh axis: size}.
-      zero_level: the ZeRO level in force.
-      offload: whether anything lives in host memory.
-    """
-    if not splits_rows(layers):
-        return
-    given = f"layers={layers}"
-    if sizes[TENSOR] == 1:
-        raise LayoutError(
-            f"{given} is for the devices along {TENSOR}, and {TENSOR}=1: add "
-            f"{TENSOR}=N, or leave it out"
-        )
-    for axis in _ALONE:
-        if sizes[axis] > 1:
-            raise LayoutError(
-                f"{given} with {axis}={sizes[axis]}: beside {axis} all layers split "
-                f"their features over {TENSOR}; leave layers out"
-            )
-    if zero_level < 3:
-        raise LayoutError(
-            f"{given} gathers weights layer by layer, and zero={zero_level} does not; "
-            "use zero=3"
-        )
-    if offload:
-        raise LayoutError(
-            f"{given} with offload: layers that split rows keep all in the device's "
-            "memory; leave one of them out"
-        )
-
-
-def check_unroll(scan_unroll: int, layers: str, pipe: int) -> None:
-    """Raises LayoutError for a loop over layers that cannot be unrolled.
-
-    Args:
-      scan_unroll: layers that a round of the loop runs.
-      layers: the canonical value of `layers=`.
-      pipe: number of pipeline stages.
-    """
-    if scan_unroll == 1:
-        return
-    if pipe > 1:
-        raise LayoutError(
-            f"scan_unroll={scan_unroll} with {PIPE}={pipe}: the loops over the layers "
-            "of a stage are not unrolled; leave scan_unroll out"
-        )
-    if splits_rows(layers):
-        raise LayoutError(
-            f"scan_unroll={scan_unroll} with layers={layers}: loops over layers that "
-            "split rows are not unrolled; leave one of them out"
-        )
 
 
 class Segment(NamedTuple):

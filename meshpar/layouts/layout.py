@@ -33,24 +33,16 @@ from meshpar.layouts.axes import (
 from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
 from meshpar.layouts.field_kinds import check_kinds
 from meshpar.layouts.grammar import REGEXES, check_regex, read_items, write_items
-from meshpar.layouts.layer_uses import (
-    FEATURES,
-    canonical_layers,
-    check_layers,
-    check_unroll,
-    splits_rows,
-)
-from meshpar.layouts.offload import (
-    NONE,
-    canonical_offload,
-    check_offload,
-    offloaded_parts,
-)
+from meshpar.layouts.layer_uses import FEATURES, canonical_layers, splits_rows
+from meshpar.layouts.offload import NONE, canonical_offload, offloaded_parts
 from meshpar.layouts.pipeline_options import PIPELINE_OPTIONS, check_pipeline_options
-from meshpar.layouts.remat import canonical_remat, check_stages
+from meshpar.layouts.refusals.combination import Combination
+from meshpar.layouts.refusals.of_layouts import OF_LAYOUTS
+from meshpar.layouts.refusals.reasons import check
+from meshpar.layouts.remat import canonical_remat
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
-from meshpar.layouts.zero_level import check_prefetch, check_zero, default_zero
+from meshpar.layouts.zero_level import check_zero, default_zero
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,8 +79,8 @@ class Layout:
         input and runs the stage again, "residuals" keeps those that `remat` allows.
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
-      remat: rematerialization of each layer: "none", "dots", "full", "experts" or
-        "names:A+B" (`layouts.remat`); "12*full+10*none" gives the first 12 layers and
+      remat: rematerialization of each layer: "none", "dots", "attention", "full",
+        "experts" or "names:A+B" (`layouts.remat`); "12*full+10*none" gives the first 12 layers and
         the last 10 policies of their own.
       layers: what the layers use `tensor` for: "tensor" splits their features, "fsdp"
         gives its devices rows of their own and gathers weights; "8*tensor+24*fsdp"
@@ -114,7 +106,8 @@ class Layout:
         links between slices.
 
     Raises:
-      LayoutError: a size, option or rule that is out of range or does not exist.
+      LayoutError: a size, option or rule that is out of range or does not exist, or
+        options that do not go together (`refusals.OF_LAYOUTS`).
     """
 
     replica: int = 1
@@ -148,11 +141,10 @@ class Layout:
 
     def __post_init__(self):
         check_kinds(self, DEFAULTS)
-        check_zero(self.zero, self.fsdp)
-        options = {name: getattr(self, name) for name in PIPELINE_OPTIONS}
-        check_pipeline_options(self.pipe, options, DEFAULTS)
-        check_context_mode(self.context, self.context_mode, self.context_heads)
-        check_token_order(self.context, self.context_mode, self.context_order)
+        check_zero(self.zero)
+        check_pipeline_options({name: getattr(self, name) for name in PIPELINE_OPTIONS})
+        check_context_mode(self.context_mode)
+        check_token_order(self.context_order)
         canonical = {
             "remat": canonical_remat(self.remat),
             "layers": canonical_layers(self.layers),
@@ -160,12 +152,7 @@ class Layout:
         }
         for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)
-        check_stages(self.remat, self.pipe)
-        check_offload(self.offload, self.zero_level, self.sizes)
-        offloads = bool(self.offloaded)
-        check_layers(self.layers, self.sizes, self.zero_level, offloads)
-        check_unroll(self.scan_unroll, self.layers, self.pipe)
-        check_prefetch(self.prefetch, self.zero_level, self.fsdp)
+        check(Combination(self), OF_LAYOUTS)
 
     def _canonical_rules(self) -> dict[str, tuple]:
         """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""

@@ -9,10 +9,7 @@ Source: Ren et al., ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Inf
   arXiv:2104.07857 (parameters and activations).
 """
 
-from collections.abc import Mapping
-
 from meshpar.errors import LayoutError, nearest, shown
-from meshpar.layouts.axes import PIPE, REPLICA
 
 NONE = "none"
 OPTIMIZER, PARAMETERS, ACTIVATIONS = "optimizer", "parameters", "activations"
@@ -42,37 +39,6 @@ def canonical_offload(text: str) -> str:
         if parts.count(part) > 1:
             raise LayoutError(f"offload={text} gives {part} twice; give it once")
     return "+".join(part for part in OFFLOADS if part in parts)
-
-
-def check_offload(text: str, zero_level: int, sizes: Mapping[str, int]) -> None:
-    """Checks what does not go together with `offload=`.
-
-    Args:
-      text: a canonical value of `offload=`.
-      zero_level: the ZeRO level in force.
-      sizes: {mesh axis: size}.
-
-    Raises:
-      LayoutError: the layout splits its layers over stages, lets replicas differ, or
-        holds whole weights that are to be streamed.
-    """
-    if text == NONE:
-        return
-    for axis, why in (
-        (PIPE, "splits the layers that it moves one after the other"),
-        (REPLICA, "keeps a state of every replica on its devices"),
-    ):
-        if sizes[axis] > 1:
-            raise LayoutError(
-                f"offload={text} with {axis}={sizes[axis]}, which {why}: leave one of "
-                "the two out"
-            )
-    if PARAMETERS in offloaded_parts(text) and zero_level != 3:
-        raise LayoutError(
-            f"offload={text} brings weights to the device layer by layer, and "
-            f"zero={zero_level} holds all of them: use zero=3, or leave {PARAMETERS} "
-            "out"
-        )
 
 
 def offloaded_parts(text: str) -> frozenset[str]:

@@ -26,25 +26,12 @@ CHOICES = {
 """{option: its values} of the options with few values."""
 
 
-def check_pipeline_options(
-    pipe: int, options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
-    """Checks the values of `PIPELINE_OPTIONS`.
+def check_pipeline_options(options: Mapping[str, Any]) -> None:
+    """Raises LayoutError for values of `PIPELINE_OPTIONS` that do not exist.
 
     Args:
-      pipe: number of stages.
       options: {name: value}.
-      defaults: {name: default}.
-
-    Raises:
-      LayoutError: an option without a pipeline, or a value that does not exist.
     """
-    for name, value in options.items():
-        if pipe == 1 and value != defaults[name]:
-            raise LayoutError(
-                f"{name}={shown(str(value))} is for pipelines, and pipe=1: add pipe=N, "
-                f"or leave {name} out"
-            )
     schedule, schedules = options["schedule"], ("auto", *SCHEDULES)
     if schedule not in schedules:
         known = nearest(shown(schedule), schedules)

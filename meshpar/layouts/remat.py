@@ -26,7 +26,6 @@ import jax
 
 from meshpar.compat import equations
 from meshpar.errors import LayoutError, nearest, shown
-from meshpar.layouts.axes import PIPE
 from meshpar.layouts.mixes import average, canonical_mix, is_mix
 
 EXPERT_ROWS = "expert_rows"
@@ -92,20 +91,6 @@ def _canonical_mix(remat: str) -> str:
             )
     known, example = [NONE, *REMAT_POLICIES], "12*full+10*none"
     return canonical_mix("remat", remat, known, "policy", example)
-
-
-def check_stages(remat: str, num_stages: int) -> None:
-    """Raises LayoutError for a mix in a pipeline.
-
-    Args:
-      remat: a value of `remat=`.
-      num_stages: size of the mesh axis `pipe`.
-    """
-    if is_mix(remat) and num_stages > 1:
-        raise LayoutError(
-            f"remat={remat} with {PIPE}={num_stages}: all stages run one loop over "
-            "their layers, which has one policy; use one policy for all layers"
-        )
 
 
 def repeated_share(remat: str, depth: int) -> float:

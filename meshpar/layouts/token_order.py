@@ -27,30 +27,11 @@ Source: Brandon et al., Striped Attention, arXiv:2311.09431; Llama Team, The Lla
 """
 
 
-def check_token_order(context: int, mode: str, order: str) -> None:
-    """Checks the value of `context_order=`.
-
-    Args:
-      context: size of the axis.
-      mode: value of `context_mode=`.
-      order: the value.
-
-    Raises:
-      LayoutError: an order that does not exist, or one without use.
-    """
+def check_token_order(order: str) -> None:
+    """Raises LayoutError for a value of `context_order=` that does not exist."""
     if order not in TOKEN_ORDERS:
         known = nearest(shown(order), TOKEN_ORDERS)
         raise LayoutError(f"context_order={shown(order)!r} ({known})")
-    if context == 1 and order != AUTO:
-        raise LayoutError(
-            f"context_order={order} is for split sequences, and {CONTEXT}=1: add "
-            f"{CONTEXT}=N, or leave context_order out"
-        )
-    if mode == ULYSSES and order not in (AUTO, CONTIGUOUS):
-        raise LayoutError(
-            f"context_order={order}: context_mode={ULYSSES} gives every device whole "
-            "sequences, and equal work in any order; leave context_order out"
-        )
 
 
 def resolved_order(context: int, mode: str, order: str) -> str:

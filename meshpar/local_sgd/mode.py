@@ -28,7 +28,7 @@ import optax
 
 from meshpar.collectives.compression import make_compression
 from meshpar.errors import StalenessError
-from meshpar.layouts.layout import Layout
+from meshpar.layouts.refusals.combination import ModeTraits
 from meshpar.local_sgd.gossip import Gossip
 from meshpar.local_sgd.merges import Elastic, Merge, Overwrite, Shift
 from meshpar.local_sgd.outer_identity import outer_identity
@@ -166,47 +166,10 @@ class LocalSGD:
                 f"most {period // fragments}"
             )
 
-    def reason_unsupported(
-        self,
-        layout: Layout,
-        lowering_name: str,
-        *,
-        asynchronous: bool = False,
-        reorders_layers: bool = False,
-    ) -> str:
-        """Says why local SGD cannot train under a layout; "" if it can.
-
-        Args:
-          layout: the layout.
-          lowering_name: the option `lowering` of `lower`.
-          asynchronous: whether the pipeline's stages update their weights at different
-            times (PipeDream).
-          reorders_layers: whether the pipeline stores its layers in another order than
-            the model.
-        """
-        if layout.replica == 1:
-            return (
-                "mode=LocalSGD synchronizes replicas, and the layout has only one: add "
-                "replica=N, or leave the mode out"
-            )
-        if lowering_name == "auto":
-            return (
-                "lowering=auto compares two programs of one step, and local SGD has "
-                "several per lowering: use shard_map or jit"
-            )
-        if asynchronous:
-            return (
-                f"replica={layout.replica} with schedule={layout.schedule}: local SGD "
-                "synchronizes replicas between steps, and this schedule has no point "
-                "at which all stages have finished a step; use 1f1b"
-            )
-        if reorders_layers:
-            return (
-                f"replica={layout.replica} with a pipeline that stores its layers in "
-                "another order (several chunks per stage, or an uneven depth) is not "
-                "supported; use virtual_stages=1 and a depth that pipe divides"
-            )
-        return ""
+    @property
+    def traits(self) -> ModeTraits:
+        """Facts of the mode at which the table of refusals looks."""
+        return ModeTraits("LocalSGD", has_replicas=True, several_programs=True)
 
     def identity(self) -> str:
         """The mode as text; of `outer`, a hash of what its update computes."""

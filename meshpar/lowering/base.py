@@ -2,7 +2,7 @@
 
 A lowering computes gradients (`jit`: the compiler inserts the collectives; `shard_map`:
 we write them). It bounds what compilers add, predicts its memory, adds sections to
-reports, and refuses what it does not support. The optimizer runs on shards under all.
+reports. The optimizer runs on shards under all.
 """
 
 import dataclasses
@@ -188,11 +188,6 @@ class Lowering:
         return spec if self.replica_axes else NamedSharding(self.mesh, spec)
 
     # Facts about a step, known before it is compiled.
-
-    @classmethod
-    def reason_unsupported(cls, model: Model, layout: Layout) -> str:
-        """Why a model cannot be lowered so under a layout; "" if it can."""
-        raise NotImplementedError
 
     @property
     def reason_not_equal(self) -> str:

@@ -17,19 +17,13 @@ from meshpar.arrays import Array, Params
 from meshpar.collectives.microbatch import split_microbatches
 from meshpar.collectives.shard_keys import for_microbatch, for_shard
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.layouts.axes import TENSOR
-from meshpar.layouts.layer_uses import splits_rows
-from meshpar.layouts.layout import Layout
-from meshpar.layouts.mixes import is_mix
-from meshpar.layouts.offload import OPTIMIZER
 from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.refusals.combination import JIT
 from meshpar.layouts.row_draws import Draws
-from meshpar.layouts.token_order import AUTO, CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals
 from meshpar.metrics import LossResult, masked
-from meshpar.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,52 +36,10 @@ class JitLowering(Lowering):
       draws: which random numbers of the loss belong to rows.
     """
 
-    name = "jit"
+    name = JIT
 
     averaged: frozenset[str]
     draws: Draws = Draws()
-
-    @classmethod
-    def reason_unsupported(cls, model: Model, layout: Layout) -> str:
-        """Why a model cannot be lowered so under a layout; "" if it can."""
-        if layout.pipe > 1:
-            return f"pipe={layout.pipe}: the compiler makes no pipeline"
-        if layout.prefetch:
-            return (
-                f"prefetch={layout.prefetch[0]}: the compiler schedules the gathers of "
-                "lowering=jit"
-            )
-        if layout.scan_unroll > 1:
-            return (
-                f"scan_unroll={layout.scan_unroll}: the model runs its own layers with "
-                "lowering=jit"
-            )
-        if splits_rows(layout.layers):
-            return (
-                f"layers={layout.layers} gathers weights over {TENSOR} layer by layer, "
-                "and the compiler runs the layers of lowering=jit"
-            )
-        if layout.context_order not in (AUTO, CONTIGUOUS):
-            return (
-                f"context_order={layout.context_order}: models of lowering=jit see "
-                "whole sequences, in their own order"
-            )
-        if is_mix(layout.remat) and model.layered is None:
-            return (
-                f"remat={layout.remat} gives layers policies of their own, and the "
-                "model has no layered form (name its layers by layers=)"
-            )
-        if streamed := layout.offloaded - {OPTIMIZER}:
-            return (
-                f"offload={'+'.join(sorted(streamed))} moves weights or activations "
-                "layer by layer, and the compiler runs the layers of lowering=jit"
-            )
-        if layout.offloaded and model.layered is None:
-            return (
-                f"offload={OPTIMIZER} updates layer by layer, and the model has no "
-                "layered form (name its layers by layers=)"
-            )
-        return ""
 
     def bounds(
         self, batch: Any, written: Sequence[DeclaredCollective]

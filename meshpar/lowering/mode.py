@@ -6,31 +6,15 @@ training step.
 
 from typing import Protocol
 
-from meshpar.layouts.layout import Layout
+from meshpar.layouts.refusals.combination import ModeTraits
 
 
 class Mode(Protocol):
     """The part of an optimizer mode that `lower` and checkpoints use."""
 
-    def reason_unsupported(
-        self,
-        layout: Layout,
-        lowering_name: str,
-        *,
-        asynchronous: bool = False,
-        reorders_layers: bool = False,
-    ) -> str:
-        """Says why the mode cannot train under a layout; "" if it can.
-
-        Args:
-          layout: the layout.
-          lowering_name: the option `lowering` of `lower`: "", "auto", "jit" or
-            "shard_map".
-          asynchronous: whether the pipeline's stages update their weights at
-            different times (PipeDream).
-          reorders_layers: whether the pipeline stores its layers in another order than
-            the model.
-        """
+    @property
+    def traits(self) -> ModeTraits:
+        """Facts of the mode at which the table of refusals looks."""
 
     def identity(self) -> str:
         """The mode as text; checkpoints compare it before they reuse its state."""

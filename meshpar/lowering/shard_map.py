@@ -27,10 +27,10 @@ from meshpar.fsdp.terms import (
     declared_scatters,
 )
 from meshpar.fsdp.zero import Zero
-from meshpar.layouts.axes import PIPE, TENSOR, TOKEN_AXES
+from meshpar.layouts.axes import TENSOR
 from meshpar.layouts.layer_uses import splits_rows
-from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS
+from meshpar.layouts.refusals.combination import SHARD_MAP
 from meshpar.lowering.automatic_axes import declared_bounds
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.frame import Frame
@@ -39,7 +39,6 @@ from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals
-from meshpar.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class ShardMapLowering(Lowering):
       runner: how the layers run; holds the frame and the ZeRO policy.
     """
 
-    name = "shard_map"
+    name = SHARD_MAP
     types_replicas = orders_collectives = True
 
     runner: Runner
@@ -69,24 +68,6 @@ class ShardMapLowering(Lowering):
     def zero(self) -> Zero:
         """When weights are whole and gradients are reduced."""
         return self.runner.zero
-
-    @classmethod
-    def reason_unsupported(cls, model: Model, layout: Layout) -> str:
-        """Why a model cannot be lowered so under a layout; "" if it can."""
-        if model.layered is None:
-            return (
-                "the model has no layered form (name its layers by layers=, or give "
-                "from_nnx a meshpar.LayerStack)"
-            )
-        for name, axes in layout.activations:
-            if name == "batch" or set(axes) & set(TOKEN_AXES):
-                rule = "+".join(axes) or "none"
-                return f"activations.{name}={rule} moves the batch axes"
-        for name, axes in layout.params:
-            rule = f"params.{name}={'+'.join(axes)}"
-            if name == "layers" and axes not in ((), (PIPE,)):
-                return f"{rule} splits the stack of layers"
-        return ""
 
     # The functions of a step.
 

@@ -33,7 +33,7 @@ def simulate(num_devices: int) -> None:
         raise LayoutError(
             f"simulate({num_devices!r}): one process simulates 1 to {MAX_SIMULATED:,} "
             "devices; use a smaller layout, or compile for a machine that is not "
-            "present (meshpar.mesh.topology, --topology of experiments.explain)"
+            "present (meshpar.mesh.topology; a command: --topology)"
         )
     if compat.backends_started():
         raise RuntimeError(
@@ -70,13 +70,14 @@ def make_mesh(
         raise LayoutError(
             f'layout "{layout}" needs {need} devices (the product of its axes), but '
             f"{len(devices)} {devices[0].platform} device(s) exist; use a smaller "
-            f"layout, or simulate {need} CPU devices (--platform=cpu --devices={need})"
+            f"layout, or call meshpar.simulate({need}) before jax looks for devices (a "
+            f"command: --platform=cpu --devices={need})"
         )
     if need < len(devices) and "idle_devices" not in layout.allow:
         raise LayoutError(
             f'layout "{layout}" fills {need} of {len(devices)} devices and would leave '
-            f"{len(devices) - need} idle; raise an axis, pass fewer devices "
-            f"(--devices={need}), or allow it with allow=idle_devices"
+            f"{len(devices) - need} idle; raise an axis, give devices= of {need} (a "
+            f"command: --devices={need}), or allow it with allow=idle_devices"
         )
     sizes, kinds = tuple(layout.sizes.values()), (axis_type,) * len(AXES)
     devices = devices[:need]

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshpar.arrays import Array, Params
 from meshpar.layouts.param import Param
+from meshpar.layouts.refusals.combination import ModelTraits
 from meshpar.metrics import LossResult
 from meshpar.models.cached import CachedModel
 from meshpar.models.layer_stack import LayeredModel
@@ -75,6 +76,17 @@ class Model:
     given: Mapping[str, Any] | None = None
     cached: CachedModel | None = None
     asks_for_key: bool = False
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Facts of the model at which the table of refusals looks."""
+        changed = sorted(path for path, param in self.params.items() if param.is_state)
+        cached = self.cached
+        cache = dict(caches=cached is not None, streams=bool(cached and cached.streams))
+        if (layered := self.layered) is None:
+            return ModelTraits(changed="".join(changed[:1]), **cache)
+        depth, pattern, evaluates = layered.depth, layered.pattern, layered.evaluates
+        return ModelTraits(depth, pattern, evaluates, "".join(changed[:1]), **cache)
 
     def keys_of(self, path: str) -> tuple[Any, ...]:
         """Keys of a parameter in the model's nested dicts."""

@@ -13,35 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
-from meshpar.layouts.axes import DATA, FSDP
-from meshpar.layouts.layout import Layout
 from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import Key, LayeredModel
 from meshpar.models.model import Model
-
-_HONOURED = frozenset(
-    (DATA, FSDP, "zero", "microbatches", "min_shard_size")
-    + ("params", "activations", "paths", "allow")
-)
-"""Fields of layouts that need no layers."""
-
-
-def reason_unsupported(model: Model, layout: Layout) -> str:
-    """Why a model without layers cannot run so under a layout; "" if it can."""
-    for field in dataclasses.fields(layout):
-        value = getattr(layout, field.name)
-        if field.name not in _HONOURED and value != field.default:
-            return (
-                f"{field.name}={value} asks for layers, and the model has no layered "
-                "form (name its layers by layers=, or give from_nnx a "
-                "meshpar.LayerStack)"
-            )
-    if state := sorted(path for path, param in model.params.items() if param.is_state):
-        return (
-            f"the model changes {state[0]} by the whole batch, of which a device sees "
-            "a part"
-        )
-    return ""
 
 
 def as_one_head(model: Model) -> Model:

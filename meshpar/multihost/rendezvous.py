@@ -38,7 +38,7 @@ def check_timeout(timeout_s: float) -> None:
     if not (math.isfinite(timeout_s) and 0 < timeout_s <= _LONGEST_S):
         raise MultihostError(
             f"timeout={timeout_s} for the start: use seconds above 0 and up to "
-            f"{_LONGEST_S:.0f}, such as --start_timeout=120"
+            f"{_LONGEST_S:.0f}, such as 120 (a command: --start_timeout=120)"
         )
 
 

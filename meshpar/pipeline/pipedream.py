@@ -27,7 +27,6 @@ from meshpar.fsdp.terms import LayerPass, local_shape
 from meshpar.jaxprs.inlined import used_inputs
 from meshpar.jaxprs.reach import Reach
 from meshpar.layouts.axes import PIPE, TENSOR
-from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_trace import TracedLayer
@@ -41,33 +40,7 @@ from meshpar.pipeline.asynchronous import AsynchronousStep
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.report import pipeline_report
 from meshpar.pipeline.runner import PipelineRunner
-from meshpar.schedules.table import Schedule
 from meshpar.schedules.ticks import Phase
-
-
-def reason_unsupported(
-    layout: Layout, schedule: Schedule, clip_norm: float | None
-) -> str:
-    """The reason why stages cannot update weights by themselves; "" if they can.
-
-    Args:
-      layout: the layout.
-      schedule: an asynchronous schedule.
-      clip_norm: largest global gradient norm, or None.
-    """
-    for setting, is_set in (
-        (f"fsdp={layout.fsdp}", layout.fsdp > 1),
-        (f"vocab={layout.vocab}", layout.vocab != "edge"),
-        (f"save={layout.save}", layout.save != "inputs"),
-        (f"tick_loop={layout.tick_loop}", layout.tick_loop != "phases"),
-        (f"clip_norm={clip_norm}", clip_norm is not None),
-    ):
-        if is_set:
-            return (
-                f"schedule={schedule.name} updates every stage by itself, with whole "
-                f"weights: leave out {setting}"
-            )
-    return ""
 
 
 def _reason_beyond_stage(reach: Reach, stack: Collection[str]) -> str:

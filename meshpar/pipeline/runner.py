@@ -22,14 +22,14 @@ from meshpar.contracts.collective import Collective
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.terms import LayerPass
-from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE, TENSOR, in_use
+from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.refusals.of_training import CONDITIONAL
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.memory import Held
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.models.layer_stack import Key
-from meshpar.models.model import Model
 from meshpar.pipeline import stage_memory
 from meshpar.pipeline.executor import Executor
 from meshpar.pipeline.phases import TickLoop
@@ -37,42 +37,6 @@ from meshpar.pipeline.pipe_sharding import check_context, check_parameters, chec
 from meshpar.pipeline.report import PipelineReport, pipeline_report
 from meshpar.pipeline.spec import PipelineSpec
 from meshpar.pipeline.stage import PipelineStage
-from meshpar.schedules.table import Schedule
-
-
-def reason_unsupported(model: Model, layout: Layout, schedule: Schedule) -> str:
-    """The reason why a schedule cannot run a model under a layout; "" if it can."""
-    if not model.layered.evaluates:
-        return (
-            f"pipe={layout.pipe} evaluates by the layers of the model, but it has an "
-            "evaluation_loss_fn of its own; leave that out"
-        )
-    if not schedule.weight:
-        return ""
-    # Collectives under conditionals that differ between stages could deadlock.
-    axes = in_use((EXPERT, CONTEXT, TENSOR), layout.sizes)
-    settings = [f"{axis}={layout.sizes[axis]}" for axis in axes]
-    if layout.fsdp > 1 and layout.zero_level == 3:
-        settings.append(f"fsdp={layout.fsdp},zero=3")
-    if settings:
-        return _reason_divergent(schedule, settings[0])
-    for setting, default in (("tick_loop", "phases"), ("vocab", "edge")):
-        if (value := getattr(layout, setting)) != default:
-            return (
-                f"schedule={schedule.name} runs F, B and W under conditionals that "
-                "differ between stages, in which nothing may be sent over pipe: leave "
-                f"out {setting}={value}"
-            )
-    return ""
-
-
-def _reason_divergent(schedule: Schedule, setting: str) -> str:
-    """Why conditionals of a schedule exclude the collectives of a setting."""
-    return (
-        f"schedule={schedule.name} runs F, B and W under conditionals that differ "
-        f"between stages, and {setting} needs collectives in them, which can deadlock; "
-        "leave it out, or use schedule=1f1b"
-    )
 
 
 class StageWeights(NamedTuple):
@@ -108,8 +72,9 @@ class PipelineRunner(Runner):
     def __post_init__(self):
         check_parameters(self.frame.layered, self.frame.plan)
         if self.loop.divergent and self.zero.gathers_layers:
-            setting = f"zero=3 over {'*'.join(self.frame.batch_axes)}"
-            raise LayoutError(_reason_divergent(self.spec.schedule, setting))
+            given = f"zero=3 over {'*'.join(self.frame.batch_axes)} with "
+            given += f"schedule={self.spec.schedule.name}"
+            raise LayoutError(CONDITIONAL.message(given))
 
     @property
     def layout(self) -> Layout:

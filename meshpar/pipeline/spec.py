@@ -5,6 +5,7 @@ import functools
 
 from meshpar.errors import LayoutError
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.refusals.combination import PipelineTraits
 from meshpar.pipeline.partition import Partition, make_partition
 from meshpar.schedules.published import SCHEDULES, Maker, make_schedule
 from meshpar.schedules.table import Schedule
@@ -46,6 +47,25 @@ def make_spec(layout: Layout, depth: int) -> PipelineSpec:
     # A custom schedule may be registered again under its name.
     maker = SCHEDULES.get(layout.schedule)
     return _make_spec(maker, layout.schedule, *counts, layout.partition, depth)
+
+
+def pipeline_traits(layout: Layout, depth: int) -> PipelineTraits:
+    """Facts of a layout's pipeline at which the table of refusals looks.
+
+    Args:
+      layout: the layout; pipe is above 1.
+      depth: layers of the model.
+    """
+    try:
+        spec = make_spec(layout, depth)
+    except LayoutError as error:
+        return PipelineTraits(layout.schedule, problem=str(error))
+    return PipelineTraits(
+        spec.schedule.name,
+        conditional=bool(spec.schedule.weight),
+        asynchronous=spec.schedule.asynchronous,
+        reorders_layers=spec.partition.moves,
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from meshpar.compose import Parts, make_lowering, reason_unsupported
+from meshpar.compose import Parts, combination, make_lowering
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.written import WrittenCollective
 from meshpar.errors import LayoutError
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
+from meshpar.layouts.refusals.of_training import OF_TRAINING
+from meshpar.layouts.refusals.reasons import first_reason
 from meshpar.layouts.resolve import make_plan
 from meshpar.lowering.chunked_update import offloaded_plan
 from meshpar.lowering.layer_collectives import layer_collectives, layers_terms
@@ -130,7 +132,8 @@ class Candidates:
         alone = layout.expert > 1 or layout.context > 1 or layout.prefetch
         key = beside_layers(layout), layout.layers, layout.remat if alone else ""
         if key != self._last[0]:  # Layouts come in such an order that one is enough.
-            if reason := reason_unsupported(self.facts.model, layout):
+            combined = combination(self.facts.model, layout)
+            if reason := first_reason(combined, OF_TRAINING):
                 raise LayoutError(reason)
             lowering = self._lowering(layout)
             terms, sends = tuple(self._declared(lowering)), self._sends(lowering)

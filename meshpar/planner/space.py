@@ -13,6 +13,7 @@ from typing import Any
 
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
+from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.grammar import REGEXES, RULES, read_items
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
@@ -205,19 +206,26 @@ def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
         "microbatches": [n for n in counts if rows % (n * split) == 0],
     }
     if sizes[CONTEXT] > 1:
-        tried["context_mode"] = ["allgather", "ulysses"]
+        tried["context_mode"] = [ALLGATHER, ULYSSES]
     remat = [NONE, *(name for name in REMAT_POLICIES if name != "experts")]
     if sizes[EXPERT] > 1:
         remat.append("experts")
-    uses = [FEATURES]
-    if sizes[TENSOR] > 1 and stages == sizes[EXPERT] == sizes[CONTEXT] == 1:
-        uses.append(ROWS)
+    uses = [FEATURES, ROWS] if _is_possible(**sizes, layers=ROWS) else [FEATURES]
     # Layouts that differ in `remat` alone follow each other: they share most costs.
     tried_in_layers = {"layers": uses, "remat": remat}
     for values in itertools.product(
         _combinations(tried), _pipelines(stages), _combinations(tried_in_layers)
     ):
         yield values[0] | values[1] | values[2]
+
+
+def _is_possible(**fields: Any) -> bool:
+    """Whether a layout does not refuse its own fields."""
+    try:
+        Layout(**fields)
+    except LayoutError:
+        return False
+    return True
 
 
 def _pipelines(stages: int) -> list[dict[str, Any]]:

@@ -118,7 +118,9 @@ def test_a_file_in_the_place_of_the_runs_folder_is_an_error(saved):
     folder = files(tmp_path)[4].parent.parent
     shutil.rmtree(folder)
     folder.write_text("")
-    with pytest.raises(CheckpointError, match="choose another --checkpoint_local_dir"):
+    with pytest.raises(
+        CheckpointError, match="another local_folder= .*--checkpoint_local_dir"
+    ):
         restore(tmp_path)
 
 

@@ -222,7 +222,7 @@ def test_prompts_may_be_padded_on_either_side():
 @pytest.mark.parametrize(
     "layout, options, words",
     [
-        ("replica=2", {}, "replica=2 .*use data=2"),
+        ("replica=2", {}, "replica=2: .*use data in place of replica"),
         ("data=4", dict(batch_size=6), "batch_size=6 .*data=4; use a multiple of 4"),
         ("data=1", dict(max_length=1), "max_length=1: use 2 or more"),
         ("expert=2", {}, "expert=2 shards no parameter"),

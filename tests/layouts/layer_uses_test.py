@@ -31,7 +31,7 @@ def test_a_use_is_written_in_one_way(text, canonical):
         ("tensor=2,layers=2*fsdp+2*fsdp", ["all 4 layers one use", "layers=fsdp"]),
         ("tensor=2,layers=fsdp+tensor", ["COUNT*USE", "12*tensor+10*fsdp"]),
         ("fsdp=2,layers=fsdp", ["layers=fsdp", "tensor=1", "add tensor=N"]),
-        ("fsdp=2,tensor=2,zero=2,layers=fsdp", ["zero=2 does not", "use zero=3"]),
+        ("fsdp=2,tensor=2,zero=2,layers=fsdp", ["with zero=2", "use zero=3"]),
         ("pipe=2,tensor=2,layers=fsdp", ["with pipe=2", "leave layers out"]),
         ("expert=2,tensor=2,layers=fsdp", ["with expert=2"]),
         ("context=2,tensor=2,layers=1*tensor+1*fsdp", ["with context=2"]),

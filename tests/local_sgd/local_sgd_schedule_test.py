@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+from support import tiny_models
 from support.regression import NESTEROV, SGD, lower, train
 
 import meshpar
 from meshpar import local_sgd
 from meshpar.errors import StalenessError
-from meshpar.layouts import parse
 from meshpar.local_sgd.schedule import Schedule, check_arrival
 
 
@@ -52,28 +52,31 @@ def test_settings_that_do_not_fit_the_replicas_are_refused():
 
 
 @pytest.mark.parametrize(
-    "layout, lowering, pipeline, words",
+    "layout, lowering, words",
     [
-        ("data=2", "", {}, "add replica=N"),
-        ("replica=2", "auto", {}, "use shard_map or jit"),
+        ("data=2", "", "mode=LocalSGD with replica=1: .*add replica=N"),
+        ("replica=2", "auto", "LocalSGD with lowering=auto.*use lowering=shard_map or"),
         (
-            "replica=2,pipe=2,schedule=pipedream",
+            "replica=2,pipe=2,microbatches=2,schedule=pipedream",
             "",
-            dict(asynchronous=True),
-            "replica=2 with schedule=pipedream",
+            "mode=LocalSGD with schedule=pipedream: .*use schedule=1f1b",
         ),
         (
-            "replica=2,pipe=2,virtual_stages=2",
+            "replica=2,pipe=2,microbatches=2,virtual_stages=2",
             "",
-            dict(reorders_layers=True),
-            "use virtual_stages=1",
+            "mode=LocalSGD with schedule=interleaved: .*use virtual_stages=1",
         ),
     ],
 )
-def test_the_reason_names_the_remedy(layout, lowering, pipeline, words):
-    mode = meshpar.LocalSGD()
-    assert words in mode.reason_unsupported(parse(layout), lowering, **pipeline)
-    assert mode.reason_unsupported(parse("replica=2,pipe=2"), "shard_map") == ""
+def test_the_reason_names_the_remedy(layout, lowering, words):
+    options = dict(mode=meshpar.LocalSGD(), lowering=lowering)
+    with pytest.raises(meshpar.LayoutError, match=words):
+        tiny_models.lower(layout, tiny_models.model(depth=4), **options)
+
+
+def test_synchronous_pipelines_have_replicas():
+    options = dict(mode=meshpar.LocalSGD(), lowering="shard_map")
+    assert tiny_models.lower("replica=2,pipe=2,microbatches=2", **options)
 
 
 MODES = [

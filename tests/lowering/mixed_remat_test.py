@@ -135,7 +135,7 @@ def test_a_mix_counts_runs_of_a_pattern():
 
 
 def test_a_mix_needs_layers():
-    words = "policies of their own, and the model has no layered form"
+    words = r"remat=1\*full\+1\*none: that asks for layers, and the model has no"
     with pytest.raises(LayoutError, match=words):
         lower("fsdp=2,remat=1*full+1*none", plain_model())
 

@@ -115,7 +115,7 @@ def test_parts_have_one_order():
         ("fsdp=2,offload=optimizer+none", "'none'"),
         ("pipe=2,microbatches=2,offload=optimizer", "pipe=2.*leave one of"),
         ("replica=2,offload=optimizer", "replica=2.*leave one of the two out"),
-        ("fsdp=2,zero=2,offload=parameters", "zero=2 holds all of them: use zero=3"),
+        ("fsdp=2,zero=2,offload=parameters", "zero=2: .*holds all of them; use zero=3"),
     ],
 )
 def test_a_layout_that_cannot_be_offloaded_is_refused(layout, message):
@@ -144,7 +144,7 @@ def test_an_optimizer_that_needs_all_layers_is_refused(make, message):
 def test_layers_that_the_compiler_runs_are_refused():
     with pytest.raises(LayoutError, match="no layered form"):
         lower("fsdp=2,offload=optimizer", plain_model())
-    with pytest.raises(LayoutError, match="offload=activations moves"):
+    with pytest.raises(LayoutError, match="offload=activations: that moves"):
         lower("fsdp=2,offload=activations", lowering="jit")
 
 

@@ -112,8 +112,11 @@ def test_replicas_that_train_apart_may_split_rows():
 
 
 def test_a_compiler_does_not_run_such_layers():
-    words = "layers=fsdp gathers weights over tensor .* lowering=jit; leave it out"
-    for of, lowering in ((plain_model(), ""), (model(), "jit")):
+    moves = "layers=fsdp: that moves weights.* lowering=jit; leave that out, or use"
+    for of, lowering, words in (
+        (plain_model(), "", "layers=fsdp: that asks for layers"),
+        (model(), "jit", f"{moves} lowering=shard_map"),
+    ):
         with pytest.raises(LayoutError, match=words):
             lower("tensor=2,layers=fsdp", of, lowering=lowering)
 

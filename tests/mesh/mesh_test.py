@@ -20,7 +20,9 @@ def test_too_few_devices_are_an_error():
 
 
 def test_idle_devices_are_refused_unless_allowed():
-    with pytest.raises(LayoutError, match="fills 4 of 8 devices.*--devices=4"):
+    with pytest.raises(
+        LayoutError, match="fills 4 of 8 devices.*devices= of 4.*--devices=4"
+    ):
         meshpar.mesh.make_mesh(layouts.parse("data=4"))
     assert meshpar.mesh.make_mesh(layouts.parse("data=4,allow=idle_devices")).size == 4
     assert meshpar.mesh.make_mesh(layouts.parse("data=4"), jax.devices()[:4]).size == 4

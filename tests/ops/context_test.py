@@ -236,15 +236,17 @@ def test_heads_that_do_not_divide_are_refused():
 def test_modes_are_words_of_layouts():
     with pytest.raises(LayoutError, match="context_mode='rings'.*ring"):
         layouts.parse("context=2,context_mode=rings")
-    with pytest.raises(LayoutError, match="context=1: add context=N"):
+    with pytest.raises(LayoutError, match="context=1: .*add context=N"):
         layouts.parse("data=2,context_mode=ring")
     with pytest.raises(LayoutError, match="context_order='zag'.*zigzag"):
         layouts.parse("context=2,context_order=zag")
-    with pytest.raises(LayoutError, match="context_order=striped is for split"):
+    with pytest.raises(LayoutError, match="striped with context=1: .*split sequences"):
         layouts.parse("context_order=striped")
     with pytest.raises(LayoutError, match="equal work in any order"):
         layouts.parse("context=2,context_mode=ulysses,context_order=zigzag")
-    with pytest.raises(LayoutError, match="context_heads=2 is for rings"):
+    with pytest.raises(
+        LayoutError, match="context_heads=2 with .*allgather: .*for rings"
+    ):
         layouts.parse("context=4,context_heads=2")
-    with pytest.raises(LayoutError, match="does not leave a ring of context=4"):
+    with pytest.raises(LayoutError, match="with context=4: .*do not leave a ring"):
         layouts.parse("context=4,context_mode=ring,context_heads=4")

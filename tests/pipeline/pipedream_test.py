@@ -108,10 +108,10 @@ def test_equals_delayed_sgd(layout, optimizer, of):
 @pytest.mark.parametrize(
     "layout, options, words",
     [
-        ("pipe=2,fsdp=2", {}, "leave out fsdp=2"),
-        ("pipe=2,vocab=pipe", {}, "leave out vocab=pipe"),
-        ("pipe=2,save=residuals", {}, "leave out save=residuals"),
-        ("pipe=2", {"clip_norm": 1.0}, "leave out clip_norm=1.0"),
+        ("pipe=2,fsdp=2", {}, "fsdp=2 with schedule=pipedream: every stage"),
+        ("pipe=2,vocab=pipe", {}, "vocab=pipe with schedule=pipedream"),
+        ("pipe=2,save=residuals", {}, "save=residuals with schedule=pipedream"),
+        ("pipe=2", {"clip_norm": 1.0}, "clip_norm=1.0 with schedule=pipedream"),
         ("pipe=2,virtual_stages=2", {}, "one chunk of layers"),
     ],
 )

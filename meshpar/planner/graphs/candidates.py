@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import optax
 
-from meshpar.compose import reason_unsupported
+from meshpar.compose import combination
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.axes import BATCH_AXES, DATA, EXPERT, FSDP, TENSOR
 from meshpar.layouts.layout import DEFAULTS
 from meshpar.layouts.param import Param
+from meshpar.layouts.refusals.of_training import OF_TRAINING
+from meshpar.layouts.refusals.reasons import first_reason
 from meshpar.layouts.rules import ACTIVATION_RULES
 from meshpar.lowering.optimizer import optimizer_of
 from meshpar.mesh.machine import Machine
@@ -198,7 +200,7 @@ def _candidate(
     layout, cost = strategies.choices.layout(state), strategies.known[state]
     if not wanted.keeps(layout):
         return
-    if reason := reason_unsupported(model, layout):
+    if reason := first_reason(combination(model, layout), OF_TRAINING):
         raise LayoutError(reason)
     make_mesh(layout, strategies.machine.devices)
     seconds = cost.seconds
