@@ -18,10 +18,10 @@ from absl import flags
 from experiments import command_line
 from experiments.convex import batch
 from experiments.data import hashed_text
-from experiments.recipes import allowed
+from experiments.recipes.config import check_setting
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Choice, Number
 from experiments.reports import convex, terminal
+from meshpar.settings import Choice, Number
 
 LBFGS, GRADIENT_DESCENT = "lbfgs", "gradient_descent"
 
@@ -128,7 +128,7 @@ def main(_: Sequence[str]) -> int:
             "stragglers than workers"
         )
     seed = command_line.SEED.value or 0
-    allowed.check("seed", seed)
+    check_setting("seed", seed)
     data = command_line.DATA.value or hashed_text.STANDARD_LIBRARY
     text = hashed_text.load(data, HASH_BITS.value, ROWS.value, seed)
     if len(text.labels) < WORKERS.value:

@@ -23,10 +23,11 @@ from experiments import command_line, outputs
 from experiments.faults.conductor import Conductor, Report
 from experiments.faults.scenarios import SCENARIOS
 from experiments.faults.watched import HungError, LostError
-from experiments.recipes import allowed
+from experiments.ranges import Path
+from experiments.recipes.config import check_setting
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Choice, Number, Path
 from experiments.reports import chaos, terminal
+from meshpar.settings import Choice, Number
 
 MINUTES = flags.DEFINE_float("minutes", 10.0, "No fault is struck after this time.")
 FAULTS = flags.DEFINE_integer("faults", 0, "Number of faults; 0 for as many as fit.")
@@ -76,7 +77,7 @@ def main(_: Sequence[str]) -> int:
     command_line.use_cpu()
     logging.set_verbosity(logging.ERROR)  # Orbax warns of each item that it reads.
     seed = command_line.SEED.value or 0
-    allowed.check("seed", seed)
+    check_setting("seed", seed)
     folder = _folder()
     reports: list[Report] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the runs as well.

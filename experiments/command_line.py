@@ -15,47 +15,27 @@ from absl import app, flags, logging
 
 import meshpar
 from experiments import recipes
-from experiments.recipes.config import AUTO, Config, with_settings
+from experiments.ranges import Address
+from experiments.recipes.config import AUTO, SETTINGS, Config, with_settings
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import MODES
-from experiments.recipes.ranges import Address, Number, Range
 from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
+from meshpar.settings import Number, Range
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
 )
-LAYOUT = flags.DEFINE_string(
-    "layout",
-    None,
-    'Such as "data=2,fsdp=2,tensor=2"; by default these axes over all devices.',
-)
-LOWERING = flags.DEFINE_string(
-    "lowering",
-    None,
-    "shard_map (meshpar writes the collectives; the default where possible), jit (the "
-    "compiler does) or auto (the better one).",
-)
+LAYOUT = flags.DEFINE_string("layout", None, SETTINGS["layout"].help)
+LOWERING = flags.DEFINE_string("lowering", None, SETTINGS["lowering"].help)
 OPTIMIZER_MODE = flags.DEFINE_string(
-    "optimizer_mode",
-    None,
-    f"One of {', '.join(MODES)}; local_sgd trains the replicas of replica=R apart "
-    "(--set local_sgd.*).",
+    "optimizer_mode", None, SETTINGS["optimizer_mode"].help
 )
-DATA = flags.DEFINE_string(
-    "data",
-    None,
-    "Text, folder, glob or .npy/.bin ids; Python's own library by default.",
-)
-TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "A tokenizer.json; bytes by default."
-)
-STEPS = flags.DEFINE_integer("steps", None, "Training steps.")
-BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Sequences per step, over all devices."
-)
-SEED = flags.DEFINE_integer("seed", None, "Seed of weights, dropout and shuffling.")
+DATA = flags.DEFINE_string("data", None, SETTINGS["data.path"].help)
+TOKENIZER = flags.DEFINE_string("tokenizer", None, SETTINGS["data.tokenizer"].help)
+STEPS = flags.DEFINE_integer("steps", None, SETTINGS["steps"].help)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", None, SETTINGS["batch_size"].help)
+SEED = flags.DEFINE_integer("seed", None, SETTINGS["seed"].help)
 DEVICES = flags.DEFINE_integer(
     "devices",
     0,
@@ -69,7 +49,7 @@ PLATFORM = flags.DEFINE_enum(
     "Kind of device; by default accelerators before CPUs.",
 )
 SET = flags.DEFINE_multi_string(
-    "set", [], "Sets any value of the recipe, KEY=VALUE, such as model.depth=4"
+    "set", [], "KEY=VALUE, such as model.depth=4; docs/settings.md lists the keys."
 )
 COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "host:port of process 0; set by launchers."

@@ -23,9 +23,9 @@ from experiments.devices import start_devices
 from experiments.generation import prompt_files, speed
 from experiments.generation.sources import Source, find_source, make_generator, streamed
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Number
 from meshpar.arrays import Params
 from meshpar.multihost import agree
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 PROMPT = flags.DEFINE_string("prompt", None, "A text to continue.")

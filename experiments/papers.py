@@ -19,8 +19,8 @@ from absl import flags
 import meshpar
 from experiments import command_line, outputs
 from experiments.gallery import catalog, paper
+from experiments.ranges import Path
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Path
 from experiments.reports import terminal
 
 LIST = flags.DEFINE_bool("list", False, "List the papers and end.")

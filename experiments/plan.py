@@ -22,10 +22,10 @@ from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Number
 from experiments.reports import pictures, plan_page, planning
 from experiments.training import planned_layout
 from meshpar.explain.report import explain
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(

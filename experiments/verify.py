@@ -30,10 +30,10 @@ from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import SYNCHRONOUS
-from experiments.recipes.ranges import Number
 from experiments.reports import verification
 from meshpar.explain import judge, random_layouts, verify
 from meshpar.layouts.axes import EXPERT
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")

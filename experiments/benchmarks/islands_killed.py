@@ -24,9 +24,9 @@ from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.modes import ISLANDS
-from experiments.recipes.ranges import Number
 from meshpar.islands.program import IslandsProgram
 from meshpar.islands.ray_host import RayHost
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds with kills, and without.")

@@ -23,7 +23,7 @@ from optax import contrib
 import meshpar
 from experiments import command_line
 from experiments.benchmarks.timed_steps import Timed
-from experiments.recipes.ranges import Number
+from meshpar.settings import Number
 
 WIDTH = flags.DEFINE_integer("width", 256, "Width of the layers.")
 DEPTH = flags.DEFINE_integer("depth", 12, "Number of layers.")

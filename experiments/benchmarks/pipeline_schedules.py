@@ -27,10 +27,10 @@ import meshpar
 from experiments import command_line
 from experiments.devices import start_devices
 from experiments.recipes import building
-from experiments.recipes.ranges import Number
 from meshpar.arrays import Array
 from meshpar.collectives import microbatch
 from meshpar.layouts.axes import DATA, PIPE
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 STAGES = flags.DEFINE_integer("stages", 4, "P, number of stages and devices.")

@@ -16,8 +16,8 @@ from absl import flags
 
 from experiments import command_line
 from experiments.benchmarks.timed_steps import Timed
-from experiments.recipes.ranges import Number
 from meshpar.collectives import shard_keys
+from meshpar.settings import Number
 
 WIDTH = flags.DEFINE_integer("width", 256, "Width of the layers.")
 DEPTH = flags.DEFINE_integer("depth", 6, "Number of layers.")

@@ -24,10 +24,10 @@ from absl import flags
 
 from experiments import command_line
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Number
 from experiments.reports import terminal
 from experiments.training import startup
 from experiments.training.metrics import METRICS
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Starts of each kind.")

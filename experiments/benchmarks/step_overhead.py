@@ -20,7 +20,7 @@ from experiments import command_line
 from experiments.benchmarks import by_hand
 from experiments.devices import start_devices
 from experiments.recipes import building
-from experiments.recipes.ranges import Number
+from meshpar.settings import Number
 
 flags.adopt_module_key_flags(command_line)
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
