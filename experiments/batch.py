@@ -120,7 +120,6 @@ def _run_descent(name: str, problem: batch.Problem, seed: int) -> None:
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
-    command_line.refuse_unread(command_line.DATA, command_line.SEED)
     command_line.refuse_flags_of_others(ALGORITHM, _OF_OTHERS)
     if ALGORITHM.value == GRADIENT_DESCENT and TOLERATE.value >= WORKERS.value:
         raise ConfigError(
@@ -142,4 +141,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (command_line.DATA, command_line.SEED))

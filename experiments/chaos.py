@@ -59,16 +59,15 @@ def _folder() -> pathlib.Path:
     return folder
 
 
+_OF_RUNS = command_line.OF_CONFIG + command_line.OF_DEVICES
+_SET = {flag.name: "its scenarios set it" for flag in _OF_RUNS}
+
+
 def _check_flags() -> None:
-    """Raises ConfigError for flags that scenarios set, and for one scenario twice."""
+    """Raises ConfigError for one scenario twice."""
     for name in SCENARIO.value:
         if SCENARIO.value.count(name) > 1:
             raise ConfigError(f"--scenario names {name!r} twice; leave one out")
-    for flag in flags.FLAGS.get_flags_for_module(command_line.__name__):
-        if flag.present and flag.name != command_line.SEED.name:
-            raise ConfigError(
-                f"--{flag.name} is set by the scenarios of this command; leave it out"
-            )
 
 
 def main(_: Sequence[str]) -> int:
@@ -117,4 +116,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (command_line.SEED,), because=_SET)

@@ -29,7 +29,6 @@ from meshpar.errors import shown
 from meshpar.layouts.axes import DATA, REPLICA
 from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 REPLICAS = flags.DEFINE_integer("replicas", 4, "Number of replicas, one device each.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds per case.")
 WORKDIR = flags.DEFINE_string(
@@ -156,4 +155,12 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            *command_line.of_config_but(
+                command_line.LAYOUT, command_line.OPTIMIZER_MODE
+            ),
+            *command_line.OF_DEVICES,
+        ),
+    )

@@ -75,7 +75,6 @@ def _print(
 
 def main(words: Sequence[str]) -> int:
     """Computes the chosen papers; returns the exit code, 1 if a claim fails."""
-    command_line.refuse_unread()
     console = terminal.wide_console()
     if LIST.value:
         _list(console)

@@ -23,7 +23,6 @@ from experiments.training.start import Consent
 from experiments.training.startup import DEVICES, SETUP, Startup
 from experiments.training.trainer import Trainer
 
-flags.adopt_module_key_flags(command_line)
 WORKDIR = flags.DEFINE_string("workdir", None, SETTINGS["workdir"].help)
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     "checkpoint_local_dir", None, SETTINGS["checkpoint_local_dir"].help
@@ -77,4 +76,4 @@ def _train(startup: Startup) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (*command_line.OF_CONFIG, *command_line.OF_DEVICES))

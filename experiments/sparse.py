@@ -148,7 +148,6 @@ def _train_hogwild(text: hashed_text.HashedText, settings: hogwild.Settings) -> 
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
-    command_line.refuse_unread(command_line.DATA, command_line.SEED)
     command_line.refuse_flags_of_others(ALGORITHM, _OF_OTHERS)
     if ALGORITHM.value == DBPG and BLOCKS.value > 2**HASH_BITS.value:
         raise ConfigError(
@@ -174,4 +173,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (command_line.DATA, command_line.SEED))

@@ -73,8 +73,13 @@ BAD = {
     "memory=0GB": "write a size such as 60GB",
     "layout=fsdp=4": "a plan looks for the layout",
     "topology=v9:4x4": "write one such as",
+    "set=layout=fsdp=4": "a plan looks for the layout; ask for parts of it",
     "lowering=jit": "the planner predicts shard_map programs",
+    "set=lowering=jit": "the planner predicts shard_map programs",
     "optimizer_mode=local_sgd": "the planner predicts synchronous training",
+    "set=optimizer_mode=local_sgd": "the planner predicts synchronous training",
+    "seed=3": "--seed is not read by this command; leave it out",
+    "devices=4": "--devices is not read with these other flags",
     "forbid=pip": "forbid=pip: layouts have",
     "memory=1MB": "the smallest, ",
 }
