@@ -14,6 +14,7 @@ from meshpar.arrays import Array, Params, vary
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals
+from meshpar.mesh.order import computed
 
 
 class Segment(NamedTuple):
@@ -64,7 +65,7 @@ def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
             if len(segments) > 1 and len(rows.numbers) == 1:
                 # Compilers write a loop of one round out, and would share what it
                 # gathers and computes with the forward pass.
-                given = jax.lax.optimization_barrier(given)
+                given = computed(given)
             dx, dleaves = layers.backward(*given, rows, into=dleaves)
         return dleaves, None, dx
 
