@@ -167,7 +167,7 @@ def time_claim() -> Claim:
 
 
 def _loss_claims(ratio: float, share: float) -> list[Claim]:
-    """What dropping saves by the formula, and what it costs.
+    """The savings of dropping by the formula, and its cost.
 
     Args:
       ratio: of the last losses, dropped over all layers, minus 1.

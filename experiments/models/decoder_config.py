@@ -138,7 +138,7 @@ class DecoderConfig:
 
     @property
     def matmul(self) -> Callable | None:
-        """What multiplies by the weights of layers; None for jax itself."""
+        """The function that multiplies by the weights of layers; None for jax's own."""
         return float8.matmul if self.float8 else None
 
     @property

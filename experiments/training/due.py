@@ -1,4 +1,4 @@
-"""What is due after a step: an evaluation, a checkpoint."""
+"""Says whether an evaluation or a checkpoint is due after a step."""
 
 from typing import NamedTuple
 

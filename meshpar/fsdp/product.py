@@ -71,7 +71,7 @@ class Product:
         )
 
     def moved(self, dim: int) -> "Product":
-        """The same with a dim moved to the front."""
+        """This product with a dim moved to the front."""
         others = (d for i, d in enumerate(self.order) if i != dim)
         return dataclasses.replace(self, order=(self.order[dim], *others))
 

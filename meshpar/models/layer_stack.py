@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.mesh.order import computed, in_turn
 from meshpar.metrics import LossResult, masked
 from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
@@ -58,10 +59,10 @@ def refuse_updates(updates: Params) -> None:
     """Refuses running state in a model that runs layer by layer.
 
     Raises:
-      ValueError: a part of the model changed a variable.
+      MeshparError: a part of the model changed a variable.
     """
     for path in updates:
-        raise ValueError(
+        raise MeshparError(
             f"the model changes its variable {path!r} while it runs; models that run "
             "layer by layer keep no running state. Give the loss function alone, "
             "without layers, or use another layer (LayerNorm or GroupNorm in place of "

@@ -19,7 +19,7 @@ OF_DEVICES = {flag.name for flag in command_line.OF_DEVICES}
 
 
 def read_names(tree) -> set[str]:
-    """What is read in `NAME.value`, `NAME.present` or `NAME.serialize()`, as text."""
+    """The names that are read as `NAME.value`, `NAME.present` or `NAME.serialize()`."""
     return {
         ast.unparse(node.value)
         for node in ast.walk(tree)

@@ -39,7 +39,7 @@ def num_compilations() -> int:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a command left behind."""
+    """The results that a command left behind."""
 
     code: int
     out: str
