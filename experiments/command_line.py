@@ -141,7 +141,8 @@ def refuse_unread(*read: flags.FlagHolder) -> None:
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         if flag.present and flag.name not in names:
             raise ConfigError(
-                f"--{flag.name} is not read with these other flags; leave it out"
+                f"--{flag.name} is not read by this command with these flags; leave it "
+                "out"
             )
 
 

@@ -79,7 +79,7 @@ BAD = {
     "optimizer_mode=local_sgd": "the planner predicts synchronous training",
     "set=optimizer_mode=local_sgd": "the planner predicts synchronous training",
     "seed=3": "--seed is not read by this command; leave it out",
-    "devices=4": "--devices is not read with these other flags",
+    "devices=4": "--devices is not read by this command with these flags",
     "forbid=pip": "forbid=pip: layouts have",
     "memory=1MB": "the smallest, ",
 }

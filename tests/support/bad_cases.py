@@ -187,7 +187,7 @@ OWN = [
     ("verify", ["--random=2", "--json"], "leave out --layout and --json"),
     ("verify", ["--optimizer_mode=local_sgd"], "--optimizer_mode.*leave it out"),
     ("verify", ["--set=optimizer_mode=local_sgd"], "leave out the mode"),
-    ("explain", ["--topology=v5e:2x2", "--devices=2"], "--devices is not read with"),
+    ("explain", ["--topology=v5e:2x2", "--devices=2"], "--devices is not read by"),
     ("verify", ["--padded=3"], "--padded=3"),
     ("explain", ["--html=/nowhere/page.html"], "--html=/nowhere/page.html cannot"),
     ("explain", ["--html={root}/folder"], "--html=.*folder cannot be written"),
