@@ -19,9 +19,9 @@ BASE = {
     "local_sgd_sweep": [*COMMON, "--workdir={cwd}/sweep"],
     "sparse": ["--data={root}/text.txt"],
     "batch": ["--data={root}/text.txt"],
-    "benchmarks.step_overhead": COMMON,
-    "benchmarks.ahead_of_time": COMMON,
-    "benchmarks.pipeline_schedules": COMMON,
+    "benchmarks.step_overhead": ["--recipe=tiny"],
+    "benchmarks.ahead_of_time": ["--recipe=tiny"],
+    "benchmarks.pipeline_schedules": ["--recipe=tiny"],
 }
 """Words of every command that are fine; those of a case follow them."""
 
