@@ -172,7 +172,7 @@ def islands_sweep_figure() -> pyplot.Figure:
 
 
 def time_lines_figure() -> pyplot.Figure:
-    """What three islands do under SSP(1), one of which is slow."""
+    """Draws three islands under SSP(1), one of which is slow."""
     update = updates.sgd(0.05)
     found = stragglers.simulate(SSP(1), "permanent", update, workers=3, seconds=6.0)
     return islands.time_lines(found.spans)

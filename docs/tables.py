@@ -1,14 +1,16 @@
-"""Writes the generated tables of docs/: axes, default rules and the support matrix.
+"""Writes the generated tables of docs/: axes, rules, settings, what goes together.
 
     python -m docs.tables
 
 A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
 
+import functools
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
+from experiments.recipes.config import SETTINGS
 from experiments.support import support_table
 from meshpar.layouts.axes import RECORDS
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES
@@ -72,7 +74,34 @@ def rules_table() -> str:
     )
 
 
-TABLES = {"axes": axes_table, "rules": rules_table, "support": support_table}
+def settings_table(group: str) -> str:
+    """One row per key of `--set` in a group: its values, default and help.
+
+    Args:
+      group: a part of the configuration, such as "model"; "" for keys without a part.
+    """
+
+    def default(value: object) -> str:
+        if isinstance(value, bool):
+            return f"`{value}`".lower()
+        return "none" if value in ("", None) else f"`{value}`"
+
+    return _markdown(
+        ("key", "meaning", "values", "default"),
+        (
+            (f"`{key}`", help.rstrip("."), range.in_words, default(value))
+            for key, (value, range, help) in SETTINGS.items()
+            if key.rpartition(".")[0] == group
+        ),
+    )
+
+
+_GROUPS = sorted({key.rpartition(".")[0] for key in SETTINGS})
+
+TABLES = {"axes": axes_table, "rules": rules_table, "support": support_table} | {
+    f"settings_{group or 'run'}": functools.partial(settings_table, group)
+    for group in _GROUPS
+}
 """{name of a table: the function that renders it}."""
 
 

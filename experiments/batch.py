@@ -18,10 +18,10 @@ from absl import flags
 from experiments import command_line
 from experiments.convex import batch
 from experiments.data import hashed_text
-from experiments.recipes import allowed
+from experiments.recipes.config import check_setting
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Choice, Number
 from experiments.reports import convex, terminal
+from meshpar.settings import Choice, Number
 
 LBFGS, GRADIENT_DESCENT = "lbfgs", "gradient_descent"
 
@@ -120,7 +120,6 @@ def _run_descent(name: str, problem: batch.Problem, seed: int) -> None:
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
-    command_line.refuse_unread(command_line.DATA, command_line.SEED)
     command_line.refuse_flags_of_others(ALGORITHM, _OF_OTHERS)
     if ALGORITHM.value == GRADIENT_DESCENT and TOLERATE.value >= WORKERS.value:
         raise ConfigError(
@@ -128,7 +127,7 @@ def main(_: Sequence[str]) -> int:
             "stragglers than workers"
         )
     seed = command_line.SEED.value or 0
-    allowed.check("seed", seed)
+    check_setting("seed", seed)
     data = command_line.DATA.value or hashed_text.STANDARD_LIBRARY
     text = hashed_text.load(data, HASH_BITS.value, ROWS.value, seed)
     if len(text.labels) < WORKERS.value:
@@ -142,4 +141,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (command_line.DATA, command_line.SEED))

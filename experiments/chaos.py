@@ -23,10 +23,11 @@ from experiments import command_line, outputs
 from experiments.faults.conductor import Conductor, Report
 from experiments.faults.scenarios import SCENARIOS
 from experiments.faults.watched import HungError, LostError
-from experiments.recipes import allowed
+from experiments.ranges import Path
+from experiments.recipes.config import check_setting
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Choice, Number, Path
 from experiments.reports import chaos, terminal
+from meshpar.settings import Choice, Number
 
 MINUTES = flags.DEFINE_float("minutes", 10.0, "No fault is struck after this time.")
 FAULTS = flags.DEFINE_integer("faults", 0, "Number of faults; 0 for as many as fit.")
@@ -58,16 +59,15 @@ def _folder() -> pathlib.Path:
     return folder
 
 
+_OF_RUNS = command_line.OF_CONFIG + command_line.OF_DEVICES
+_SET = {flag.name: "its scenarios set it" for flag in _OF_RUNS}
+
+
 def _check_flags() -> None:
-    """Raises ConfigError for flags that scenarios set, and for one scenario twice."""
+    """Raises ConfigError for one scenario twice."""
     for name in SCENARIO.value:
         if SCENARIO.value.count(name) > 1:
             raise ConfigError(f"--scenario names {name!r} twice; leave one out")
-    for flag in flags.FLAGS.get_flags_for_module(command_line.__name__):
-        if flag.present and flag.name != command_line.SEED.name:
-            raise ConfigError(
-                f"--{flag.name} is set by the scenarios of this command; leave it out"
-            )
 
 
 def main(_: Sequence[str]) -> int:
@@ -76,7 +76,7 @@ def main(_: Sequence[str]) -> int:
     command_line.use_cpu()
     logging.set_verbosity(logging.ERROR)  # Orbax warns of each item that it reads.
     seed = command_line.SEED.value or 0
-    allowed.check("seed", seed)
+    check_setting("seed", seed)
     folder = _folder()
     reports: list[Report] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the runs as well.
@@ -116,4 +116,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (command_line.SEED,), because=_SET)

@@ -25,7 +25,6 @@ from experiments.reports.checkpoints import print_checkpoints
 from meshpar.checkpoint import persistent
 from meshpar.errors import CheckpointError
 
-flags.adopt_module_key_flags(command_line)
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could resume the run, or why not."
 )
@@ -117,4 +116,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, arguments=True)
+    command_line.run(main, command_line.OF_CONFIG, arguments=True)

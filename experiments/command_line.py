@@ -1,4 +1,7 @@
-"""Flags that all commands share, and how a command starts and ends."""
+"""Flags that commands share, and how a command starts and ends.
+
+A command takes the shared flags that it names to `run`, and no others.
+"""
 
 import contextlib
 import errno
@@ -6,8 +9,9 @@ import os
 import sys
 import time
 import traceback
+import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,47 +19,27 @@ from absl import app, flags, logging
 
 import meshpar
 from experiments import recipes
-from experiments.recipes.config import AUTO, Config, with_settings
+from experiments.ranges import Address
+from experiments.recipes.config import AUTO, SETTINGS, Config, with_settings
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import MODES
-from experiments.recipes.ranges import Address, Number, Range
 from meshpar.errors import shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
+from meshpar.settings import Number, Range
 
 RECIPE = flags.DEFINE_string(
     "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
 )
-LAYOUT = flags.DEFINE_string(
-    "layout",
-    None,
-    'Such as "data=2,fsdp=2,tensor=2"; by default these axes over all devices.',
-)
-LOWERING = flags.DEFINE_string(
-    "lowering",
-    None,
-    "shard_map (meshpar writes the collectives; the default where possible), jit (the "
-    "compiler does) or auto (the better one).",
-)
+LAYOUT = flags.DEFINE_string("layout", None, SETTINGS["layout"].help)
+LOWERING = flags.DEFINE_string("lowering", None, SETTINGS["lowering"].help)
 OPTIMIZER_MODE = flags.DEFINE_string(
-    "optimizer_mode",
-    None,
-    f"One of {', '.join(MODES)}; local_sgd trains the replicas of replica=R apart "
-    "(--set local_sgd.*).",
+    "optimizer_mode", None, SETTINGS["optimizer_mode"].help
 )
-DATA = flags.DEFINE_string(
-    "data",
-    None,
-    "Text, folder, glob or .npy/.bin ids; Python's own library by default.",
-)
-TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "A tokenizer.json; bytes by default."
-)
-STEPS = flags.DEFINE_integer("steps", None, "Training steps.")
-BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Sequences per step, over all devices."
-)
-SEED = flags.DEFINE_integer("seed", None, "Seed of weights, dropout and shuffling.")
+DATA = flags.DEFINE_string("data", None, SETTINGS["data.path"].help)
+TOKENIZER = flags.DEFINE_string("tokenizer", None, SETTINGS["data.tokenizer"].help)
+STEPS = flags.DEFINE_integer("steps", None, SETTINGS["steps"].help)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", None, SETTINGS["batch_size"].help)
+SEED = flags.DEFINE_integer("seed", None, SETTINGS["seed"].help)
 DEVICES = flags.DEFINE_integer(
     "devices",
     0,
@@ -69,7 +53,7 @@ PLATFORM = flags.DEFINE_enum(
     "Kind of device; by default accelerators before CPUs.",
 )
 SET = flags.DEFINE_multi_string(
-    "set", [], "Sets any value of the recipe, KEY=VALUE, such as model.depth=4"
+    "set", [], "KEY=VALUE, such as model.depth=4; docs/settings.md lists the keys."
 )
 COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "host:port of process 0; set by launchers."
@@ -84,7 +68,7 @@ PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, fro
 
 OF_CONFIG = (RECIPE, LAYOUT, LOWERING, OPTIMIZER_MODE, DATA, TOKENIZER, STEPS)
 OF_CONFIG += (BATCH_SIZE, SEED, SET)
-"""The flags that `config_from_flags` reads."""
+"""The flags that `config_from_flags` reads, where the command takes them."""
 
 OF_DEVICES = (DEVICES, PLATFORM, COORDINATOR, NUM_PROCESSES, START_TIMEOUT, PROCESS_ID)
 """The flags that `devices.start` reads."""
@@ -116,41 +100,49 @@ limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
 limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))
 
 
+_KEYS = {DATA.name: "data.path", TOKENIZER.name: "data.tokenizer"}
+"""{flag: key of its setting}, where the two differ."""
+
+
 def config_from_flags() -> Config:
-    """The recipe with all changes from flags.
+    """The recipe with all changes from the flags that the command takes.
 
     Raises:
       ConfigError: an unknown recipe or key, or a bad value.
     """
-    config = recipes.get(RECIPE.value)
-    given = {
-        "layout": LAYOUT.value,
-        "lowering": LOWERING.value,
-        "optimizer_mode": OPTIMIZER_MODE.value,
-        "data.path": DATA.value,
-        "data.tokenizer": TOKENIZER.value,
-        "steps": STEPS.value,
-        "batch_size": BATCH_SIZE.value,
-        "seed": SEED.value,
-    }
-    settings = [f"{key}={value}" for key, value in given.items() if value is not None]
-    config = with_settings(config, [*SET.value, *settings])
+    settings = [*SET.value]
+    for flag in OF_CONFIG:
+        taken = flag.name in flags.FLAGS and flag.name not in (RECIPE.name, SET.name)
+        if taken and flag.value is not None:
+            settings.append(f"{_KEYS.get(flag.name, flag.name)}={flag.value}")
+    config = with_settings(recipes.get(RECIPE.value), settings)
     if config.layout not in ("", AUTO):
         meshpar.layouts.parse(config.layout)
     return config
 
 
-def refuse_unread(*read: flags.FlagHolder) -> None:
-    """Raises ConfigError for shared flags that a command does not read.
+def of_config_but(*left_out: flags.FlagHolder) -> tuple[flags.FlagHolder, ...]:
+    """The flags of a configuration without some, for a command that sets these itself.
 
     Args:
-      read: the shared flags that it does read.
+      left_out: those that it does not read.
+    """
+    names = {flag.name for flag in left_out}
+    return tuple(flag for flag in OF_CONFIG if flag.name not in names)
+
+
+def refuse_unread(*read: flags.FlagHolder) -> None:
+    """Raises ConfigError for shared flags that other flags leave unread.
+
+    Args:
+      read: the shared flags that are read all the same.
     """
     names = {flag.name for flag in read}
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         if flag.present and flag.name not in names:
             raise ConfigError(
-                f"--{flag.name} is not read by this command; leave it out"
+                f"--{flag.name} is not read by this command with these flags; leave it "
+                "out"
             )
 
 
@@ -176,13 +168,31 @@ def use_cpu() -> None:
     jax.config.update("jax_platforms", CPU.name)
 
 
-def _parse_flags(words: Sequence[str]) -> list[str]:
+def _take(taken: Sequence[flags.FlagHolder]) -> set[str]:
+    """Takes shared flags, and deletes the others; returns the names of the others."""
+    kept, others = {flag.name for flag in taken}, set()
+    for flag in list(flags.FLAGS.get_flags_for_module(__name__)):
+        if flag.name in kept:
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+        else:
+            delattr(flags.FLAGS, flag.name)
+            others.add(flag.name)
+    return others
+
+
+def _parse_flags(
+    words: Sequence[str], others: Collection[str], because: Mapping[str, str]
+) -> list[str]:
     """Words that are not flags; a flag that cannot be is an error with exit code 2."""
     try:
         return flags.FLAGS(list(words))
     except flags.Error as error:
-        message = shown(str(error), 500)
-        _print_error(f"{message}; --help lists the flags and their values")
+        message = f"{shown(str(error), 500)}; --help lists the flags and their values"
+        name = getattr(error, "flagname", None)
+        if name in others:
+            why = f": {because[name]}" if name in because else ""
+            message = f"--{name} is not read by this command{why}; leave it out"
+        _print_error(message)
         sys.exit(2)
 
 
@@ -238,12 +248,19 @@ def _report(error: Exception) -> int:
     return code
 
 
-def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
+def run(
+    main: Callable[[Sequence[str]], int],
+    takes: Sequence[flags.FlagHolder] = (),
+    because: Mapping[str, str] = types.MappingProxyType({}),
+    arguments: bool = False,
+) -> None:
     """Runs a command; prints errors that a user can fix without a traceback.
 
     Args:
       main: (words of the command that are not flags) -> exit code.
-      arguments: whether there may be such words besides the name of the command.
+      takes: the shared flags that it reads.
+      because: {another shared flag: why it is not read}, for the error.
+      arguments: whether there may be words besides flags and the command's name.
     """
 
     def checked(argv: Sequence[str]) -> int:
@@ -268,4 +285,5 @@ def run(main: Callable[[Sequence[str]], int], arguments: bool = False) -> None:
             os._exit(code)
         return code
 
-    app.run(checked, flags_parser=_parse_flags)
+    others = _take(takes)
+    app.run(checked, flags_parser=lambda words: _parse_flags(words, others, because))

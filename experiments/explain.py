@@ -27,7 +27,6 @@ from meshpar.explain.generation import explain_generation
 from meshpar.explain.report import explain
 from meshpar.layouts.axes import FSDP
 
-flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
     "topology", "", "Compile for v5e:4x4, v5p:4x4x2, v6e:4x4, h100:8, h200:8, ..."
 )
@@ -45,6 +44,7 @@ def _devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
     """The layout and its devices, of this machine or of --topology."""
     if not TOPOLOGY.value:
         return start_devices(config)
+    command_line.refuse_unread(*command_line.OF_CONFIG)
     command_line.use_cpu()
     meshpar.simulate(1)
     devices = mesh.topology(TOPOLOGY.value)
@@ -128,4 +128,6 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main, (*command_line.of_config_but(command_line.SEED), *command_line.OF_DEVICES)
+    )

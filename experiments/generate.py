@@ -22,12 +22,12 @@ from experiments import command_line, outputs
 from experiments.devices import start_devices
 from experiments.generation import prompt_files, speed
 from experiments.generation.sources import Source, find_source, make_generator, streamed
+from experiments.recipes.config import Config, check_setting
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Number
 from meshpar.arrays import Params
 from meshpar.multihost import agree
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 PROMPT = flags.DEFINE_string("prompt", None, "A text to continue.")
 PROMPTS = flags.DEFINE_string(
     "prompts", None, 'A file with {"prompt": TEXT} in each line; goes with --out.'
@@ -80,6 +80,9 @@ def _check_flags() -> None:
         raise ConfigError("give one of --prompt=TEXT and --prompts=FILE")
     if (PROMPTS.value is None) != (OUT.value is None):
         raise ConfigError("--prompts=FILE and --out=FILE go together; give both")
+    for flag in (command_line.BATCH_SIZE, command_line.SEED):
+        if flag.value is not None:
+            check_setting(flag.name, flag.value)
     if PROMPT.value == "":
         raise ConfigError("--prompt=: give a text of at least one character")
     if OUT.value is not None:
@@ -141,7 +144,7 @@ class _Writer:
         ]
 
     def settings(self) -> str:
-        """What decides the texts beside the prompts."""
+        """A hash of all that decides the texts beside the prompts."""
         sampling = dataclasses.asdict(self.sampling)
         own = [TOKENS.value, self.stop, self.generator.max_length]
         return prompt_files.settings_hash([self.source.name, sampling, *own])
@@ -167,8 +170,6 @@ def main(arguments: Sequence[str]) -> int:
     """Generates, and returns the exit code."""
     if len(arguments) != 2:
         raise ConfigError("give one folder: python -m experiments.generate DIR")
-    own = command_line.LAYOUT, command_line.TOKENIZER, command_line.BATCH_SIZE
-    command_line.refuse_unread(command_line.SEED, *own, *command_line.OF_DEVICES)
     _check_flags()
     prompts = [PROMPT.value]
     if PROMPTS.value is not None:
@@ -185,8 +186,7 @@ def main(arguments: Sequence[str]) -> int:
     if STREAM_WEIGHTS.value:
         source = streamed(source)
     stop = _stop_ids(source)
-    config = command_line.config_from_flags()
-    _, devices = start_devices(dataclasses.replace(config, layout=str(source.layout)))
+    _, devices = start_devices(Config("generate", layout=str(source.layout)))
     generator = make_generator(
         source, devices, MAX_LENGTH.value, command_line.BATCH_SIZE.value or 0
     )
@@ -207,4 +207,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, arguments=True)
+    command_line.run(
+        main,
+        (
+            command_line.LAYOUT,
+            command_line.TOKENIZER,
+            command_line.BATCH_SIZE,
+            command_line.SEED,
+            *command_line.OF_DEVICES,
+        ),
+        arguments=True,
+    )

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import command_line, outputs, stragglers
-from experiments.recipes.ranges import Number, Path
+from experiments.ranges import Path
 from experiments.reports import islands, terminal
+from meshpar.settings import Number
 
 ISLANDS = flags.DEFINE_integer("islands", 8, "Number of workers.")
 SECONDS = flags.DEFINE_integer("seconds", 60, "Simulated seconds of every case.")

@@ -19,16 +19,16 @@ from absl import flags
 import meshpar
 from experiments import command_line, data, outputs
 from experiments.devices import start_devices
-from experiments.recipes import allowed, building
-from experiments.recipes.config import Config, with_mode
+from experiments.ranges import Path
+from experiments.recipes import building
+from experiments.recipes.config import SETTINGS, Config, check_setting, with_mode
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import LOCAL_SGD, SYNCHRONOUS
-from experiments.recipes.ranges import Number, Path, Wire
 from experiments.reports import sweep, terminal
 from meshpar.errors import shown
 from meshpar.layouts.axes import DATA, REPLICA
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 REPLICAS = flags.DEFINE_integer("replicas", 4, "Number of replicas, one device each.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds per case.")
 WORKDIR = flags.DEFINE_string(
@@ -42,7 +42,7 @@ WIRES = flags.DEFINE_list("wires", ["f32", "int8", "int4"], "Compression formats
 command_line.limit(REPLICAS, Number(2, 4096, "replicas"))
 command_line.limit(SEEDS, Number(1, 10_000, "seeds"))
 command_line.limit(WORKDIR, Path())
-command_line.limit(WIRES, Wire())
+command_line.limit(WIRES, SETTINGS["local_sgd.wire"].range)
 
 
 def _numbers(flag: flags.FlagHolder) -> list[int]:
@@ -121,7 +121,7 @@ def main(_: Sequence[str]) -> int:
     configs = cases(config)
     for case_config in configs.values():
         building.make_mode(case_config)  # An error now is none after hours.
-    allowed.check("seed", config.seed + SEEDS.value - 1)
+    check_setting("seed", config.seed + SEEDS.value - 1)
     folder = pathlib.Path(WORKDIR.value)
     outputs.check_folder(folder, "--workdir")
     log, console = folder / "results.jsonl", terminal.plain_console()
@@ -155,4 +155,12 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            *command_line.of_config_but(
+                command_line.LAYOUT, command_line.OPTIMIZER_MODE
+            ),
+            *command_line.OF_DEVICES,
+        ),
+    )

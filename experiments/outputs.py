@@ -4,8 +4,8 @@ import errno
 import pathlib
 import tempfile
 
+from experiments.ranges import Path
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Path
 from meshpar.errors import shown
 
 

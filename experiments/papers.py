@@ -19,8 +19,8 @@ from absl import flags
 import meshpar
 from experiments import command_line, outputs
 from experiments.gallery import catalog, paper
+from experiments.ranges import Path
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Path
 from experiments.reports import terminal
 
 LIST = flags.DEFINE_bool("list", False, "List the papers and end.")
@@ -75,7 +75,6 @@ def _print(
 
 def main(words: Sequence[str]) -> int:
     """Computes the chosen papers; returns the exit code, 1 if a claim fails."""
-    command_line.refuse_unread()
     console = terminal.wide_console()
     if LIST.value:
         _list(console)

@@ -22,12 +22,11 @@ from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Number
 from experiments.reports import pictures, plan_page, planning
 from experiments.training import planned_layout
 from meshpar.explain.report import explain
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
     "topology", "", "Plan for v5e:4x4, 8*v5p:8x8x4, h100:8, ...; else for this machine."
 )
@@ -51,6 +50,11 @@ HTML = flags.DEFINE_string("html", "", "Write a page of the plan into this file.
 command_line.limit(TOP, Number(1, 1000, "layouts"))
 command_line.limit(COMPILE, Number(0, 100, "layouts", "0 to compile none"))
 
+_NOT_READ = {
+    "layout": "a plan looks for the layout, and --require asks for parts of it",
+    "lowering": "the planner predicts shard_map programs",
+    "optimizer_mode": "the planner predicts synchronous training",
+}
 _UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 
 
@@ -74,6 +78,7 @@ def _devices(config: Config) -> Sequence[jax.Device]:
     """The devices to plan for: of --topology, or of this machine."""
     if not TOPOLOGY.value:
         return start_devices(config)[1]
+    command_line.refuse_unread(*command_line.OF_CONFIG)
     command_line.use_cpu()
     meshpar.simulate(1)
     return meshpar.mesh.topology(TOPOLOGY.value)
@@ -84,7 +89,7 @@ def main(_: Sequence[str]) -> int:
     config = command_line.config_from_flags()
     if config.layout:
         raise ConfigError(
-            f"--layout={config.layout}: a plan looks for the layout; ask for parts of "
+            f"layout={config.layout}: a plan looks for the layout; ask for parts of "
             "it by --require"
         )
     if PNG.value:
@@ -127,4 +132,16 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            *command_line.of_config_but(
+                command_line.LAYOUT,
+                command_line.LOWERING,
+                command_line.OPTIMIZER_MODE,
+                command_line.SEED,
+            ),
+            *command_line.OF_DEVICES,
+        ),
+        because=_NOT_READ,
+    )

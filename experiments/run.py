@@ -17,19 +17,15 @@ from absl import flags
 
 from experiments import command_line
 from experiments.devices import start, with_layout
+from experiments.recipes.config import SETTINGS
 from experiments.training.setup import folder_of
 from experiments.training.start import Consent
 from experiments.training.startup import DEVICES, SETUP, Startup
 from experiments.training.trainer import Trainer
 
-flags.adopt_module_key_flags(command_line)
-WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of metrics, checkpoints and plot; runs/RECIPE by default."
-)
+WORKDIR = flags.DEFINE_string("workdir", None, SETTINGS["workdir"].help)
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
-    "checkpoint_local_dir",
-    None,
-    "Folder on each machine's disk for copies of shards.",
+    "checkpoint_local_dir", None, SETTINGS["checkpoint_local_dir"].help
 )
 START_ANEW = flags.DEFINE_bool(
     "start_anew",
@@ -80,4 +76,4 @@ def _train(startup: Startup) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (*command_line.OF_CONFIG, *command_line.OF_DEVICES))

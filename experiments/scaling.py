@@ -28,7 +28,6 @@ from experiments.reports import pictures, scaling, terminal
 from experiments.training import metrics
 from meshpar.methods import speedup_laws
 
-flags.adopt_module_key_flags(command_line)
 TIMES = flags.DEFINE_list(
     "times", None, "DEVICES:SECONDS or DEVICES:FOLDER of a run, for each number."
 )
@@ -155,4 +154,9 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        command_line.of_config_but(
+            command_line.DATA, command_line.TOKENIZER, command_line.SEED
+        ),
+    )

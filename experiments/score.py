@@ -24,7 +24,6 @@ from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 
-flags.adopt_module_key_flags(command_line)
 OUT = flags.DEFINE_string(
     "out", None, "File for a line {token, text, log_probability} for each token."
 )
@@ -55,8 +54,6 @@ def main(arguments: Sequence[str]) -> int:
     """Scores, and returns the exit code."""
     if len(arguments) != 2:
         raise ConfigError("give one folder: python -m experiments.score DIR")
-    own = command_line.LAYOUT, command_line.DATA, command_line.BATCH_SIZE
-    command_line.refuse_unread(*own, *command_line.OF_DEVICES)
     if OUT.value is not None:
         outputs.check_file(OUT.value, "--out")
     checkpoint = newest_checkpoint(arguments[1])
@@ -93,4 +90,13 @@ def _write(file: pathlib.Path, scores: scoring.Scores, corpus: data.Corpus) -> N
 
 
 if __name__ == "__main__":
-    command_line.run(main, arguments=True)
+    command_line.run(
+        main,
+        (
+            command_line.LAYOUT,
+            command_line.DATA,
+            command_line.BATCH_SIZE,
+            *command_line.OF_DEVICES,
+        ),
+        arguments=True,
+    )

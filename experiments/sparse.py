@@ -16,14 +16,14 @@ from absl import flags
 from experiments import command_line
 from experiments.convex import lock_free, reference
 from experiments.data import hashed_text
-from experiments.recipes import allowed
+from experiments.recipes.config import check_setting
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Choice, Number
 from experiments.reports import convex, terminal
 from meshpar.methods.dbpg import worker as dbpg
 from meshpar.methods.dbpg.filters import COMPRESSIONS
 from meshpar.methods.dbpg.training import Training
 from meshpar.methods.hogwild import training as hogwild
+from meshpar.settings import Choice, Number
 
 DBPG, HOGWILD = "dbpg", "hogwild"
 HELD_OUT = 0.2
@@ -148,7 +148,6 @@ def _train_hogwild(text: hashed_text.HashedText, settings: hogwild.Settings) -> 
 
 def main(_: Sequence[str]) -> int:
     """Trains, and returns the exit code."""
-    command_line.refuse_unread(command_line.DATA, command_line.SEED)
     command_line.refuse_flags_of_others(ALGORITHM, _OF_OTHERS)
     if ALGORITHM.value == DBPG and BLOCKS.value > 2**HASH_BITS.value:
         raise ConfigError(
@@ -156,7 +155,7 @@ def main(_: Sequence[str]) -> int:
             "one block per feature, or more --hash_bits"
         )
     seed = command_line.SEED.value or 0
-    allowed.check("seed", seed)
+    check_setting("seed", seed)
     if ALGORITHM.value == DBPG:
         settings, train = _settings(seed), _train_dbpg
     else:
@@ -174,4 +173,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (command_line.DATA, command_line.SEED))

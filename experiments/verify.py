@@ -30,12 +30,11 @@ from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.errors import ConfigError
 from experiments.recipes.modes import SYNCHRONOUS
-from experiments.recipes.ranges import Number
 from experiments.reports import verification
 from meshpar.explain import judge, random_layouts, verify
 from meshpar.layouts.axes import EXPERT
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
 MAX_ERROR = flags.DEFINE_float(
     "tolerance", None, "Largest relative error; the rounding error by default."
@@ -63,8 +62,8 @@ def main(_: Sequence[str]) -> int:
     config = command_line.config_from_flags()
     if config.optimizer_mode != SYNCHRONOUS:
         raise ConfigError(
-            "replicas that train apart do not equal one device: use data in place of "
-            "replica, and leave out --optimizer_mode"
+            f"optimizer_mode={config.optimizer_mode}: replicas that train apart do not "
+            "equal one device; use data in place of replica, and leave out the mode"
         )
     if RANDOM.value and (command_line.LAYOUT.value or JSON.value):
         raise ConfigError("--random draws layouts: leave out --layout and --json")
@@ -196,4 +195,11 @@ def _verify_drawn(
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            *command_line.of_config_but(command_line.OPTIMIZER_MODE),
+            *command_line.OF_DEVICES,
+        ),
+        because={"optimizer_mode": "replicas that train apart do not equal one device"},
+    )

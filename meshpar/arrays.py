@@ -113,18 +113,6 @@ def is_number(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.number)
 
 
-def zero_after(x: Array) -> Array:
-    """A float32 0 that cannot be computed before x.
-
-    What it is added to comes after x. Compilers drop barriers before they schedule;
-    this dependency stays.
-
-    Args:
-      x: not empty; not split over automatic axes.
-    """
-    return jnp.minimum(jnp.abs(x[(0,) * x.ndim].astype(jnp.float32)), 0)
-
-
 def rounded(x: Array, dtype: Any) -> Array:
     """The numbers of a narrower dtype, in the dtype of x.
 

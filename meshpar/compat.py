@@ -135,7 +135,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def written_at(source: Any) -> contextlib.AbstractContextManager:
-    """What is traced inside has the source line and name of `eqn.source_info`."""
+    """Gives operations traced inside the source line and name of an equation."""
     from jax._src import source_info_util
 
     names = source_info_util.current_name_stack() + source.name_stack

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.errors import MeshparError
 
 WEIGHT = "weight"
 """Name of the loss's weight among the metrics."""
@@ -132,21 +133,21 @@ def loss_result(result: Any) -> LossResult:
       result: loss, (loss, aux) or a LossResult; the loss is a scalar or a `Mean`.
 
     Raises:
-      ValueError: a loss or a metric that is not a scalar, a second result that is no
+      MeshparError: a loss or a metric that is not a scalar, a second result that is no
         dict, two weights, or a metric with a name that is taken.
     """
     loss, aux = result, {}
     if isinstance(result, tuple) and not isinstance(result, KINDS):
         if len(result) != 2 or not isinstance(result[1], dict):
             kinds = ", ".join(type(x).__name__ for x in result)
-            raise ValueError(
+            raise MeshparError(
                 f"loss_fn returned a tuple of ({kinds}); return a loss, or (loss, aux) "
                 "with a dict of scalars as aux, such as {'accuracy': accuracy}"
             )
         loss, aux = result[0], dict(result[1])
     if isinstance(loss, Mean):
         if WEIGHT in aux:
-            raise ValueError(
+            raise MeshparError(
                 "loss_fn returned a meshpar.metrics.Mean, which has a weight, and "
                 "aux['weight']; leave out one of them"
             )
@@ -155,12 +156,12 @@ def loss_result(result: Any) -> LossResult:
         loss = divided(jnp.asarray(loss.total), weight)
         return LossResult(loss, {**_checked(aux), WEIGHT: Sum(weight)})
     if isinstance(loss, KINDS):
-        raise ValueError(
+        raise MeshparError(
             f"loss_fn returned a loss of kind {type(loss).__name__}; return a scalar "
             "(the mean over the batch) or meshpar.metrics.Mean(total, weight)"
         )
     if jnp.ndim(loss):
-        raise ValueError(
+        raise MeshparError(
             f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar "
             "(the mean over the batch) or meshpar.metrics.Mean(total, weight)"
         )
@@ -175,18 +176,18 @@ def _checked(aux: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_metric(name: str, value: Any, aux: dict[str, Any]) -> None:
-    """Raises ValueError if a metric's name is taken or its value is no scalar."""
+    """Raises MeshparError if a metric's name is taken or its value is no scalar."""
     if name in RESERVED:
-        raise ValueError(
+        raise MeshparError(
             f"aux[{name!r}] has the name of a metric that every step reports; rename it"
         )
     if name == WEIGHT and isinstance(value, KINDS):
-        raise ValueError(
+        raise MeshparError(
             f"aux['weight'] is a meshpar.{type(value).__name__}; give the weight of "
             "the loss as a scalar"
         )
     if isinstance(value, Mean) and weight_name(name) in aux:
-        raise ValueError(
+        raise MeshparError(
             f"aux[{weight_name(name)!r}] has the name of the weight of aux[{name!r}]; "
             "rename it"
         )
@@ -196,7 +197,7 @@ def _check_metric(name: str, value: Any, aux: dict[str, Any]) -> None:
 def _check_scalars(what: str, value: Any) -> None:
     for x in value if isinstance(value, KINDS) else (value,):
         if jnp.ndim(x):
-            raise ValueError(f"{what} has shape {jnp.shape(x)}; aux holds scalars")
+            raise MeshparError(f"{what} has shape {jnp.shape(x)}; aux holds scalars")
 
 
 class MetricSums:

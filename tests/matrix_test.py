@@ -239,7 +239,7 @@ def check_contract(row, program):
 
 
 def check_written(program):
-    """What a step writes is what is compiled, but for gathers that compilers drop."""
+    """Collectives are compiled as written, but for gathers that compilers drop."""
     norm = 8 * len(program.plan.gradients)
     written, compiled = {}, {}
     for term in program.inspection.written_terms:

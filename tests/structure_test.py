@@ -15,6 +15,7 @@ ROOMS = (
         "arrays",
         "errors",
         "compat",
+        "settings",
         "jaxprs",
         "metrics",
         "schedules",

@@ -24,7 +24,6 @@ from meshpar import mesh
 from meshpar.layouts.axes import FSDP
 from meshpar.lowering.inspection import read_collectives, read_time
 
-flags.adopt_module_key_flags(command_line)
 TOPOLOGY = flags.DEFINE_string(
     "topology", "v5e:2x4", "Machine to compile for, as in explain."
 )
@@ -75,4 +74,12 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        command_line.of_config_but(
+            command_line.OPTIMIZER_MODE,
+            command_line.DATA,
+            command_line.TOKENIZER,
+            command_line.SEED,
+        ),
+    )

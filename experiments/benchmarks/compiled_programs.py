@@ -1,4 +1,4 @@
-"""What real compilers said of the programs of `program_cases`.
+"""The figures of real compilers for the programs of `program_cases`.
 
 They are compiled ahead of time for machines that need not be present. What the compiler
 says stands in `compiled_programs.json` beside this file, and
@@ -20,7 +20,7 @@ FILE = pathlib.Path(__file__).with_suffix(".json")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a compiler said of a program.
+    """The figures of a compiler for a program.
 
     Attributes:
       case: the program.
@@ -54,7 +54,7 @@ class Compiled:
 
 
 def read() -> list[Compiled]:
-    """What compilers said so far."""
+    """The figures that compilers have given so far."""
     entries = json.loads(FILE.read_text())
     return [Compiled(**{**entry, "case": Case(**entry["case"])}) for entry in entries]
 

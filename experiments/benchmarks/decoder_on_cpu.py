@@ -24,8 +24,8 @@ from experiments.benchmarks import decoder_page
 from experiments.benchmarks.timed_steps import WARM_STEPS, Timed
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.recipes.ranges import Number
 from experiments.reports import terminal
+from meshpar.settings import Number
 
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
 ONLY = flags.DEFINE_string("only", "", "Rows whose name holds this text.")

@@ -30,10 +30,10 @@ import meshpar
 from experiments import command_line
 from experiments.benchmarks import gpu_cases, gpu_kernels, gpu_programs, gpu_torch
 from experiments.benchmarks.gpu_cases import ROW, Case
-from experiments.recipes.ranges import Number
 from experiments.reports import terminal
 from meshpar import mesh
 from meshpar.mesh import chips
+from meshpar.settings import Number
 
 SECONDS = flags.DEFINE_integer("seconds", 520, "Time for everything.")
 JSON = flags.DEFINE_string("json", "", "File for all rows, as JSON.")

@@ -24,11 +24,10 @@ from experiments.devices import start_devices
 from experiments.recipes import building
 from experiments.recipes.config import Config
 from experiments.recipes.modes import ISLANDS
-from experiments.recipes.ranges import Number
 from meshpar.islands.program import IslandsProgram
 from meshpar.islands.ray_host import RayHost
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds with kills, and without.")
 EVERY = flags.DEFINE_integer("every", 30, "Seconds between two kills.")
 _KILLS_PER_TURN = 2
@@ -139,4 +138,10 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            *command_line.of_config_but(command_line.OPTIMIZER_MODE),
+            *command_line.OF_DEVICES,
+        ),
+    )

@@ -42,7 +42,7 @@ MACHINES = (
 
 
 class Cost(NamedTuple):
-    """What a layout costs.
+    """The cost of a layout.
 
     Attributes:
       memory: bytes on one device.
@@ -91,7 +91,7 @@ def _front(costs: Sequence[Cost]) -> list[Cost]:
 
 
 def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
-    """What averages of all candidates save over averages of equal ones.
+    """The saving of averages of all candidates over averages of equal ones.
 
     Candidates that differ in `remat` and `layers` alone may be mixed already.
     """

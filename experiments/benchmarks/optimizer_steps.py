@@ -16,23 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 from flax import nnx
 from optax import contrib
 
 import meshpar
 from experiments import command_line
-from experiments.benchmarks.timed_steps import Timed
-from experiments.recipes.ranges import Number
+from experiments.benchmarks.timed_steps import Timed, define_layer_flags
 
-WIDTH = flags.DEFINE_integer("width", 256, "Width of the layers.")
-DEPTH = flags.DEFINE_integer("depth", 12, "Number of layers.")
-ROWS = flags.DEFINE_integer("rows", 256, "Rows of a batch.")
-ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
-command_line.limit(WIDTH, Number(1, 10**5, "units"))
-command_line.limit(DEPTH, Number(1, 1000, "layers"))
-command_line.limit(ROWS, Number(1, 10**6, "rows"))
-command_line.limit(ROUNDS, Number(4, 10**6, "steps"))
+FLAGS = define_layer_flags(depth=12, rows=256, rounds=30)
 OPTIMIZERS = {
     "sgd": optax.sgd(1e-2, momentum=0.9),
     "adamw": optax.adamw(1e-3),
@@ -58,8 +49,8 @@ class Net(nnx.Module):
     """Layers in a list."""
 
     def __init__(self, rngs: nnx.Rngs):
-        width = WIDTH.value
-        self.layers = nnx.List([Layer(width, rngs) for _ in range(DEPTH.value)])
+        width = FLAGS.width.value
+        self.layers = nnx.List([Layer(width, rngs) for _ in range(FLAGS.depth.value)])
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -92,7 +83,7 @@ def plain_step(
 
 def seconds(optimizer: optax.GradientTransformation) -> list[float]:
     """Seconds of a step: of the plain loop, of meshpar, and of it with `layers=`."""
-    rng, shape = np.random.default_rng(0), (ROWS.value, WIDTH.value)
+    rng, shape = np.random.default_rng(0), (FLAGS.rows.value, FLAGS.width.value)
     batch = {name: rng.normal(size=shape).astype(np.float32) for name in "xy"}
     device = jax.devices()[0]
     own, state = plain_step(optimizer)
@@ -108,7 +99,7 @@ def seconds(optimizer: optax.GradientTransformation) -> list[float]:
 
         own_batch = program.place_batch(batch)
         timed.append(Timed(step, program.init(params=start), own_batch))
-    for round_ in range(ROUNDS.value):
+    for round_ in range(FLAGS.rounds.value):
         losses = [one.run() for one in timed[:: 1 if round_ % 2 else -1]]
         if not round_:  # Later ones drift apart by rounding.
             np.testing.assert_allclose(losses, losses[0], rtol=1e-3)

@@ -27,12 +27,11 @@ import meshpar
 from experiments import command_line
 from experiments.devices import start_devices
 from experiments.recipes import building
-from experiments.recipes.ranges import Number
 from meshpar.arrays import Array
 from meshpar.collectives import microbatch
 from meshpar.layouts.axes import DATA, PIPE
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 STAGES = flags.DEFINE_integer("stages", 4, "P, number of stages and devices.")
 MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "M, number of microbatches.")
 ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each program.")
@@ -166,4 +165,13 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            command_line.RECIPE,
+            command_line.STEPS,
+            command_line.BATCH_SIZE,
+            command_line.SET,
+            *command_line.OF_DEVICES,
+        ),
+    )

@@ -25,11 +25,11 @@ from experiments import command_line
 from experiments.benchmarks.timed_steps import WARM_STEPS, Timed
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.recipes.ranges import Number
 from experiments.reports import terminal
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
+from meshpar.settings import Number
 
 ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed steps of each layout.")
 command_line.limit(ROUNDS, Number(1, 10**6, "steps"))

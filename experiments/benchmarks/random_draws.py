@@ -12,21 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 
 from experiments import command_line
-from experiments.benchmarks.timed_steps import Timed
-from experiments.recipes.ranges import Number
+from experiments.benchmarks.timed_steps import Timed, define_layer_flags
 from meshpar.collectives import shard_keys
 
-WIDTH = flags.DEFINE_integer("width", 256, "Width of the layers.")
-DEPTH = flags.DEFINE_integer("depth", 6, "Number of layers.")
-ROWS = flags.DEFINE_integer("rows", 1024, "Rows of a batch.")
-ROUNDS = flags.DEFINE_integer("rounds", 60, "Timed steps of each kind of key.")
-command_line.limit(WIDTH, Number(1, 10**5, "units"))
-command_line.limit(DEPTH, Number(1, 1000, "layers"))
-command_line.limit(ROWS, Number(1, 10**7, "rows"))
-command_line.limit(ROUNDS, Number(4, 10**6, "steps"))
+FLAGS = define_layer_flags(depth=6, rows=1024, rounds=60)
 
 
 def loss(params: Any, x_BD: jax.Array, key: jax.Array) -> jax.Array:
@@ -60,7 +51,10 @@ def _step(state: Any, x_BD: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
 
 def main(_: Sequence[str]) -> int:
     """Prints both medians and their ratio."""
-    width, keys = WIDTH.value, jax.random.split(jax.random.key(0), 2 * DEPTH.value + 1)
+    width, keys = (
+        FLAGS.width.value,
+        jax.random.split(jax.random.key(0), 2 * FLAGS.depth.value + 1),
+    )
     params = [
         (
             jax.random.normal(up, (width, 4 * width)) / width**0.5,
@@ -68,13 +62,13 @@ def main(_: Sequence[str]) -> int:
         )
         for up, down in zip(keys[1::2], keys[2::2], strict=True)
     ]
-    x_BD = jax.random.normal(keys[0], (ROWS.value, width))
+    x_BD = jax.random.normal(keys[0], (FLAGS.rows.value, width))
     kinds = {"plain keys": plain_step, "keys of rows": step_by_row}
     timed = {
         name: Timed(step, (params, jax.random.key(1)), x_BD)
         for name, step in kinds.items()
     }
-    for round_ in range(ROUNDS.value):
+    for round_ in range(FLAGS.rounds.value):
         order = list(timed.values())[:: 1 if round_ % 2 else -1]
         losses = [one.run() for one in order]
         if losses[0] != losses[1]:

@@ -24,12 +24,11 @@ from absl import flags
 
 from experiments import command_line
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.ranges import Number
 from experiments.reports import terminal
 from experiments.training import startup
 from experiments.training.metrics import METRICS
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Starts of each kind.")
 command_line.limit(ROUNDS, Number(1, 1000, "rounds"))
 
@@ -174,4 +173,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, (*command_line.OF_CONFIG, *command_line.OF_DEVICES))

@@ -20,9 +20,8 @@ from experiments import command_line
 from experiments.benchmarks import by_hand
 from experiments.devices import start_devices
 from experiments.recipes import building
-from experiments.recipes.ranges import Number
+from meshpar.settings import Number
 
-flags.adopt_module_key_flags(command_line)
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
 command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 
@@ -62,4 +61,15 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        (
+            *command_line.of_config_but(
+                command_line.OPTIMIZER_MODE,
+                command_line.DATA,
+                command_line.TOKENIZER,
+                command_line.SEED,
+            ),
+            *command_line.OF_DEVICES,
+        ),
+    )

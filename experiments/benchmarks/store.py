@@ -15,10 +15,10 @@ import numpy as np
 from absl import flags
 
 from experiments import command_line
-from experiments.recipes.ranges import Number
 from meshpar.islands import ASP, KeyRange, Payload, updates
 from meshpar.islands.messages import Join
 from meshpar.islands.rules import Rules
+from meshpar.settings import Number
 
 MB = flags.DEFINE_integer("mb", 100, "Megabytes of a push and of a pull.")
 ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed pushes and pulls.")

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterable
+from typing import Annotated
 
 import numpy as np
 
 from experiments.data import fingerprint
 from experiments.data.files import (
+    MAX_VOCABULARY,
     SEPARATOR,
     TOKEN_SUFFIXES,
     DataError,
@@ -19,6 +21,10 @@ from experiments.data.files import (
     standard_library,
 )
 from experiments.data.tokenizers import Decode, decode_bytes, decode_ids, load_tokenizer
+from experiments.ranges import Path
+from meshpar.settings import Number, Switch, real
+
+_HELD_OUT = real(0, 1, note="a fraction of the tokens", above=True, below=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +41,11 @@ class DataConfig:
       separator: token id that ends a document of a file of token ids; -1 for none.
     """
 
-    path: str = ""
-    tokenizer: str = ""
-    held_out: float = 0.05
-    pack: bool = False
-    separator: int = -1
+    path: Annotated[str, Path()] = ""
+    tokenizer: Annotated[str, Path()] = ""
+    held_out: Annotated[float, _HELD_OUT] = 0.05
+    pack: Annotated[bool, Switch()] = False
+    separator: Annotated[int, Number(-1, MAX_VOCABULARY, "", "-1 for none")] = -1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ _OF_TIME = {
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a run leaves behind.
+    """The results that a run leaves behind.
 
     Attributes:
       values: {step: {metric: value}}, the held-out loss among them.

@@ -82,7 +82,7 @@ def _length_up_to(data: bytes, step: int) -> int:
 
 
 def choose(folder: pathlib.Path, draw: random.Random) -> Callable[[], None] | None:
-    """What can be damaged while a run is down; None if it has no file yet.
+    """A damage to a file of a run that is down; None if it has no file yet.
 
     The newest of at least two shared checkpoints, the newest local one, or the metrics.
 

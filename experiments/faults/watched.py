@@ -183,7 +183,7 @@ class WatchedRun:
         return sum(log.stat().st_size for log in self.logs.glob("*.log"))
 
     def text(self) -> str:
-        """What the run has said since it was started by hand."""
+        """The output of the run since it was started by hand."""
         logs = sorted(self.logs.glob("*.log"))
         said = [log.read_text(errors="replace") for log in logs]
         with self._log.open(errors="replace") as log:

@@ -103,7 +103,7 @@ def start(seed: int) -> dict[str, np.ndarray]:
 
 
 class Trained(NamedTuple):
-    """What a run of `train` ended with.
+    """The end of a run of `train`.
 
     Attributes:
       loss: held-out loss in nats.

@@ -1,6 +1,8 @@
 """Progressive layer dropping: loss, theta(t), and the layers that really run."""
 
+import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,6 @@ import optax
 
 import meshpar
 from experiments import data, recipes
-from experiments.gallery.layer_counter import LayerCounter
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.models.language_model import language_model
 from experiments.recipes.config import Config, with_settings
@@ -27,6 +28,37 @@ _TIMED = ("model.depth=12", "model.embed=128", "model.mlp=512", "model.length=64
 """Wide enough that a step spends its time in the layers."""
 
 _TIMED_STEPS, _ROUNDS = 10, 8
+
+
+class LayerCounter:
+    """Counts the layers that a program really runs, by a callback in each layer."""
+
+    def __init__(self):
+        self._lock, self._count = threading.Lock(), 0
+
+    def add(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def take(self) -> int:
+        """The count since the last call."""
+        jax.effects_barrier()
+        with self._lock:
+            count, self._count = self._count, 0
+        return count
+
+    def counted(self, model: meshpar.Model) -> meshpar.Model:
+        """The model, whose layers report that they run in training."""
+        layered = model.layered
+
+        def layer(params: Any, x: Any, key: Any, context: Any) -> Any:
+            jax.debug.callback(self.add)
+            return layered.layer(params, x, key, context)
+
+        layered_counted = dataclasses.replace(layered, layer=layer)
+        return dataclasses.replace(
+            model, layered=layered_counted, loss=layered_counted.loss
+        )
 
 
 def _config(sizes: tuple[str, ...]) -> Config:
@@ -167,7 +199,7 @@ def time_claim() -> Claim:
 
 
 def _loss_claims(ratio: float, share: float) -> list[Claim]:
-    """What dropping saves by the formula, and what it costs.
+    """The savings of dropping by the formula, and its cost.
 
     Args:
       ratio: of the last losses, dropped over all layers, minus 1.

@@ -31,7 +31,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a paper's program found.
+    """The findings of a paper's program.
 
     Attributes:
       columns: header of the printed table.

@@ -51,7 +51,7 @@ def _train(
 
 
 def claims_of(found: dict[str, Trained], killed: Trained, least: float) -> list[Claim]:
-    """What the filters must not change, and what they must leave out.
+    """Claims about filters: results that stay, and traffic that they leave out.
 
     Args:
       found: {case: outcome}.

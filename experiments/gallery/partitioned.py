@@ -62,7 +62,7 @@ class Layer(abc.ABC):
 
     @abc.abstractmethod
     def whole(self, x_BHWC: Array, w: Array, n: int) -> Array:
-        """What n devices compute together, on one device."""
+        """Computes on one device the result that n devices compute together."""
 
     @abc.abstractmethod
     def flops(self, pictures: int, n: int) -> float:
@@ -185,7 +185,7 @@ def run(
 def run_whole(
     layers: Sequence[Layer], x: Array, weights: Sequence[Array], n: int
 ) -> Array:
-    """What `run` computes on n devices, on one."""
+    """Computes on one device the result of `run` on n devices."""
     for layer, w in zip(layers, weights, strict=True):
         x = jnp.maximum(layer.whole(x, w, n), 0)
     return x

@@ -21,7 +21,7 @@ def cost(portions: int, backup: bool, workers: int = _WORKERS) -> float:
 
 
 def least_cost(workers: int = _WORKERS) -> float:
-    """The same if all workers ended at once: no schedule can be below."""
+    """The time if all workers ended at once: no schedule can be below it."""
     return workers / (workers - 1 + 1 / _SLOWDOWN)
 
 

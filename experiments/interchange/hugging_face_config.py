@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.interchange.hugging_face_kinds import KINDS, kind_of
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
-from experiments.recipes import allowed
+from experiments.recipes.config import check_setting
 from experiments.recipes.errors import ConfigError
 from meshpar.errors import nearest, shown
 
@@ -259,7 +259,7 @@ def decoder_config(description: Any) -> DecoderConfig:
     is_gpt2 = kind == "gpt2"
     fields = _gpt2_fields(description) if is_gpt2 else _llama_fields(kind, description)
     for name, value in fields.items():
-        allowed.check(f"model.{name}", value)
+        check_setting(f"model.{name}", value)
     try:
         return DecoderConfig(**fields)
     except ValueError as error:

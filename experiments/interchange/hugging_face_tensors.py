@@ -118,5 +118,5 @@ def tensors_of(config: DecoderConfig) -> dict[str, tuple[Tensor, tuple[int, ...]
 
 
 def prefix_of(config: DecoderConfig) -> str:
-    """What the names of all tensors but the head start with."""
+    """The prefix of the names of all tensors but the head."""
     return "transformer." if kind_of(config) == "gpt2" else "model."

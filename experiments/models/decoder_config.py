@@ -2,18 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
+from experiments.data import MAX_VOCABULARY
 from meshpar.ops import float8
 from meshpar.ops.experts.config import ROUTINGS, SCORES, MixtureConfig
+from meshpar.settings import SMALLEST, Choice, Number, Switch, check, real
 
-CHOICES = {
-    "position": ("rope", "learned"),
-    "norm": ("rmsnorm", "layernorm"),
-    "activation": ("swiglu", "gelu"),
-    "routing": ROUTINGS,
-    "router_score": SCORES,
-}
-"""{field: its values} of the fields with few values."""
+_VOCAB = Number(0, MAX_VOCABULARY, "token ids", "0 takes those of the data")
+_HEADS = Number(1, 2**14, "heads")
+_GROUP = Number(0, 2**24, "tokens", "0 for the whole sequence")
+_NODES = Number(1, 2**10, "groups of experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,54 +63,47 @@ class DecoderConfig:
       float8: whether layers multiply by weights in float8, as in `meshpar.ops.float8`.
     """
 
-    vocab: int = 256
-    length: int = 128
-    depth: int = 4
-    embed: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_width: int = 0
-    qk_norm: bool = False
-    mlp: int = 384
-    position: str = "rope"
-    norm: str = "rmsnorm"
-    activation: str = "swiglu"
-    bias: bool = False
-    tied: bool = False
-    dropout: float = 0.0
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.0
-    window: int = 0
-    global_every: int = 0
-    loss_block: int = 0
-    float8: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 2
-    shared_experts: int = 0
-    routing: str = "capacity"
-    capacity_factor: float = 1.25
-    routing_group: int = 0
-    exchange_bound: float = 0.0
-    router_score: str = "softmax"
-    normalize_weights: bool = True
-    weight_scale: float = 1.0
-    router_nodes: int = 1
-    nodes_per_token: int = 1
-    router_bias: bool = False
-    router_jitter: float = 0.0
-    balance_loss: float = 0.01
-    z_loss: float = 0.001
+    vocab: Annotated[int, _VOCAB] = 256
+    length: Annotated[int, Number(1, 2**24, "tokens")] = 128
+    depth: Annotated[int, Number(1, 10_000, "layers")] = 4
+    embed: Annotated[int, Number(1, 2**20)] = 128
+    heads: Annotated[int, _HEADS] = 4
+    kv_heads: Annotated[int, _HEADS] = 2
+    head_width: Annotated[int, Number(0, 2**14, note="0 for embed / heads")] = 0
+    qk_norm: Annotated[bool, Switch()] = False
+    mlp: Annotated[int, Number(1, 2**22)] = 384
+    position: Annotated[str, Choice(("rope", "learned"))] = "rope"
+    norm: Annotated[str, Choice(("rmsnorm", "layernorm"))] = "rmsnorm"
+    activation: Annotated[str, Choice(("swiglu", "gelu"))] = "swiglu"
+    bias: Annotated[bool, Switch()] = False
+    tied: Annotated[bool, Switch()] = False
+    dropout: Annotated[float, real(0, 1, below=True)] = 0.0
+    rope_theta: Annotated[float, real(1, 1e12)] = 10_000.0
+    norm_eps: Annotated[float, real(SMALLEST, 1)] = 1e-5
+    init_std: Annotated[float, real(0, 100, note="0 for 1/sqrt(fan_in)")] = 0.0
+    window: Annotated[int, Number(0, 2**24, "tokens", "0 for whole sequences")] = 0
+    global_every: Annotated[int, Number(0, 10_000, "layers", "0 for none")] = 0
+    loss_block: Annotated[int, Number(0, 2**24, "tokens", "0 for all at once")] = 0
+    float8: Annotated[bool, Switch()] = False
+    num_experts: Annotated[int, Number(0, 2**14, "experts", "0 for a dense model")] = 0
+    experts_per_token: Annotated[int, Number(1, 2**10, "experts")] = 2
+    shared_experts: Annotated[int, Number(0, 2**10, "experts")] = 0
+    routing: Annotated[str, Choice(ROUTINGS)] = "capacity"
+    capacity_factor: Annotated[float, real(0, 1e6, above=True)] = 1.25
+    routing_group: Annotated[int, _GROUP] = 0
+    exchange_bound: Annotated[float, real(0, 1e6, note="0 for no bound")] = 0.0
+    router_score: Annotated[str, Choice(SCORES)] = "softmax"
+    normalize_weights: Annotated[bool, Switch()] = True
+    weight_scale: Annotated[float, real(0, 1e6, above=True)] = 1.0
+    router_nodes: Annotated[int, _NODES] = 1
+    nodes_per_token: Annotated[int, _NODES] = 1
+    router_bias: Annotated[bool, Switch()] = False
+    router_jitter: Annotated[float, real(0, 1, below=True)] = 0.0
+    balance_loss: Annotated[float, real(0, 1e6)] = 0.01
+    z_loss: Annotated[float, real(0, 1e6)] = 0.001
 
     def __post_init__(self):
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {known}")
-        if self.vocab < 0:
-            raise ValueError(f"vocab={self.vocab}: use 0 or more")
-        for name in ("length", "depth", "embed", "heads", "kv_heads", "mlp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+        check(self)
         if self.heads % self.kv_heads or (
             self.embed % self.heads and not self.head_width
         ):
@@ -122,22 +114,16 @@ class DecoderConfig:
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")
-        if self.loss_block < 0 or (self.loss_block and self.length % self.loss_block):
+        if self.loss_block and self.length % self.loss_block:
             raise ValueError(
                 f"loss_block={self.loss_block}: use a divisor of length={self.length}, "
                 "or 0 for all at once"
-            )
-        if self.window < 0:
-            raise ValueError(
-                f"window={self.window}: use 1 or more, or 0 for all tokens"
             )
         if self.global_every and (not self.window or self.depth % self.global_every):
             raise ValueError(
                 f"global_every={self.global_every}, window={self.window}, "
                 f"depth={self.depth}: use a window, and a divisor of the depth"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: use 0 <= dropout < 1")
         if self.num_experts:
             self._check_experts()
 
@@ -152,7 +138,7 @@ class DecoderConfig:
 
     @property
     def matmul(self) -> Callable | None:
-        """What multiplies by the weights of layers; None for jax itself."""
+        """The function that multiplies by the weights of layers; None for jax's own."""
         return float8.matmul if self.float8 else None
 
     @property

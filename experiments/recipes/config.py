@@ -6,18 +6,40 @@ names the nearest key.
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from experiments.data import DataConfig
 from experiments.models.decoder_config import DecoderConfig
-from experiments.recipes import allowed
+from experiments.ranges import Path
 from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import MODES, SYNCHRONOUS, IslandsConfig, LocalSGDConfig
+from experiments.recipes.modes import (
+    MAX_STEPS,
+    MODES,
+    SYNCHRONOUS,
+    IslandsConfig,
+    LocalSGDConfig,
+)
+from meshpar.compose import LOWERINGS
 from meshpar.errors import MeshparError, nearest, shown
+from meshpar.layouts.grammar import LONGEST
+from meshpar.settings import (
+    LARGEST,
+    SMALLEST,
+    Choice,
+    Number,
+    Range,
+    Text,
+    helps,
+    ranges,
+    real,
+)
 
 AUTO = "auto"
 """The layout that the planner chooses."""
+
+_LIMIT = real(0, 1e7, "seconds", "0 for never")
+_LOCAL = Number(0, 10**9, "steps", "0 for checkpoint_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +59,15 @@ class OptimizerConfig:
       router_bias_rate: step of the bias that balances experts (`model.router_bias`).
     """
 
-    learning_rate: float = 4e-3
-    warmup_steps: int = 20
-    final_fraction: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    router_bias_rate: float = 0.001
+    learning_rate: Annotated[float, real(0, LARGEST)] = 4e-3
+    warmup_steps: Annotated[int, Number(0, MAX_STEPS, "steps")] = 20
+    final_fraction: Annotated[float, real(0, 1)] = 0.1
+    b1: Annotated[float, real(0, 1, below=True)] = 0.9
+    b2: Annotated[float, real(0, 1, below=True)] = 0.95
+    eps: Annotated[float, real(SMALLEST, 1e6)] = 1e-8
+    weight_decay: Annotated[float, real(0, 1e6)] = 0.1
+    clip_norm: Annotated[float, real(0, LARGEST, note="0 for no limit")] = 1.0
+    router_bias_rate: Annotated[float, real(0, 1e6)] = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +85,11 @@ class WatchdogConfig:
       end: completing the last checkpoint, the plot and the sample.
     """
 
-    start: float = 3600.0
-    first_step: float = 7200.0
-    evaluation: float = 3600.0
-    save: float = 1800.0
-    end: float = 3600.0
+    start: Annotated[float, _LIMIT] = 3600.0
+    first_step: Annotated[float, _LIMIT] = 7200.0
+    evaluation: Annotated[float, _LIMIT] = 3600.0
+    save: Annotated[float, _LIMIT] = 1800.0
+    end: Annotated[float, _LIMIT] = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +106,8 @@ class Config:
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       islands: how islands train under optimizer_mode="islands".
       data: the data.
-      layout: layout string; empty mixes data, fsdp and tensor over all devices, and
-        `AUTO` takes the planner's best.
+      layout: layout, such as "data=2,fsdp=2,tensor=2"; empty mixes these axes over all
+        devices, and "auto" takes the planner's best.
       lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
         empty for shard_map where the model supports it, else jit.
       compute_dtype: "float32" or "bfloat16"; master weights are float32.
@@ -104,36 +126,93 @@ class Config:
       watchdog_seconds: a run of several processes ends, to be started again, when no
         step finishes for this long and for 20 times the median step; 0 for never.
       watchdog: limits of the other sections of a run.
-      workdir: folder of metrics, checkpoints and plot.
+      workdir: folder of metrics, checkpoints and plot; empty for runs/RECIPE.
     """
 
-    recipe: str
-    framework: str = "nnx"
+    recipe: Annotated[str, Text(200)]
+    framework: Annotated[str, Choice(("nnx", "linen"))] = "nnx"
     model: DecoderConfig = DecoderConfig(vocab=0)
     optimizer: OptimizerConfig = OptimizerConfig()
-    optimizer_mode: str = SYNCHRONOUS
+    optimizer_mode: Annotated[str, Choice(tuple(MODES))] = SYNCHRONOUS
     local_sgd: LocalSGDConfig = LocalSGDConfig()
     islands: IslandsConfig = IslandsConfig()
     data: DataConfig = DataConfig()
-    layout: str = ""
-    lowering: str = ""
-    compute_dtype: str = "float32"
-    batch_size: int = 32
-    steps: int = 200
-    seed: int = 0
-    evaluate_every: int = 50
-    evaluation_batches: int = 4
-    checkpoint_every: int = 50
-    keep_checkpoints: int = 2
-    checkpoint_local_dir: str = ""
-    checkpoint_local_every: int = 0
-    sample_tokens: int = 200
-    watchdog_seconds: float = 300.0
+    layout: Annotated[str, Text(LONGEST)] = ""
+    lowering: Annotated[str, Choice(("", "auto", *LOWERINGS))] = ""
+    compute_dtype: Annotated[str, Choice(("float32", "bfloat16"))] = "float32"
+    batch_size: Annotated[int, Number(1, 2**24, "sequences")] = 32
+    steps: Annotated[int, Number(1, MAX_STEPS, "steps")] = 200
+    seed: Annotated[int, Number(0, 2**32 - 1)] = 0
+    evaluate_every: Annotated[int, Number(1, 10**9, "steps")] = 50
+    evaluation_batches: Annotated[int, Number(1, 10**6, "batches")] = 4
+    checkpoint_every: Annotated[int, Number(1, 10**9, "steps")] = 50
+    keep_checkpoints: Annotated[int, Number(1, 10**6, "checkpoints")] = 2
+    checkpoint_local_dir: Annotated[str, Path()] = ""
+    checkpoint_local_every: Annotated[int, _LOCAL] = 0
+    sample_tokens: Annotated[int, Number(0, 2**20, "tokens", "0 for no sample")] = 200
+    watchdog_seconds: Annotated[float, _LIMIT] = 300.0
     watchdog: WatchdogConfig = WatchdogConfig()
-    workdir: str = ""
+    workdir: Annotated[str, Path()] = ""
 
     def __post_init__(self):
-        allowed.check_all(self)
+        for key, value in values_of(self):
+            check_setting(key, value)
+
+
+class Setting(NamedTuple):
+    """A key of `--set`.
+
+    Attributes:
+      default: the value without a recipe; None if every recipe has one.
+      range: the values that are allowed.
+      help: the meaning, in one sentence.
+    """
+
+    default: Any
+    range: Range
+    help: str
+
+
+def _settings_in(
+    kind: type, defaults: Any, prefix: str = ""
+) -> Iterator[tuple[str, Setting]]:
+    """(key, setting) of every field of a dataclass and of those inside it."""
+    for field in dataclasses.fields(kind):
+        name, default = field.name, getattr(defaults, field.name, None)
+        if dataclasses.is_dataclass(default):
+            yield from _settings_in(type(default), default, f"{prefix}{name}.")
+        else:
+            setting = Setting(default, ranges(kind)[name], helps(kind)[name])
+            yield f"{prefix}{name}", setting
+
+
+SETTINGS: dict[str, Setting] = dict(_settings_in(Config, Config))
+"""{key of `--set`: what its field says}."""
+
+
+def check_setting(key: str, value: Any, text: str | None = None) -> None:
+    """Raises ConfigError, with the remedy, for a value outside of its range.
+
+    Bounds are generous: they refuse what no run can mean or no machine can hold.
+
+    Args:
+      key: a key of `SETTINGS`.
+      value: the value, of any type.
+      text: the value as it was written, for the message; Python's by default.
+    """
+    if problem := SETTINGS[key].range.problem(value):
+        written = repr(value) if text is None else text
+        raise ConfigError(f"{key}={shown(written)}: {problem}")
+
+
+def values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every field of a dataclass and of those inside it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from values_of(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
 
 
 FORMER_NAMES: dict[tuple[type, str], str] = {
@@ -154,7 +233,7 @@ def from_dict(values: Any, kind: type = Config, prefix: str = "") -> Any:
     Args:
       values: {field: value}; dicts for fields that are dataclasses.
       kind: the dataclass to make.
-      prefix: of its keys in `allowed.RANGES`.
+      prefix: of its keys in `SETTINGS`.
 
     Raises:
       ConfigError: keys that this version does not have, or values out of range.
@@ -175,7 +254,7 @@ def from_dict(values: Any, kind: type = Config, prefix: str = "") -> Any:
         if dataclasses.is_dataclass(kinds[name]):
             value = from_dict(value, kinds[name], f"{prefix}{name}.")
         else:
-            allowed.check(f"{prefix}{name}", value)
+            check_setting(f"{prefix}{name}", value)
         fields[name] = value
     try:
         return kind(**fields)
@@ -218,10 +297,10 @@ def _set(config: Any, key: str, path: Sequence[str], text: str, group: str = "")
         )
     else:
         new = _parse_value(text, kinds[name])
-        allowed.check(f"{group}{name}", new, text)
+        check_setting(f"{group}{name}", new, text)
     try:
         return dataclasses.replace(config, **{name: new})
-    except MeshparError:
+    except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"--set {key}={text}: {error}") from error

@@ -5,103 +5,53 @@ A new mode needs an entry in `MODES` and a dataclass of settings, which is a fie
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import optax
 
 import meshpar
-from meshpar.islands.consistency import parse_consistency
+from meshpar.islands.consistency import ConsistencyText, parse_consistency
 from meshpar.lowering.mode import Mode
+from meshpar.settings import LARGEST, Choice, Number, helps, ranges, real
 
 SYNCHRONOUS, LOCAL_SGD, ISLANDS = "synchronous", "local_sgd", "islands"
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalSGDConfig:
-    """How replicas that train apart are synchronized (`meshpar.LocalSGD`).
+MAX_STEPS = 2**24
+"""Most steps of a run; learning rates count steps in float32, exactly up to here."""
 
-    Attributes:
-      period: H, steps between synchronizations.
-      warmup_steps: steps with period 1 at the start (post-local SGD).
-      staleness: s, steps until a synchronization arrives.
-      fragments: number of parts that are synchronized one after the other.
-      outer: optimizer of the global weights: "average", "sgd" or "nesterov".
-      outer_learning_rate: learning rate of "sgd" and "nesterov".
-      outer_momentum: momentum of "sgd" and "nesterov".
-      merge: "shift", "overwrite", "lerp" or "elastic".
-      merge_weight: weight of a replica's own parameters in "lerp"; alpha of "elastic".
-      wire: compression: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
-      error_feedback: whether the error of compression is added to the next message.
-      gossip: "", "ring" or "exponential".
-      damping: late updates shrink by (1 + staleness) ** -damping.
+
+def _settings_of(library: type) -> Callable[[type], type]:
+    """Makes a frozen dataclass of a mode's settings, and of those that its body writes.
+
+    A field of the body stands in place of the mode's field with its name, where that
+    one holds an object: the body's is a text. All others are as the mode has them, with
+    default, range and help.
+
+    Args:
+      library: the dataclass of the mode.
     """
 
-    period: int = 32
-    warmup_steps: int = 0
-    staleness: int = 0
-    fragments: int = 1
-    outer: str = "average"
-    outer_learning_rate: float = 0.4
-    outer_momentum: float = 0.9
-    merge: str = "shift"
-    merge_weight: float = 0.5
-    wire: str = "f32"
-    error_feedback: bool = True
-    gossip: str = ""
-    damping: float = 0.0
+    def make(body: type) -> type:
+        own, allowed, kinds = body.__annotations__, ranges(library), {}
+        for field in dataclasses.fields(library):
+            kinds[field.name] = Annotated[type(field.default), allowed[field.name]]
+            if field.name not in own:
+                setattr(body, field.name, field.default)
+        kinds |= own
+        texts = helps(library) | helps(body)
+        summary, *_ = inspect.getdoc(body).split("\n")
+        entries = (f"  {name}: {texts[name]}" for name in kinds)
+        body.__doc__ = "\n".join([summary, "", "Attributes:", *entries])
+        body.__annotations__ = kinds
+        return dataclasses.dataclass(frozen=True)(body)
+
+    return make
 
 
-@dataclasses.dataclass(frozen=True)
-class IslandsConfig:
-    """Islands that train at their own pace (`meshpar.islands.Islands`).
-
-    Attributes:
-      workers: number of islands; each trains under the layout, on devices of its own.
-      algorithm: "downpour", "damped", "compensated", "easgd" or "diloco".
-      consistency: "bsp", "ssp:S", "asp" or "bounded_delay:TAU".
-      fetch: steps between pulls.
-      push: steps between pushes.
-      server_optimizer: optimizer of the store: "adagrad", "adam" or "sgd".
-      learning_rate: learning rate of the store.
-      momentum: of the store's "sgd", and of "diloco".
-      local_learning_rate: learning rate between pulls, where gradients are pushed.
-      alpha: moving rate of "easgd".
-      compensation: strength of "compensated".
-      warm_start: steps that the first island trains alone.
-      quorum: islands whose pushes make an average; 0 for the consistency's own rule.
-      grace: seconds that an average waits for more islands after its quorum is there.
-      wire: format of pushes: "f32", "bf16", "int8", "int4" or "topk:FRACTION".
-      error_feedback: whether the error of compression is added to the next push.
-      servers: servers of the store.
-      replicas: servers that hold each range.
-      ranges: parts into which the weights are cut.
-      host: "threads" of this process, or "ray".
-    """
-
-    workers: int = 2
-    algorithm: str = "downpour"
-    consistency: str = "ssp:1"
-    fetch: int = 1
-    push: int = 1
-    server_optimizer: str = "adagrad"
-    learning_rate: float = 0.02
-    momentum: float = 0.9
-    local_learning_rate: float = 0.01
-    alpha: float = 0.1
-    compensation: float = 0.04
-    warm_start: int = 0
-    quorum: int = 0
-    grace: float = 0.0
-    wire: str = "f32"
-    error_feedback: bool = True
-    servers: int = 1
-    replicas: int = 1
-    ranges: int = 4
-    host: str = "threads"
-
-
-OUTERS: dict[str, Callable[[LocalSGDConfig], optax.GradientTransformation | None]] = {
+OUTERS: dict[str, Callable[[Any], optax.GradientTransformation | None]] = {
     "average": lambda _: None,
     "sgd": lambda settings: optax.sgd(
         settings.outer_learning_rate, settings.outer_momentum or None
@@ -110,18 +60,50 @@ OUTERS: dict[str, Callable[[LocalSGDConfig], optax.GradientTransformation | None
         settings.outer_learning_rate, settings.outer_momentum, nesterov=True
     ),
 }
-"""Optimizers of the global weights by name; None takes the average."""
+"""{name: (settings -> optimizer of the global weights)}; None takes the average."""
 
-MERGES: dict[str, Callable[[LocalSGDConfig], Any]] = {
+MERGES: dict[str, Callable[[Any], Any]] = {
     "shift": lambda _: meshpar.local_sgd.Shift(),
     "overwrite": lambda _: meshpar.local_sgd.Overwrite(),
     "lerp": lambda settings: meshpar.local_sgd.Lerp(settings.merge_weight),
     "elastic": lambda settings: meshpar.local_sgd.Elastic(settings.merge_weight),
 }
-"""Merges by name."""
+"""{name: (settings -> merge)}."""
 
 GOSSIP = ("", "ring", "exponential")
 """Graphs along which replicas average; "" for all of them together."""
+
+
+@_settings_of(meshpar.LocalSGD)
+class LocalSGDConfig:
+    """Settings of `meshpar.LocalSGD` as numbers and texts.
+
+    Attributes:
+      outer: optimizer of the global weights: "average", "sgd" or "nesterov".
+      merge: how a replica combines its weights with those that arrive: "shift",
+        "overwrite", "lerp" or "elastic".
+      gossip: graph along which replicas average with neighbours: "ring" or
+        "exponential"; "" for all of them together.
+      warmup_steps: steps with period 1 at the start (post-local SGD).
+      outer_learning_rate: learning rate of "sgd" and "nesterov".
+      outer_momentum: momentum of "sgd" and "nesterov".
+      merge_weight: weight of a replica's own parameters in "lerp"; alpha of "elastic".
+    """
+
+    outer: Annotated[str, Choice(tuple(OUTERS))] = "average"
+    merge: Annotated[str, Choice(tuple(MERGES))] = "shift"
+    gossip: Annotated[str, Choice(GOSSIP)] = ""
+    warmup_steps: Annotated[int, Number(0, MAX_STEPS, "steps")] = 0
+    outer_learning_rate: Annotated[float, real(0, LARGEST)] = 0.4
+    outer_momentum: Annotated[float, real(0, 1, below=True)] = 0.9
+    merge_weight: Annotated[float, real(0, 1)] = 0.5
+
+
+@_settings_of(meshpar.islands.Islands)
+class IslandsConfig:
+    """Settings of `meshpar.islands.Islands` as numbers and texts."""
+
+    consistency: Annotated[str, ConsistencyText()] = "ssp:1"
 
 
 def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:

@@ -79,7 +79,7 @@ def print_dbpg(
 
 
 def costs_table(costs: Mapping[str, float], slowdown: float) -> rich.table.Table:
-    """What one straggler costs under every schedule."""
+    """The cost of one straggler under every schedule."""
     table = rich.table.Table("schedule", f"time with one worker {slowdown:g}x slower")
     for name, cost in costs.items():
         table.add_row(name, f"{cost:.3f}x")

@@ -90,7 +90,7 @@ def curves(results: Sequence[Result]) -> figure.Figure:
 
 
 def time_lines(workers: Sequence[Sequence[Any]]) -> figure.Figure:
-    """What every worker computed, waited for and pushed, over seconds.
+    """Draws when every worker computed, waited and pushed, over seconds.
 
     Args:
       workers: spans with `kind`, `start` and `stop` in seconds, of every worker.

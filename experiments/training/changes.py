@@ -4,11 +4,10 @@ Every change is listed. One of what the model computes is refused by the run, on
 course of training is a warning. A field that is new here counts as one of training.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.recipes.config import Config, from_dict
+from experiments.recipes.config import Config, from_dict, values_of
 
 _NEUTRAL = {
     *("recipe", "layout", "lowering", "workdir", "watchdog_seconds", "sample_tokens"),
@@ -46,11 +45,11 @@ def changes(saved: Mapping[str, Any], config: Config) -> Changes:
     """
     found = Changes([], [], [])
     try:
-        before = dict(_fields(from_dict(saved)))
+        before = dict(values_of(from_dict(saved)))
     except ValueError as error:
         found.of_training.append(f"the settings cannot be compared: {error}")
         return found
-    for name, after in _fields(config):
+    for name, after in values_of(config):
         if before[name] == after or name in _IDENTITY:
             continue
         kind = found.of_training
@@ -60,13 +59,3 @@ def changes(saved: Mapping[str, Any], config: Config) -> Changes:
             kind = found.of_model
         kind.append(f"{name}: {before[name]!r} -> {after!r}")
     return found
-
-
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all fields."""
-    for field in dataclasses.fields(config):
-        name, value = f"{prefix}{field.name}", getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{name}.")
-        else:
-            yield name, value

@@ -72,7 +72,7 @@ class PlannedLayout:
 
 
 def facts_of(config: Config, machine: Machine) -> dict[str, Any]:
-    """What a plan depends on, as JSON reads it back.
+    """The facts that a plan depends on, as JSON reads them back.
 
     Args:
       config: the run; its vocabulary must be known.

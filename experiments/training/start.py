@@ -13,7 +13,7 @@ from meshpar.multihost import agree
 
 
 class Consent(NamedTuple):
-    """What the user agrees to.
+    """The consent of the user.
 
     Attributes:
       start_anew: a start at step 0 where the checkpoints of a run are gone.

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,7 +11,6 @@ import meshpar
 from experiments import data
 from experiments.recipes.config import Config
 from experiments.training import compiled, progress_file, report
-from experiments.training.due import Due
 from experiments.training.fallbacks import Fallbacks
 from experiments.training.guards import StopFlag, own_folder
 from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
@@ -43,6 +42,25 @@ def _watchdog(config: Config) -> Watchdog:
     watchdog = Watchdog(config.watchdog_seconds, limits=limits, note=note)
     watchdog.enter(START)
     return watchdog
+
+
+class Due(NamedTuple):
+    """The actions that are due after a step."""
+
+    evaluation: bool
+    checkpoint: bool
+    local_checkpoint: bool
+
+    @classmethod
+    def after(cls, step: int, config: Config) -> "Due":
+        """The actions after a step of a run."""
+        last = step >= config.steps
+        every = config.checkpoint_local_every or config.checkpoint_every
+        return cls(
+            evaluation=last or step % config.evaluate_every == 0,
+            checkpoint=last or step % config.checkpoint_every == 0,
+            local_checkpoint=bool(config.checkpoint_local_dir) and step % every == 0,
+        )
 
 
 class Trainer:

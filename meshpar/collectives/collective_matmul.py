@@ -17,6 +17,7 @@ from jax import lax
 
 from meshpar.arrays import Array
 from meshpar.contracts.purposes import gathers
+from meshpar.mesh.order import computed
 from meshpar.mesh.platform import traced_platform
 
 
@@ -78,7 +79,7 @@ def all_gather_matmul(
     return ys, parts
 
 
-def in_order(parts: Sequence[Array], axis: str) -> Array:
+def join_parts(parts: Sequence[Array], axis: str) -> Array:
     """Joins the parts of x that `all_gather_matmul` returns: the whole x[B, L, D]."""
     place, size, _ = _ring(axis)
     rows, length, *features = parts[0].shape
@@ -114,7 +115,7 @@ def matmul_reduce_scatter(
             addends.append(contract(rows, w, w.ndim - 1))
         if len(addends) == 2 and total is not None:
             # Fused with the sum, the only matmul of a step would wait for what comes.
-            addends[1] = lax.optimization_barrier(addends[1])
+            addends[1] = computed(addends[1])
         total = _sum(addends).astype(dtype)
     return total
 

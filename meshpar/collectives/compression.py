@@ -12,7 +12,7 @@ Source: Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 2.4 (4 bit
 import dataclasses
 import math
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +20,7 @@ from jax import lax
 from meshpar.arrays import Array
 from meshpar.collectives import patterns
 from meshpar.errors import MeshparError
+from meshpar.settings import Range
 
 _BLOCK = 256
 """Numbers that share one scale."""
@@ -218,3 +219,18 @@ def make_compression(text: str, tile: int = 1) -> Compression:
         if (fraction := float(match.group(1))) > 0:
             return _TopK(tile, fraction)
     raise MeshparError(f"wire={text!r}: use {FORMATS}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire(Range):
+    """The texts that `make_compression` takes."""
+
+    in_words = FORMATS
+
+    def allows(self, value: Any) -> bool:
+        """As `Range.allows`."""
+        try:
+            make_compression(value)
+        except MeshparError:
+            return False
+        return True

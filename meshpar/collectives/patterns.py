@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.errors import MeshparError
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several, outer to inner."""
@@ -32,7 +33,7 @@ def reduce_scatter(x: Array, axis: AxisName, dim: int = 0) -> Array:
     """Gives device i part i, along `dim`, of the sum of all x [reduce_scatter].
 
     Raises:
-      ValueError: the dim does not divide over the axis.
+      MeshparError: the dim does not divide over the axis.
     """
     check_divides("reduce_scatter", x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
@@ -48,7 +49,7 @@ def all_to_all(x: Array, axis: AxisName, split: int, join: int) -> Array:
       join: dim along which the parts from all devices are joined.
 
     Raises:
-      ValueError: the dim does not divide over the axis.
+      MeshparError: the dim does not divide over the axis.
     """
     check_divides("all_to_all", x, axis, split)
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
@@ -68,10 +69,10 @@ def only_from(x: Array, axis: AxisName, root: int) -> Array:
     """Keeps x on device `root`, with zeros on the others.
 
     Raises:
-      ValueError: the axis has no such device.
+      MeshparError: the axis has no such device.
     """
     if not 0 <= root < lax.axis_size(axis):
-        raise ValueError(
+        raise MeshparError(
             f"root={root}: axis {axis!r} has {lax.axis_size(axis)} devices; use 0 to "
             f"{lax.axis_size(axis) - 1}"
         )
@@ -109,9 +110,9 @@ def barrier(x: Array, axis: AxisName) -> Array:
 
 
 def check_divides(name: str, x: Array, axis: AxisName, dim: int) -> None:
-    """Raises ValueError unless a dim of x divides over an axis."""
+    """Raises MeshparError unless a dim of x divides over an axis."""
     if x.shape[dim] % (n := lax.axis_size(axis)):
-        raise ValueError(
+        raise MeshparError(
             f"{name} of x{list(x.shape)} along dim {dim}: {x.shape[dim]} does not "
             f"divide over axis {axis!r} of size {n}; use a multiple of {n}"
         )

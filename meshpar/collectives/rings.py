@@ -8,11 +8,12 @@ from jax import lax
 
 from meshpar.arrays import Array
 from meshpar.collectives.patterns import check_divides, only_from
+from meshpar.errors import MeshparError
 
 
 def _check_torus(axis: str, shape: tuple[int, ...]) -> None:
     if math.prod(shape) != (n := lax.axis_size(axis)):
-        raise ValueError(
+        raise MeshparError(
             f"a torus of shape {shape} does not have the {n} devices of axis {axis!r}"
         )
 
@@ -60,7 +61,7 @@ def torus_all_gather(
       dim: dim along which the parts are joined.
 
     Raises:
-      ValueError: the shape does not have the size of the axis.
+      MeshparError: the shape does not have the size of the axis.
     """
     _check_torus(axis, shape)
     for place, size, pairs in reversed(_rings(axis, shape)):
@@ -86,7 +87,7 @@ def ring_reduce_scatter(x: Array, axis: str, dim: int = 0) -> Array:
       dim: dim that is scattered.
 
     Raises:
-      ValueError: the dim does not divide over the axis.
+      MeshparError: the dim does not divide over the axis.
     """
     return torus_reduce_scatter(x, axis, (lax.axis_size(axis),), dim)
 
@@ -108,8 +109,8 @@ def torus_reduce_scatter(
         overlap with compute.
 
     Raises:
-      ValueError: the dim does not divide over the axis, or the shape does not have the
-        size of the axis.
+      MeshparError: the dim does not divide over the axis, or the shape does not have
+        the size of the axis.
     """
     check_divides("reduce_scatter by rings", x, axis, dim)
     _check_torus(axis, shape)

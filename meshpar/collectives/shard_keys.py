@@ -41,7 +41,7 @@ class Inner(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What the keys of one part of a batch have in common.
+    """The kind of one part of a batch, which all of its keys have in common.
 
     Attributes:
       rows: number of rows of the part.

@@ -23,6 +23,7 @@ from meshpar.collectives.rings import (
 )
 from meshpar.contracts.purposes import gathers
 from meshpar.mesh.chips import chip_of
+from meshpar.mesh.order import computed
 from meshpar.mesh.platform import platform_of, traced_platform
 from meshpar.mesh.torus import ring_shape
 
@@ -76,7 +77,7 @@ class Transport:
         """
         if dim and traced_platform().turns_stacks:
             # A flat array has one order in memory, whatever comes before and after it.
-            x = lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
+            x = computed(x.reshape(-1)).reshape(x.shape)
         return lax.all_gather(x, axes, axis=dim, tiled=True)
 
     def reduce_scatter(self, x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:

@@ -1,4 +1,4 @@
-"""What a step writes against the formula of its layout, which needs no trace.
+"""Compares what a step writes with the formula of its layout, which needs no trace.
 
 Planners know the traffic of a layout by formula alone. Where both say the same, a
 formula is right, and a step lacks no reduction.

@@ -17,7 +17,7 @@ _AGAIN = "rematted_computation"
 
 
 def purpose(why: str, backward: str = "gradients") -> contextlib.AbstractContextManager:
-    """What is traced inside moves something for this reason; the innermost one counts.
+    """Gives collectives that are traced inside a purpose; the innermost one counts.
 
     Args:
       why: in words that a reader of reports knows.
@@ -27,7 +27,7 @@ def purpose(why: str, backward: str = "gradients") -> contextlib.AbstractContext
 
 
 def gathers() -> contextlib.AbstractContextManager:
-    """What is traced inside gathers a tensor, by any kind of collective.
+    """Marks collectives that are traced inside as a gather of a tensor, of any kind.
 
     A compiler may leave it out where nothing reads the tensor, or where another one has
     gathered the same.
@@ -36,7 +36,7 @@ def gathers() -> contextlib.AbstractContextManager:
 
 
 def unsplit() -> contextlib.AbstractContextManager:
-    """What is traced inside is whole over all axes that stay automatic.
+    """Marks tensors that are traced inside as whole over all axes that stay automatic.
 
     It says so where nothing in the code does: no matmul, constraint or weight nearby is
     split over these axes.
@@ -45,7 +45,7 @@ def unsplit() -> contextlib.AbstractContextManager:
 
 
 class Purpose(NamedTuple):
-    """What the names around an equation say of it.
+    """The meaning of the names around an equation.
 
     Attributes:
       why: the innermost purpose; "" if there is none.

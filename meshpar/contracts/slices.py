@@ -1,4 +1,4 @@
-"""What a contract asks of the all_reduces of programs over several slices.
+"""The contract of all_reduces in programs over several slices.
 
 A compiler writes an all_reduce that crosses slices as several collectives: the devices
 of one slice reduce, slices exchange the sums or parts of them, and the devices of one
@@ -56,7 +56,7 @@ def over_slices(
 def _bounds(
     terms: Sequence[DeclaredCollective], axes: tuple[str, ...], slices: int, why: str
 ) -> Iterator[DeclaredCollective]:
-    """What slices exchange at most for some terms, and what their own devices do.
+    """Bounds on the bytes of some terms: between slices, and inside of each.
 
     Args:
       terms: exact all_reduces that cross slices.

@@ -71,7 +71,7 @@ _MOST = 8
 
 
 class Rates(NamedTuple):
-    """What a chip does per second.
+    """The rates of a chip, per second.
 
     Attributes:
       clock: cycles.

@@ -86,7 +86,7 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one draw.
+    """The outcome of one draw.
 
     Attributes:
       draw: the layout.

@@ -14,6 +14,7 @@ from meshpar.arrays import Array, Params, vary
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
 from meshpar.fsdp.saved import Residuals
+from meshpar.mesh.order import computed
 
 
 class Segment(NamedTuple):
@@ -66,7 +67,7 @@ def differentiable(*segments: Segment) -> Callable[[Params, Params, Any], Any]:
             if is_alone or layers.is_written_out(depth):
                 # Compilers write a loop of one round out, too. Without a loop they
                 # would share what it gathers and computes with the forward pass.
-                given = jax.lax.optimization_barrier(given)
+                given = computed(given)
             dx, dleaves = layers.backward(*given, rows, into=dleaves)
         return dleaves, None, dx
 

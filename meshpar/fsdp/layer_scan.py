@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.arrays import Array, Params, to_device
-from meshpar.fsdp.gather_order import after
 from meshpar.fsdp.product import with_products
 from meshpar.fsdp.rows import Rows, add_to_row, write_row
 from meshpar.fsdp.saved import Residuals, Saved, VjpReader
 from meshpar.fsdp.sharding import automatic_axes
 from meshpar.fsdp.split_backward import SplitBackward
+from meshpar.mesh.order import after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class LayerScan:
             return weights
         arrays = jax.tree.leaves(activations)
         arrays = {str(i): x for i, x in enumerate(arrays) if x.size}
-        return after(arrays, {}, weights)
+        return after(arrays, weights)
 
     def _beside(self, kept: tuple[Array, ...]) -> dict[str, Array]:
         """Context and kept activations, by names that no weight has."""

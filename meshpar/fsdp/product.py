@@ -21,6 +21,7 @@ from jax import lax
 from meshpar import compat
 from meshpar.arrays import Array
 from meshpar.jaxprs.inlined import needed, read, without_calls
+from meshpar.mesh.order import computed
 
 
 @functools.partial(
@@ -70,7 +71,7 @@ class Product:
         )
 
     def moved(self, dim: int) -> "Product":
-        """The same with a dim moved to the front."""
+        """This product with a dim moved to the front."""
         others = (d for i, d in enumerate(self.order) if i != dim)
         return dataclasses.replace(self, order=(self.order[dim], *others))
 
@@ -107,7 +108,7 @@ class Product:
             return self._times(*operands).astype(self.dtype)
         # Otherwise a compiler would do the matmul before the total is there, and add
         # in another pass over memory.
-        total, *operands = lax.optimization_barrier((total, *operands))
+        total, *operands = computed((total, *operands))
         result = self._times(*operands)
         return (result + total.astype(result.dtype)).astype(self.dtype)
 

@@ -80,7 +80,7 @@ class Saved:
         ]
 
     def on_host(self) -> "Saved":
-        """The same with its activations in host memory.
+        """These residuals with their activations in host memory.
 
         Keys, integers and what is smaller than a tile stay: the TPU compiler cannot
         copy the small masks that attention kernels save.

@@ -84,6 +84,13 @@ class ManualSharding:
         return ManualSharding(splits, self.rest, PartitionSpec(*self.automatic[1:]))
 
 
+def automatic_specs(
+    shardings: Mapping[str, ManualSharding],
+) -> dict[str, PartitionSpec]:
+    """{path: how automatic axes split a tensor} of {path: its sharding}."""
+    return {path: sharding.automatic for path, sharding in shardings.items()}
+
+
 def automatic_axes() -> set[str]:
     """The axes with several devices that are automatic here."""
     mesh = jax.sharding.get_abstract_mesh()

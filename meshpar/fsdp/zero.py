@@ -28,12 +28,13 @@ from meshpar.collectives.transport import ONE_SHOT, Transport, Transports
 from meshpar.contracts.purposes import purpose
 from meshpar.errors import LayoutError
 from meshpar.fsdp.gather import gather_shards, reduce_scatter_grads
-from meshpar.fsdp.gather_order import after, gather_with
+from meshpar.fsdp.gather_order import gather_with
 from meshpar.fsdp.layer_scan import LayerScan
-from meshpar.fsdp.sharding import ManualSharding
+from meshpar.fsdp.sharding import ManualSharding, automatic_specs
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, PARAMETERS
 from meshpar.layouts.scope import with_policy
+from meshpar.mesh.order import after
 from meshpar.models.layer_stack import Key, LayeredModel, fold_key
 
 SHARED = "embedding, head and other shared tensors"
@@ -286,15 +287,17 @@ class Zero:
         if stack and self.splits_any and not self.reduces_early:
             args = self.layer_shardings, transport
             least = min(stack, key=lambda path: stack[path].size)  # One delays all.
-            ready = self.in_order(shared | reduced, {least: stack[least]})
+            ready = self.after(shared | reduced, {least: stack[least]})
             with self._moves("gradients: layer by layer, once a step"):
                 stack = lax.map(lambda x: reduce_scatter_grads(x, *args), stack | ready)
-            shared = self.in_order(stack, shared)
+            shared = self.after(stack, shared)
         return {**shared, **stack}
 
-    def in_order(self, first: Params, later: Any) -> Any:
+    def after(self, first: Params, later: Any) -> Any:
         """The arrays of a tree, after some tensors if collectives mix with loops'.
 
         A collective may not follow a loop with collectives that it does not read.
         """
-        return after(first, self.shardings, later) if self.transports.mixes else later
+        if not self.transports.mixes:
+            return later
+        return after(first, later, automatic_specs(self.shardings))

@@ -194,7 +194,7 @@ class GenerationPrograms:
 
     @functools.cached_property
     def contract(self) -> Contract | None:
-        """What one decoded token moves; None if that is left to the compiler."""
+        """The bytes that one decoded token moves; None if the compiler decides them."""
         if self.cached.declare is None:
             return None
         terms = self.cached.declare(self.layouts.decode, self.batch_size, self.dtype)
@@ -202,7 +202,7 @@ class GenerationPrograms:
 
     @property
     def host(self) -> tuple[HostTransfer, ...]:
-        """What one device exchanges with host memory in one run of all layers."""
+        """A device's exchange with host memory in one run of all layers."""
         stacks = {
             path: x
             for path, x in self.abstract_params.items()

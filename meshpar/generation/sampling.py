@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array
+from meshpar.errors import MeshparError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Sampling:
       seed: of the random numbers.
 
     Raises:
-      ValueError: a value out of range.
+      MeshparError: a value out of range.
 
     Source: Holtzman et al., The Curious Case of Neural Text Degeneration,
       arXiv:1904.09751, section 3.1 (top-p).
@@ -39,16 +40,18 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
+            raise MeshparError(
                 f"temperature={self.temperature}: use 0 for the likeliest token, or a "
                 "number above 0"
             )
         if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: use 1 or more, or 0 for all tokens")
+            raise MeshparError(
+                f"top_k={self.top_k}: use 1 or more, or 0 for all tokens"
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: use 0 < top_p <= 1")
+            raise MeshparError(f"top_p={self.top_p}: use 0 < top_p <= 1")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: use 0 to 2**32 - 1")
+            raise MeshparError(f"seed={self.seed}: use 0 to 2**32 - 1")
 
     def as_arrays(self) -> "SamplingArrays":
         """The values as arguments of a program, which serves all of them."""

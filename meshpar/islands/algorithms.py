@@ -1,4 +1,4 @@
-"""What an island does between its pulls and pushes, and what the store does with it.
+"""Algorithms of islands: the training between pulls and pushes, and the store's update.
 
 `GradientIsland` pushes gradients: Downpour and its relatives. `WeightIsland` runs an
 optimizer of its own and pushes differences of weights: EASGD and DiLoCo.
@@ -21,7 +21,7 @@ from meshpar.lowering.state import TrainState
 
 
 def server_update(mode: Islands) -> UpdateFunction:
-    """What the store does with a push, or with an average of them."""
+    """The update that the store makes with a push, or with an average of pushes."""
     if mode.algorithm == "easgd":
         return updates.add
     rate = mode.learning_rate
@@ -69,7 +69,7 @@ class Island(abc.ABC):
 
     @abc.abstractmethod
     def contribution(self) -> np.ndarray:
-        """What to push [N], since the last call."""
+        """The next push [N], for the steps since the last call."""
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """The island's own state as a flat dict of host arrays."""

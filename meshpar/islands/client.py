@@ -19,7 +19,7 @@ from meshpar.islands.messages import (
 
 
 class _Read(NamedTuple):
-    """What a pull asks for; the fields of `Pull`."""
+    """The request of a pull; the fields of `Pull`."""
 
     range: str
     worker: str

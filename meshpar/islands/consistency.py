@@ -11,8 +11,10 @@ Source: Valiant, BSP, CACM 1990; Ho et al., SSP, NeurIPS 2013; Li et al., Parame
 import abc
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
 from meshpar.errors import StalenessError
+from meshpar.settings import Range
 
 
 def _check_count(name: str, value: object) -> None:
@@ -114,6 +116,9 @@ class BoundedDelay(Consistency):
         return sum(max(0, clock - other) for other in clocks) <= self.tau
 
 
+_TEXTS = "bsp, asp, ssp:S or bounded_delay:TAU (as in ssp:2)"
+
+
 def parse_consistency(text: str) -> Consistency:
     """The consistency model that a setting names.
 
@@ -128,6 +133,22 @@ def parse_consistency(text: str) -> Consistency:
         return BSP() if name == "bsp" else ASP()
     if name in ("ssp", "bounded_delay") and bound.isdecimal():
         return SSP(int(bound)) if name == "ssp" else BoundedDelay(int(bound))
-    raise StalenessError(
-        f"consistency={text!r}: use bsp, asp, ssp:S or bounded_delay:TAU (as in ssp:2)"
-    )
+    raise StalenessError(f"consistency={text!r}: use {_TEXTS}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConsistencyText(Range):
+    """The texts that `parse_consistency` takes, up to a number of characters."""
+
+    longest: int = 40
+    in_words = _TEXTS
+
+    def allows(self, value: Any) -> bool:
+        """As `Range.allows`."""
+        if not isinstance(value, str) or len(value) > self.longest:
+            return False
+        try:
+            parse_consistency(value)
+        except StalenessError:
+            return False
+        return True

@@ -1,4 +1,4 @@
-"""What a program needs of the host of its islands."""
+"""The host of islands, as their program uses it."""
 
 import abc
 import threading
@@ -60,7 +60,7 @@ class Host(abc.ABC):
 
     @abc.abstractmethod
     def spans(self) -> list[list[Span]]:
-        """What every island did."""
+        """The activities of every island."""
 
     @abc.abstractmethod
     def snapshot(self) -> dict[str, np.ndarray]:

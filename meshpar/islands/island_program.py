@@ -1,4 +1,4 @@
-"""What an island needs of its program, as a file that another process can load.
+"""The part of a program that an island needs, as a file that a process can load.
 
 A process that takes the place of a dead one loads the file: it makes no model, and
 traces, lowers and compiles nothing.
@@ -27,7 +27,7 @@ from meshpar.models.model_scope import model_scope
 
 @dataclasses.dataclass(frozen=True)
 class IslandProgram:
-    """What an island needs of its program.
+    """The part of a program that an island needs.
 
     Attributes:
       init: (seed, {}) -> a fresh state.
@@ -62,7 +62,7 @@ class IslandProgram:
 
 
 def island_program(program: TrainProgram, mode: Islands) -> IslandProgram:
-    """What an island of a mode needs; it is compiled when it is first used."""
+    """Makes the part that an island needs; it is compiled when it is first used."""
     return IslandProgram(
         program.init_function,
         program.gradients if mode.algorithm in GRADIENTS else program.step,

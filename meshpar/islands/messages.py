@@ -18,7 +18,7 @@ PLAIN = ""
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Payload:
-    """What a push carries.
+    """The content of a push.
 
     Attributes:
       data: with the encoding `PLAIN` a pair (sorted integer keys or None, values); else

@@ -19,11 +19,13 @@ Source: Dean et al., DistBelief, NeurIPS 2012; Zhang et al., arXiv:1511.05950 (d
 
 import dataclasses
 import importlib.util
+from typing import Annotated
 
-from meshpar.collectives.compression import make_compression
+from meshpar.collectives.compression import Wire
 from meshpar.errors import MeshparError
 from meshpar.islands.consistency import SSP, Consistency
 from meshpar.layouts.refusals.combination import ModeTraits
+from meshpar.settings import LARGEST, Choice, Instance, Number, Switch, check, real
 
 GRADIENTS = ("downpour", "damped", "compensated")
 """Algorithms that push gradients; the optimizer runs in the store."""
@@ -37,6 +39,10 @@ SERVER_OPTIMIZERS = ("adagrad", "adam", "sgd")
 HOSTS = ("threads", "ray")
 """Hosts by name: threads of this process, or actors in processes of their own."""
 
+_STEPS = Number(1, 2**24, "steps")
+_QUORUM = Number(0, 2**16, "islands", "0 for the rule of the consistency")
+_MODELS = Instance(Consistency, "BSP(), SSP(s), ASP() or BoundedDelay(tau)")
+
 
 def need_ray() -> None:
     """Raises MeshparError if Ray is not installed; with the remedy."""
@@ -49,14 +55,14 @@ class Islands:
     """Islands: how many, what they push, and how far apart they may be.
 
     Attributes:
-      workers: number of islands; each trains on a layout of its own.
-      algorithm: a name in `GRADIENTS` or `WEIGHTS`.
+      workers: number of islands; each trains under the layout, on devices of its own.
+      algorithm: "downpour", "damped", "compensated", "easgd" or "diloco".
       consistency: which pushes a pull waits for.
       fetch: steps between pulls (Downpour's n_fetch).
       push: steps between pushes (Downpour's n_push; tau of EASGD; H of DiLoCo).
       server_optimizer: optimizer of the store for gradients.
-      learning_rate: its learning rate; for DiLoCo that of the outer optimizer.
-      momentum: of "sgd" and of DiLoCo's outer optimizer.
+      learning_rate: learning rate of the store; for DiLoCo that of the outer optimizer.
+      momentum: momentum of the store's "sgd" and of DiLoCo's outer optimizer.
       local_learning_rate: learning rate with which an island moves its own copy of the
         weights between pulls, where it pushes gradients.
       alpha: EASGD's moving rate.
@@ -69,55 +75,36 @@ class Islands:
       servers: servers of the store.
       replicas: servers that hold each range.
       ranges: parts into which the weights are cut, over the servers.
-      host: "threads" or "ray".
+      host: "threads" of this process, or "ray".
 
     Raises:
       MeshparError: settings that contradict each other.
     """
 
-    workers: int = 2
-    algorithm: str = "downpour"
-    consistency: Consistency = SSP(1)
-    fetch: int = 1
-    push: int = 1
-    server_optimizer: str = "adagrad"
-    learning_rate: float = 0.02
-    momentum: float = 0.9
-    local_learning_rate: float = 0.01
-    alpha: float = 0.1
-    compensation: float = 0.04
-    warm_start: int = 0
-    quorum: int = 0
-    grace: float = 0.0
-    wire: str = "f32"
-    error_feedback: bool = True
-    servers: int = 1
-    replicas: int = 1
-    ranges: int = 4
-    host: str = "threads"
+    workers: Annotated[int, Number(1, 2**16, "islands")] = 2
+    algorithm: Annotated[str, Choice(GRADIENTS + WEIGHTS)] = "downpour"
+    consistency: Annotated[Consistency, _MODELS] = SSP(1)
+    fetch: Annotated[int, _STEPS] = 1
+    push: Annotated[int, _STEPS] = 1
+    server_optimizer: Annotated[str, Choice(SERVER_OPTIMIZERS)] = "adagrad"
+    learning_rate: Annotated[float, real(0, LARGEST)] = 0.02
+    momentum: Annotated[float, real(0, 1, below=True)] = 0.9
+    local_learning_rate: Annotated[float, real(0, LARGEST)] = 0.01
+    alpha: Annotated[float, real(0, 1)] = 0.1
+    compensation: Annotated[float, real(0, 1e6)] = 0.04
+    warm_start: Annotated[int, Number(0, 2**24, "steps")] = 0
+    quorum: Annotated[int, _QUORUM] = 0
+    grace: Annotated[float, real(0, 1e6, "seconds")] = 0.0
+    wire: Annotated[str, Wire()] = "f32"
+    error_feedback: Annotated[bool, Switch()] = True
+    servers: Annotated[int, Number(1, 2**12, "servers")] = 1
+    replicas: Annotated[int, Number(1, 2**12, "servers")] = 1
+    ranges: Annotated[int, Number(1, 2**16, "ranges")] = 4
+    host: Annotated[str, Choice(HOSTS)] = "threads"
 
     def __post_init__(self):
-        for name, known in (
-            ("algorithm", GRADIENTS + WEIGHTS),
-            ("server_optimizer", SERVER_OPTIMIZERS),
-            ("host", HOSTS),
-        ):
-            if getattr(self, name) not in known:
-                raise MeshparError(
-                    f"islands: {name}={getattr(self, name)!r}: use one of "
-                    f"{', '.join(known)}"
-                )
-        for name in ("workers", "fetch", "push", "servers", "replicas", "ranges"):
-            if getattr(self, name) < 1:
-                raise MeshparError(
-                    f"islands: {name}={getattr(self, name)}: use at least 1"
-                )
-        if not isinstance(self.consistency, Consistency):
-            raise MeshparError(
-                f"islands: consistency={self.consistency!r}: use BSP(), SSP(s), ASP() "
-                "or BoundedDelay(tau)"
-            )
-        if self.quorum > self.workers or self.quorum < 0:
+        check(self, "islands: ")
+        if self.quorum > self.workers:
             raise MeshparError(
                 f"islands: quorum={self.quorum} of {self.workers} workers: use 0 to "
                 f"{self.workers}"
@@ -146,7 +133,6 @@ class Islands:
                 "islands: compensated corrects single gradients: use push=1 and a "
                 "consistency without averages (asp, or ssp:S with S > 0)"
             )
-        make_compression(self.wire)
 
     @property
     def in_rounds(self) -> bool:

@@ -144,7 +144,7 @@ class IslandsProgram(TrainProgram):
         return self._running.host
 
     def spans(self) -> list[list[Span]]:
-        """What every island did, for a picture."""
+        """The activities of every island, for a picture."""
         return self._running.host.spans() if self._running.host else []
 
     def close(self) -> None:

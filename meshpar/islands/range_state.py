@@ -21,7 +21,6 @@ from meshpar.islands.messages import (
     Push,
     SetValues,
 )
-from meshpar.islands.rounds import average
 from meshpar.islands.rules import RefusedError, Rules
 
 
@@ -215,7 +214,7 @@ class RangeState:
             if p.payload is not None
         ]
         if contributions:
-            self._update(average(contributions, self.round))
+            self._update(_average(contributions, self.round))
         self.round += 1
 
     def snapshot(self) -> dict[str, np.ndarray]:
@@ -261,3 +260,25 @@ class RangeState:
             parts = [snapshot.get(f"pending|{i}|{name}") for name in ("keys", "values")]
             restored = Payload(None, PLAIN, *payload) if payload else None
             self._pending.append(_Pending(number, worker, clock, restored, *parts))
+
+
+def _average(contributions: list[Contribution], number: int) -> Contribution:
+    """The mean by weight of a round's contributions, in the order given."""
+    weights = np.array([part.weight for part in contributions], np.float64)
+    shares = weights / weights.sum()
+    staleness = max(part.staleness for part in contributions)
+    keys = None
+    if all(part.keys is not None for part in contributions):
+        keys = np.unique(np.concatenate([part.keys for part in contributions]))
+    values = None
+    for part, share in zip(contributions, shares, strict=True):
+        scaled = part.values * part.values.dtype.type(share)
+        if keys is None and part.keys is None:
+            values = scaled if values is None else values + scaled
+            continue
+        if keys is None:
+            raise RefusedError("a round mixes dense and sparse pushes: use one kind")
+        if values is None:
+            values = np.zeros(len(keys), part.values.dtype)
+        values[np.searchsorted(keys, part.keys)] += scaled
+    return Contribution("", number, values, keys, 1.0, staleness)

@@ -27,7 +27,7 @@ _GONE = (
     ray.exceptions.RayTaskError,
     ray.exceptions.ObjectLostError,
 )
-"""What Ray raises for a server that is dead, or cannot be reached for now."""
+"""Errors of Ray for a server that is dead, or cannot be reached for now."""
 
 
 class RayClient:

@@ -116,7 +116,7 @@ class IslandProcess:
         self._worker.restore(snapshot)
 
     def spans(self) -> list[Span]:
-        """What the island did."""
+        """The activities of the island."""
         return self._worker.spans()
 
     def pid(self) -> int:

@@ -31,7 +31,7 @@ class RefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What decides how a range behaves; the same on all servers.
+    """The rules that decide how a range behaves; all servers have the same.
 
     Attributes:
       consistency: when pulls are answered.

@@ -43,7 +43,7 @@ class Wire:
 
 
 def decoders(text: str) -> Mapping[str, Decoder]:
-    """What the store needs to decode a wire format."""
+    """{encoding: decoder} of a wire format, for the store."""
     if not make_compression(text).lossy:
         return {}
     return {text: lambda data, size, _: (None, _decode(text, data, size))}

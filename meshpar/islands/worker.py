@@ -36,7 +36,7 @@ class Endpoint(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What a worker did from `start` to `stop`, in seconds of `time.monotonic`."""
+    """An activity of a worker, from `start` to `stop`, seconds of `time.monotonic`."""
 
     kind: str
     start: float
@@ -166,7 +166,7 @@ class Worker:
         self._seconds[kind] += stop - start
 
     def spans(self) -> list[Span]:
-        """What it did, for a picture; the newest 10,000."""
+        """Its newest 10,000 activities, for a picture."""
         return list(self._spans)
 
     def snapshot(self) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ def without_calls(fn: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, A
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
-    """Those of the atoms that are no literals."""
+    """The variables among atoms, without literals."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 

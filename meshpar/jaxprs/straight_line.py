@@ -103,7 +103,7 @@ def needed(
     known: Iterable[Slot] = (),
     with_effects: bool = False,
 ) -> tuple[Step, ...]:
-    """Those of some steps that outputs need, but for what is known.
+    """The steps among some that outputs need, but for what is known.
 
     Args:
       steps: the steps.
@@ -140,7 +140,7 @@ def evaluate(
 
 
 def slots_of(atoms: Iterable[Atom]) -> Iterator[Slot]:
-    """Those of the atoms that are no literals."""
+    """The variables among atoms, without literals."""
     return (atom for atom in atoms if isinstance(atom, Slot))
 
 

@@ -122,7 +122,7 @@ def ways_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def in_use(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of some axes that are larger than 1.
+    """The axes among some that are larger than 1.
 
     Args:
       axes: names of mesh axes.

@@ -1,4 +1,4 @@
-"""What layers use the mesh axis `tensor` for: the option `layers` of a layout.
+"""The use of the mesh axis `tensor` by layers: the option `layers` of a layout.
 
     tensor    devices split the features of a layer (Megatron)
     fsdp      devices have rows of their own, and gather the layer's weights, as along

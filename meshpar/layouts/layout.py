@@ -80,13 +80,13 @@ class Layout:
       tick_loop: form of a pipeline's program: "phases" is a straight loop for each run
         of equal ticks; "uniform" is one loop with conditionals, which compiles faster.
       remat: rematerialization of each layer: "none", "dots", "attention", "full",
-        "experts" or "names:A+B" (`layouts.remat`); "12*full+10*none" gives the first 12 layers and
-        the last 10 policies of their own.
+        "experts" or "names:A+B" (`layouts.remat`); "12*full+10*none" gives the first 12
+        layers and the last 10 policies of their own.
       layers: what the layers use `tensor` for: "tensor" splits their features, "fsdp"
         gives its devices rows of their own and gathers weights; "8*tensor+24*fsdp"
         gives the first 8 layers and the last 24 uses of their own.
-      scan_unroll: layers that a round of the loop over them runs; with all of them there
-        is no loop, and what layers save is not copied into stacks.
+      scan_unroll: layers that a round of the loop over them runs; with all of them
+        there is no loop, and what layers save is not copied into stacks.
       offload: what lives in host memory: "none", or any of "optimizer", "parameters"
         and "activations", joined by "+".
       context_mode: attention over a split length: "allgather" gathers keys and values,

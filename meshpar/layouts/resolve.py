@@ -261,7 +261,7 @@ def _whole(shape: tuple[int, ...]) -> Spec:
 
 
 def _held(name: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a dim's axes along which it is held, not gathered before use."""
+    """The axes of a dim along which it is held, and not gathered before use."""
     return tuple(axis for axis in axes if is_held(axis, name))
 
 

@@ -23,22 +23,29 @@ Source: Stich, Local SGD, arXiv:1805.09767; Douillard et al., DiLoCo, arXiv:2311
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import optax
 
-from meshpar.collectives.compression import make_compression
+from meshpar.collectives.compression import Wire
 from meshpar.errors import StalenessError
 from meshpar.layouts.refusals.combination import ModeTraits
 from meshpar.local_sgd.gossip import Gossip
 from meshpar.local_sgd.merges import Elastic, Merge, Overwrite, Shift
 from meshpar.local_sgd.outer_identity import outer_identity
 from meshpar.local_sgd.schedule import Schedule
+from meshpar.settings import Instance, Number, Switch, check, ranges, real
 
 _CHECKED_STEPS = 100_000
 """Steps up to which a period that is a function is checked when the mode is made."""
 
 _IDENTITY_STEPS = 10_000
 """Steps up to which a period that is a function is written into the identity."""
+
+_STEPS = Number(1, 2**25, "steps")
+_OUTER = Instance(optax.GradientTransformation | None, "an optax optimizer")
+_MERGE = Instance(Merge, "Shift(), Overwrite(), Lerp(own) or Elastic(alpha)")
+_GOSSIP = Instance(Gossip | None, 'Gossip("ring")')
 
 
 def warm_up(steps: int, period: int) -> Callable[[int], int]:
@@ -88,25 +95,18 @@ class LocalSGD:
       (error feedback): Karimireddy et al., arXiv:1901.09847.
     """
 
-    period: int | Callable[[int], int] = 32
-    staleness: int = 0
-    fragments: int = 1
-    outer: optax.GradientTransformation | None = None
-    merge: Merge = Shift()
-    wire: str = "f32"
-    error_feedback: bool = True
-    gossip: Gossip | None = None
-    damping: float = 0.0
+    period: Annotated[int | Callable[[int], int], _STEPS] = 32
+    staleness: Annotated[int, Number(0, 2**24, "steps")] = 0
+    fragments: Annotated[int, Number(1, 2**16, "fragments")] = 1
+    outer: Annotated[optax.GradientTransformation | None, _OUTER] = None
+    merge: Annotated[Merge, _MERGE] = Shift()
+    wire: Annotated[str, Wire()] = "f32"
+    error_feedback: Annotated[bool, Switch()] = True
+    gossip: Annotated[Gossip | None, _GOSSIP] = None
+    damping: Annotated[float, real(0, 100)] = 0.0
 
     def __post_init__(self):
-        for name, least in (("staleness", 0), ("fragments", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise StalenessError(f"{name}={value!r}: use a whole number >= {least}")
-        if not isinstance(self.damping, int | float) or not 0 <= self.damping <= 100:
-            raise StalenessError(f"damping={self.damping!r}: use 0 to 100")
-        self._check_parts()
-        make_compression(self.wire)
+        check(self, error=StalenessError, but=["period"])
         if self.outer is not None and isinstance(self.merge, Elastic):
             raise StalenessError(
                 "merge=Elastic sets the outer optimizer itself: leave `outer` out"
@@ -116,15 +116,6 @@ class LocalSGD:
             Schedule(self).check_until(_CHECKED_STEPS)
         else:
             self.check_period(self.period)
-
-    def _check_parts(self) -> None:
-        for name, kinds, remedy in (
-            ("outer", optax.GradientTransformation | None, "an optax optimizer"),
-            ("merge", Merge, "Shift(), Overwrite(), Lerp(own) or Elastic(alpha)"),
-            ("gossip", Gossip | None, 'Gossip("ring")'),
-        ):
-            if not isinstance(value := getattr(self, name), kinds):
-                raise StalenessError(f"{name}={value!r}: use {remedy}")
 
     def _check_gossip(self) -> None:
         if self.gossip is None:
@@ -144,8 +135,8 @@ class LocalSGD:
     def check_period(self, period: int) -> None:
         """Raises StalenessError unless the bound holds for a period."""
         s, fragments = self.staleness, self.fragments
-        if not isinstance(period, int) or period < 1:
-            raise StalenessError(f"period={period!r}: use a whole number of at least 1")
+        if problem := ranges(LocalSGD)["period"].problem(period):
+            raise StalenessError(f"period={period!r}: {problem}")
         if callable(self.period) and period == 1:
             return  # All fragments are synchronized at once, so none is late.
         if s >= period:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.models.model import Model
 
@@ -24,14 +24,14 @@ def check_arguments(
 
     Raises:
       LayoutError: the layout is neither a `Layout` nor a string.
-      ValueError: another argument of the wrong kind, or out of range.
+      MeshparError: another argument of the wrong kind, or out of range.
     """
     if not isinstance(model, Model):
-        raise ValueError(
+        raise MeshparError(
             f"model={model!r}: use what meshpar.from_nnx or meshpar.from_linen returns"
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        raise ValueError(
+        raise MeshparError(
             f"optimizer={optimizer!r}: use an optax optimizer, such as optax.adam(1e-3)"
         )
     if not isinstance(layout, Layout):
@@ -40,9 +40,9 @@ def check_arguments(
         )
     is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
-        raise ValueError(f"clip_norm={clip_norm!r}: use a number above 0, or None")
+        raise MeshparError(f"clip_norm={clip_norm!r}: use a number above 0, or None")
     if compute_dtype is not None and not _is_float(compute_dtype):
-        raise ValueError(
+        raise MeshparError(
             f"compute_dtype={compute_dtype!r}: use a dtype of floats, such as "
             "jnp.bfloat16, or None for the dtype of the parameters"
         )
@@ -56,10 +56,10 @@ def _is_float(dtype: Any) -> bool:
 
 
 def check_leaves(batch: Any) -> None:
-    """Raises ValueError for leaves of a batch that are not arrays or abstract ones."""
+    """Raises MeshparError for leaves of a batch that are no arrays or abstract ones."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(
+            raise MeshparError(
                 f"batch{jax.tree_util.keystr(path)} is a {type(leaf).__name__}; give "
                 "arrays or ShapeDtypeStructs [batch, ...], such as np.asarray(...)"
             )

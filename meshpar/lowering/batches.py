@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.axes import BATCH_DIMS, REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
@@ -40,16 +40,16 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
       mesh: the device mesh.
 
     Raises:
-      ValueError: an empty batch, or leaves without a common first dim.
+      MeshparError: an empty batch, or leaves without a common first dim.
       LayoutError: a dim that does not divide over its axes, or leaves of several
         lengths where an axis splits them.
     """
     leaves = jax.tree.leaves(batch)
     if not leaves:
-        raise ValueError("the batch is empty: give at least one array [batch, ...]")
+        raise MeshparError("the batch is empty: give at least one array [batch, ...]")
     if any(not x.shape or x.shape[0] != leaves[0].shape[0] for x in leaves):
         shapes = [tuple(x.shape) for x in leaves]
-        raise ValueError(
+        raise MeshparError(
             f"batch leaves {shapes}: all need the same leading batch dim; give arrays "
             "[batch, ...]"
         )
@@ -130,9 +130,9 @@ class BatchPlacer:
           batch: pytree of host arrays [len(rows), ...], tokens in their own order.
 
         Raises:
-          ValueError: a leaf of another shape or dtype than the program was lowered for,
-            or with integers that the program's dtype cannot hold. 64-bit leaves become
-            what jax makes of them, 32-bit unless `jax_enable_x64` is set.
+          MeshparError: a leaf of another shape or dtype than the program was lowered
+            for, or with integers that the program's dtype cannot hold. 64-bit leaves
+            become what jax makes of them, 32-bit unless `jax_enable_x64` is set.
         """
         return jax.tree.map(self._place, self.abstract, batch)
 
@@ -140,7 +140,7 @@ class BatchPlacer:
         x, shape = np.asarray(x), (len(self.rows), *target.shape[1:])
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         if x.shape != shape or dtype != target.dtype:
-            raise ValueError(
+            raise MeshparError(
                 f"batch leaf {x.dtype}{list(x.shape)}: the program was lowered for "
                 f"{target.dtype}{list(shape)} on this process"
             )
@@ -208,7 +208,7 @@ def _as_dtype(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if np.issubdtype(dtype, np.integer) and x.size:
         low, high, limits = x.min(), x.max(), np.iinfo(dtype)
         if low < limits.min or high > limits.max:
-            raise ValueError(
+            raise MeshparError(
                 f"batch leaf {x.dtype}{list(x.shape)} holds {low} to {high}, and "
                 f"{np.dtype(dtype)} holds {limits.min} to {limits.max}: map the values "
                 "to a smaller range, or set jax_enable_x64"

@@ -27,6 +27,7 @@ from meshpar.layouts.offload import PARAMETERS
 from meshpar.layouts.plan import Plan
 from meshpar.lowering.layer_update import MODEL
 from meshpar.lowering.optimizer import Optimizer
+from meshpar.mesh.order import computed
 from meshpar.models.model import Model
 
 _REMEDY = "use an elementwise optimizer, such as optax.adamw, or leave offload out"
@@ -176,13 +177,13 @@ class ChunkedUpdate:
                 leaf = leaves[number]
                 if leaf.layers:
                     return leaf.fetch(row(stacks[number]))
-                return _blank(x) if leaf.tensor else _computed(x)
+                return _blank(x) if leaf.tensor else _as_in_loop(x)
 
             chunk = [part(number, x) for number, x in enumerate(kept)]
             rows = {
                 p: row(x) if p in self.stack else _blank(x) for p, x in grads.items()
             }
-            new = update(chunk, rows, _computed((scalars, loss)))
+            new = update(chunk, rows, _as_in_loop((scalars, loss)))
             return {
                 number: lax.dynamic_update_index_in_dim(x, new[number], i, 0)
                 for number, x in stacks.items()
@@ -215,10 +216,10 @@ def _blank(x: Array) -> Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def _computed(scalars: Any) -> Any:
+def _as_in_loop(scalars: Any) -> Any:
     """Scalars that enter a loop, as if they were computed in it.
 
     XLA:CPU divides by a scalar that enters a loop and multiplies by the reciprocal of
     any other one, and the results would differ from those without a loop.
     """
-    return lax.optimization_barrier(scalars)
+    return computed(scalars)

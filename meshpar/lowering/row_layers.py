@@ -79,6 +79,11 @@ class RowLayers:
     enters: bool
     exits: bool
 
+    def is_written_out(self, depth: int) -> bool:
+        """As `LayerScan.is_written_out`: these layers always run in a loop."""
+        del depth
+        return False
+
     def run(self, leaves: Params, constants: Params, x: Any, rows: Rows) -> Any:
         """As `LayerScan.run`."""
 

@@ -169,7 +169,7 @@ class ScanRunner(Runner):
 
         def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
             run = differentiable(*self._segments(key, context))
-            x = self.zero.in_order(whole, jax.tree.map(self.frame.vary, x))
+            x = self.zero.after(whole, jax.tree.map(self.frame.vary, x))
             return run(stack, stack_constants, x)
 
         def before_head(x: Any, shared: Params) -> tuple[Any, Params]:

@@ -97,7 +97,7 @@ class ShardMapLowering(Lowering):
             params, batch, self.frame.shard_key(key, batch)
         )
         shared, stack = self.frame.layered.split(grads)
-        totals, shared = self.zero.in_order(stack, (totals, shared))
+        totals, shared = self.zero.after(stack, (totals, shared))
         grads = {**shared, **stack}
         totals = self.frame.over_devices(totals)
         if self.zero.transports.widens:

@@ -17,6 +17,7 @@ from jax import lax
 
 from meshpar.arrays import Array
 from meshpar.contracts import cost
+from meshpar.errors import MeshparError
 
 DENSE, FACTORS = "dense", "factors"
 """Ways to sum a dense layer's gradient over devices."""
@@ -55,11 +56,11 @@ def pick(rows: int, num_in: int, num_out: int) -> str:
       num_out: width of y.
 
     Raises:
-      ValueError: a size below 1.
+      MeshparError: a size below 1.
     """
     sizes = {"rows": rows, "num_in": num_in, "num_out": num_out}
     if bad := {name: size for name, size in sizes.items() if size < 1}:
-        raise ValueError(f"sizes of a dense layer: {bad}; use at least 1")
+        raise MeshparError(f"sizes of a dense layer: {bad}; use at least 1")
     fewer = rows * (num_in + num_out) < 2 * num_in * num_out
     return FACTORS if fewer else DENSE
 
@@ -85,10 +86,10 @@ def dense(x_RI: Array, w_IO: Array, axis: str) -> Array:
       This device's rows of y.
 
     Raises:
-      ValueError: shapes that do not fit.
+      MeshparError: shapes that do not fit.
     """
     if x_RI.ndim != 2 or w_IO.ndim != 2 or x_RI.shape[1] != w_IO.shape[0]:
-        raise ValueError(
+        raise MeshparError(
             f"dense of x{list(x_RI.shape)} and W{list(w_IO.shape)}: use x[rows, in] "
             "and W[in, out]; reshape batches of sequences to rows"
         )

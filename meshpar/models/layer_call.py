@@ -1,4 +1,4 @@
-"""What a model that is cut at its layers hands from layer to layer (`layer_cut`)."""
+"""Calls of layers: values that a cut model hands from layer to layer (`layer_cut`)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.arrays import Array
+from meshpar.errors import MeshparError
 
 
 class Source(NamedTuple):
@@ -26,7 +27,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Configuration:
-    """What a layer is beside its arrays; equal for layers that may run as one.
+    """A layer without its arrays; equal for layers that may run as one.
 
     Attributes:
       value: with which the layer runs.
@@ -137,20 +138,20 @@ def check_arguments(layer: str, args: tuple, kwargs: dict[str, Any]) -> None:
     """Refuses a call that no layer of a stack can have.
 
     Raises:
-      ValueError: no positional argument, a first argument that holds anything but
+      MeshparError: no positional argument, a first argument that holds anything but
         floating-point arrays, or a random key.
     """
     first = jax.tree.leaves(args[:1])
     if not first or not all(map(is_floating, first)):
         found = ", ".join(map(describe, first)) or "nothing"
-        raise ValueError(
+        raise MeshparError(
             f"{layer} is called with {found} as its first positional argument: "
             "layers that meshpar runs one by one take floating-point activations "
             "there"
         )
     arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
     if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays):
-        raise ValueError(
+        raise MeshparError(
             f"{layer} is called with a random key, with which all layers would draw "
             "the same numbers; give its module random streams of its own"
         )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.arrays import Array, Params, vary
+from meshpar.errors import MeshparError
 from meshpar.jaxprs.passed_through import passed_through
 from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
@@ -141,7 +142,7 @@ class LayerCut:
         """The parts of a trace.
 
         Raises:
-          ValueError: the layers are not called one after the other, or the loss
+          MeshparError: the layers are not called one after the other, or the loss
             function changes a variable.
         """
         closed, (result, updates) = traced.jaxpr, traced.out_info
@@ -222,7 +223,7 @@ def _manual_axes() -> tuple[str, ...]:
 
 
 class _Output(NamedTuple):
-    """What a layer returns.
+    """The result of a layer.
 
     Attributes:
       tree: its structure.
@@ -256,7 +257,7 @@ class _Marks:
         """Marks the call of a layer; returns arrays of the types that it returns.
 
         Raises:
-          ValueError: no layer of a stack is called so, or it computes otherwise than
+          MeshparError: no layer of a stack is called so, or it computes otherwise than
             the first of its column.
         """
         name, period = self._cut.named.name(number), self._cut.stack.period
@@ -278,13 +279,13 @@ class _Marks:
 
     def _computes_otherwise(
         self, number: int, own: Configuration, first: Configuration
-    ) -> ValueError:
+    ) -> MeshparError:
         period = self._cut.stack.period
         read = ", ".join(
             f"{name}={value!r} (there {first.own[name]!r})"
             for name, value in sorted(own.own.items())
         )
-        return ValueError(
+        return MeshparError(
             f"layers={self._cut.layers!r}: layer {number} computes otherwise than "
             f"layer {number % period}, as it reads an attribute in which all layers "
             f"differ: {read}. Keep it in a variable of the layer (nnx.Variable, or a "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import STACKED_DIM, Param
 
 _T = TypeVar("_T")
@@ -53,18 +54,18 @@ class LayerGroups:
           params: {path: Param} of the whole module.
 
         Raises:
-          ValueError: no layers, no pattern that repeats, layers without parameters, or
-            a stack whose paths other parameters have.
+          MeshparError: no layers, no pattern that repeats, layers without parameters,
+            or a stack whose paths other parameters have.
         """
         groups = cls(path, tuple(names))
         if not configurations:
-            raise ValueError(f"layers={layers!r} matches no layer of the model")
+            raise MeshparError(f"layers={layers!r} matches no layer of the model")
         by_layer = groups.by_layer(params)
         if not all(by_layer):
-            raise ValueError(f"layers={layers!r}: the layers have no parameters")
+            raise MeshparError(f"layers={layers!r}: the layers have no parameters")
         for other in params:
             if other.startswith(groups.prefix) and groups.split(other) is None:
-                raise ValueError(
+                raise MeshparError(
                     f"layers={layers!r}: the stack of layers gets the path "
                     f"{groups.prefix[:-1]!r}, but the model has {other!r}; rename it"
                 )
@@ -172,14 +173,14 @@ def _period(layers: str, kinds: Sequence[Any]) -> int:
     """Length of the shortest pattern that repeats.
 
     Raises:
-      ValueError: none does.
+      MeshparError: none does.
     """
     depth = len(kinds)
     periods = (n for n in range(1, depth + 1) if depth % n == 0)
     period = next(n for n in periods if kinds[n:] == kinds[: depth - n])
     if period == depth > 1:
         differing = next(i for i in range(1, depth) if kinds[i] != kinds[0])
-        raise ValueError(
+        raise MeshparError(
             f"layers={layers!r}: its {depth} layers are not equal, nor a pattern that "
             f"repeats: layer {differing} differs from layer 0 in its attributes, "
             "shapes or dim names, or in what is trained. Leave layers out, or make the "

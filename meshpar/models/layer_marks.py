@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching
 
 from meshpar import compat
 from meshpar.arrays import Array
+from meshpar.errors import MeshparError
 from meshpar.jaxprs.straight_line import (
     Atom,
     Slot,
@@ -95,8 +96,8 @@ def mark(call: Call, arrays: Sequence[Array]) -> list[Array]:
     return _mark_p.bind(*arrays, call=call)
 
 
-def _transformed(call: Call) -> ValueError:
-    return ValueError(
+def _transformed(call: Call) -> MeshparError:
+    return MeshparError(
         f"the model calls {call.layer} inside a transformation of jax (grad, vmap, "
         "scan, cond, custom_vjp), and meshpar runs layers outside of it; take the "
         "transformation away, or leave layers out (layers='')"
@@ -121,7 +122,7 @@ def marked_program(closed: Any, is_scanned: bool) -> MarkedProgram:
         `flax.linen.scan` does; else it runs one layer again and again.
 
     Raises:
-      ValueError: a layer is called inside a transformation.
+      MeshparError: a layer is called inside a transformation.
     """
     whole = StraightLine.of(closed, _holds_mark)
     reader = _Reader(dict(whole.constants), is_scanned)
@@ -175,7 +176,7 @@ class _Reader:
         """Adds a step.
 
         Raises:
-          ValueError: it transforms a layer.
+          MeshparError: it transforms a layer.
         """
         step = step._replace(operands=tuple(map(self.read, step.operands)))
         if step.eqn.primitive.name == _NAME:
@@ -192,7 +193,7 @@ class _Reader:
         """Adds a call for each round of a scan, as `flax.linen.scan` writes it.
 
         Raises:
-          ValueError: its body is more than the call of one layer.
+          MeshparError: its body is more than the call of one layer.
         """
         params, (num_consts, num_carry) = step.eqn.params, compat.scan_counts(step.eqn)
         body = StraightLine.of(params["jaxpr"], _holds_mark)
@@ -206,7 +207,7 @@ class _Reader:
         of_round = dependents(body.steps, each[num_carry:])
         computed = dependents(body.steps, carry).difference(carry)
         if not of_round.isdisjoint(slots_of(marked.operands)):
-            raise ValueError(
+            raise MeshparError(
                 f"{call.layer} is called by a scan that gives each layer inputs of its "
                 "own (in_axes); make them parameters or attributes of the layer, or "
                 "give all layers the same (in_axes=nn.broadcast)"

@@ -50,7 +50,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """What runs before, in and after the layers.
+    """The parts of a model that run before, in and after the layers.
 
     Attributes:
       program: the loss function without its layers.
@@ -93,7 +93,7 @@ class Parts:
           result: structure of the loss function's result.
 
         Raises:
-          ValueError: the layers are not called one after the other.
+          MeshparError: the layers are not called one after the other.
           MeshparError: the loss reads what they cannot hand on.
         """
         program, outputs = marked.program, marked.program.outputs[: result.num_leaves]
@@ -208,7 +208,7 @@ class _Chain:
           shared: its inputs that have gradients.
 
         Raises:
-          ValueError: there is none.
+          MeshparError: there is none.
         """
         calls, period = marked.calls, named.period
         _check_numbers(named, calls)
@@ -271,16 +271,16 @@ def _is_floating(atom: Atom) -> bool:
 
 
 def _check_numbers(named: Named, calls: Sequence[Marked]) -> None:
-    """Raises ValueError if layers are not called once each, in order."""
+    """Raises MeshparError if layers are not called once each, in order."""
     for due, marked in enumerate(calls):
         if marked.call.number != due:
-            raise ValueError(
+            raise MeshparError(
                 f"layers={named.layers!r}: the loss function calls layer "
                 f"{marked.call.number} when layer {due} is due; each layer runs once, "
                 "in order"
             )
     if len(calls) != named.num_layers:
-        raise ValueError(
+        raise MeshparError(
             f"layers={named.layers!r}: the loss function calls {len(calls)} of "
             f"{named.num_layers} layers; it has to call each of them once, by the "
             "layer's __call__"
@@ -288,17 +288,17 @@ def _check_numbers(named: Named, calls: Sequence[Marked]) -> None:
 
 
 def _check_alike(named: Named, calls: Sequence[Marked]) -> None:
-    """Raises ValueError if layers of one column are called in different ways."""
+    """Raises MeshparError if layers of one column are called in different ways."""
     for number, marked in enumerate(calls):
         call, first = marked.call, calls[number % named.period].call
         if call.num_first != first.num_first:
-            raise ValueError(
+            raise MeshparError(
                 f"{first.layer} takes {first.num_first} arrays of activations and "
                 f"{call.layer} {call.num_first} arrays, what the one before returned: "
                 "hand on the activations alone, and use the rest outside the layers"
             )
         if call.configuration != first.configuration:
-            raise ValueError(
+            raise MeshparError(
                 f"layers={named.layers!r}: the loss function gives layer {number} "
                 f"other attributes than layer {first.number}, which has its place in "
                 "the pattern; give them the same ones"
@@ -307,8 +307,8 @@ def _check_alike(named: Named, calls: Sequence[Marked]) -> None:
             raise _other_arguments(named, number, first.number)
 
 
-def _other_arguments(named: Named, number: int, first: int) -> ValueError:
-    return ValueError(
+def _other_arguments(named: Named, number: int, first: int) -> MeshparError:
+    return MeshparError(
         f"layers={named.layers!r}: layer {number} is called with other arguments than "
         f"layer {first}, beside its activations; make them attributes of the layer, or "
         "compute them once before the layers"
@@ -319,7 +319,7 @@ def _places(named: Named, marked: MarkedProgram, column: int) -> tuple[int, ...]
     """The leaves of a column's arguments that the layer before returned.
 
     Raises:
-      ValueError: none.
+      MeshparError: none.
     """
     calls = marked.calls
     if len(calls) == 1:
@@ -339,7 +339,7 @@ def _places(named: Named, marked: MarkedProgram, column: int) -> tuple[int, ...]
             else f"layer {number} is called with nothing that layer {number - 1} "
             "returned;"
         )
-        raise ValueError(
+        raise MeshparError(
             f"layers={named.layers!r}: {problem} each layer takes what the one before "
             "returned"
         )
@@ -391,9 +391,9 @@ def _type(atom: Atom) -> tuple:
 
 def _other_types(
     named: Named, number: int, before: Sequence[Atom], after: Sequence[Atom]
-) -> ValueError:
+) -> MeshparError:
     old, new = (", ".join(describe(x.aval) for x in xs) for xs in (before, after))
-    return ValueError(
+    return MeshparError(
         f"{named.name(number)} turns {old} into {new}: layers that meshpar runs one by "
         "one return activations of the shapes and dtypes that they take"
     )
@@ -402,12 +402,12 @@ def _other_types(
 def _check_types(
     named: Named, first: Marked, x: Sequence[Atom], returned: Sequence[int]
 ) -> None:
-    """Raises ValueError if a layer changes the types of its activations."""
+    """Raises MeshparError if a layer changes the types of its activations."""
     after = [first.results[i] for i in returned]
     if list(map(_type, x)) != list(map(_type, after)):
         raise _other_types(named, 0, x, after)
     if not all(map(_is_floating, x)):
-        raise ValueError(
+        raise MeshparError(
             f"{named.name(0)} returns {', '.join(describe(s.aval) for s in after)}: "
             "layers that meshpar runs one by one hand on floating-point activations"
         )
@@ -419,7 +419,7 @@ def _check_others(
     places: Sequence[tuple[int, ...]],
     equal: Numbering,
 ) -> None:
-    """Raises ValueError if layers of one column get different arrays."""
+    """Raises MeshparError if layers of one column get different arrays."""
     for number, own in enumerate(marked.calls):
         column = number % named.period
         first = marked.calls[column]

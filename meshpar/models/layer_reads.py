@@ -1,4 +1,4 @@
-"""What a loss reads of layers before the last, and of their parameters.
+"""Reads of a loss: results of layers before the last, and their parameters.
 
 Layers run one by one, so that only the last one's output is there when the head runs.
 What else the loss reads of a layer (its output for an early exit or deep supervision, a
@@ -105,7 +105,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What the loss reads of the layers of one column.
+    """The reads of the loss from the layers of one column.
 
     Attributes:
       functions: of each value.
@@ -268,7 +268,7 @@ class Layers:
         owners: Mapping[Slot, int],
         sources: Mapping[Slot, Any],
     ) -> dict[Slot, Any]:
-        """What is read, or what it is computed from where that is smaller."""
+        """The value that is read, or a smaller one from which it is computed."""
         smallest: dict[Slot, Any] = {}
         for number in sorted({owners[slot] for slot in read}):
             own = {s: eqn for s, eqn in read.items() if owners[s] == number}

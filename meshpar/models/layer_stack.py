@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
-from meshpar.mesh.order import in_turn
+from meshpar.errors import MeshparError
+from meshpar.mesh.order import computed, in_turn
 from meshpar.metrics import LossResult, masked
 from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
 
@@ -58,10 +59,10 @@ def refuse_updates(updates: Params) -> None:
     """Refuses running state in a model that runs layer by layer.
 
     Raises:
-      ValueError: a part of the model changed a variable.
+      MeshparError: a part of the model changed a variable.
     """
     for path in updates:
-        raise ValueError(
+        raise MeshparError(
             f"the model changes its variable {path!r} while it runs; models that run "
             "layer by layer keep no running state. Give the loss function alone, "
             "without layers, or use another layer (LayerNorm or GroupNorm in place of "
@@ -222,7 +223,7 @@ def _gradients_barrier(_: None, gradients: tuple[Any, Any, Array]) -> tuple[Any]
     leaves, tree = jax.tree.flatten(gradients, is_leaf=_is_zero)
     weight = None if _is_zero(leaves[-1]) else leaves[-1]
     nonzero = [masked(weight, g) for g in leaves[:-1] if not _is_zero(g)]
-    joined = iter(jax.lax.optimization_barrier(nonzero))
+    joined = iter(computed(nonzero))
     leaves = [None if _is_zero(g) else next(joined) for g in leaves[:-1]]
     return (tree.unflatten([*leaves, None]),)
 
@@ -249,7 +250,7 @@ def _before_backward(loss: Array) -> Array:
 
 
 def _wait_for_loss(loss: Array, gradient: Array) -> tuple[Array]:
-    gradient, loss = jax.lax.optimization_barrier((gradient, loss))
+    gradient, loss = computed((gradient, loss))
     return (in_turn(loss, gradient),)
 
 

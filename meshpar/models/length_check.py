@@ -2,9 +2,10 @@
 
 Each device computes the loss of its own part of every sequence. That is right where
 tokens are computed one by one, and positions are mixed and counted by functions of
-`ops.context` alone. The analysis of rows (`rows.positions`) proves it.
+`ops.context` alone. The analysis of rows, applied to positions, proves it.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of
 from meshpar.models.row_values import compared_values, traced_with_shape, values_of
-from meshpar.rows.positions import PositionAnalysis
+from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.two_traces import Differences
 from meshpar.rows.values import COUNTS, NUMBER, Fixed, Key, Mixed, Rows
 
@@ -32,6 +33,16 @@ _REMEDY = (
     "mix positions by meshpar.ops.context.attention alone, number them by "
     "meshpar.ops.context.positions, take sizes from the arrays, or use lowering=jit"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionAnalysis(RowAnalysis):
+    """The analysis of rows, applied to positions: sequences have a prime length.
+
+    Draws have positions in their second dim.
+    """
+
+    dim: int = 1
 
 
 def check_positions(model: Model, batch: Any, layout: Layout, evaluates: bool) -> None:

@@ -73,7 +73,7 @@ def from_linen(
     are carried along in the training state; `apply` updates them in training mode.
 
     Raises:
-      ValueError: the module has no parameters, none that is trained, or one with more
+      MeshparError: the module has no parameters, none that is trained, or one with more
         names than dims; or it has no layers that can be run one by one.
     """
     args, kwargs = _example(example_inputs)

@@ -13,6 +13,7 @@ from flax.core import DenyList
 from flax.core import scope as scopes
 
 from meshpar.arrays import Array, Params, is_key
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key
 from meshpar.models.updates import check_updates
@@ -73,7 +74,7 @@ class LinenFunctions:
         for path, collection, leaf in self._flat(variables):
             names = _separate_names(variables.get(collection + _AXES, {}))
             if not hasattr(nn.meta.unbox(leaf), "dtype"):
-                raise ValueError(
+                raise MeshparError(
                     f"the variable {path!r} is a {type(leaf).__name__}, no array; keep "
                     "each array in a variable of its own, or name the collection in "
                     "sown=(...) if it holds one step's results"
@@ -230,7 +231,7 @@ class Apply:
         With `mutable=` the result is (output, {collection: tree}), as in Flax.
 
         Raises:
-          ValueError: it changes a parameter, or the form of its state.
+          MeshparError: it changes a parameter, or the form of its state.
         """
         variables, asked = self.variables, kwargs.pop("mutable", False)
         if random_keys := self._functions.random_keys(self._key):

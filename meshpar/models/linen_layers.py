@@ -14,6 +14,7 @@ from flax import traverse_util
 from flax.core import lift
 
 from meshpar.arrays import Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_call import Configuration, distinguishing
 from meshpar.models.layer_cut import OnCall
@@ -54,11 +55,11 @@ class LinenLayers:
           params: {path: Param} of the whole module.
 
         Raises:
-          ValueError: no layers, layers that are numbered otherwise than from 0, that
+          MeshparError: no layers, layers that are numbered otherwise than from 0, that
             keep state, that use modules of others, or that do not repeat.
         """
         if layers.count("*") > 1:
-            raise ValueError(
+            raise MeshparError(
                 f"layers={layers!r}: write the path of the layers with one * in place "
                 'of their number, such as "decoder/block_*"'
             )
@@ -78,7 +79,7 @@ class LinenLayers:
         sown = {name for name, path in results if stack.split(path) is not None}
         for path, param in params.items():
             if param.is_state and stack.split(path.split("/", 1)[1]) is not None:
-                raise ValueError(
+                raise MeshparError(
                     f"layers={layers!r}: a layer keeps {path}, which is no parameter; "
                     "layers that meshpar runs one by one have parameters alone. Leave "
                     "layers out, or use a layer without running state"
@@ -95,7 +96,7 @@ class LinenLayers:
                 return run()
             for collection in sorted(self.sown):
                 if module.is_mutable_collection(collection):
-                    raise ValueError(
+                    raise MeshparError(
                         f"layers={self.layers!r}: the loss function asks for "
                         f"mutable={collection!r}, which layers fill; layers that "
                         "meshpar runs one by one return their activations alone. "
@@ -147,7 +148,7 @@ def _stack_of(
 ) -> LayerGroups | ScannedLayers:
     """How the layers that a module calls are stacked."""
     if list(found) != list(range(len(found))):
-        raise ValueError(
+        raise MeshparError(
             f"layers={layers!r}: the model calls layers {list(found)}; they have "
             "to be numbered from 0 in the order in which they are called"
         )
@@ -157,7 +158,7 @@ def _stack_of(
         _refuse_jitted(layers, len(found), params)
         return LayerGroups.of(layers, layers, names, configurations, params)
     if not found:
-        raise ValueError(f"layers={layers!r} is no module that the model calls")
+        raise MeshparError(f"layers={layers!r} is no module that the model calls")
     return ScannedLayers.of(layers, Scan.around(layers, *found[0]), params, rngs)
 
 
@@ -165,13 +166,13 @@ def _refuse_jitted(layers: str, num: int, params: Mapping[str, Param]) -> None:
     """Refuses layers of which Flax traces one for all.
 
     Raises:
-      ValueError: there are parameters of layers that no trace has met.
+      MeshparError: there are parameters of layers that no trace has met.
     """
     number_at, depth = _number_at(layers), layers.count("/") + 1
     owners = ("/".join(path.split("/")[:depth]) for path in params)
     numbers = {number_at(path) for path in owners} - {None}
     if len(numbers) > num > 0:
-        raise ValueError(
+        raise MeshparError(
             f"layers={layers!r}: the model has parameters of {len(numbers)} layers and "
             f"{num} of them are traced; take nn.jit away from the layers (the step is "
             "compiled as a whole)"
@@ -210,7 +211,7 @@ def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:
     """Refuses a layer that has a module of another part of the model as a field.
 
     Raises:
-      ValueError: it has one.
+      MeshparError: it has one.
     """
     fields = {f.name: getattr(layer, f.name, None) for f in dataclasses.fields(layer)}
     for name, value in fields.items():
@@ -219,7 +220,7 @@ def _refuse_outside_modules(layers: str, number: int, layer: nn.Module) -> None:
         for module in filter(_is_module, jax.tree.leaves(value, is_leaf=_is_module)):
             bound = module.scope is not None
             if bound and module.path[: len(layer.path)] != layer.path:
-                raise ValueError(
+                raise MeshparError(
                     f"layers={layers!r}: layer {number} shares the module "
                     f"{'/'.join(module.path)!r} with another part of the model; let "
                     "the model call it outside the layers, and call each of them with "

@@ -8,6 +8,7 @@ import flax.linen as nn
 from flax.core import lift
 
 from meshpar.arrays import Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import STACKED_DIM, Param
 from meshpar.models.linen_calls import Lift
 
@@ -36,12 +37,12 @@ class Scan:
           lifts: those in which it is called.
 
         Raises:
-          ValueError: there is none.
+          MeshparError: there is none.
         """
         for found in lifts:
             if found.transform is lift.scan:
                 return cls(layers, found)
-        raise ValueError(
+        raise MeshparError(
             f"layers={layers!r} is a {type(module).__name__} and no module of "
             "nn.scan; write a * in place of the number of layers that the model "
             'calls one by one, such as "decoder/block_*"'
@@ -54,7 +55,7 @@ class Scan:
           rngs: names of the random streams.
 
         Raises:
-          ValueError: they may not.
+          MeshparError: they may not.
         """
         settings = self.lift.settings
         axes, split = settings["variable_axes"], settings["split_rngs"]
@@ -69,7 +70,7 @@ class Scan:
             )
         else:
             return
-        raise ValueError(f"layers={self.layers!r}: nn.scan has {problem}")
+        raise MeshparError(f"layers={self.layers!r}: nn.scan has {problem}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +106,12 @@ class ScannedLayers:
           rngs: names of the random streams.
 
         Raises:
-          ValueError: it has no parameters, or its layers may not run one by one.
+          MeshparError: it has no parameters, or its layers may not run one by one.
         """
         scan.check(rngs)
         own = cls(layers, 0).column(params, 0)
         if not own:
-            raise ValueError(f"layers={layers!r}: the layers have no parameters")
+            raise MeshparError(f"layers={layers!r}: the layers have no parameters")
         return cls(layers, next(iter(own.values())).shape[0])
 
     @property

@@ -15,7 +15,7 @@ from meshpar.models.layer_stack import HEAD_KEY, Key, fold_key
 from meshpar.models.model import STEP, Model
 
 _LOSS_KEY = HEAD_KEY + 1
-"""What the key of a batch is folded with for loss functions that ask for it."""
+"""The number that is folded into a batch's key for losses that ask for a key."""
 
 
 def asks_for(fn: Callable, name: str) -> bool:
@@ -64,12 +64,12 @@ def with_axis(model: Model, name: str) -> Model:
     sees all rows.
 
     Raises:
-      ValueError: the model runs layer by layer.
+      MeshparError: the model runs layer by layer.
     """
     if not name:
         return model
     if model.layered is not None:
-        raise ValueError(
+        raise MeshparError(
             f"axis_name={name!r} is for models whose loss sees the whole batch at "
             "once; leave it out, or do not run the model layer by layer"
         )
@@ -103,7 +103,7 @@ def with_arguments(
       evaluation_loss_fn: that of evaluation; `fns` by default.
 
     Raises:
-      ValueError: the model has a variable of that path.
+      MeshparError: the model has a variable of that path.
     """
     evaluates = [evaluation_loss_fn] if evaluation_loss_fn is not None else fns
     asks = any(asks_for(fn, "key") for fn in evaluates)
@@ -111,7 +111,7 @@ def with_arguments(
     if not any(asks_for(fn, "step") for fn in (*fns, *evaluates)):
         return model
     if STEP in model.params:
-        raise ValueError(
+        raise MeshparError(
             f"the loss asks for the step, which meshpar keeps at the path {STEP!r}, "
             "where the model has a variable; rename that"
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshpar.arrays import Array, Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.layouts.refusals.combination import ModelTraits
 from meshpar.metrics import LossResult
@@ -97,15 +98,15 @@ def checked_params(params: dict[str, Param]) -> dict[str, Param]:
     """Parameters whose names are padded with None to all dims, as a PartitionSpec is.
 
     Raises:
-      ValueError: no parameters, none that is trained, or one with more names than
+      MeshparError: no parameters, none that is trained, or one with more names than
         dims.
     """
     kinds = {path: param.kind for path, param in params.items()}
     if not set(kinds.values()) - {"state"}:
-        raise ValueError("the model has no parameters")
+        raise MeshparError("the model has no parameters")
     if "parameter" not in kinds.values():
         frozen = ", ".join(path for path, kind in kinds.items() if kind == "frozen")
-        raise ValueError(
+        raise MeshparError(
             f"no parameter of the model is trained: trained= selects none of {frozen} "
             "that is floating point"
         )
@@ -114,7 +115,7 @@ def checked_params(params: dict[str, Param]) -> dict[str, Param]:
             continue
         missing = len(param.shape) - len(param.names)
         if missing < 0:
-            raise ValueError(
+            raise MeshparError(
                 f"parameter {path} has shape {param.shape} and dim names {param.names}"
                 ": more names than dims"
             )

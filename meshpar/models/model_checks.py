@@ -76,7 +76,7 @@ def check_trace(
 
 
 class CheckedParts(NamedTuple):
-    """What the parts of a batch need to know of the loss.
+    """The facts of a loss that parts of a batch need.
 
     Attributes:
       averaged: paths of the state that parts average.

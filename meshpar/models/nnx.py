@@ -77,7 +77,7 @@ def from_nnx(
     along in the training state; the module updates them in training mode.
 
     Raises:
-      ValueError: the module has no parameters, none that is trained, or one with more
+      MeshparError: the module has no parameters, none that is trained, or one with more
         names than dims; a filter selects a variable that is no parameter; or the module
         has no layers that can be run one by one.
     """
@@ -94,7 +94,7 @@ def from_nnx(
         )
     described = loss_fn if isinstance(loss_fn, LayerStack) else None
     if described and layers:
-        raise ValueError("give a LayerStack or layers=, not both")
+        raise MeshparError("give a LayerStack or layers=, not both")
 
     found: list[Described] = []
 
@@ -157,7 +157,7 @@ def _trained_predicate(trained: Any) -> Callable[[tuple, Any], bool]:
     def is_trained(keys: tuple, leaf: Any) -> bool:
         selected = selects(keys, leaf)
         if selected and not isinstance(leaf, nnx.Param):
-            raise ValueError(
+            raise MeshparError(
                 f"trained={trained} selects {path_of(keys)!r}, a "
                 f"{type(leaf).__name__}; only an nnx.Param is trained: use "
                 "nnx.All(nnx.Param, ...), or make it a subclass of nnx.Param"
@@ -262,7 +262,7 @@ def _described(
     """The pure functions of a module that a LayerStack describes."""
     depths = {path: params[path].shape[:1] for path in stack.leaves}
     if len(set(depths.values())) != 1 or () in depths.values():
-        raise ValueError(
+        raise MeshparError(
             f"LayerStack(stack={layers.stack!r}): the first dims of its variables "
             f"must all be the number of layers, but are {depths}; stack them with "
             "nnx.vmap"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar.arrays import Array, Params, is_key
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import Key, refuse_updates
 from meshpar.models.updates import changed, check_updates
@@ -199,7 +200,7 @@ class NnxFunctions:
         """(fn(module), {path: new value} of the state that it changed).
 
         Raises:
-          ValueError: it changes a parameter, or the form of its state.
+          MeshparError: it changes a parameter, or the form of its state.
         """
         module = self(params, key)
         result = fn(module)
@@ -222,7 +223,7 @@ class NnxFunctions:
         Takes the arguments of `__call__` after the function.
 
         Raises:
-          ValueError: it changes a variable, or leaves a new one.
+          MeshparError: it changes a variable, or leaves a new one.
         """
         module = self(params, key, graph)
         result = fn(module)
@@ -231,7 +232,7 @@ class NnxFunctions:
         for keys, leaf in nnx.to_flat_state(nnx.state(module)):
             path = self.prefix + path_of(keys)
             if path not in self.leaves and not isinstance(leaf, nnx.RngState):
-                raise ValueError(
+                raise MeshparError(
                     f"the model sows {path!r} where it runs layer by layer, and the "
                     "loss function would not see it; return it with the activations, "
                     "or give the loss function alone, without layers"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from meshpar.arrays import Params
+from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_call import Configuration, distinguishing
 from meshpar.models.layer_cut import OnCall
@@ -40,13 +41,13 @@ def module_at(module: nnx.Module, path: str, option: str) -> Any:
       option: what the path was given as, for the error.
 
     Raises:
-      ValueError: there is none.
+      MeshparError: there is none.
     """
     for name in path.split("."):
         if not hasattr(module, name):
             kinds = nnx.Module, nnx.List
             modules = (k for k, v in vars(module).items() if isinstance(v, kinds))
-            raise ValueError(
+            raise MeshparError(
                 f"{option}: {type(module).__name__} has no "
                 f"attribute {name!r}; its modules are {', '.join(sorted(modules))}"
             )
@@ -75,7 +76,7 @@ class Found(NamedTuple):
             with * for their number.
 
         Raises:
-          ValueError: there are none.
+          MeshparError: there are none.
         """
         option = f"layers={layers!r}"
         if "*" in layers:
@@ -91,7 +92,7 @@ class Found(NamedTuple):
             return cls(found, tuple(found))
         if isinstance(found, nnx.List):
             return cls(found, tuple(range(len(found))))
-        raise ValueError(
+        raise MeshparError(
             f"{option} is a {type(found).__name__}; name an nnx.List or an nnx.Dict of "
             'layers, write a * for the number in the names of attributes ("layer_*"), '
             "or describe stacked layers with a meshpar.LayerStack"
@@ -134,7 +135,7 @@ def _attributes(layer: nnx.Module) -> dict[str, Any]:
 
 
 def _configuration(layer: nnx.Module, shared: Mapping[str, Any]) -> Configuration:
-    """What a layer is beside its variables.
+    """A layer without its variables.
 
     Args:
       layer: the layer.
@@ -214,14 +215,14 @@ class NnxLayers:
           params: {path: Param} of the whole module.
 
         Raises:
-          ValueError: the layers share variables, have none, or do not repeat.
+          MeshparError: the layers share variables, have none, or do not repeat.
         """
         functions = [NnxFunctions(module) for module in modules]
         path, names = _path_and_names(layers, described.keys)
         by_layer = LayerGroups(path, names).by_layer(params)
         for number, own in enumerate(by_layer):
             for shared in sorted(functions[number].leaves.keys() - own.keys()):
-                raise ValueError(
+                raise MeshparError(
                     f"layers={layers!r}: layer {number} shares its variable {shared!r} "
                     "with another part of the model; let the model use it outside the "
                     "layers, and call each of them with the result"
@@ -256,7 +257,7 @@ class NnxLayers:
         """Runs the layer of one column with the variables of one row.
 
         Raises:
-          ValueError: the layer changes a variable, or makes one.
+          MeshparError: the layer changes a variable, or makes one.
         """
         variables = self.stack.column(params, column)
         functions = self.functions[column]

@@ -25,7 +25,7 @@ from meshpar.rows.values import Fixed, Mixed
 
 
 class Checked(NamedTuple):
-    """What the check of a loss has found.
+    """The findings of the check of a loss.
 
     Attributes:
       state: {path: how its new value depends on the rows} of the state that training

@@ -1,4 +1,4 @@
-"""What is wrong with a loss or a metric of a split batch, in words with a remedy."""
+"""Problems of a loss or a metric of a split batch, in words with a remedy."""
 
 from typing import Any
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from meshpar.arrays import Params
+from meshpar.errors import MeshparError
 from meshpar.jaxprs.passed_through import passed_through
 from meshpar.layouts.param import Param
 
@@ -24,13 +25,13 @@ def check_updates(updates: Params, params: Mapping[str, Param]) -> None:
       params: {path: Param}.
 
     Raises:
-      ValueError: a changed parameter, or state that changes its shape or its kind of
+      MeshparError: a changed parameter, or state that changes its shape or its kind of
         numbers.
     """
     for path, x in updates.items():
         before = params[path]
         if not before.is_state:
-            raise ValueError(
+            raise MeshparError(
                 f"the loss function changes the parameter {path!r}; parameters change "
                 "by the optimizer alone. Keep what changes otherwise in a variable "
                 "that is no parameter: an nnx.Variable, or another collection in "
@@ -41,7 +42,7 @@ def check_updates(updates: Params, params: Mapping[str, Param]) -> None:
         numbers = jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
         same_numbers = numbers == jnp.issubdtype(before.dtype, jnp.inexact)
         if jnp.shape(x) != before.shape or not same_numbers:
-            raise ValueError(
+            raise MeshparError(
                 f"the model changes its variable {path!r} from "
                 f"{jnp.dtype(before.dtype).name}{list(before.shape)} to {after}; state "
                 "that training carries along keeps its form. Results of one step are "
@@ -52,7 +53,7 @@ def check_updates(updates: Params, params: Mapping[str, Param]) -> None:
 def changed(
     candidates: Params, rerun: Callable[[Params], Params], params: Params
 ) -> Params:
-    """Those of some new values that are not the old ones, handed through.
+    """The new values that are not the old ones, handed through.
 
     Flax puts new tracers into all variables of a module that runs in `nnx.jit` or
     `nnx.remat`; the jaxpr shows which of them are what went in.

@@ -1,15 +1,16 @@
 """Activations of feed-forward layers; on CPUs they keep their slopes.
 
 Elementwise programs are as fast as memory on CPUs. Saved slopes take one pass over
-memory in the backward pass, where the derivative of the formula takes several.
+memory in the backward pass, where the derivative of the formula takes several. They are
+`computed` where they are saved; compilers would compute them again where they are read.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from meshpar.arrays import Array
+from meshpar.mesh.order import computed
 from meshpar.mesh.platform import CPU, traced_platform
 
 
@@ -33,7 +34,7 @@ def _gelu_forward(x: Array) -> tuple[Array, Array]:
     tanh = jnp.tanh(scale * (x + cubic * x**3))
     inner = scale * (1 + 3 * cubic * x * x)
     slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
-    return _kept(0.5 * x * (1 + tanh), slope)
+    return computed((0.5 * x * (1 + tanh), slope))
 
 
 _gelu.defvjp(_gelu_forward, lambda slope, dy: (slope * dy,))
@@ -48,13 +49,8 @@ def _swiglu_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     slope = up * (sigmoid + silu * (1 - sigmoid))
-    y, *slopes = _kept(silu * up, slope, silu)
+    y, *slopes = computed((silu * up, slope, silu))
     return y, tuple(slopes)
 
 
 _swiglu.defvjp(_swiglu_forward, lambda slopes, dy: tuple(x * dy for x in slopes))
-
-
-def _kept(*arrays: Array) -> tuple[Array, ...]:
-    """Arrays that a compiler shall not compute again where they are read."""
-    return lax.optimization_barrier(arrays)

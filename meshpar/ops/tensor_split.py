@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from meshpar.arrays import Array, num_bytes, vary, zero_after
+from meshpar.arrays import Array, num_bytes, vary
 from meshpar.collectives.collective_matmul import (
     all_gather_matmul,
     contract,
-    in_order,
+    join_parts,
     matmul_reduce_scatter,
 )
 from meshpar.collectives.transport import (
@@ -22,6 +22,7 @@ from meshpar.collectives.transport import (
     transports_for,
 )
 from meshpar.layouts.scope import activation_axes, current_scope
+from meshpar.mesh.order import zero_after
 
 INTO = "activations into column-parallel matmuls"
 OUT = "activations out of row-parallel matmuls"
@@ -136,7 +137,7 @@ class Split:
         pairs = zip(ys, weights, strict=True)
         ys = [y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in pairs]
         if self.joins:
-            return ys, in_order(parts, self.axis)
+            return ys, join_parts(parts, self.axis)
         # Little compute may stand beside the ring; an all_gather beside it has none.
         return ys, self.whole(x_BKD, after=parts[-1])
 

@@ -225,7 +225,7 @@ def _counted(values: Sequence[Any], name: str) -> Counted | None:
 
 
 def _of_keys(eqn: Any, values: Sequence[Any]) -> Any:
-    """What moves the key of the loss, or the keys made from it."""
+    """The value of an operation that moves the key of the loss or keys made from it."""
     others = [v for v in values if not isinstance(v, Key)]
     if counted := next((v for v in others if isinstance(v, Counted)), None):
         return counts(counted)

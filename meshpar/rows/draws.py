@@ -87,7 +87,7 @@ def results(
 
 
 def _from_key(eqn: Any, rest: Sequence[Any], prime: int, dim: int, drawn: Drawn) -> Any:
-    """What is made from the key of the loss."""
+    """A value that is made from the key of the loss."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == FOLD:
         return _folded(rest[0])
@@ -134,7 +134,7 @@ def _folded(number: Any) -> Any:
 def _from_keys_of_rows(
     eqn: Any, key: Rows, rest: Sequence[Any], prime: int, drawn: Drawn
 ) -> Any:
-    """What is made from keys, one for each row."""
+    """A value that is made from keys, one for each row."""
     if counted := next((v for v in rest if isinstance(v, Counted)), None):
         return counts(counted)
     rows = [v for v in rest if isinstance(v, Rows)]

@@ -1,4 +1,4 @@
-"""What a function's program does with the number of rows: two traces, side by side.
+"""How a function's program depends on the number of rows: two traces, side by side.
 
 The same function is traced with two primes of rows. A number that differs between the
 traces comes from the number of rows: its degree tells a factor, as in a mean, from

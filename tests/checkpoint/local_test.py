@@ -147,7 +147,7 @@ def test_a_step_is_complete_if_the_disks_together_hold_it():
 
 
 def test_boxes_of_two_starts_are_not_combined(saved):
-    """The same step was saved by two starts: the later one is restored, whole."""
+    """Of a step that two starts have saved, the later one is restored, whole."""
     tmp_path, states = saved
     program, _ = trained()
     with open_checkpoints(tmp_path, program) as checkpoints:

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshpar.collectives.collective_matmul import (
     all_gather_matmul,
-    in_order,
+    join_parts,
     matmul_reduce_scatter,
 )
 from meshpar.contracts import hlo
@@ -46,7 +46,7 @@ def test_all_gather_matmul():
 
     def fn(x, w, heads):
         (y, z), parts = all_gather_matmul(x, [w, heads], AXIS)
-        return y, z, in_order(parts, AXIS)
+        return y, z, join_parts(parts, AXIS)
 
     run = mapped(fn, (COLUMNS, COLUMNS, COLUMNS), (LAST, LAST, PartitionSpec()))
     y, z, whole = run(x, w, heads)

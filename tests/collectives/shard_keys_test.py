@@ -203,7 +203,7 @@ def test_microbatches_draw_the_numbers_of_their_rows(name):
 
 
 def draw_with(rows, own):
-    """What keys of rows draw in the shape [own, 3]."""
+    """The numbers that keys of rows draw, in the shape [own, 3]."""
     keys = jax.random.split(KEY, rows)
     return jax.vmap(lambda key: jax.random.normal(key, (own, 3)))(keys)
 

@@ -21,7 +21,7 @@ SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def read(fn, *shapes, axes=frozenset(SIZES), specs=WHOLE):
-    """What a function writes inside a shard_map over some axes."""
+    """The collectives that a function writes inside a shard_map over some axes."""
     mesh = jax.make_mesh(
         tuple(SIZES.values()),
         tuple(SIZES),

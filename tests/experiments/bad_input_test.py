@@ -18,8 +18,8 @@ from support.bad_cases import BASE, UNSHARED, cases
 from support.bad_settings import settings
 
 from experiments import recipes
-from experiments.recipes.allowed import RANGES, fields_of
-from experiments.recipes.ranges import Number
+from experiments.recipes.config import SETTINGS, values_of
+from meshpar.settings import Number
 
 MAX_SECONDS = 10
 """Most CPU time of one case; a case that reads and traces takes about one second."""
@@ -86,14 +86,16 @@ def test_there_are_many_cases_and_every_command_has_some():
 
 def test_every_field_has_a_range_and_every_recipe_is_within():
     for name in recipes.RECIPES:
-        fields = dict(fields_of(recipes.get(name)))
-        assert fields.keys() == RANGES.keys()
-        assert [k for k, v in fields.items() if RANGES[k].problem(v)] == []
+        fields = dict(values_of(recipes.get(name)))
+        assert fields.keys() == SETTINGS.keys()
+        assert [k for k, v in fields.items() if SETTINGS[k].range.problem(v)] == []
 
 
-@pytest.mark.parametrize("key", [k for k, r in RANGES.items() if isinstance(r, Number)])
+@pytest.mark.parametrize(
+    "key", [k for k, s in SETTINGS.items() if isinstance(s.range, Number)]
+)
 def test_bounds_are_inside_or_outside_as_the_range_says(key):
-    allowed = RANGES[key]
+    allowed = SETTINGS[key].range
     assert bool(allowed.problem(allowed.low)) == allowed.above
     assert bool(allowed.problem(allowed.high)) == allowed.below
 

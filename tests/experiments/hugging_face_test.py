@@ -69,7 +69,7 @@ def test_same_logits_and_back_bit_for_bit(kind, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_what_we_write(kind, tmp_path):
-    """The same, live, where transformers and torch are installed."""
+    """Compares with transformers and torch themselves, where they are installed."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     config = dataclasses.replace(ours(folder_of(kind))[0], depth=3, vocab=50)

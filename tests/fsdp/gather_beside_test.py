@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.fsdp.gather_order import after, gather_beside
+from meshpar.fsdp.gather_order import gather_beside
 from meshpar.fsdp.sharding import ManualSharding
-from meshpar.mesh.order import in_turn
+from meshpar.mesh.order import after, in_turn
 
 X, LEAVES = {"x": jnp.arange(3.0), "count": jnp.arange(2)}, {"w": jnp.ones((2, 2))}
 SHARDINGS = {"w": ManualSharding((), (), PartitionSpec())}
@@ -48,6 +48,6 @@ def test_the_gradient_of_activations_depends_on_the_reduced_ones():
 def test_numbers_do_not_change_where_what_they_wait_for_is_no_number():
     """A gradient that is no number would stand in all others and in the loss."""
     first, later = jnp.array([jnp.nan, 1.0]), jnp.array([2.0, 3.0])
-    waiting = after({"w": first}, SHARDINGS, {"x": later, "n": 3 * X["x"]})
+    waiting = after({"w": first}, {"x": later, "n": 3 * X["x"]})
     chex.assert_trees_all_equal(waiting, {"x": later, "n": 3 * X["x"]})
     np.testing.assert_array_equal(in_turn(first, later), later)

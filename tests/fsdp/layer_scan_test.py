@@ -1,4 +1,4 @@
-"""What the scan over layers saves for its backward pass."""
+"""The residuals that the scan over layers saves for its backward pass."""
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,6 @@ from experiments.gallery import (
     gradient_coding,
     gradient_diversity,
     hyperparameter_search,
-    layer_counter,
     layer_dropping,
     scaling,
 )
@@ -116,7 +115,7 @@ def test_the_expected_best_of_some_trials():
 def test_layers_that_run_without_the_schedule_are_counted():
     batches, counter = (
         [tiny_stack.batch(), tiny_stack.batch(1)],
-        layer_counter.LayerCounter(),
+        layer_dropping.LayerCounter(),
     )
     model, schedule = counter.counted(tiny_stack.model()), lambda t: 0.1
     program = layer_dropping._program(model, schedule, batches[0])

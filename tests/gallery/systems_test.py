@@ -139,7 +139,7 @@ def test_memory_of_a_pipeline_grows_with_the_layers_of_a_stage_alone():
 
 
 def test_elastic_workers_and_the_center_keep_their_sum():
-    """What a worker gives to the center it takes from its own weights."""
+    """A worker takes from its own weights as much as it gives to the center."""
     problem = elastic.Problem(0)
     task = elastic._easgd(problem, 1, 0.0, workers=2)
     center = problem.start + 1

@@ -179,7 +179,7 @@ def test_an_island_leaves_and_another_one_joins():
     ("settings", "words"),
     [
         (dict(algorithm="downpoor"), "use one of downpour"),
-        (dict(workers=0), "use at least 1"),
+        (dict(workers=0), "use a whole number of [a-z]*, at least 1"),
         (dict(quorum=3), "use 0 to 2"),
         (dict(replicas=2), "at least as many servers"),
         (dict(algorithm="diloco", consistency=ASP()), "set a quorum"),

@@ -1,4 +1,4 @@
-"""What layers use `tensor` for: grammar, errors and segments."""
+"""The use of `tensor` by layers: grammar, errors and segments."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a trace of one layer says of its bytes."""
+"""The bytes of one layer, as its trace says them."""
 
 import jax
 import pytest

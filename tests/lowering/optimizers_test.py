@@ -180,7 +180,7 @@ def test_flat_and_nested_states_are_exact_inverses(name):
     ],
 )
 def test_states_keep_the_names_that_checkpoints_know(transformation):
-    """Those of a state that was made from {path: array}."""
+    """The leaves of a state that was made from {path: array}."""
     state = make_optimizer(transformation, PARAMS, KEYS).abstract_state
     flat = jax.eval_shape(transformation.init, PARAMS)
     assert leaves_by_path(state) == leaves_by_path(flat)

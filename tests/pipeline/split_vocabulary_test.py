@@ -1,4 +1,4 @@
-"""What stages move over `pipe` is declared to the byte, with a split vocabulary too."""
+"""Bytes that stages move over `pipe` are as declared, with a split vocabulary too."""
 
 import dataclasses
 

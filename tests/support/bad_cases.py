@@ -3,7 +3,10 @@
 {root} is the folder of `bad_input.make_inputs`, {cwd} the folder of the command.
 """
 
+from support import commands
 from support.bad_settings import DATA, SHARED, settings
+
+from experiments import command_line
 
 COMMON = ["--recipe=tiny", "--data={root}/text.txt"]
 BASE = {
@@ -16,12 +19,15 @@ BASE = {
     "local_sgd_sweep": [*COMMON, "--workdir={cwd}/sweep"],
     "sparse": ["--data={root}/text.txt"],
     "batch": ["--data={root}/text.txt"],
-    "benchmarks.step_overhead": COMMON,
-    "benchmarks.ahead_of_time": COMMON,
-    "benchmarks.pipeline_schedules": COMMON,
+    "benchmarks.step_overhead": ["--recipe=tiny"],
+    "benchmarks.ahead_of_time": ["--recipe=tiny"],
+    "benchmarks.pipeline_schedules": ["--recipe=tiny"],
 }
 """Words of every command that are fine; those of a case follow them."""
 
+SHARED_FLAGS = {
+    flag.name for flag in (*command_line.OF_CONFIG, *command_line.OF_DEVICES)
+}
 UNSHARED = ("support", "chaos", "sparse", "batch")
 """Commands that do not read most of the shared flags."""
 
@@ -128,8 +134,8 @@ OWN = [
     ("chaos", ["--workdir={root}/text.txt"], "--workdir=.*cannot be written"),
     ("chaos", ["--workdir=/proc/x"], "--workdir=/proc/x cannot be"),
     ("chaos", ["--workdir=" + "a" * 300], "--workdir=a.*each name"),
-    ("chaos", ["--layout=fsdp=2"], "--layout is set by the scenarios"),
-    ("chaos", ["--set=model.depth=0"], "--set is set by the scenarios"),
+    ("chaos", ["--layout=fsdp=2"], "--layout is not read.*: its scenarios set it"),
+    ("chaos", ["--set=model.depth=0"], "--set is not read.*: its scenarios set it"),
     ("chaos", ["--json=3"], "--json=3"),
     ("chaos", ["--fault=3"], "Did you mean: faults"),
     ("sparse", ["--algorithm=dbgp"], "--algorithm=dbgp.*did you mean 'dbpg'"),
@@ -179,7 +185,9 @@ OWN = [
     ("verify", ["--random=-1"], "--random=-1.*use"),
     ("verify", ["--random=1000000000"], "--random=1000000000.*use"),
     ("verify", ["--random=2", "--json"], "leave out --layout and --json"),
-    ("verify", ["--optimizer_mode=local_sgd"], "leave out --optimizer_mode"),
+    ("verify", ["--optimizer_mode=local_sgd"], "--optimizer_mode.*leave it out"),
+    ("verify", ["--set=optimizer_mode=local_sgd"], "leave out the mode"),
+    ("explain", ["--topology=v5e:2x2", "--devices=2"], "--devices is not read by"),
     ("verify", ["--padded=3"], "--padded=3"),
     ("explain", ["--html=/nowhere/page.html"], "--html=/nowhere/page.html cannot"),
     ("explain", ["--html={root}/folder"], "--html=.*folder cannot be written"),
@@ -248,14 +256,28 @@ OWN = [
 ]
 
 
+def shared_cases(name):
+    """(command, words, pattern) of flags that a command shares, or does not take."""
+    taken = commands.taken(name)
+    for words, pattern in SHARED:
+        flag = words[0][2:].partition("=")[0]
+        known = flag in SHARED_FLAGS
+        if known and flag not in taken:
+            pattern = f"--{flag} is not read by this command.*; leave it out"
+        elif flag == "stpes" and "steps" not in taken:
+            pattern = "Unknown command line flag 'stpes'"
+        yield name, words, pattern
+
+
 def cases():
     """(command, words, pattern of the message) of all cases, but for slow ones."""
     yield from settings(quick=True)
     for name in BASE:
         yield name, ["stray"], "stray|give one folder"
         if name not in UNSHARED:
-            yield from ((name, words, pattern) for words, pattern in SHARED)
-    yield "support", ["--stpes=3"], "Did you mean: steps"
+            yield from shared_cases(name)
+    yield "support", ["--stpes=3"], "Unknown command line flag 'stpes'.*--help lists"
+    yield "support", ["--steps=3"], "--steps is not read by this command"
     yield from (("run", [f"--data={path}"], pattern) for path, pattern in DATA)
     for name in ("verify", "explain", "local_sgd_sweep", "checkpoint"):
         yield name, ["--data={root}/fifo"], "fifo is a folder, a pipe or a device"

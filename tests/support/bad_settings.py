@@ -1,12 +1,15 @@
 """Bad settings and shared flags: (words, pattern of the message) of each.
 
-Values of settings are made from the table of ranges, so a new field is covered at once.
+Values of settings are made from the ranges of the fields, so a new one is covered.
 """
 
 import re
 
-from experiments.recipes.allowed import RANGES
-from experiments.recipes.ranges import Choice, Number, Path, Switch, Text, Wire
+from experiments.ranges import Path
+from experiments.recipes.config import SETTINGS
+from meshpar.collectives.compression import Wire
+from meshpar.islands.consistency import ConsistencyText
+from meshpar.settings import Choice, Number, Switch, Text
 
 
 def bad_numbers(allowed):
@@ -25,6 +28,7 @@ BAD = {
     Text: lambda allowed: ("x" * (allowed.longest + 1), "a\x07b"),
     Path: lambda _: ("a" * 256, "/a" * 2500, "a\0b"),
     Wire: lambda _: ("", "int3", "topk:2", "topk:nan", "topk:", "x" * 5000),
+    ConsistencyText: lambda _: ("", "ssp", "asp:1", "ssp:-1", "ssp:" + "9" * 5000),
 }
 """{kind of range: its texts outside of the range}."""
 
@@ -36,8 +40,9 @@ NUM_QUICK = 6
 def settings(quick):
     """(command, words, pattern of the message) for every field of the configuration."""
     chosen = slice(NUM_QUICK) if quick else slice(NUM_QUICK, None)
-    for key, allowed in RANGES.items():
-        for text in list(BAD[type(allowed)](allowed))[chosen]:
+    for key, setting in SETTINGS.items():
+        bad = BAD[type(setting.range)](setting.range)
+        for text in list(bad)[chosen]:
             shown = text[:10].split("\0")[0].split("\x07")[0]
             yield "run", [f"--set={key}={text}"], f"{key}=.*{re.escape(shown)}"
 

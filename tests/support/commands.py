@@ -4,6 +4,7 @@ A command is run as `__main__`, with flags of its own, so that commands whose fl
 equal names can follow each other in one process.
 """
 
+import ast
 import contextlib
 import dataclasses
 import pathlib
@@ -38,7 +39,7 @@ def num_compilations() -> int:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a command left behind."""
+    """The results that a command left behind."""
 
     code: int
     out: str
@@ -51,7 +52,8 @@ class Outcome:
 def flags_anew():
     """Sets flags of imported commands aside, and takes away those defined inside."""
     defined = flags.FLAGS.flags_by_module_dict()
-    shared = {flag.name for flag in defined[command_line.__name__]}
+    shared_flags = list(defined[command_line.__name__])
+    shared = {flag.name for flag in shared_flags}
     aside = [
         (module, flag)
         for module, own in defined.items()
@@ -64,9 +66,27 @@ def flags_anew():
         with flagsaver.flagsaver():
             yield
     finally:
+        gone = [flag for flag in shared_flags if flag.name not in flags.FLAGS]
+        aside += [(command_line.__name__, flag) for flag in gone]
         for module, flag in aside:
             flags.FLAGS[flag.name] = flag
             flags.FLAGS.register_flag_by_module(module, flag)
+
+
+def source_of(name) -> pathlib.Path:
+    """The file of `experiments.NAME`."""
+    return ROOT / "experiments" / f"{name.replace('.', '/')}.py"
+
+
+def taken(name) -> set[str]:
+    """Names of the shared flags that `experiments.NAME` takes, read in its source."""
+    for call in ast.walk(ast.parse(source_of(name).read_text())):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "command_line.run":
+            given = [x.value for x in call.keywords if x.arg == "takes"]
+            names = [ast.unparse(takes) for takes in [*call.args[1:], *given]]
+            found = eval(names[0], {"command_line": command_line}) if names else ()
+            return {flag.name for flag in found}
+    raise AssertionError(f"experiments.{name} is no command")
 
 
 def run(name, words, monkeypatch, capsys) -> Outcome:
@@ -76,12 +96,11 @@ def run(name, words, monkeypatch, capsys) -> Outcome:
     monkeypatch.setattr(compat, "set_simulated_devices", lambda count: None)
     monkeypatch.setattr(app._run_init, "done", True)
     monkeypatch.setattr(sys, "argv", [name, *words])
-    path = ROOT / "experiments" / f"{name.replace('.', '/')}.py"
     capsys.readouterr()
     before, start, code = num_compilations(), time.process_time(), 0
     with flags_anew():
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            runpy.run_path(str(source_of(name)), run_name="__main__")
         except SystemExit as end:
             code = end.code
     seconds = time.process_time() - start

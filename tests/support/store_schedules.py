@@ -132,7 +132,7 @@ class Schedule:
                     self._check_bound(clock, held)
 
     def _check_bound(self, clock, held):
-        """What a read at a clock holds of the others that are surely members."""
+        """The pushes of surely present members that a read at a clock holds."""
         alive = [n for n in ("a", "b", "c") if n not in self.killed]
         missing = {n: clock - held[NAMES.index(n)][:clock].sum() for n in alive}
         if isinstance(self.consistency, SSP):

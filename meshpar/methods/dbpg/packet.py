@@ -15,7 +15,7 @@ KEY_BYTES, VALUE_BYTES = 4, 4
 """Bytes of one key and of one number in a packet that no filter changed."""
 
 Memory = dict[str, np.ndarray]
-"""What a receiver remembers; on a server the cache of a range, which is replicated."""
+"""The memory of a receiver; on a server the cache of a range, which is replicated."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

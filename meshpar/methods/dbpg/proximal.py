@@ -42,7 +42,7 @@ def gradient_and_curvature(
     margins: np.ndarray,
     mass: np.ndarray,
 ) -> np.ndarray:
-    """What a worker pushes for its columns of a block.
+    """A worker's push for its columns of a block.
 
     The curvature of a key is that of the losses along this key, where every row counts
     with the mass of all keys that move at the same time: then all of them may move.

@@ -124,7 +124,7 @@ def _row_sums(matrix: sp.csc_array) -> np.ndarray:
 
 
 class _Block(NamedTuple):
-    """What a worker holds of a block.
+    """A worker's share of a block.
 
     Attributes:
       keys: those that occur in its rows, int32 [keys], from 0 in each block.

@@ -40,7 +40,7 @@ class Code:
         return np.flatnonzero(self.matrix[worker])
 
     def encode(self, worker: int, gradients: Sequence[np.ndarray]) -> np.ndarray:
-        """What a worker sends.
+        """The message of a worker.
 
         Args:
           worker: its number.

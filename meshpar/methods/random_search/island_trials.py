@@ -17,7 +17,7 @@ from meshpar.islands.mode import HOSTS, need_ray
 from meshpar.methods.random_search.trials import count
 
 Outcome = TypeVar("Outcome")
-"""What a trial found."""
+"""The result of a trial."""
 
 
 def search(

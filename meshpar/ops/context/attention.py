@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshpar.arrays import Array
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts import scope as scopes
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.context_modes import ALLGATHER, RING, ULYSSES
@@ -57,14 +57,14 @@ def attention(
 
     Raises:
       LayoutError: a dim that does not divide over its axes.
-      ValueError: a window below 0.
+      MeshparError: a window below 0.
 
     Source: Vaswani et al., arXiv:1706.03762, section 3.2.1; Ainslie et al., GQA,
       arXiv:2305.13245; Beltagy et al., Longformer, arXiv:2004.05150, section 3.1
       (window); Krell et al., arXiv:2107.02027, section 3.2 (documents in one sequence).
     """
     if window < 0:
-        raise ValueError(f"window={window}: use 1 or more, or 0 for whole sequences")
+        raise MeshparError(f"window={window}: use 1 or more, or 0 for whole sequences")
     run = functools.partial(_attention, window=window)
     arrays = q_BLNH, k_BLKH, v_BLKH
     if segments_BL is not None:

@@ -31,7 +31,7 @@ class Sums(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What the backward pass knows of all blocks together.
+    """Results over all blocks, which the backward pass needs.
 
     Attributes:
       lse: as in `Sums`.

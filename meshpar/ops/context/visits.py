@@ -72,7 +72,7 @@ class Places:
         return Visit(starts, block, size, queries, keys, window)
 
     def _tokens(self, place: Array, length: int, segments: Sequence[Array]) -> Tokens:
-        """Those of one place on the ring."""
+        """The visits of one place on the ring."""
         size, first, num = length // self.heads, place * self.heads, self.num_ranks
         of_ranks = [
             positions_on(self.order, first + i, num, size) for i in range(self.heads)

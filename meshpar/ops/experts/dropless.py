@@ -26,7 +26,7 @@ from meshpar.ops.experts.statistics import Lost
 
 
 class _Sent(NamedTuple):
-    """What one device sends.
+    """The rows that one device sends: their slots in the buffer, and their counts.
 
     Attributes:
       slot: [choices] the slot of each in the buffer; `num_slots` for overflow.

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.arrays import Array, vary, vary_alike, zero_after
+from meshpar.arrays import Array, vary, vary_alike
 from meshpar.collectives.varying import sum_varying
 from meshpar.contracts.purposes import purpose
 from meshpar.layouts.axes import in_use
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import activation_axes, current_scope
+from meshpar.mesh.order import zero_after
 from meshpar.mesh.platform import TPU, traced_platform
 
 BLOCK = 64
