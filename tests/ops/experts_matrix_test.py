@@ -8,11 +8,11 @@ import functools
 import jax
 import optax
 import pytest
+from support import equality
 from support.marks import slow
 from support.tiny_models import batch, lower, model
 
 from meshpar import layouts
-from meshpar.explain.verify import record, verify
 from meshpar.lowering.jit import JitLowering
 from meshpar.ops import experts
 
@@ -68,7 +68,7 @@ def program(layout, routing, depth, lowering=""):
 def one_device(routing, depth, microbatches):
     layout = f"data=1,microbatches={microbatches}"
     alone = program(layout, routing, depth)
-    return list(record(alone, [batch(i) for i in range(STEPS)]))
+    return equality.record(alone, [batch(i) for i in range(STEPS)])
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -80,7 +80,7 @@ def test_every_layout_equals_one_device(case):
     assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
     reference = one_device(routing, depth, layout.microbatches)
     batches = [batch(i) for i in range(STEPS)]
-    report = verify(tested, reference, batches)
+    report = equality.compare(tested, reference, batches)
     assert report.ok, report.problem
     names = {row.tensor: row for row in report.comparisons if row.kind == "metric"}
     assert {"experts_dropped", "experts_overflow", "experts_load"} <= names.keys()
