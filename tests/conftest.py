@@ -47,6 +47,8 @@ def named(value):
     """A value as part of a test's name, the same in every process."""
     if isinstance(value, dict):
         return ",".join(f"{key}={named(x)}" for key, x in value.items()) or "nothing"
+    if isinstance(value, set | frozenset):
+        return ",".join(sorted(map(named, value))) or "nothing"
     if isinstance(value, list | tuple):
         return ",".join(map(named, value)) or "nothing"
     if isinstance(value, str | int | float | None):
@@ -56,7 +58,7 @@ def named(value):
 
 def pytest_make_parametrize_id(val):
     """Names containers by what they hold: pytest would number them."""
-    if isinstance(val, dict | list | tuple):
+    if isinstance(val, dict | list | tuple | set | frozenset):
         return named(val)[:60]
     record = dataclasses.is_dataclass(val) and not isinstance(val, type)
     if record or isinstance(val, BaseException):

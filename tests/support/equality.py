@@ -14,6 +14,7 @@ import numpy as np
 from meshpar import Model, TrainProgram
 from meshpar.explain import verify as verifying
 from meshpar.explain.verify import Group, VerifyReport
+from meshpar.lowering.state import TrainState
 
 ADAM_B1 = 0.9
 
@@ -68,6 +69,13 @@ def _check_moments(groups: list[Group]) -> None:
     assert sum(map(np.size, kept)) >= sum(map(np.size, weights)), "use Adam or momentum"
 
 
+def start(program: TrainProgram) -> TrainState:
+    """The state of seed 0; layouts of one model share the compiled initialization."""
+    # Where stages store layers in an order of their own, so does the program's model.
+    params = None if program.layer_order else _weights(program.model)
+    return program.init(0, params=params)
+
+
 def _weights(model: Model) -> dict[str, np.ndarray]:
     """{path: array} of seed 0, drawn once for each model."""
     if id(model) not in _drawn:
@@ -82,10 +90,9 @@ def first_step(program: TrainProgram, batch: Any) -> tuple[dict, dict]:
     """Metrics and {path: gradient} of one step of Adam or momentum, without clipping.
 
     Momentum is the gradient then, Adam's first moment 1 - b1 of it: one compilation
-    gives both. Weights are those of seed 0, which each layout need not compile anew.
+    gives both.
     """
-    start = _weights(program.model)
-    state, metrics = program.step(program.init(0, params=start), batch)
+    state, metrics = program.step(start(program), batch)
     moments = jax.device_get(program.in_model_order(state)).optimizer_state[0]
     gradients = getattr(moments, "trace", None)
     if gradients is None:
