@@ -1,6 +1,8 @@
 """Eight simulated devices for all tests; quick compiles; nothing implicit."""
 
 import atexit
+import dataclasses
+import gc
 import os
 import shutil
 import tempfile
@@ -30,7 +32,35 @@ meshpar.simulate(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 assert jax.device_count() == 8, jax.devices()
 
+# Traces make many objects that live long: with the defaults, a tenth of the time goes
+# into looking for circles among them, most of all among those of the modules.
+gc.freeze()
+gc.set_threshold(100_000, 20, 50)
+
 
 @pytest.fixture(params=["nnx", "linen"])
 def framework(request):
     return request.param
+
+
+def named(value):
+    """A value as part of a test's name, the same in every process."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={named(x)}" for key, x in value.items()) or "nothing"
+    if isinstance(value, set | frozenset):
+        return ",".join(sorted(map(named, value))) or "nothing"
+    if isinstance(value, list | tuple):
+        return ",".join(map(named, value)) or "nothing"
+    if isinstance(value, str | int | float | None):
+        return str(value)
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def pytest_make_parametrize_id(val):
+    """Names containers by what they hold: pytest would number them."""
+    if isinstance(val, dict | list | tuple | set | frozenset):
+        return named(val)[:60]
+    record = dataclasses.is_dataclass(val) and not isinstance(val, type)
+    if record or isinstance(val, BaseException):
+        return type(val).__name__
+    return None

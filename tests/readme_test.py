@@ -129,7 +129,10 @@ def test_the_programs_of_methods_run(capsys):
     scope: dict = {}
     for text in most:
         scope |= given
+        if "island_trials" in text:  # Every trial compiles a program of its own.
+            scope["values"] = {name: x[:3] for name, x in scope["values"].items()}
         exec(text, scope)
+    assert len(scope["losses"]) == 3
     assert np.isfinite(scope["losses"]).all() and capsys.readouterr().out
     np.testing.assert_allclose(scope["gradients"], 8 * np.ones(3), rtol=1e-5)
 

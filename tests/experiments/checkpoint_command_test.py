@@ -8,6 +8,7 @@ import sys
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from support import commands
 from support.tiny_runs import ROOT
 
 import meshpar
@@ -28,11 +29,6 @@ def checkpoint_command(monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     return command
-
-
-def checkpoint_process(*words):
-    tool = [sys.executable, "-m", "experiments.checkpoint", *map(str, words)]
-    return subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_the_checkpoint_command_says_what_lies_there(
@@ -70,7 +66,15 @@ def test_the_checkpoint_command_knows_what_could_go_on(
 
 
 def test_the_checkpoint_program_ends_with_1_for_no(unbroken):
-    done = checkpoint_process(unbroken[1], "--can_resume=fsdp=32")
+    """A process has the devices that the layout needs."""
+    tool = [sys.executable, "-m", "experiments.checkpoint", str(unbroken[1])]
+    done = subprocess.run(
+        [*tool, "--can_resume=fsdp=32"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 1, done.stderr
     assert re.search("no: batch=16 does not divide", done.stdout, re.DOTALL)
 
@@ -94,10 +98,10 @@ def test_an_export_of_changed_weights_is_refused(unbroken, tmp_path, monkeypatch
 
 
 def test_the_checkpoint_command_needs_a_folder_with_checkpoints(
-    tmp_path, checkpoint_command
+    tmp_path, checkpoint_command, monkeypatch, capsys
 ):
     with pytest.raises(CheckpointError, match="give one folder"):
         checkpoint_command()
-    done = checkpoint_process(tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "holds no checkpoint" in done.stderr
+    done = commands.run("checkpoint", [str(tmp_path)], monkeypatch, capsys)
+    assert done.code == 2 and "Traceback" not in done.err
+    assert "holds no checkpoint" in done.err

@@ -1,13 +1,11 @@
 """Exit codes of commands: what the user can mend, what may pass, what would not."""
 
 import errno
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
+from support import commands
 
 from experiments import command_line
 from experiments.supervision.restarts import FINAL
@@ -30,19 +28,15 @@ PLACE = {
     ],
 )
 def test_what_the_user_can_mend_ends_with_2_and_no_traceback(
-    flag, environment, says, tmp_path
+    flag, environment, says, tmp_path, monkeypatch, capsys
 ):
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.run", flag, f"--workdir={tmp_path}/run"],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr and "error: " in done.stderr
-    assert "Traceback" not in done.stderr
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    words = [flag, f"--workdir={tmp_path}/run"]
+    done = commands.run("run", words, monkeypatch, capsys)
+    assert done.code == 2, done.err
+    assert says in done.err and "error: " in done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "run").exists()
 
 

@@ -8,14 +8,13 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from support import commands
 
 from experiments.interchange import hugging_face
 from experiments.interchange.hugging_face_config import config_json, decoder_config
@@ -152,23 +151,16 @@ def test_experts_that_drop_tokens_are_not_theirs():
         config_json(DecoderConfig(num_experts=4))
 
 
-def command(*words):
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_a_run_starts_from_theirs_and_becomes_theirs(tmp_path, monkeypatch, capsys):
+    def command(name, *words):
+        done = commands.run(name, words, monkeypatch, capsys)
+        assert not done.code, done.out + done.err
+        return done.out
 
-
-def test_a_run_starts_from_theirs_and_becomes_theirs(tmp_path):
     run, text = tmp_path / "run", tmp_path / "text.bin"
     np.random.default_rng(0).integers(0, 48, 4000).astype(np.uint16).tofile(text)
     flags = ["--recipe=tiny", f"--data={text}", "--batch_size=8"]
-    checkpoint = ["experiments.checkpoint", str(run)]
+    checkpoint = ["checkpoint", str(run)]
     source = f"--import={folder_of('llama')}"
     said = command(*checkpoint, source, *flags, "--set=model.length=12")
     assert "21 tensors are step 0" in said
@@ -177,7 +169,7 @@ def test_a_run_starts_from_theirs_and_becomes_theirs(tmp_path):
     more = re.findall(r"--(?:recipe|workdir|set)[= ]\S+", said.splitlines()[-1])
     more = [word.replace("--set ", "--set=") for word in more]
     rest = ["--layout=fsdp=2", "--steps=3", "--set=sample_tokens=0", "--set=steps=3"]
-    said = command("experiments.run", *flags, *more, "--set=model.length=12", *rest)
+    said = command("run", "--devices=2", *flags, *more, "--set=model.length=12", *rest)
     assert "step 3/3" in said
     assert "step 3 " in command(*checkpoint, "--export=safetensors")
     changed = stored(run / "huggingface")["model.norm.weight"]

@@ -1,5 +1,6 @@
 """Predictions stay as close to compiled programs as docs/planning.md says."""
 
+import collections
 import dataclasses
 
 import jax
@@ -14,13 +15,41 @@ BOUNDS = {"0.10": (0.025, 0.05, 0.03, 0.14), "0.12": (0.02, 0.08, 0.025, 0.05)}
 those that the other line compiled}."""
 
 
-@pytest.fixture(scope="module")
-def rows():
-    """TPU programs, whose compiler is installed with the tests."""
-    return predictions.predicted(c for c in CASES if not c.topology.startswith("h100"))
+TPU_CASES = [c for c in CASES if not c.topology.startswith("h100")]
+"""Those whose compiler is installed with the tests."""
 
 
-def test_predicted_memory_is_close_to_that_of_compiled_programs(rows):
+def group(case):
+    """Programs of one model, batch and machine share what is traced of the model."""
+    return case.recipe, case.topology, case.batch_size
+
+
+@pytest.fixture(
+    scope="module",
+    params=["large groups", pytest.param("every group", marks=pytest.mark.slow)],
+)
+def rows(request):
+    """Predictions; by default of four in five programs, in two fifths of the time."""
+    if request.param == "every group":
+        return predictions.predicted(TPU_CASES)
+    sizes = collections.Counter(map(group, TPU_CASES))
+    others = "offload=", "expert="
+    return predictions.predicted(
+        case
+        for case in TPU_CASES
+        if sizes[group(case)] >= 3 or any(word in case.layout for word in others)
+    )
+
+
+@pytest.fixture
+def least_number(request):
+    """{what: the least number of programs}."""
+    if "every group" in request.node.name:
+        return {"programs": 88, "own": 11, "timed": 85}
+    return {"programs": 85, "own": 10, "timed": 85}
+
+
+def test_predicted_memory_is_close_to_that_of_compiled_programs(rows, least_number):
     # The installed jax traces the layers; another one than compiled a program saves
     # other values where nothing is rematerialized.
     line = min(".".join(jax.__version__.split(".")[:2]), max(BOUNDS))
@@ -28,16 +57,17 @@ def test_predicted_memory_is_close_to_that_of_compiled_programs(rows):
     for row in rows:
         (own if row.compiled.jax_line == line else others).append(row.error)
         assert row.compiled.violations == 0
-    assert len(own) + len(others) >= 88 and len(own) >= 11
+    assert len(own) + len(others) >= least_number["programs"]
+    assert len(own) >= least_number["own"]
     mean, most, mean_of_others, most_of_others = BOUNDS[line]
     assert np.abs(own).mean() < mean and np.abs(others).mean() < mean_of_others
     assert -0.03 < min(own) and max(own) < most
     assert -0.03 < min(others) and max(others) < most_of_others
 
 
-def test_predicted_times_have_the_order_of_the_compilers(rows):
+def test_predicted_times_have_the_order_of_the_compilers(rows, least_number):
     tau, count = predictions.kendall_tau(rows)
-    assert count >= 85 and tau > 0.9
+    assert count >= least_number["timed"] and tau > 0.9
     every = [row for row in rows if row.compiled.case in EXHAUSTIVE]
     assert len(every) == len(EXHAUSTIVE) == 27
     assert predictions.loss_of_choice(every) < 0.05

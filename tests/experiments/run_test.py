@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from support import commands
 from support.tiny_runs import ROOT, config, losses, stop_after, train
 
 import meshpar
@@ -122,6 +123,13 @@ BAD_INPUT = [
 ]
 
 
+def test_words_that_are_no_flags_are_an_error(tmp_path, monkeypatch, capsys):
+    words = ["stray", f"--workdir={tmp_path}/w"]
+    done = commands.run("run", words, monkeypatch, capsys)
+    assert done.code == 2 and "are not flags" in done.err
+    assert not (tmp_path / "w").exists()
+
+
 @pytest.mark.parametrize("arguments, words", BAD_INPUT)
 def test_bad_input_is_an_error(arguments, words, tmp_path, monkeypatch):
     """As experiments.run does it, in this process and on its devices."""
@@ -136,10 +144,8 @@ def test_bad_input_is_an_error(arguments, words, tmp_path, monkeypatch):
     assert not (tmp_path / "w").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments, words", [(["stray"], "are not flags"), BAD_INPUT[4]]
-)
-def test_bad_input_ends_a_program_without_a_traceback(arguments, words, tmp_path):
+def test_bad_input_ends_a_process_without_a_traceback(tmp_path):
+    arguments, words = BAD_INPUT[4]
     run = [sys.executable, "-m", "experiments.run", f"--workdir={tmp_path}/w"]
     done = subprocess.run(
         [*run, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.equality import start
 from support.tiny_models import batch, config, host, lower, model, relative_error
 
 import meshpar
@@ -69,7 +70,7 @@ def test_dropout_does_not_depend_on_the_mesh(framework):
     losses, kept = {}, {}
     for layout in ("data=1", "data=2,fsdp=2,tensor=2"):
         program = lower(layout, dropping)
-        state = program.init(0)
+        state = start(program)
         losses[layout] = float(program.gradients(state, batch())[0]["loss"])
         kept[layout] = float(program.evaluate(state, batch())["loss"])
     one, many = losses.values()

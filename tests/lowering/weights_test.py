@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.equality import first_step
 from support.tiny_models import host, relative_error
 
 import meshpar
@@ -148,12 +149,17 @@ def assert_equal(found, want):
 @pytest.mark.parametrize("head_loss", [divided_by_the_user, as_a_mean])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_weighted_loss_and_its_metrics_do_not_depend_on_the_layout(layout, head_loss):
-    program, (want, want_grads) = lower(head_loss, layout), expected()
-    state = program.init(0)
-    found, grads = host(program.gradients(state, rows()))
+    momentum, (want, want_grads) = optax.sgd(0.1, momentum=0.9), expected()
+    program = lower(head_loss, layout, optimizer=momentum)
+    found, grads = first_step(program, rows())
+    found.pop("grad_norm")
     assert_equal(found, want)
     assert relative_error(grads, want_grads) < 1e-5
-    assert_equal(host(program.evaluate(state, rows())), want)
+    if program.layer_order is not None:  # `gradients` puts the layers in order itself.
+        found, grads = host(program.gradients(program.init(0), rows()))
+        assert_equal(found, want)
+        assert relative_error(grads, want_grads) < 1e-5
+    assert_equal(host(program.evaluate(program.init(0), rows())), want)
     assert program.violations() == []
 
 

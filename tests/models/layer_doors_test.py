@@ -10,10 +10,10 @@ import optax
 import pytest
 from flax import nnx
 from flax.linen import partitioning
+from support import equality
 from support.shapes import trace_loss
 
 import meshpar
-from meshpar.explain.verify import verify
 
 WIDTH, DEPTH = 8, 4
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
@@ -189,7 +189,7 @@ def test_layers_train_wherever_they_are_kept(name):
     optimizer, devices = optax.sgd(0.1, momentum=0.9), jax.devices()[:4]
     layout = "pipe=2,data=2,microbatches=2"
     program = meshpar.lower(model_of(name), optimizer, layout, BATCH, devices=devices)
-    report = verify(program, None, BATCHES)
+    report = equality.compare(program, None, BATCHES)
     assert report.ok, report
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import equality
 from support.marks import slow
 
 import meshpar
 from meshpar.errors import LayoutError, MeshparError
-from meshpar.explain.verify import verify
 
 WIDTH = 8
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
@@ -140,7 +140,7 @@ ROWS = [
 def test_a_loss_reads_what_it_wants_of_layers(loss, layout):
     model = meshpar.from_nnx(Net, LOSSES[loss], layers="layers")
     program = lower(model, LAYOUTS[layout])
-    report = verify(program, None, BATCHES)
+    report = equality.compare(program, None, BATCHES)
     assert report.ok, report
     assert program.lowering.name == "shard_map"
 
@@ -188,7 +188,9 @@ def weights_of_blocks(apply, batch):
 def test_a_loss_of_a_linen_module_reads_what_it_wants(scan, loss):
     layers = "block" if scan else "block_*"
     model = meshpar.from_linen(LinenNet(scan), loss, X[:1], layers=layers)
-    report = verify(lower(model, "pipe=2,data=2,microbatches=4"), None, BATCHES)
+    report = equality.compare(
+        lower(model, "pipe=2,data=2,microbatches=4"), None, BATCHES
+    )
     assert report.ok, report
 
 
@@ -224,7 +226,7 @@ def test_what_parts_of_a_batch_cannot_give_is_refused_of_any_layer(loss, cause):
 
 @pytest.mark.parametrize("loss", [deep_supervision, weights_of_all])
 def test_without_layers_they_train(loss):
-    report = verify(lower(meshpar.from_nnx(Net, loss)), None, BATCHES)
+    report = equality.compare(lower(meshpar.from_nnx(Net, loss)), None, BATCHES)
     assert report.ok, report
 
 
@@ -262,7 +264,7 @@ def test_weights_that_a_module_stacks_are_refused():
 
 def test_evaluation_reads_what_it_wants():
     model = meshpar.from_nnx(Net, last, early_exit, layers="layers")
-    report = verify(lower(model), None, BATCHES)
+    report = equality.compare(lower(model), None, BATCHES)
     assert report.ok, report
 
 

@@ -8,10 +8,10 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from support import equality
 from support.marks import slow
 
 import meshpar
-from meshpar.explain.verify import verify
 
 WIDTH, DEPTH = 8, 4
 X = np.random.default_rng(0).normal(size=(16, 5, WIDTH)).astype(np.float32)
@@ -132,7 +132,7 @@ def test_loops_of_a_model_train(inner, layout):
         devices=jax.devices()[:4],
         lowering="shard_map",
     )
-    report = verify(program, None, [BATCH, BATCH])
+    report = equality.compare(program, None, [BATCH, BATCH])
     assert report.ok, report
 
 

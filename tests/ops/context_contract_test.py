@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support import equality
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
 import meshpar
 from meshpar.collectives.transport import Rings, Transports
 from meshpar.errors import LayoutError
-from meshpar.explain.verify import verify
 from meshpar.layouts.axes import CONTEXT
 from meshpar.layouts.token_order import device_order
 from meshpar.ops.context import gathered
@@ -60,7 +60,7 @@ def test_keys_around_rings_move_the_same_bytes(monkeypatch):
     moves = [c for c in program.collectives if c.kind == "permute"]
     assert sum(c.wire_bytes for c in moves) == DEPTH * 2 * SENT
     whole = lower("data=1", model(kv_heads=KV_HEADS))
-    report = verify(program, whole, [batch()])
+    report = equality.compare(program, whole, [batch()])
     assert report.ok, report.problem
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support import equality
 from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower_standard, model
 
@@ -13,7 +14,6 @@ import meshpar
 from experiments import data
 from experiments.data import padded_unevenly
 from meshpar import layouts
-from meshpar.explain.verify import record, verify
 from meshpar.lowering.jit import JitLowering
 
 STEPS = 2
@@ -45,7 +45,7 @@ def program(layout, depth, lowering=""):
 @functools.cache
 def one_device(depth):
     alone = program("data=1", depth)
-    return list(record(alone, [batch(i) for i in range(STEPS)]))
+    return equality.record(alone, [batch(i) for i in range(STEPS)])
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -55,7 +55,9 @@ def test_every_layout_equals_one_device(case):
     depth = 2 * layout.virtual_stages
     tested = program(layout, depth, *lowering)
     assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
-    report = verify(tested, one_device(depth), [batch(i) for i in range(STEPS)])
+    report = equality.compare(
+        tested, one_device(depth), [batch(i) for i in range(STEPS)]
+    )
     assert report.ok, report.problem
 
 
@@ -90,7 +92,7 @@ def test_packed_documents_train_alike(layout):
         optimizer = optax.adamw(1e-2, eps=1e-2)
         return meshpar.lower(of, optimizer, text, batches[0], devices=devices)
 
-    report = verify(program(layout), program(f"microbatches={num}"), batches)
+    report = equality.compare(program(layout), program(f"microbatches={num}"), batches)
     assert report.ok, report.problem
 
 
@@ -104,5 +106,5 @@ def test_parts_of_sequences_weigh_as_their_tokens_do():
         optimizer = optax.adamw(1e-2, eps=1e-2)
         return meshpar.lower(with_block, optimizer, layout, batches[0], devices=devices)
 
-    report = verify(weighed("context=4"), weighed("data=1"), batches)
+    report = equality.compare(weighed("context=4"), weighed("data=1"), batches)
     assert report.ok, report.problem

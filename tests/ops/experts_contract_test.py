@@ -1,6 +1,9 @@
 """Bytes that a mixture of experts moves, by formula; what the axis refuses."""
 
+import functools
+
 import pytest
+from support.equality import start
 from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
@@ -68,24 +71,30 @@ def test_tokens_around_rings_move_the_same_bytes(monkeypatch):
     assert moved(f"expert={WAYS}", "permute", routing="dropless") == wire
 
 
+@functools.cache
+def bounded():
+    return model(num_experts=EXPERTS, mlp=32, routing="dropless", exchange_bound=0.5)
+
+
+@functools.cache
+def evaluated(in_buffers):
+    """Metrics of tokens that move in buffers, or all together."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_buffers:
+            patch.setattr(dropless, "_fits_buffers", lambda most, tokens: False)
+        program = lower("expert=4", bounded())
+        return program.evaluate(start(program), batch())
+
+
 def test_choices_beyond_the_bound_are_counted():
-    of = model(num_experts=EXPERTS, mlp=32, routing="dropless", exchange_bound=0.5)
-    program = lower("expert=4", of)
-    metrics = program.evaluate(program.init(0), batch())
+    metrics = evaluated(in_buffers=True)
     assert 0.4 < float(metrics["experts_overflow"]) < 0.7
     assert float(metrics["experts_dropped"]) == float(metrics["experts_overflow"])
 
 
-def test_a_bound_drops_the_same_choices_however_tokens_move(monkeypatch):
-    of = model(num_experts=EXPERTS, mlp=32, routing="dropless", exchange_bound=0.5)
-
-    def evaluated():
-        program = lower("expert=4", of)
-        return program.evaluate(program.init(0), batch())
-
-    in_buffers = evaluated()
-    monkeypatch.setattr(dropless, "_fits_buffers", lambda most, tokens: False)
-    for name, value in evaluated().items():
+def test_a_bound_drops_the_same_choices_however_tokens_move():
+    in_buffers = evaluated(in_buffers=True)
+    for name, value in evaluated(in_buffers=False).items():
         assert float(value) == pytest.approx(float(in_buffers[name]), rel=1e-6), name
 
 
@@ -97,6 +106,7 @@ def test_a_dense_model_has_nothing_for_the_axis():
 def test_replicas_that_train_apart_evaluate_as_one_device():
     of, mode = model(num_experts=EXPERTS, mlp=32), meshpar.LocalSGD(period=2)
     apart, alone = lower("replica=2,expert=2", of, mode=mode), lower("data=1", of)
-    got, want = (p.evaluate(p.init(0), batch()) for p in (apart, alone))
+    got = apart.evaluate(apart.init(0), batch())
+    want = alone.evaluate(start(alone), batch())
     for name, value in want.items():
         assert float(got[name]) == pytest.approx(float(value), rel=1e-5)

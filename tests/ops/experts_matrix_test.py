@@ -8,11 +8,12 @@ import functools
 import jax
 import optax
 import pytest
+from support import equality
 from support.marks import slow
 from support.tiny_models import batch, lower, model
 
 from meshpar import layouts
-from meshpar.explain.verify import record, verify
+from meshpar.explain import verify
 from meshpar.lowering.jit import JitLowering
 from meshpar.ops import experts
 
@@ -67,8 +68,10 @@ def program(layout, routing, depth, lowering=""):
 @functools.cache
 def one_device(routing, depth, microbatches):
     layout = f"data=1,microbatches={microbatches}"
-    alone = program(layout, routing, depth)
-    return list(record(alone, [batch(i) for i in range(STEPS)]))
+    alone, batches = program(layout, routing, depth), [batch(i) for i in range(STEPS)]
+    if routing == "dropless":
+        return list(verify.record(alone, batches))
+    return equality.record(alone, batches)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -80,7 +83,9 @@ def test_every_layout_equals_one_device(case):
     assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
     reference = one_device(routing, depth, layout.microbatches)
     batches = [batch(i) for i in range(STEPS)]
-    report = verify(tested, reference, batches)
+    # Loads are among the gradients, and no moment holds them: a bias follows them.
+    compare = verify.verify if routing == "dropless" else equality.compare
+    report = compare(tested, reference, batches)
     assert report.ok, report.problem
     names = {row.tensor: row for row in report.comparisons if row.kind == "metric"}
     assert {"experts_dropped", "experts_overflow", "experts_load"} <= names.keys()

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.equality import first_step
 from support.marks import slow
 from support.tiny_models import (
     batch,
@@ -42,11 +43,9 @@ def alone(of):
 
 
 def assert_equals_one_device(layout, of="deep"):
-    # After the first step, momentum is the gradient: one compilation gives both.
     program = lower(layout, MODELS[of], optax.sgd(0.1, momentum=0.9))
     assert isinstance(program.lowering.runner, PipelineRunner)
-    state, metrics = program.step(program.init(0), batch())
-    gradients = host(program.in_model_order(state).optimizer_state[0].trace)
+    metrics, gradients = first_step(program, batch())
     want_metrics, want, _ = alone(of)
     assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-5)
     assert relative_error(gradients, want) < 1e-5
@@ -135,10 +134,9 @@ def test_auxiliary_losses_travel_with_the_activations():
     for layout in ("pipe=2,data=2,microbatches=2,virtual_stages=2", "data=1"):
         layout = layouts.parse(layout)
         devices = jax.devices()[: layout.num_devices]
-        program = meshpar.lower(
-            penalized, optax.sgd(0.1), layout, rows, devices=devices
-        )
-        results.append(host(program.gradients(program.init(0), rows)))
+        momentum = optax.sgd(0.1, momentum=0.9)
+        program = meshpar.lower(penalized, momentum, layout, rows, devices=devices)
+        results.append(first_step(program, rows))
         assert program.violations() == []
     (metrics, gradients), (want_metrics, want) = results
     assert metrics["penalty"] == pytest.approx(want_metrics["penalty"], rel=1e-5)
@@ -156,8 +154,8 @@ def test_dropout_does_not_depend_on_the_pipeline(save):
 def test_bfloat16_adds_gradients_up_in_float32(vocab):
     layout = f"pipe=2,fsdp=2,microbatches=8,vocab={vocab}"
     program = lower(layout, DEEP, compute_dtype=jnp.bfloat16)
-    _, gradients = program.gradients(program.init(0), batch())
-    assert 1e-4 < relative_error(host(gradients), alone("deep")[1]) < 3e-2
+    _, gradients = first_step(program, batch())
+    assert 1e-4 < relative_error(gradients, alone("deep")[1]) < 3e-2
     assert program.violations() == []
 
 
@@ -257,10 +255,8 @@ def test_padding_never_reaches_real_layers(kind):
     results = []
     for layout in (f"pipe=2,microbatches=2,schedule={kind}", "data=1"):
         devices = jax.devices()[: layouts.parse(layout).num_devices]
-        program = meshpar.lower(
-            normalized, optax.sgd(0.1), layout, rows, devices=devices
-        )
-        gradients = host(program.gradients(program.init(0), rows)[1])
-        metrics = host(program.step(program.init(0), rows)[1])
+        momentum = optax.sgd(0.1, momentum=0.9)
+        program = meshpar.lower(normalized, momentum, layout, rows, devices=devices)
+        metrics, gradients = first_step(program, rows)
         results.append(gradients | {"grad_norm": metrics["grad_norm"]})
     assert relative_error(*results) < 1e-5
