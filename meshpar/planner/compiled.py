@@ -6,7 +6,7 @@ plan. Memory and bytes are those of the programs, the same that `explain` reads.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import optax
 from meshpar.compose import lower, reason_unsupported
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.hlo_work import work_of
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError, shown
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.resolve import make_plan
@@ -69,7 +69,7 @@ class Compiled(NamedTuple):
     Attributes:
       candidates: those that were compiled.
       errors: why others were not.
-      nearest: the layout with the smallest state, if the state of some does not fit.
+      nearest: the layout with the smallest state, if it has no program, and why.
     """
 
     candidates: list[Candidate]
@@ -95,49 +95,57 @@ def compiled_candidates(
       machine: to plan for.
       wanted: what layouts must have, and must not use.
     """
-    candidates: list[Candidate] = []
     errors: list[LayoutError] = []
-    taken: list[Layout] = []
-    too_large: dict[Layout, int] = {}
+    sizes: dict[Layout, int] = {}  # Of the state of each layout.
     optimizer_state = optimizer_of(model, optimizer).abstract_state
-    budget = machine.memory_bytes
     for layout in _space(model, batch, machine, wanted):
         try:
             plan = _plan(layout, model, optimizer_state, batch, compute_dtype)
         except LayoutError as error:
             errors.append(error)
-            continue
-        if (state := _state_bytes(plan)) > budget:
-            too_large[layout] = state
-            errors.append(LayoutError(_NO_ROOM_FOR_STATE))
         else:
-            taken.append(layout)
+            sizes[layout] = _state_bytes(plan)
+    fit = [layout for layout, size in sizes.items() if size <= machine.memory_bytes]
+    errors += [LayoutError(_NO_ROOM_FOR_STATE)] * (len(sizes) - len(fit))
     # The sort is stable: meshes in the order of the space, smallest `tensor` first.
-    taken.sort(key=lambda layout: layout.tensor)
-    errors += [LayoutError(_NOT_COMPILED)] * len(taken[MOST_COMPILED:])
-    for layout in taken[:MOST_COMPILED]:
+    fit.sort(key=lambda layout: layout.tensor)
+    errors += [LayoutError(_NOT_COMPILED)] * len(fit[MOST_COMPILED:])
+    options = dict(devices=machine.devices, compute_dtype=compute_dtype)
+    candidates, failed = [], {}
+    for layout in fit[:MOST_COMPILED]:
         try:
-            program = lower(
-                model,
-                optimizer,
-                layout,
-                batch,
-                devices=machine.devices,
-                compute_dtype=compute_dtype,
-            )
-            candidates.append(read_candidate(program, machine))
+            program = lower(model, optimizer, layout, batch, **options)
         except LayoutError as error:
             errors.append(error)
-        except jax.errors.JaxRuntimeError as error:
+            continue
+        try:
+            candidates.append(read_candidate(program, machine))
+        except (MeshparError, jax.errors.JaxRuntimeError) as error:
             errors.append(_failed(error))
-    nearest = ""
-    if too_large:
-        smallest = min(too_large, key=too_large.get)
-        nearest = (
-            f"the smallest, {smallest}, needs {too_large[smallest] / 1e9:.1f} GB of "
-            f"{budget / 1e9:.1f} GB a device for its state alone; use more devices"
-        )
-    return Compiled(candidates, errors, nearest)
+            failed[layout] = _first_line(error)
+    return Compiled(candidates, errors, _nearest(sizes, failed, machine))
+
+
+def _nearest(
+    sizes: Mapping[Layout, int], failed: Mapping[Layout, str], machine: Machine
+) -> str:
+    """The layout with the smallest state, and why it has no program; "" for none.
+
+    Args:
+      sizes: bytes of the state of each layout on one device.
+      failed: errors of those that were compiled without success.
+      machine: to plan for.
+    """
+    smallest = min(failed or sizes, key=sizes.get, default=None)
+    if smallest in failed:
+        return f"{smallest}: {failed[smallest]}"
+    if smallest is None or sizes[smallest] <= machine.memory_bytes:
+        return ""
+    return (
+        f"the smallest, {smallest}, needs {sizes[smallest] / 1e9:.1f} GB of "
+        f"{machine.memory_bytes / 1e9:.1f} GB a device for its state alone; use more "
+        "devices"
+    )
 
 
 def _space(
@@ -176,12 +184,15 @@ def _state_bytes(plan: Plan) -> int:
     return sizes["parameters"] + sizes["optimizer"]
 
 
-def _failed(error: jax.errors.JaxRuntimeError) -> LayoutError:
+def _first_line(error: Exception) -> str:
+    return shown(str(error).strip().partition("\n")[0], 300)
+
+
+def _failed(error: Exception) -> LayoutError:
     """Why a compiler gave no program."""
-    line = str(error).strip().splitlines()[0]
-    if "RESOURCE_EXHAUSTED" in line:
+    if "RESOURCE_EXHAUSTED" in (line := _first_line(error)):
         return LayoutError("the compiler finds no room for the step in a device")
-    return LayoutError(f"the compiler fails: {line}")
+    return LayoutError(f"no program: {line}")
 
 
 def read_candidate(program: TrainProgram, machine: Machine) -> Candidate:
