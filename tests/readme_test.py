@@ -16,6 +16,8 @@ from support import tiny_stack
 
 import meshpar
 from meshpar import layouts, schedules
+from meshpar.planner.compiled import MOST_COMPILED
+from meshpar.planner.plans import FROM_PROGRAMS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -103,15 +105,16 @@ def test_the_program_of_planning_runs(capsys):
     assert capsys.readouterr().out.count("zero=3") >= 2
 
 
-def test_the_program_of_a_model_without_layers_takes_the_layout_of_its_page(
+def test_the_program_of_a_model_without_layers_compiles_its_layouts(
     monkeypatch, capsys
 ):
     monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
     _, program = programs(ROOT / "docs/planning.md")
     exec(program, scope := {"__name__": "__main__"})
-    layout = str(scope["plans"].layout)
-    assert layout.startswith("expert=8") and layout in capsys.readouterr().out
-    assert "paths.^wide/kernel$=none/expert" in layout
+    plans = scope["plans"]
+    assert f"7 {FROM_PROGRAMS} {plans.layout}" in capsys.readouterr().out
+    page = (ROOT / "docs/planning.md").read_text()
+    assert f"At most {MOST_COMPILED} layouts are compiled" in " ".join(page.split())
 
 
 def test_the_programs_of_methods_run(capsys):
@@ -133,6 +136,11 @@ def test_the_programs_of_methods_run(capsys):
             scope["values"] = {name: x[:3] for name, x in scope["values"].items()}
         exec(text, scope)
     assert len(scope["losses"]) == 3
+    layout = str(scope["found"].layout)
+    assert layout.startswith("expert=8") and scope["plans"].layout == layouts.parse(
+        layout
+    )
+    assert "paths.^wide/kernel$=none/expert" in layout
     assert np.isfinite(scope["losses"]).all() and capsys.readouterr().out
     np.testing.assert_allclose(scope["gradients"], 8 * np.ones(3), rtol=1e-5)
 

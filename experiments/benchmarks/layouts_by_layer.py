@@ -23,11 +23,12 @@ from experiments.recipes import building
 from experiments.recipes.config import with_settings
 from meshpar import mesh
 from meshpar.layouts.mixes import is_mix
+from meshpar.layouts.wanted import Wanted
 from meshpar.mesh.machine import Machine, machine_of
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.facts import Facts
 from meshpar.planner.plans import predicted
-from meshpar.planner.space import Wanted, beside_layers
+from meshpar.planner.space import beside_layers
 
 _BUDGETS = 60
 

@@ -126,7 +126,7 @@ def activation_axes(
     """The axes larger than 1 that split each named dim, and records the names.
 
     Axes that no layout has count always: they stand for names
-    (`planner.graphs.step_trace`).
+    (`methods.flexflow.step_trace`).
 
     Args:
       scope: the scope; its manual axes are left out.

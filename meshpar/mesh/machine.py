@@ -94,7 +94,10 @@ For v5e, v5p and v6e both are fitted to the cycles that their compilers state
 
 
 def machine_of(
-    devices: Sequence[jax.Device], memory: int | None = None, slowdown: float = 1.0
+    devices: Sequence[jax.Device],
+    memory: int | None = None,
+    slowdown: float = 1.0,
+    chip: Chip | None = None,
 ) -> Machine:
     """The machine that some devices make up.
 
@@ -103,8 +106,10 @@ def machine_of(
       memory: bytes that a program may use on one device; by default the chip's memory
         less a share for the runtime, and for CPUs an equal part of this computer's.
       slowdown: measured over predicted seconds of a step.
+      chip: for which the devices stand in; their own by default.
     """
-    chip, kind = chip_of(devices[0].device_kind), devices[0].platform
+    chip = chip or chip_of(devices[0].device_kind)
+    kind = chip.platform if chip else devices[0].platform
     if chip is None:
         chip = _CPU
         memory = memory or _physical_memory() // len(devices)

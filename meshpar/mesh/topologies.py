@@ -1,5 +1,7 @@
 """Ahead-of-time topologies: devices of machines that this one is not attached to."""
 
+import importlib.util
+import math
 import os
 import re
 
@@ -7,7 +9,10 @@ import jax
 from jax.experimental import topologies
 
 from meshpar.errors import MeshparError, shown
-from meshpar.mesh.chips import CHIPS, TPU, Chip
+from meshpar.mesh.chips import CHIPS, GPU, TPU, Chip
+
+COMPILERS = {TPU: ("libtpu",), GPU: ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+"""{platform: packages of which one has its compiler}."""
 
 _TOPOLOGY = re.compile(r"(?:([1-9]\d*)\*)?(\w+):([1-9]\d*(?:x[1-9]\d*){0,2})")
 
@@ -61,6 +66,31 @@ def parse_topology(text: str) -> tuple[Chip, tuple[int, ...], int | None]:
     raise MeshparError(
         f"topology={shown(text)!r}: write one such as {', '.join(examples())}"
     )
+
+
+def has_compiler(chip: Chip) -> bool:
+    """Whether this machine can compile for a chip that it does not have."""
+    return any(map(importlib.util.find_spec, COMPILERS[chip.platform]))
+
+
+def stand_ins(text: str) -> list[jax.Device]:
+    """Simulated CPU devices for a topology whose compiler is not installed.
+
+    Raises:
+      MeshparError: there are too few of them, or slow links connect slices, which they
+        do not have; with the remedy.
+    """
+    chip, shape, num_slices = parse_topology(text)
+    count, cpus = math.prod(shape), jax.devices("cpu")
+    install = f'pip install -e ".[aot-{chip.platform}]" brings its compiler'
+    if (num_slices or 1) > 1:
+        raise MeshparError(f"topology={text!r}: {install}")
+    if len(cpus) < count:
+        raise MeshparError(
+            f"topology={text!r}: {install}; or simulate {count} CPU devices "
+            f"(meshpar.simulate({count})), and programs for these are read"
+        )
+    return cpus[:count]
 
 
 def examples() -> list[str]:

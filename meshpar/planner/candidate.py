@@ -29,7 +29,7 @@ from meshpar.models.model_checks import CheckedParts
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.spec import PipelineSpec, make_spec
 from meshpar.planner.facts import Facts
-from meshpar.planner.seconds import Seconds, step_seconds
+from meshpar.planner.seconds import Terms, step_seconds
 from meshpar.planner.space import beside_layers
 from meshpar.planner.transfers import Traffic
 from meshpar.planner.uncertainty import Uncertainty, uncertainty_of
@@ -41,15 +41,16 @@ class Candidate:
 
     Attributes:
       layout: the layout.
-      memory: bytes on one device at the peak of a step, predicted.
+      memory: bytes on one device at the peak of a step, predicted or compiled.
       seconds: time of a step, predicted, by term.
       wire_bytes: bytes that one device sends per step.
-      uncertainty: of memory and time; None where nothing was compiled to tell.
+      uncertainty: of memory and time; None where nothing was compiled to tell, or the
+        step itself was (`compiled`).
     """
 
     layout: Layout
     memory: Memory
-    seconds: Seconds
+    seconds: Terms
     wire_bytes: float
     uncertainty: Uncertainty | None
 

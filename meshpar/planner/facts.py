@@ -114,12 +114,8 @@ class Facts:
     @functools.cached_property
     def constrained(self) -> frozenset[str]:
         """Names of the dims of activations that the model constrains."""
-        layout, params = Layout(), abstract(self.model.params)
-        mesh = make_mesh(layout, [self._devices[0]])
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
-            jax.eval_shape(self.model.loss, params, self._batch_of(_ROWS[0]), key)
-        return frozenset(name for name in scope.names_used if name)
+        batch = self._batch_of(_ROWS[0])
+        return constrained_names(self.model, batch, self._devices[0])
 
     def _batch_of(self, rows: int) -> Any:
         def resized(x: Any) -> jax.ShapeDtypeStruct:
@@ -223,6 +219,22 @@ class Facts:
         outside = 3 * count(layered.embed, shared, batch, key)
         outside += count(head, shared, x, batch, key)
         return Flops(layer, narrow, max(0.0, count(*args) - layer), outside)
+
+
+def constrained_names(model: Model, batch: Any, device: jax.Device) -> frozenset[str]:
+    """Names of the dims of activations that a model constrains, from one trace.
+
+    Args:
+      model: the model.
+      batch: abstract batch [batch, ...].
+      device: to trace for; kernels depend on its kind.
+    """
+    layout, params = Layout(), abstract(model.params)
+    mesh = make_mesh(layout, [device])
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+        jax.eval_shape(model.loss, params, batch, key)
+    return frozenset(name for name in scope.names_used if name)
 
 
 def exchange_of(layout: Layout) -> Layout:

@@ -1,40 +1,44 @@
 """`plan`: the layouts of a model on a machine, ranked by predicted time.
 
-Nothing is compiled. Every layout of the space is predicted; those that need more memory
-than a device has are set aside, with what they lack. The best ones are lowered, which
-holds them to all that a layout, a model and a batch refuse.
+Every layout of the space is predicted: of a model with layers by formulas, and nothing
+is compiled; of another model by its compiled program. Those that need more memory than
+a device has are set aside, with what they lack. The best ones are lowered, which holds
+them to all that a layout, a model and a batch refuse.
 """
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from meshpar.compose import lower
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.wanted import Wanted
 from meshpar.mesh.machine import Machine, machine_of
+from meshpar.mesh.topologies import has_compiler, parse_topology, stand_ins
 from meshpar.mesh.topologies import topology as topology_devices
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
+from meshpar.planner.compiled import compiled_candidates
 from meshpar.planner.facts import Facts
-from meshpar.planner.graphs.candidates import graph_candidates
 from meshpar.planner.layer_policies import mixed_layout
-from meshpar.planner.space import Wanted, beside_layers, layouts, offloaded
+from meshpar.planner.space import beside_layers, layouts, offloaded
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
 
 
 FROM_LAYERS = "all layouts predicted, from one traced layer"
-SIMULATED = "layouts searched, each simulated operator by operator"
+FROM_PROGRAMS = "layouts compiled, and their programs read"
 """Methods of prediction: of models with layers, and of others."""
 
 
@@ -45,7 +49,7 @@ class Plans:
     Attributes:
       machine: the machine.
       best: those that fit and that the model takes, fastest first.
-      others: those that fit, but for `best`, fastest first; not lowered.
+      others: those that fit, but for `best`, fastest first.
       too_large: those that need more memory than there is, smallest first.
       refused: {reason, without its numbers: number of layouts that were refused}.
       method: how memory and time were predicted.
@@ -125,7 +129,8 @@ def plan(
 
     Args:
       model: from `from_nnx` or `from_linen`. Layouts of a model with layers are all
-        predicted; those of another model are searched (`planner.graphs.markov`).
+        predicted; the few of another model are compiled (`planner.compiled`), which
+        takes as long as so many compilations.
       optimizer: as in `meshpar.lower`.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
       topology: a machine such as "v5p:4x4x2", as in `mesh.topology`, or devices; those
@@ -135,7 +140,7 @@ def plan(
         chip has.
       require: items that layouts must have, such as "zero=3,remat=full".
       forbid: names of axes and options that they must not use, such as "tensor,pipe".
-      top: number of layouts to lower.
+      top: number of layouts that are listed as the best.
       slowdown: what steps took on such a machine over what was predicted; all times
         become so many times as long, and their order stays.
 
@@ -145,27 +150,87 @@ def plan(
     Raises:
       LayoutError: no layout fits the model, the batch, the memory and what is wanted;
         with what comes nearest.
-      MeshparError: the topology does not exist, or an option is required that is not
-        predicted for a model without layers.
+      MeshparError: the topology does not exist, or there is no compiler for it.
     """
     wanted = Wanted.of(require, forbid)
-    if topology is None:
-        topology = jax.devices()
-    elif isinstance(topology, str):
-        topology = topology_devices(topology)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    machine = machine_of(topology, memory, slowdown)
+    batch = abstract_batch(batch)
     if model.layered is None:
-        method = SIMULATED
-        candidates, errors = graph_candidates(
+        machine, method = _compiling_machine(topology, memory, slowdown)
+        found = compiled_candidates(
             model, optimizer, batch, compute_dtype, machine, wanted
         )
-        refused = collections.Counter(map(_kind, errors))
-    else:
-        method = FROM_LAYERS
-        facts = Facts(model, optimizer, batch, compute_dtype, topology)
-        with _without_collections():
-            candidates, refused = predicted(facts, machine, wanted)
+        method = f"{len(found.candidates)} {method}"
+        refused = kinds_of(found.errors)
+        return ranked(
+            machine, found.candidates, refused, method, top, nearest=found.nearest
+        )
+    devices = devices_of(topology)
+    machine = machine_of(devices, memory, slowdown)
+    facts = Facts(model, optimizer, batch, compute_dtype, devices)
+    with _without_collections():
+        candidates, refused = predicted(facts, machine, wanted)
+    options = dict(devices=devices, compute_dtype=compute_dtype)
+    lowered = functools.partial(lower, model, optimizer, batch=batch, **options)
+    return ranked(machine, candidates, refused, FROM_LAYERS, top, lowered)
+
+
+def abstract_batch(batch: Any) -> Any:
+    """Shapes and dtypes of a batch."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def devices_of(topology: str | Sequence[jax.Device] | None) -> Sequence[jax.Device]:
+    """The devices that the argument of `plan` stands for."""
+    if topology is None:
+        return jax.devices()
+    return topology_devices(topology) if isinstance(topology, str) else topology
+
+
+def _compiling_machine(
+    topology: str | Sequence[jax.Device] | None, memory: int | None, slowdown: float
+) -> tuple[Machine, str]:
+    """A machine that this one can compile for, and how programs give predictions.
+
+    Simulated CPU devices stand in for chips whose compiler is not installed. Times
+    follow the chips' rates all the same.
+    """
+    try:
+        devices = devices_of(topology)
+    except MeshparError:
+        chip = parse_topology(topology)[0]
+        if has_compiler(chip):
+            raise
+        method = (
+            f"{FROM_PROGRAMS}; without a compiler for {chip.name} they are programs "
+            f"for CPUs, which give memory and traffic; times follow {chip.name}'s rates"
+        )
+        return machine_of(stand_ins(topology), memory, slowdown, chip), method
+    return machine_of(devices, memory, slowdown), FROM_PROGRAMS
+
+
+def ranked(
+    machine: Machine,
+    candidates: Sequence[Candidate],
+    refused: collections.Counter[str],
+    method: str,
+    top: int,
+    lowered: Callable[[Layout], Any] | None = None,
+    nearest: str = "",
+) -> Plans:
+    """The plans of some candidates: those that fit, fastest first, and the others.
+
+    Args:
+      machine: to plan for.
+      candidates: of all layouts.
+      refused: {reason: number of layouts that were refused}.
+      method: how memory and time were predicted.
+      top: number of layouts to lower.
+      lowered: lowers a layout, to hold it to the model; None if all are lowered.
+      nearest: what comes nearest if there are no candidates.
+
+    Raises:
+      LayoutError: no layout is left.
+    """
     fitting = [c for c in candidates if c.memory.total <= machine.memory_bytes]
     too_large = [c for c in candidates if c.memory.total > machine.memory_bytes]
     fitting.sort(key=lambda c: (c.seconds.total, c.memory.total))
@@ -177,23 +242,22 @@ def plan(
             break
         tried += 1
         try:
-            lower(
-                model,
-                optimizer,
-                candidate.layout,
-                batch,
-                devices=topology,
-                compute_dtype=compute_dtype,
-            )
+            if lowered is not None:
+                lowered(candidate.layout)
         except LayoutError as error:
             refused[_kind(error)] += 1
         else:
             best.append(candidate)
     if not best:
-        raise LayoutError(_nothing(machine, too_large, refused))
+        raise LayoutError(_nothing(machine, too_large, refused, nearest))
     others = tuple(fitting[tried:])
     large = tuple(too_large)
     return Plans(machine, tuple(best), others, large, dict(refused), method)
+
+
+def kinds_of(errors: Iterable[LayoutError]) -> collections.Counter[str]:
+    """{reason, without its numbers: number of errors}."""
+    return collections.Counter(map(_kind, errors))
 
 
 @contextlib.contextmanager
@@ -257,7 +321,10 @@ def _kind(error: LayoutError) -> str:
 
 
 def _nothing(
-    machine: Machine, too_large: list[Candidate], refused: collections.Counter[str]
+    machine: Machine,
+    too_large: list[Candidate],
+    refused: collections.Counter[str],
+    otherwise: str,
 ) -> str:
     """Why no layout is left, with the nearest one."""
     count = len(machine.devices)
@@ -269,6 +336,8 @@ def _nothing(
             f"GB of {machine.memory_bytes / 1e9:.1f} GB a device; use more devices or "
             "a smaller batch"
         )
+    elif otherwise:
+        lines.append(otherwise)
     for reason, number in itertools.islice(refused.most_common(), 3):
         lines.append(f"{number} layouts refused: {reason}")
     return "\n  ".join(lines)

@@ -6,7 +6,7 @@ slowest, and a tick without work costs as much as one with work.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import FEATURES, ROWS
@@ -46,9 +46,34 @@ _EXPOSED_OF_RINGS = 0.25
 to llama2-7b on v5e (docs/planning.md)."""
 
 
+_NO_TERMS = "wire_bytes", "kernels"
+
+
 @dataclasses.dataclass(frozen=True)
-class Seconds:
-    """Predicted time of a step, by term.
+class Terms:
+    """Time of a step by term: every field is one, but for bytes and parts of others."""
+
+    def slower(self, times: float) -> Self:
+        """All seconds so many times as long; the bytes stay."""
+        fields = dataclasses.asdict(self)
+        fields |= {n: times * x for n, x in fields.items() if n != "wire_bytes"}
+        return type(self)(**fields)
+
+    @property
+    def by_term(self) -> dict[str, float]:
+        """{term: seconds}."""
+        fields = dataclasses.asdict(self)
+        return {name: x for name, x in fields.items() if name not in _NO_TERMS}
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.by_term.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds(Terms):
+    """Predicted time of a step of a model with layers, by term.
 
     Attributes:
       layers: compute of the layers that every device would do without a pipeline.
@@ -83,23 +108,6 @@ class Seconds:
     host: float
     wire_bytes: float
     kernels: float
-
-    def slower(self, times: float) -> "Seconds":
-        """All terms so many times as long; the bytes stay."""
-        terms = {name: times * value for name, value in self.by_term.items()}
-        return dataclasses.replace(self, kernels=times * self.kernels, **terms)
-
-    @property
-    def by_term(self) -> dict[str, float]:
-        """{term: seconds}."""
-        terms = dataclasses.asdict(self)
-        del terms["wire_bytes"], terms["kernels"]
-        return terms
-
-    @property
-    def total(self) -> float:
-        """Seconds of a step."""
-        return sum(self.by_term.values())
 
 
 def step_seconds(

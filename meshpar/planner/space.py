@@ -14,11 +14,11 @@ from typing import Any
 from meshpar.errors import LayoutError
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
 from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
-from meshpar.layouts.grammar import REGEXES, RULES, read_items
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
 from meshpar.layouts.remat import NONE, REMAT_POLICIES
+from meshpar.layouts.wanted import Wanted
 from meshpar.models.model import Model
 
 MOST_TENSOR = 16
@@ -49,47 +49,6 @@ _OFFLOADS = tuple(
 """Values of `offload=` that are tried where nothing less fits."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What a user asks of the layouts.
-
-    Attributes:
-      required: items that a layout must have, such as {"zero": 3}.
-      forbidden: names of axes that must have size 1, and of options that must have
-        their default.
-    """
-
-    required: Mapping[str, Any]
-    forbidden: frozenset[str]
-
-    @classmethod
-    def of(cls, require: str, forbid: str) -> "Wanted":
-        """Reads items such as "zero=3,remat=full" and names such as "tensor,pipe".
-
-        Raises:
-          LayoutError: a name that no layout has, or one that is required as well.
-        """
-        required = read_items(require, DEFAULTS) if require else {}
-        forbidden = frozenset(name for name in forbid.split(",") if name)
-        for name in forbidden:
-            if name not in DEFAULTS:
-                known = ", ".join(DEFAULTS)
-                raise LayoutError(f"forbid={name}: layouts have {known}")
-            if name in required:
-                raise LayoutError(f"{name} is required and forbidden: drop one of them")
-        return cls(required, forbidden)
-
-    def keeps(self, layout: Layout) -> bool:
-        """Whether a layout is as wanted."""
-        values = {name: getattr(layout, name) for name in DEFAULTS}
-        values["zero"] = layout.zero_level
-        exact = {k: v for k, v in self.required.items() if k not in (*RULES, *REGEXES)}
-        as_required = all(values[name] == value for name, value in exact.items())
-        return as_required and all(
-            getattr(layout, name) == DEFAULTS[name] for name in self.forbidden
-        )
-
-
 def layouts(
     num_devices: int,
     model: Model,
@@ -102,20 +61,28 @@ def layouts(
 
     Args:
       num_devices: devices to fill.
-      model: with layers.
+      model: the model. Without layers it has no pipeline, and its layouts have no
+        options that the model may not follow: microbatches, remat, context.
       rows: of the batch.
       length: of its sequences.
       wanted: what the user asks for.
       constrained: gives the names of the dims of activations that the model constrains;
         called if some dim does not divide.
     """
+    layered = model.layered
     names = {name for p in model.params.values() for name in p.names or ()}
+    names |= {
+        name
+        for kind in ("params", "paths")
+        for rule in wanted.required.get(kind, {}).values()
+        for name in rule or ()
+    }
     most = {
-        PIPE: model.layered.depth,
+        PIPE: layered.depth if layered else 1,
         DATA: rows,
         FSDP: rows,
         EXPERT: rows if names & _dims(EXPERT) else 1,
-        CONTEXT: num_devices if length >= LONG else 1,
+        CONTEXT: num_devices if layered and length >= LONG else 1,
         TENSOR: MOST_TENSOR if names & _dims(TENSOR) else 1,
     }
     most |= {axis: num_devices for axis in most if axis in wanted.required}
@@ -129,7 +96,7 @@ def layouts(
         rules = {
             kind: own | wanted.required.get(kind, {}) for kind, own in rules.items()
         }
-        for options in _options(sizes, rows):
+        for options in _options(sizes, rows) if layered else _zero_levels(sizes):
             # What is required stands in for what the space would try.
             fields = {**sizes, **options, **wanted.required, **rules}
             try:
@@ -164,8 +131,11 @@ def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
 
 
 def _dims(axis: str) -> set[str]:
-    """Dims of parameters that the default rules split over an axis."""
-    return {dim for a in RECORDS if a.name == axis for dim in a.param_dims}
+    """Names of dims of parameters that are split over an axis by default.
+
+    That of the axis is one: rules for paths may give it to a dim.
+    """
+    return {axis, *(dim for a in RECORDS if a.name == axis for dim in a.param_dims)}
 
 
 def _undivided(model: Model, ways: int) -> frozenset[str]:
@@ -226,6 +196,15 @@ def _is_possible(**fields: Any) -> bool:
     except LayoutError:
         return False
     return True
+
+
+def _zero_levels(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The options that are tried with some axes for a model without layers.
+
+    zero=1 moves what zero=2 moves there, and holds more.
+    """
+    for level in (2, 3) if sizes[FSDP] > 1 else (None,):
+        yield {"zero": level}
 
 
 def _pipelines(stages: int) -> list[dict[str, Any]]:

@@ -25,10 +25,11 @@ from meshpar import mesh
 from meshpar.contracts.host_transfers import link_seconds
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts import parse
+from meshpar.layouts.wanted import Wanted
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
-from meshpar.planner.space import Wanted, layouts
+from meshpar.planner.space import layouts
 from meshpar.planner.uncertainty import MEASURED, Range
 
 OPTIMIZER = optax.adamw(1e-2)

@@ -10,10 +10,10 @@ from flax import nnx
 
 import meshpar
 from meshpar.mesh.machine import machine_of
-from meshpar.planner.graphs.choices import SEARCHED, Choices
-from meshpar.planner.graphs.ledger import Ledger
-from meshpar.planner.graphs.step_trace import trace_step
-from meshpar.planner.graphs.strategies import Strategies
+from meshpar.methods.flexflow.choices import SEARCHED, Choices
+from meshpar.methods.flexflow.ledger import Ledger
+from meshpar.methods.flexflow.step_trace import trace_step
+from meshpar.methods.flexflow.strategies import Strategies
 
 ADAM = optax.adam(1e-2)
 

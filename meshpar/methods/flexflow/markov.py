@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from meshpar.planner.graphs.choices import Choice, State
+from meshpar.methods.flexflow.choices import Choice, State
 
 ILLEGAL = math.inf
 """Cost of a state that no layout can be."""

@@ -19,7 +19,7 @@ from meshpar.layouts.axes import BATCH_AXES, DATA, EXPERT, FSDP, TENSOR
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES
-from meshpar.planner.graphs.path_rules import path_kind, path_rules
+from meshpar.methods.flexflow.path_rules import path_kind, path_rules
 
 SPLITTING = (FSDP, EXPERT, TENSOR)
 """Axes that may split the dims of a parameter without names.

@@ -19,10 +19,9 @@ from meshpar.contracts import cost
 from meshpar.layouts.axes import HELD_AXES, SLOW_AXES, TOKEN_AXES
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_named
-from meshpar.planner.graphs.graph import CARRY, STACK, Graph, Operator
-from meshpar.planner.graphs.propagation import Propagation, Step
-from meshpar.planner.graphs.step_seconds import StepSeconds
-from meshpar.planner.graphs.transfers import (
+from meshpar.methods.flexflow.graph import CARRY, STACK, Graph, Operator
+from meshpar.methods.flexflow.propagation import Propagation, Step
+from meshpar.methods.flexflow.transfers import (
     EXCHANGE,
     GATHER,
     Held,
@@ -34,6 +33,46 @@ from meshpar.planner.graphs.transfers import (
 _HELD = frozenset(HELD_AXES) & frozenset(TOKEN_AXES)
 
 _WEIGHTS, _ACTIVATIONS, _GRADIENTS = "weights", "activations", "gradients"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+    """Predicted time of a step, by term.
+
+    Attributes:
+      matmuls: compute of matmuls and convolutions.
+      operators: compute of all other operators, which memory bounds.
+      weights: time in which the device waits for gathers of weights.
+      activations: time in which it waits for activations, forward and backward.
+      gradients: time in which it waits for sums of gradients.
+      update: the optimizer.
+      wire_bytes: bytes that one device sends in all.
+    """
+
+    matmuls: float
+    operators: float
+    weights: float
+    activations: float
+    gradients: float
+    update: float
+    wire_bytes: float
+
+    @property
+    def by_term(self) -> dict[str, float]:
+        """{term: seconds}."""
+        terms = dataclasses.asdict(self)
+        del terms["wire_bytes"]
+        return terms
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.by_term.values())
+
+    def slower(self, times: float) -> "StepSeconds":
+        """All terms so many times as long; the bytes stay."""
+        terms = {name: times * value for name, value in self.by_term.items()}
+        return dataclasses.replace(self, **terms)
 
 
 class Strategy(NamedTuple):

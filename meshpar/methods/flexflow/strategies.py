@@ -9,14 +9,13 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.rules import ACTIVATION_RULES
 from meshpar.lowering.memory import Memory
 from meshpar.mesh.machine import Machine
-from meshpar.planner.graphs.choices import SPLITTING, Choices, State
-from meshpar.planner.graphs.graph import Graph
-from meshpar.planner.graphs.ledger import Entry, Ledger
-from meshpar.planner.graphs.markov import ILLEGAL
-from meshpar.planner.graphs.simulator import Simulator, Strategy
-from meshpar.planner.graphs.step_seconds import StepSeconds
-from meshpar.planner.graphs.step_trace import dim_name
-from meshpar.planner.graphs.transfers import Split, Target
+from meshpar.methods.flexflow.choices import SPLITTING, Choices, State
+from meshpar.methods.flexflow.graph import Graph
+from meshpar.methods.flexflow.ledger import Entry, Ledger
+from meshpar.methods.flexflow.markov import ILLEGAL
+from meshpar.methods.flexflow.simulator import Simulator, StepSeconds, Strategy
+from meshpar.methods.flexflow.step_trace import dim_name
+from meshpar.methods.flexflow.transfers import Split, Target
 
 _TOO_LARGE = 1e9
 """Seconds that a state costs in a search if it needs just more memory than there is."""

@@ -7,9 +7,9 @@ from support import graph_models, tiny_models
 from support.graph_models import Attention, Convolutional, Scanned, Towers
 
 import meshpar
-from meshpar.planner.graphs.dims import WHOLE, dim_rule
-from meshpar.planner.graphs.reader import read_graph
-from meshpar.planner.graphs.step_trace import trace_step
+from meshpar.methods.flexflow.dims import WHOLE, dim_rule
+from meshpar.methods.flexflow.reader import read_graph
+from meshpar.methods.flexflow.step_trace import trace_step
 
 B = 16
 

@@ -17,8 +17,8 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
 from meshpar.layouts.plan import Spec
 from meshpar.layouts.resolve import make_plan
+from meshpar.methods.flexflow.choices import SPLITTING
 from meshpar.models.model import Model
-from meshpar.planner.graphs.choices import SPLITTING
 
 _BESIDE, _MANY = "", 10**6
 

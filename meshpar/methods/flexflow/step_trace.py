@@ -23,10 +23,10 @@ from meshpar.layouts.rules import ACTIVATION_RULES
 from meshpar.lowering.batches import abstract_batches
 from meshpar.mesh.mesh import make_mesh
 from meshpar.mesh.platform import CPU
+from meshpar.methods.flexflow.graph import Graph
+from meshpar.methods.flexflow.reader import read_graph
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.planner.graphs.graph import Graph
-from meshpar.planner.graphs.reader import read_graph
 
 _DIM, _PREFIX = "dim:", "activation_"
 

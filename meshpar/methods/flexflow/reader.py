@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import num_bytes
 from meshpar.compat import CALLS, called_jaxpr, inner_jaxprs, scan_counts
-from meshpar.planner.graphs.dims import WHOLE, DimRule, dim_rule, paired
-from meshpar.planner.graphs.graph import (
+from meshpar.methods.flexflow.dims import WHOLE, DimRule, dim_rule, paired
+from meshpar.methods.flexflow.graph import (
     CARRY,
     ROW,
     STACK,

@@ -16,9 +16,9 @@ import math
 
 from meshpar.contracts import cost
 from meshpar.layouts.axes import GATHERED_AXES
-from meshpar.planner.graphs.dims import WHOLE
-from meshpar.planner.graphs.graph import ROW, STACK, VIEWS, Graph, Operator
-from meshpar.planner.graphs.transfers import (
+from meshpar.methods.flexflow.dims import WHOLE
+from meshpar.methods.flexflow.graph import ROW, STACK, VIEWS, Graph, Operator
+from meshpar.methods.flexflow.transfers import (
     EXCHANGE,
     GATHER,
     NOTHING,

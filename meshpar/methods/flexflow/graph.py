@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshpar.planner.graphs.dims import ELEMENTWISE, DimRule
+from meshpar.methods.flexflow.dims import ELEMENTWISE, DimRule
 
 ROW = "scan_row"
 """Operator that takes the row of one round from a stack of a scan."""

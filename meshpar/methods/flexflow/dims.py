@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from meshpar.planner.graphs.indexed_dims import gather_dims, scatter_dims
+from meshpar.methods.flexflow.indexed_dims import gather_dims, scatter_dims
 
 WHOLE = -1
 """In place of a factor: the operator needs the whole dim."""

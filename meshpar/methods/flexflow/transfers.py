@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from meshpar.planner.graphs.graph import Graph
+from meshpar.methods.flexflow.graph import Graph
 
 Split = tuple[frozenset[str], ...]
 """Axes that split each dim of a tensor."""

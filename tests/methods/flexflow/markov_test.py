@@ -9,9 +9,10 @@ from support.graph_models import machine
 
 import meshpar
 from meshpar.layouts.resolve import make_plan
-from meshpar.planner.graphs.markov import ILLEGAL, MarkovSearch, exhaustive
-from meshpar.planner.graphs.path_rules import path_rules
-from meshpar.planner.graphs.step_trace import trace_step
+from meshpar.methods import flexflow
+from meshpar.methods.flexflow.markov import ILLEGAL, MarkovSearch, exhaustive
+from meshpar.methods.flexflow.path_rules import path_rules
+from meshpar.methods.flexflow.step_trace import trace_step
 
 B = 32
 SMALL = {
@@ -119,16 +120,16 @@ def test_memory_is_a_limit_and_less_of_it_is_never_faster():
     model = graph_models.mlp(64, 512, 64)
     batch = graph_models.squares_batch(64, 64, 64)
     devices, seconds = jax.devices()[:4], []
-    roomy = meshpar.plan(model, graph_models.ADAM, batch, devices)
+    roomy = flexflow.search(model, graph_models.ADAM, batch, devices)
     sizes = [c.memory.total for c in (*roomy.fitting, *roomy.too_large)]
     for budget in (max(sizes), (min(sizes) + max(sizes)) // 2, min(sizes)):
-        plans = meshpar.plan(model, graph_models.ADAM, batch, devices, memory=budget)
-        assert all(c.memory.total <= budget for c in plans.fitting)
-        assert all(c.memory.total > budget for c in plans.too_large)
-        seconds.append(plans.best[0].seconds.total)
+        found = flexflow.search(model, graph_models.ADAM, batch, devices, memory=budget)
+        assert all(p.memory.total <= budget for p in found.fitting)
+        assert all(p.memory.total > budget for p in found.too_large)
+        seconds.append(found.fitting[0].seconds.total)
     assert seconds == sorted(seconds)
     with pytest.raises(meshpar.errors.LayoutError, match="the smallest, .* needs"):
-        meshpar.plan(model, graph_models.ADAM, batch, devices, memory=10_000)
+        flexflow.search(model, graph_models.ADAM, batch, devices, memory=10_000)
 
 
 def test_chains_end_where_the_memory_suffices():

@@ -10,6 +10,7 @@ from support.graph_models import ADAM, Convolutional, machine
 import meshpar
 from meshpar.contracts.cost import wire_bytes
 from meshpar.explain.report import explain
+from meshpar.methods import flexflow
 
 D, F, V, B = 32, 128, 64, 64
 
@@ -122,33 +123,33 @@ COMPILED = (
 def predicted_and_compiled(model, batch):
     found = {}
     for text in COMPILED:
-        plans = meshpar.plan(model, ADAM, batch, jax.devices()[:8], require=text)
-        program = meshpar.lower(model, ADAM, plans.layout, batch)
-        assert plans.layout == meshpar.layouts.parse(text)
+        proposals = flexflow.search(model, ADAM, batch, jax.devices()[:8], require=text)
+        program = meshpar.lower(model, ADAM, proposals.layout, batch)
+        assert proposals.layout == meshpar.layouts.parse(text)
         sent = sum(row.found_bytes for row in explain(program).traffic)
-        found[text] = plans.best[0], sent, program.plan.bytes_per_device()
+        found[text] = proposals.fitting[0], sent, program.plan.bytes_per_device()
     return found
 
 
 @pytest.mark.parametrize("text", COMPILED)
 def test_traffic_is_that_of_the_compiled_program(predicted_and_compiled, text):
-    candidate, sent, _ = predicted_and_compiled[text]
+    proposal, sent, _ = predicted_and_compiled[text]
     # Loss and norm are a few numbers more.
-    assert candidate.wire_bytes == pytest.approx(sent, rel=0.01, abs=256)
+    assert proposal.seconds.wire_bytes == pytest.approx(sent, rel=0.01, abs=256)
 
 
 def test_layouts_come_in_the_order_of_the_traffic_compiled(predicted_and_compiled):
     pairs = itertools.combinations(predicted_and_compiled.values(), 2)
     for (one, sent, _), (other, also, _) in pairs:
         if abs(sent - also) > 0.02 * sent:
-            assert (one.wire_bytes < other.wire_bytes) == (sent < also)
+            assert (one.seconds.wire_bytes < other.seconds.wire_bytes) == (sent < also)
 
 
 @pytest.mark.parametrize("text", COMPILED)
 def test_state_is_that_of_the_plan(predicted_and_compiled, text):
-    candidate, _, state = predicted_and_compiled[text]
+    proposal, _, state = predicted_and_compiled[text]
     for kind in ("parameters", "optimizer", "gradients"):
-        assert getattr(candidate.memory, kind) == state[kind], kind
+        assert getattr(proposal.memory, kind) == state[kind], kind
 
 
 def test_activations_grow_with_the_rows_and_shrink_with_their_split():
