@@ -31,7 +31,7 @@ def command(monkeypatch, capsys):
     def run(name, folder, *words, code=0):
         words = [str(folder), *map(str, words)]
         for word in words:
-            if word.startswith("--layout="):
+            if word.startswith("--layout=") and "devices" in commands.taken(name):
                 layout = meshpar.layouts.parse(word.partition("=")[2])
                 words = [*words, f"--devices={layout.num_devices}"]
         outcome = commands.run(name, words, monkeypatch, capsys)
