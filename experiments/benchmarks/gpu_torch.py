@@ -124,51 +124,54 @@ def _load(
             put(layer.norms[i].weight, x)
 
 
-def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
-    """A Llama as a torch module: (tokens, targets) -> mean loss."""
-    nn, functional = torch.nn, torch.nn.functional
-    checkpoint = torch.utils.checkpoint
-    head_dim = config.head_dim
+def _policies(
+    torch: Any, config: DecoderConfig, case: Case
+) -> tuple[list[str], dict[str, Any]]:
+    """The policy of every layer, and contexts of those that keep some results."""
     policies = [
         policy
         for policy, count in mixes.segments(case.remat, config.depth)
         for _ in range(count)
     ]
     kernels = torch.ops.aten
-    attention = {
+    attention = [
         kernels._scaled_dot_product_cudnn_attention.default,
         kernels._scaled_dot_product_flash_attention.default,
-    }
-    kept = {"attention": attention, "dots": attention | {kernels.mm.default}}
-
-    contexts = {
-        policy: functools.partial(
-            checkpoint.create_selective_checkpoint_contexts, list(operations)
-        )
-        for policy, operations in kept.items()
+    ]
+    kept = {"attention": attention, "dots": [*attention, kernels.mm.default]}
+    make = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    return policies, {
+        name: functools.partial(make, operations) for name, operations in kept.items()
     }
 
-    def rotate(x_BNLH: Any) -> Any:
-        half = head_dim // 2
-        places = torch.arange(half, device=x_BNLH.device)
-        frequency = config.rope_theta ** (-places / half)
-        angle = torch.arange(x_BNLH.shape[2], device=x_BNLH.device)[:, None] * frequency
-        sin, cos = angle.sin(), angle.cos()
-        a, b = x_BNLH.float().chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BNLH.dtype)
+
+def _rotate(torch: Any, theta: float, x_BNLH: Any) -> Any:
+    """Rotary positions."""
+    half = x_BNLH.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=x_BNLH.device) / half)
+    angle = torch.arange(x_BNLH.shape[2], device=x_BNLH.device)[:, None] * frequency
+    sin, cos = angle.sin(), angle.cos()
+    a, b = x_BNLH.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BNLH.dtype)
+
+
+def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
+    """A Llama as a torch module: (tokens, targets) -> mean loss."""
+    nn, functional = torch.nn, torch.nn.functional
+    head_dim = config.head_dim
+    checkpoint = torch.utils.checkpoint.checkpoint
+    policies, contexts = _policies(torch, config, case)
+
+    rotate = functools.partial(_rotate, torch, config.rope_theta)
 
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             embed, keys = config.embed, config.kv_heads * head_dim
             heads = config.heads * head_dim
-
-            def linear(*sizes: int) -> Any:
-                return nn.Linear(*sizes, bias=False)
-
-            self.norms = nn.ModuleList(
-                nn.RMSNorm(embed, config.norm_eps) for _ in range(2)
-            )
+            linear = functools.partial(nn.Linear, bias=False)
+            norms = (nn.RMSNorm(embed, config.norm_eps) for _ in range(2))
+            self.norms = nn.ModuleList(norms)
             self.q, self.o = linear(embed, heads), linear(heads, embed)
             self.k, self.v = linear(embed, keys), linear(embed, keys)
             self.gate, self.up = linear(embed, config.mlp), linear(embed, config.mlp)
@@ -191,7 +194,7 @@ def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
         def __init__(self):
             super().__init__()
             self.embedding = nn.Embedding(config.vocab, config.embed)
-            self.layers = nn.ModuleList(Layer() for _ in range(config.depth))
+            self.layers = nn.ModuleList(Layer() for _ in policies)
             self.norm = nn.RMSNorm(config.embed, config.norm_eps)
             self.head = nn.Linear(config.embed, config.vocab, bias=False)
 
@@ -201,14 +204,14 @@ def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
                 if policy == "none":
                     x_BLD = layer(x_BLD)
                     continue
-                more = {"context_fn": contexts[policy]} if policy in kept else {}
-                x_BLD = checkpoint.checkpoint(layer, x_BLD, use_reentrant=False, **more)
+                more = {"context_fn": contexts[policy]} if policy in contexts else {}
+                x_BLD = checkpoint(layer, x_BLD, use_reentrant=False, **more)
             x_BLD, total = self.norm(x_BLD), 0.0
             size = 1024  # Of blocks; smaller ones take longer to compile.
             for block, own in zip(
                 x_BLD.split(size, 1), targets.split(size, 1), strict=True
             ):
-                total = total + checkpoint.checkpoint(
+                total = total + checkpoint(
                     self.block_loss, block, own, use_reentrant=False
                 )
             return total / targets.numel()

@@ -55,6 +55,7 @@ OF_ONE_LAYOUT = [
     ("tensor=2,pipe=2,layers=fsdp", "with pipe=2: beside", "pipe=2,tensor=2"),
     ("tensor=2,fsdp=2,zero=2,layers=fsdp", "with zero=2", "zero=3,layers=fsdp"),
     ("tensor=2,layers=fsdp,offload=optimizer", "with offload", "offload=optimizer"),
+    ("pipe=2,scan_unroll=2", "scan_unroll=2 with pipe=2", "pipe=2"),
     (
         "fsdp=2,zero=2,prefetch=mlp",
         "prefetch=mlp with fsdp=2,zero=2",
@@ -99,6 +100,11 @@ OF_A_COMBINATION = [
         dict(layout="pipe=2,microbatches=2", lowering="jit"),
         "pipe=2: .*or use lowering=shard_map",
         "data=2,microbatches=2",
+    ),
+    (
+        dict(layout="data=2,scan_unroll=2", lowering="jit"),
+        "scan_unroll=2: .*or use lowering=shard_map",
+        "data=2",
     ),
     (
         dict(layout="fsdp=2,prefetch=mlp,offload=activations", lowering="jit"),
