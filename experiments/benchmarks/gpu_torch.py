@@ -207,13 +207,12 @@ def _model(torch: Any, config: DecoderConfig, case: Case) -> Any:
                 more = {"context_fn": contexts[policy]} if policy in contexts else {}
                 x_BLD = checkpoint(layer, x_BLD, use_reentrant=False, **more)
             x_BLD, total = self.norm(x_BLD), 0.0
+            loss = functools.partial(checkpoint, self.block_loss, use_reentrant=False)
             size = 1024  # Of blocks; smaller ones take longer to compile.
             for block, own in zip(
                 x_BLD.split(size, 1), targets.split(size, 1), strict=True
             ):
-                total = total + checkpoint(
-                    self.block_loss, block, own, use_reentrant=False
-                )
+                total = total + loss(block, own)
             return total / targets.numel()
 
         def block_loss(self, x_BKD, targets_BK):
