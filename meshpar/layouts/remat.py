@@ -1,8 +1,9 @@
 """Rematerialization policies: the values that a layer's backward pass may reuse.
 
     none             all of them
-    dots             outputs of matmuls without a batch dim, and of attention
-    attention        outputs of attention, and the statistics of its kernel
+    dots             outputs of matmuls without a batch dim, and of cuDNN's attention
+    attention        outputs of attention, and what else the derivative of its kernel
+                     reads
     experts          rows that were sent to experts, as sent
     names:A+B        values that the model named A and B
     full             none; only the layer's input is kept
@@ -34,33 +35,38 @@ EXPERT_ROWS = "expert_rows"
 MATMUL = "matmul"
 """Name of the result of a matmul that no policy sees (`ops.tensor_parallel`)."""
 
-ATTENTION = "attention"
-"""Name of the outputs of attention, and of what else its kernel's derivative reads:
-with both the kernel does not run again (`ops.kernels`)."""
+ATTENTION, CUDNN, SPLASH = "attention", "attention_cudnn", "attention_splash"
+"""Names of the outputs of attention, of three forms of it (`ops.attention_kernels`),
+and of what else its own derivative reads. With all of them its kernel does not run
+again. Splash needs padded copies of queries, keys and values."""
+
+_ATTENTION_NAMES = ATTENTION, CUDNN, SPLASH
 
 KEEPS_MATMULS = ("dots",)
 """Values of `remat=` that keep the results of matmuls."""
 
-_KEEPS_ATTENTION = "dots", "attention"
-"""Values of `remat=` under which kernels of attention run forward once."""
+_KEPT_NAMES = {
+    "full": (),
+    "dots": (MATMUL, CUDNN),
+    "attention": _ATTENTION_NAMES,
+    "experts": (EXPERT_ROWS,),
+}
+"""{policy: names of the values that it keeps}."""
 
 
-def _matmuls() -> Any:
+def _policy_of(remat: str) -> Callable[..., bool]:
+    """The policy of jax: what to keep."""
     policies = jax.checkpoint_policies
-    return policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable,
-        policies.save_only_these_names(MATMUL, ATTENTION),
-    )
+    named = policies.save_only_these_names(*_kept_names(remat))
+    if remat not in KEEPS_MATMULS:
+        return named
+    dots = policies.dots_with_no_batch_dims_saveable
+    return policies.save_from_both_policies(dots, named)
 
 
 NONE = "none"
-REMAT_POLICIES: dict[str, Callable[[], Any]] = {
-    "full": lambda: jax.checkpoint_policies.nothing_saveable,
-    "dots": _matmuls,
-    "attention": lambda: jax.checkpoint_policies.save_only_these_names(ATTENTION),
-    "experts": lambda: jax.checkpoint_policies.save_only_these_names(EXPERT_ROWS),
-}
-"""{value of remat=: function that makes the policy}; remat=none wraps nothing."""
+REMAT_POLICIES = tuple(_KEPT_NAMES)
+"""Values of `remat=` beside "none", which wraps nothing, and names of the model's."""
 
 _NAMES = "names:"
 
@@ -103,13 +109,14 @@ def repeated_share(remat: str, depth: int) -> float:
     return average(remat, depth, lambda policy: float(policy != NONE))
 
 
-def repeats_kernels(policy: str) -> bool:
-    """Whether the backward pass of a layer runs kernels of attention forward again.
+def repeats(policy: str, name: str) -> bool:
+    """Whether the backward pass of a layer computes the values of a name again.
 
     Args:
       policy: one policy, no mix.
+      name: of the values, by `checkpoint_name`.
     """
-    return policy not in (NONE, *_KEEPS_ATTENTION) and ATTENTION not in _names(policy)
+    return policy != NONE and name not in _kept_names(policy)
 
 
 def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) -> None:
@@ -139,6 +146,7 @@ def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) ->
     if names := _names(remat):
         named = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "name")
         given = {eqn.params["name"] for eqn in named}
+        given |= {ATTENTION} if given & {*_ATTENTION_NAMES} else set()
         for name in names:
             if name not in given:
                 known = nearest(name, given) if given else "it names none"
@@ -151,6 +159,13 @@ def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) ->
 def _names(remat: str) -> list[str]:
     """The names that a value of `remat=` lists."""
     return remat.removeprefix(_NAMES).split("+") if remat.startswith(_NAMES) else []
+
+
+def _kept_names(policy: str) -> tuple[str, ...]:
+    """Names of the values that a policy keeps; "attention" stands for all its forms."""
+    if names := _names(policy):
+        return (*names, *(_ATTENTION_NAMES if ATTENTION in names else ()))
+    return _KEPT_NAMES[policy]
 
 
 def wrap_remat(
@@ -166,8 +181,4 @@ def wrap_remat(
     """
     if remat == NONE:
         return layer
-    if names := _names(remat):
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-    else:
-        policy = REMAT_POLICIES[remat]()
-    return transform(layer, policy=policy, **options)
+    return transform(layer, policy=_policy_of(remat), **options)

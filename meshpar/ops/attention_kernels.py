@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.layouts.remat import ATTENTION
+from meshpar.layouts.remat import ATTENTION, CUDNN, SPLASH
 from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
 from meshpar.ops.kernels import on_shards
@@ -36,6 +36,9 @@ times the queries with 32,768 tokens. Two kernels compute scores twice and write
 DIM_NAMES = ("batch", "length", "heads", "head_dim")
 """Names of the dims of queries, keys, values and outputs, for rules of layouts."""
 
+
+NAMES = {CPU: ATTENTION, GPU: CUDNN, TPU: SPLASH}
+"""{platform: name by which policies of rematerialization keep attention}."""
 
 SEGMENT_NAMES = DIM_NAMES[:2]
 """Names of the dims of segments."""
@@ -79,7 +82,7 @@ def by_platform(
         plain = attention_by_heads if platform is CPU else reference
         return checkpoint_name(plain(*qkv, segments_BL, window=window), ATTENTION)
     segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
-    return on_shards(kernel, DIM_NAMES, *qkv, others=segments, saves=ATTENTION)
+    return on_shards(kernel, DIM_NAMES, *qkv, others=segments, saves=NAMES[platform])
 
 
 def reference(

@@ -74,7 +74,8 @@ def on_shards(
 
     @jax.custom_vjp
     def run(*arrays: Array) -> Array:
-        return mapped(kernel, specs, spec)(*arrays)
+        y = mapped(kernel, specs, spec)(*arrays)
+        return named(y) if saves else y
 
     def forward(*arrays: Array) -> tuple[Array, tuple]:
         if not saves:

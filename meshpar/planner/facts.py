@@ -44,7 +44,7 @@ _ROWS = 2, 4
 
 _NO_EXCHANGE = Layout()
 
-_TOGETHER = NONE, "dots", "full"
+_TOGETHER = NONE, "dots", "attention", "full"
 """Policies that are traced at once, as a search needs all of them."""
 
 

@@ -12,12 +12,13 @@ from meshpar.layouts.axes import PIPE
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import average
-from meshpar.layouts.remat import NONE, repeats_kernels
+from meshpar.layouts.remat import KEEPS_MATMULS, NONE, repeats
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
-from meshpar.mesh.platform import platform_of
+from meshpar.mesh.platform import platform_named, platform_of
+from meshpar.ops.attention_kernels import NAMES
 from meshpar.planner.facts import Facts
 from meshpar.planner.transfers import (
     Beside,
@@ -244,8 +245,16 @@ def _layer_seconds(
     forward = row_seconds * facts.flops.layer + kernels + elementwise
     narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
     forward += machine.narrow * narrow
-    kinds = {NONE: 0.0, "dots": elementwise, "attention": forward - kernels}
+    name = NAMES[platform_named(machine.devices[0].platform)]
+
+    def kernels_of(policy: str) -> float:
+        return kernels if repeats(policy, name) else 0.0
+
+    def again_of(policy: str) -> float:
+        if policy in (NONE, *KEEPS_MATMULS):
+            return kernels_of(policy) + (elementwise if policy != NONE else 0.0)
+        return forward - kernels + kernels_of(policy)
+
     policies = layout.remat, facts.layered.depth
-    again = average(*policies, lambda policy: kinds.get(policy, forward))
-    kernels_again = average(*policies, lambda policy: kernels * repeats_kernels(policy))
+    again, kernels_again = (average(*policies, of) for of in (again_of, kernels_of))
     return _LayerSeconds(forward, kernels, again, kernels_again)

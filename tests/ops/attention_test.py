@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from meshpar import layouts
 from meshpar.compat import equations
-from meshpar.layouts.remat import ATTENTION, wrap_remat
+from meshpar.layouts.remat import CUDNN, wrap_remat
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 from meshpar.mesh import platform
 from meshpar.ops import attention_kernels, context, kernels
@@ -121,7 +121,7 @@ def test_a_kernel_runs_forward_once_where_its_results_are_kept(manual, remat, ru
     def layer(*arrays):
         with layouts.use(layouts.parse("data=1"), mesh, manual):
             names = ("batch", "length", "heads", "head_dim")
-            y = kernels.on_shards(kernel, names, *arrays, saves=ATTENTION)
+            y = kernels.on_shards(kernel, names, *arrays, saves=CUDNN)
             return jnp.sin(y).sum()
 
     with jax.set_mesh(mesh):
