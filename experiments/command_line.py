@@ -43,14 +43,14 @@ SEED = flags.DEFINE_integer("seed", None, SETTINGS["seed"].help)
 DEVICES = flags.DEFINE_integer(
     "devices",
     0,
-    "Number of devices to use; CPU devices are simulated, as many as the layout fills "
-    "by default, or 8 without a layout.",
+    "Devices to use; those of CPUs are simulated, by default as many as the layout "
+    "fills, or 8.",
 )
 PLATFORM = flags.DEFINE_enum(
     "platform",
     "",
     ["", CPU.name, GPU.name, TPU.name],
-    "Kind of device; by default accelerators before CPUs.",
+    "By default accelerators before CPUs.",
 )
 SET = flags.DEFINE_multi_string(
     "set", [], "KEY=VALUE, such as model.depth=4; docs/settings.md lists the keys."
@@ -72,6 +72,9 @@ OF_CONFIG += (BATCH_SIZE, SEED, SET)
 
 OF_DEVICES = (DEVICES, PLATFORM, COORDINATOR, NUM_PROCESSES, START_TIMEOUT, PROCESS_ID)
 """The flags that `devices.start` reads."""
+
+OF_RUNS = (*OF_CONFIG, *OF_DEVICES)
+"""The flags that a command that trains reads."""
 
 
 def limit(flag: flags.FlagHolder, allowed: Range) -> None:

@@ -76,4 +76,4 @@ def _train(startup: Startup) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, (*command_line.OF_CONFIG, *command_line.OF_DEVICES))
+    command_line.run(main, command_line.OF_RUNS)

@@ -173,4 +173,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, (*command_line.OF_CONFIG, *command_line.OF_DEVICES))
+    command_line.run(main, command_line.OF_RUNS)

@@ -101,8 +101,7 @@ class Config:
       framework: "nnx" or "linen".
       model: the decoder; vocab=0 takes the vocabulary of the data.
       optimizer: the optimizer.
-      optimizer_mode: "synchronous", "local_sgd" for layouts with replica=R, or
-        "islands".
+      optimizer_mode: "synchronous", "local_sgd" with replica=R, or "islands".
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       islands: how islands train under optimizer_mode="islands".
       data: the data.

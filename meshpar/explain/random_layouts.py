@@ -52,6 +52,7 @@ SPLIT = ("context_mode", "context_order", "context_heads")
 UNPIPED: dict[str, tuple] = {
     "offload": (*(NONE,) * 6, *OFFLOADS, f"{OPTIMIZER}+{ACTIVATIONS}"),
     "layers": (FEATURES, ROWS),
+    "scan_unroll": (1, 1, 2, 8),
 }
 """{option: values} of which a layout refuses some beside its other options."""
 

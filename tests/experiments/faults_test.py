@@ -253,7 +253,7 @@ def stalled_storage(*_, **__):
     time.sleep(600)
 
 setattr(Checkpoints, sys.argv.pop(1), stalled_storage)
-command_line.run(run.main)
+command_line.run(run.main, command_line.OF_RUNS)
 """
 
 

@@ -20,7 +20,7 @@ def reads_its_data_slowly(*_):
     time.sleep(600)
 
 run.Trainer = reads_its_data_slowly
-command_line.run(run.main)
+command_line.run(run.main, command_line.OF_RUNS)
 """
 
 

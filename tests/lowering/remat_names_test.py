@@ -29,7 +29,7 @@ def test_a_layer_keeps_its_input_and_what_is_named():
     [
         ("names:", "remat='names:' .*names:NAME"),
         ("names:attention+", "remat="),
-        ("named", "known: dots, experts, full"),
+        ("named", "known: attention, dots, experts, full"),
         ("names:attentoin", "no value the name 'attentoin' .*did you mean 'attention'"),
     ],
 )

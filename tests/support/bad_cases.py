@@ -25,9 +25,7 @@ BASE = {
 }
 """Words of every command that are fine; those of a case follow them."""
 
-SHARED_FLAGS = {
-    flag.name for flag in (*command_line.OF_CONFIG, *command_line.OF_DEVICES)
-}
+SHARED_FLAGS = {flag.name for flag in command_line.OF_RUNS}
 UNSHARED = ("support", "chaos", "sparse", "batch")
 """Commands that do not read most of the shared flags."""
 
