@@ -24,6 +24,7 @@ from experiments.reports import pictures as explained
 from meshpar.explain.report import Explanation
 from meshpar.islands import SSP, updates
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
+from meshpar.runs.time_lines import time_lines
 
 DATA, FSDP, TENSOR = "#c2571a", "#1f6fb4", "#2e8b57"
 INK, FAINT = "#222222", "#e3e6ea"
@@ -175,7 +176,7 @@ def time_lines_figure() -> pyplot.Figure:
     """Draws three islands under SSP(1), one of which is slow."""
     update = updates.sgd(0.05)
     found = stragglers.simulate(SSP(1), "permanent", update, workers=3, seconds=6.0)
-    return islands.time_lines(found.spans)
+    return time_lines(found.spans)
 
 
 @functools.cache

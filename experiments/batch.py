@@ -18,9 +18,9 @@ from absl import flags
 from experiments import command_line
 from experiments.convex import batch
 from experiments.data import hashed_text
-from experiments.recipes.config import check_setting
-from experiments.recipes.errors import ConfigError
 from experiments.reports import convex, terminal
+from meshpar.errors import ConfigError
+from meshpar.runs.config import check_setting
 from meshpar.settings import Choice, Number
 
 LBFGS, GRADIENT_DESCENT = "lbfgs", "gradient_descent"

@@ -23,11 +23,10 @@ from experiments import command_line, outputs
 from experiments.faults.conductor import Conductor, Report
 from experiments.faults.scenarios import SCENARIOS
 from experiments.faults.watched import HungError, LostError
-from experiments.ranges import Path
-from experiments.recipes.config import check_setting
-from experiments.recipes.errors import ConfigError
 from experiments.reports import chaos, terminal
-from meshpar.settings import Choice, Number
+from meshpar.errors import ConfigError
+from meshpar.runs.config import check_setting
+from meshpar.settings import Choice, Number, Path
 
 MINUTES = flags.DEFINE_float("minutes", 10.0, "No fault is struck after this time.")
 FAULTS = flags.DEFINE_integer("faults", 0, "Number of faults; 0 for as many as fit.")

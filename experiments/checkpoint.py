@@ -18,12 +18,12 @@ from absl import flags
 import meshpar
 from experiments import command_line
 from experiments.interchange import runs
-from experiments.recipes import building
-from experiments.recipes.config import with_mode
-from experiments.recipes.modes import LOCAL_SGD, SYNCHRONOUS
 from experiments.reports.checkpoints import print_checkpoints
 from meshpar.checkpoint import persistent
 from meshpar.errors import CheckpointError
+from meshpar.runs import programs
+from meshpar.runs.config import with_mode
+from meshpar.runs.modes import LOCAL_SGD, SYNCHRONOUS
 
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could resume the run, or why not."
@@ -66,7 +66,8 @@ def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
     meshpar.simulate(layout.num_devices)
     devices = jax.devices()[: layout.num_devices]
     try:
-        program = building.make_program(config, layout, devices)
+        config, run = config.prepared()
+        program = programs.make_program(config, run, layout, devices)
     except meshpar.MeshparError as error:
         return str(error)
     return persistent.reason_not_restorable(

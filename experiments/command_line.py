@@ -20,15 +20,17 @@ from absl import app, flags, logging
 import meshpar
 from experiments import recipes
 from experiments.ranges import Address
-from experiments.recipes.config import AUTO, SETTINGS, Config, with_settings
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import shown
+from experiments.recipes.config import SETTINGS
+from meshpar.errors import ConfigError, shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
+from meshpar.runs.config import AUTO, RunConfig, with_settings
 from meshpar.settings import Number, Range
 
 RECIPE = flags.DEFINE_string(
-    "recipe", "bytes-llama", f"One of {', '.join(recipes.RECIPES)}."
+    "recipe",
+    "bytes-llama",
+    f"FILE.py:FUNCTION, or one of {', '.join(recipes.RECIPES)}.",
 )
 LAYOUT = flags.DEFINE_string("layout", None, SETTINGS["layout"].help)
 LOWERING = flags.DEFINE_string("lowering", None, SETTINGS["lowering"].help)
@@ -107,7 +109,7 @@ _KEYS = {DATA.name: "data.path", TOKENIZER.name: "data.tokenizer"}
 """{flag: key of its setting}, where the two differ."""
 
 
-def config_from_flags() -> Config:
+def config_from_flags() -> RunConfig:
     """The recipe with all changes from the flags that the command takes.
 
     Raises:

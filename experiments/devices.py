@@ -2,13 +2,11 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 import meshpar
-from experiments import data, recipes
 from experiments.command_line import (
     COORDINATOR,
     DEVICES,
@@ -17,16 +15,14 @@ from experiments.command_line import (
     PROCESS_ID,
     START_TIMEOUT,
 )
-from experiments.recipes import building
-from experiments.recipes.config import AUTO, Config
-from experiments.recipes.errors import ConfigError
-from experiments.training import fallbacks, planned_layout
-from experiments.training.fallbacks import Fallbacks
-from experiments.training.planned_layout import PlannedLayout
-from meshpar.errors import shown
-from meshpar.mesh.machine import machine_of
+from meshpar.errors import ConfigError, shown
 from meshpar.mesh.platform import GPU
-from meshpar.multihost import Membership, agree, initialize, process_info
+from meshpar.multihost import Membership, initialize, process_info
+from meshpar.runs import fallbacks, programs
+from meshpar.runs.chosen_layout import chosen_layout
+from meshpar.runs.config import AUTO, RunConfig
+from meshpar.runs.fallbacks import Fallbacks
+from meshpar.runs.planned_layout import PlannedLayout
 
 _SIMULATED = 8
 """Number of simulated CPU devices without a layout."""
@@ -50,7 +46,7 @@ class Started(NamedTuple):
     planned: PlannedLayout | None
 
 
-def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
+def start_devices(config: RunConfig) -> tuple[meshpar.Layout, list[jax.Device]]:
     """Starts jax: joins other processes, simulates CPU devices, picks the layout.
 
     Raises:
@@ -61,7 +57,7 @@ def start_devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
 
 
 def start(
-    config: Config, fallback_layouts: str = "", folder: pathlib.Path | None = None
+    config: RunConfig, fallback_layouts: str = "", folder: pathlib.Path | None = None
 ) -> Started:
     """Starts jax in all processes of a run, or in those that have come.
 
@@ -82,7 +78,7 @@ def start(
     processes = info.num_processes if info else 1
     # The default is rounded up to divide over the processes.
     default = -(-_SIMULATED // processes) * processes
-    islands = building.num_islands(config)
+    islands = programs.num_islands(config)
     wanted = layout.num_devices * islands if layout else default
     num_devices = DEVICES.value or wanted
     if num_devices % processes:
@@ -109,42 +105,8 @@ def start(
     planned = None
     if layout is None:
         count = max(1, len(devices) // islands)
-        layout = meshpar.layouts.parse(recipes.default_layout(count))
-        if config.layout == AUTO:
-            planned = _planned(config, devices[:count], folder)
-            layout = meshpar.layouts.parse(planned.layout)
+        layout, planned = chosen_layout(config, devices[:count], folder, _say)
     return Started(layout, devices, fallback, membership, planned)
-
-
-def _planned(
-    config: Config, devices: Sequence[jax.Device], folder: pathlib.Path | None
-) -> PlannedLayout:
-    """The layout that the planner takes for --layout=auto; says which, and why.
-
-    Raises:
-      MeshparError: no layout fits.
-    """
-    if config.model.vocab == 0:
-        config = building.fit_vocabulary(config, data.load(config.data))
-    facts = planned_layout.facts_of(config, machine_of(devices))
-    found = planned_layout.read(folder) if folder else None
-    # All processes go by what the first one sees and plans.
-    found, facts = agree.allgather_objects("facts of the plan", (found, facts))[0]
-    if found and found.facts == facts:
-        ratio = planned_layout.step_over_predicted(folder)
-        note = f"; its steps took {ratio:.2f} times as long" if ratio else ""
-        _say(f"layout=auto goes on with {found}{note}")
-        return found
-    if found:
-        _say(f"layout=auto plans again: {planned_layout.changed(found.facts, facts)}")
-    plans = building.make_plans(config, devices, top=1)
-    best = plans.best[0]
-    number = 1 + len(plans.others)
-    sizes = best.seconds.total, best.memory.total, number
-    planned = PlannedLayout(str(best.layout), *sizes, facts)
-    planned = agree.allgather_objects("plan", planned)[0]
-    _say(f"layout=auto took {planned}")
-    return planned
 
 
 def _say(line: str) -> None:
@@ -175,6 +137,6 @@ def _devices(number: int) -> list[jax.Device]:
     return devices[:number] if number else devices
 
 
-def with_layout(config: Config, layout: meshpar.Layout) -> Config:
+def with_layout(config: RunConfig, layout: meshpar.Layout) -> RunConfig:
     """The configuration with the layout that `start` picked."""
     return dataclasses.replace(config, layout=str(layout))

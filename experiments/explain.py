@@ -16,16 +16,16 @@ import jax
 from absl import flags
 
 import meshpar
-from experiments import command_line, data, outputs
+from experiments import command_line, outputs, recipes
 from experiments.devices import start_devices
-from experiments.recipes import building
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from experiments.reports import explanation, page, pictures
 from meshpar import mesh
+from meshpar.errors import ConfigError
 from meshpar.explain.generation import explain_generation
 from meshpar.explain.report import explain
 from meshpar.layouts.axes import FSDP
+from meshpar.runs import programs
+from meshpar.runs.config import RunConfig
 
 TOPOLOGY = flags.DEFINE_string(
     "topology", "", "Compile for v5e:4x4, v5p:4x4x2, v6e:4x4, h100:8, h200:8, ..."
@@ -40,7 +40,7 @@ GENERATE = flags.DEFINE_bool(
 PARAMETERS = flags.DEFINE_bool("parameters", True, "List every parameter.")
 
 
-def _devices(config: Config) -> tuple[meshpar.Layout, list[jax.Device]]:
+def _devices(config: RunConfig) -> tuple[meshpar.Layout, list[jax.Device]]:
     """The layout and its devices, of this machine or of --topology."""
     if not TOPOLOGY.value:
         return start_devices(config)
@@ -69,16 +69,17 @@ def _check_pictures(layout: meshpar.Layout) -> None:
 
 
 def _generator(
-    config: Config, layout: meshpar.Layout, devices: list[jax.Device]
+    config: RunConfig, layout: meshpar.Layout, devices: list[jax.Device]
 ) -> meshpar.generation.Generator:
     """The recipe's model as it generates, for sequences of its own length."""
+    config = recipes.of_decoder(config)
     return meshpar.generator(
-        building.make_model(config),
+        config.make_model(),
         layout,
         max_length=config.model.length,
         batch_size=command_line.BATCH_SIZE.value or 0,
         devices=devices,
-        compute_dtype=building.compute_dtype(config),
+        compute_dtype=programs.compute_dtype(config),
     )
 
 
@@ -103,17 +104,16 @@ def main(_: Sequence[str]) -> int:
     if DIFF.value:
         layouts.append(meshpar.layouts.parse(DIFF.value))
     _check_pictures(layout)
-    if config.model.vocab == 0:
-        config = building.fit_vocabulary(config, data.load(config.data))
+    config, run = config.prepared()
     # All layouts are checked before the first is compiled.
     if GENERATE.value:
         generators = [_generator(config, layout, devices) for layout in layouts]
         explanations = [e for g in generators for e in explain_generation(g)]
     else:
-        programs = [
-            building.make_program(config, layout, devices) for layout in layouts
+        lowered = [
+            programs.make_program(config, run, layout, devices) for layout in layouts
         ]
-        explanations = [explain(program) for program in programs]
+        explanations = [explain(program) for program in lowered]
     if PNG.value:
         pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:

@@ -22,10 +22,11 @@ from experiments import command_line, outputs
 from experiments.devices import start_devices
 from experiments.generation import prompt_files, speed
 from experiments.generation.sources import Source, find_source, make_generator, streamed
-from experiments.recipes.config import Config, check_setting
-from experiments.recipes.errors import ConfigError
+from experiments.recipes.config import Config
 from meshpar.arrays import Params
+from meshpar.errors import ConfigError
 from meshpar.multihost import agree
+from meshpar.runs.config import check_setting
 from meshpar.settings import Number
 
 PROMPT = flags.DEFINE_string("prompt", None, "A text to continue.")

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from experiments import command_line, outputs, stragglers
-from experiments.ranges import Path
 from experiments.reports import islands, terminal
-from meshpar.settings import Number
+from meshpar.settings import Number, Path
 
 ISLANDS = flags.DEFINE_integer("islands", 8, "Number of workers.")
 SECONDS = flags.DEFINE_integer("seconds", 60, "Simulated seconds of every case.")

@@ -19,15 +19,14 @@ from absl import flags
 import meshpar
 from experiments import command_line, data, outputs
 from experiments.devices import start_devices
-from experiments.ranges import Path
-from experiments.recipes import building
-from experiments.recipes.config import SETTINGS, Config, check_setting, with_mode
-from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import LOCAL_SGD, SYNCHRONOUS
+from experiments.recipes.config import SETTINGS, Config
 from experiments.reports import sweep, terminal
-from meshpar.errors import shown
+from meshpar.errors import ConfigError, shown
 from meshpar.layouts.axes import DATA, REPLICA
-from meshpar.settings import Number
+from meshpar.runs.config import check_setting, with_mode
+from meshpar.runs.modes import LOCAL_SGD, SYNCHRONOUS
+from meshpar.runs.programs import make_mode
+from meshpar.settings import Number, Path
 
 REPLICAS = flags.DEFINE_integer("replicas", 4, "Number of replicas, one device each.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds per case.")
@@ -120,7 +119,7 @@ def main(_: Sequence[str]) -> int:
     config = dataclasses.replace(config, layout=f"{DATA}={replicas}")
     configs = cases(config)
     for case_config in configs.values():
-        building.make_mode(case_config)  # An error now is none after hours.
+        make_mode(case_config)  # An error now is none after hours.
     check_setting("seed", config.seed + SEEDS.value - 1)
     folder = pathlib.Path(WORKDIR.value)
     outputs.check_folder(folder, "--workdir")
@@ -128,14 +127,14 @@ def main(_: Sequence[str]) -> int:
     rows = _done(log)
     _, devices = start_devices(config)
     corpus = data.load(config.data)
-    config = building.fit_vocabulary(config, corpus)
+    config = config.fitted(corpus)
     done = {(row["case"], row["seed"]) for row in rows}
     programs = {}
     for case, case_config in configs.items():
         axis = REPLICA if case_config.optimizer_mode == LOCAL_SGD else DATA
         layout = meshpar.layouts.parse(f"{axis}={replicas}")
         case_config = dataclasses.replace(case_config, model=config.model)
-        programs[case] = building.make_program(case_config, layout, devices)
+        programs[case] = case_config.make_program(layout, devices)
     folder.mkdir(parents=True, exist_ok=True)
     for case in list(programs):
         program = programs.pop(case)  # Its compiled step is freed after its case.

@@ -4,9 +4,8 @@ import errno
 import pathlib
 import tempfile
 
-from experiments.ranges import Path
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import shown
+from meshpar.errors import ConfigError, shown
+from meshpar.settings import Path
 
 
 def check_file(path: str, flag: str) -> None:

@@ -19,9 +19,9 @@ from absl import flags
 import meshpar
 from experiments import command_line, outputs
 from experiments.gallery import catalog, paper
-from experiments.ranges import Path
-from experiments.recipes.errors import ConfigError
 from experiments.reports import terminal
+from meshpar.errors import ConfigError
+from meshpar.settings import Path
 
 LIST = flags.DEFINE_bool("list", False, "List the papers and end.")
 ALL = flags.DEFINE_bool("all", False, "Compute all papers.")

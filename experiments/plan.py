@@ -17,14 +17,13 @@ import jax
 from absl import flags
 
 import meshpar
-from experiments import command_line, data, outputs
+from experiments import command_line, outputs
 from experiments.devices import start_devices
-from experiments.recipes import building
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from experiments.reports import pictures, plan_page, planning
-from experiments.training import planned_layout
+from meshpar.errors import ConfigError
 from meshpar.explain.report import explain
+from meshpar.runs import planned_layout, programs
+from meshpar.runs.config import RunConfig
 from meshpar.settings import Number
 
 TOPOLOGY = flags.DEFINE_string(
@@ -74,7 +73,7 @@ def _memory() -> int | None:
     return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def _devices(config: Config) -> Sequence[jax.Device]:
+def _devices(config: RunConfig) -> Sequence[jax.Device]:
     """The devices to plan for: of --topology, or of this machine."""
     if not TOPOLOGY.value:
         return start_devices(config)[1]
@@ -99,12 +98,12 @@ def main(_: Sequence[str]) -> int:
             outputs.check_file(path, name)
     _memory()
     devices = _devices(config)
-    if config.model.vocab == 0:
-        config = building.fit_vocabulary(config, data.load(config.data))
+    config, run = config.prepared()
     kind = devices[0].device_kind
     slowdown = planned_layout.measured(MEASURED.value, kind) if MEASURED.value else 1.0
-    plans = building.make_plans(
+    plans = programs.make_plans(
         config,
+        run,
         devices,
         memory=_memory(),
         require=REQUIRE.value,
@@ -113,7 +112,7 @@ def main(_: Sequence[str]) -> int:
         slowdown=slowdown,
     )
     compiled = [
-        explain(building.make_program(config, candidate.layout, devices))
+        explain(programs.make_program(config, run, candidate.layout, devices))
         for candidate in plans.best[: COMPILE.value]
     ]
     if PNG.value:

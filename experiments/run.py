@@ -18,10 +18,10 @@ from absl import flags
 from experiments import command_line
 from experiments.devices import start, with_layout
 from experiments.recipes.config import SETTINGS
-from experiments.training.setup import folder_of
-from experiments.training.start import Consent
-from experiments.training.startup import DEVICES, SETUP, Startup
-from experiments.training.trainer import Trainer
+from meshpar.runs.setup import folder_of
+from meshpar.runs.start import Consent
+from meshpar.runs.startup import DEVICES, SETUP, Startup
+from meshpar.runs.trainer import Trainer
 
 WORKDIR = flags.DEFINE_string("workdir", None, SETTINGS["workdir"].help)
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(

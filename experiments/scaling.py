@@ -22,11 +22,11 @@ from absl import flags
 import meshpar
 from experiments import command_line, outputs
 from experiments.recipes import step_times
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from experiments.reports import pictures, scaling, terminal
-from experiments.training import metrics
+from meshpar.errors import ConfigError
 from meshpar.methods import speedup_laws
+from meshpar.runs import metrics
+from meshpar.runs.config import RunConfig
 
 TIMES = flags.DEFINE_list(
     "times", None, "DEVICES:SECONDS or DEVICES:FOLDER of a run, for each number."
@@ -82,7 +82,9 @@ def _given_times(words: Sequence[str]) -> dict[int, float]:
     return times
 
 
-def _predicted_times(console: rich.console.Console, config: Config) -> dict[int, float]:
+def _predicted_times(
+    console: rich.console.Console, config: RunConfig
+) -> dict[int, float]:
     """{devices: seconds} of --topologies."""
     command_line.use_cpu()
     meshpar.simulate(1)
@@ -120,11 +122,6 @@ def main(_: Sequence[str]) -> int:
         times = _given_times(TIMES.value)
     else:
         config = command_line.config_from_flags()
-        if config.model.vocab == 0:
-            raise ConfigError(
-                "model.vocab=0 takes the vocabulary of data; add "
-                "--set=model.vocab=256, the bytes"
-            )
         times = _predicted_times(console, config)
     fits = scaling.laws(times, WEAK.value)
     if JSON.value:

@@ -20,9 +20,8 @@ from experiments import command_line, data, outputs
 from experiments.devices import start_devices
 from experiments.generation import scoring
 from experiments.generation.sources import config_of, newest_checkpoint
-from experiments.recipes import building
 from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
+from meshpar.errors import ConfigError
 
 OUT = flags.DEFINE_string(
     "out", None, "File for a line {token, text, log_probability} for each token."
@@ -34,7 +33,7 @@ def _batches(config: Config) -> tuple[Config, data.Corpus, list]:
     path, everything = command_line.DATA.value, np.arange(config.batch_size)
     if path is None:
         corpus = data.load(config.data)
-        config = building.fit_vocabulary(config, corpus)
+        config = config.fitted(corpus)
         batches = data.held_out_batches(
             corpus,
             length=config.model.length,
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         config = dataclasses.replace(config, batch_size=size)
     config, corpus, batches = _batches(config)
     layout, devices = start_devices(config)
-    program = building.make_program(config, layout, devices)
+    program = config.make_program(layout, devices)
     params = scoring.read_weights(program, checkpoint)
     found = list(scoring.score(program, params, batches))
     scores = scoring.Scores(

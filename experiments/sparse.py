@@ -16,13 +16,13 @@ from absl import flags
 from experiments import command_line
 from experiments.convex import lock_free, reference
 from experiments.data import hashed_text
-from experiments.recipes.config import check_setting
-from experiments.recipes.errors import ConfigError
 from experiments.reports import convex, terminal
+from meshpar.errors import ConfigError
 from meshpar.methods.dbpg import worker as dbpg
 from meshpar.methods.dbpg.filters import COMPRESSIONS
 from meshpar.methods.dbpg.training import Training
 from meshpar.methods.hogwild import training as hogwild
+from meshpar.runs.config import check_setting
 from meshpar.settings import Choice, Number
 
 DBPG, HOGWILD = "dbpg", "hogwild"

@@ -24,15 +24,18 @@ import jax
 from absl import flags
 
 import meshpar
-from experiments import command_line, data, optimizers
+from experiments import command_line, optimizers
 from experiments.devices import start_devices
-from experiments.recipes import building
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import SYNCHRONOUS
 from experiments.reports import verification
+from meshpar.arrays import abstract
+from meshpar.errors import ConfigError
 from meshpar.explain import judge, random_layouts, verify
-from meshpar.layouts.axes import EXPERT
+from meshpar.layouts.axes import EXPERT, RECORDS
+from meshpar.runs import programs
+from meshpar.runs.config import RunConfig
+from meshpar.runs.data import Place
+from meshpar.runs.modes import SYNCHRONOUS
+from meshpar.runs.run import Run
 from meshpar.settings import Number
 
 VERIFY_STEPS = flags.DEFINE_integer("verify_steps", 3, "Steps to compare.")
@@ -53,6 +56,11 @@ command_line.limit(VERIFY_STEPS, Number(1, 10_000, "steps"))
 command_line.limit(MAX_ERROR, Number(0, 1, whole=False))
 command_line.limit(RANDOM, Number(0, 10_000, "layouts", "0 to verify --layout"))
 
+EXPERT_DIMS = {
+    dim for axis in RECORDS if axis.name == EXPERT for dim in axis.param_dims
+}
+"""Names of dims that `expert` splits."""
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 """Largest relative error that rounding explains, by compute dtype."""
 
@@ -70,40 +78,71 @@ def main(_: Sequence[str]) -> int:
     if OPTIMIZERS.value and not RANDOM.value:
         raise ConfigError("--optimizers draws programs at random: add --random=N")
     layout, devices = start_devices(config)
-    corpus = data.load(config.data)
-    config = building.fit_vocabulary(config, corpus)
-    batches = data.training_batches(
-        corpus,
-        length=config.model.length,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rows=range(config.batch_size),
-        position=0,
-    )
+    config, run = config.prepared()
+    place = Place(config.batch_size, range(config.batch_size), config.seed)
+    batches = run.data.training_batches(place)
     batches = list(itertools.islice(batches, VERIFY_STEPS.value))
     if PADDED.value:
-        batches = [data.padded_unevenly(batch) for batch in batches]
+        batches = [_padded(run, batch) for batch in batches]
+    case = _Case(config, run, devices, batches)
     with jax.default_matmul_precision("highest"):
-        if RANDOM.value:
-            return _verify_random(config, devices, batches)
-        return _verify_one(config, layout, devices, batches)
+        return _verify_random(case) if RANDOM.value else _verify_one(case, layout)
 
 
-def _tolerance(config: Config) -> float:
-    rounding = TOLERANCE[config.compute_dtype]
-    return rounding if MAX_ERROR.value is None else MAX_ERROR.value
+def _padded(run: Run, batch: Any) -> Any:
+    """The batch with weights, its rows padded unevenly.
+
+    Raises:
+      ConfigError: the recipe says nothing about padding.
+    """
+    if run.padded is None:
+        raise ConfigError(
+            "--padded weighs tokens, and this recipe has no padded=(batch) -> batch "
+            "with weights; add it to its meshpar.Run, or leave --padded out"
+        )
+    return run.padded(batch)
 
 
-def _verify_one(
-    config: Config,
-    layout: meshpar.Layout,
-    devices: Sequence[jax.Device],
-    batches: Sequence[Any],
-) -> int:
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """What is verified under every layout.
+
+    Attributes:
+      config: the settings.
+      run: the model, the optimizer and the loss.
+      devices: the devices.
+      batches: a batch for every step.
+    """
+
+    config: RunConfig
+    run: Run
+    devices: Sequence[jax.Device]
+    batches: Sequence[Any]
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error."""
+        rounding = TOLERANCE[self.config.compute_dtype]
+        return rounding if MAX_ERROR.value is None else MAX_ERROR.value
+
+    def lower(
+        self, layout: meshpar.Layout, lowering: str = "", optimizer: Any = None
+    ) -> meshpar.TrainProgram:
+        """The program under a layout."""
+        config = self.config
+        config = dataclasses.replace(config, lowering=lowering or config.lowering)
+        devices, batch = self.devices[: layout.num_devices], abstract(self.batches[0])
+        return programs.make_program(
+            config, self.run, layout, devices, batch, optimizer
+        )
+
+
+def _verify_one(case: _Case, layout: meshpar.Layout) -> int:
     """Verifies one layout, prints the report and returns the exit code."""
-    program = building.make_program(config, layout, devices, PADDED.value)
-    reference = _second_opinion(config, layout, program, devices)
-    report = verify.verify(program, reference, batches, config.seed, _tolerance(config))
+    program = case.lower(layout)
+    reference = _second_opinion(case, layout, program)
+    seed, batches = case.config.seed, case.batches
+    report = verify.verify(program, reference, batches, seed, case.tolerance)
     if JSON.value:
         print(json.dumps(verification.as_dict(report, layout)))
     else:
@@ -113,85 +152,67 @@ def _verify_one(
 
 
 def _second_opinion(
-    config: Config,
-    layout: meshpar.Layout,
-    program: meshpar.TrainProgram,
-    devices: Sequence[jax.Device],
+    case: _Case, layout: meshpar.Layout, program: meshpar.TrainProgram
 ) -> meshpar.TrainProgram | None:
     """The program on one device, where no plain loop can judge; else None."""
-    needs_equal = config.model.depends_on_microbatches
+    needs_equal = case.run.depends_on_microbatches
     microbatches = layout.microbatches if needs_equal else 1
     why = f"its loss depends on microbatches={microbatches}"
     reason = why if microbatches > 1 else judge.reason_no_judge(program)
     if not reason:
         return None
     print(f"judged by the same program on one device: {reason}", file=sys.stderr)
-    one_device = dataclasses.replace(meshpar.Layout(), microbatches=microbatches)
-    return building.make_program(config, one_device, devices[:1], PADDED.value)
+    return case.lower(dataclasses.replace(meshpar.Layout(), microbatches=microbatches))
 
 
-def _verify_random(
-    config: Config, devices: Sequence[jax.Device], batches: Sequence[Any]
-) -> int:
+def _verify_random(case: _Case) -> int:
     """Verifies random layouts, prints their outcomes and returns the exit code."""
-    experts = (EXPERT,) if config.model.num_experts else ()
+    dims = {
+        dim for param in case.run.model.params.values() for dim in param.names or ()
+    }
+    experts = (EXPERT,) if dims.intersection(EXPERT_DIMS) else ()
     axes = (*random_layouts.DRAWN_AXES, *experts)
-    draws = random_layouts.draw_layouts(RANDOM.value, len(devices), config.seed, axes)
+    seed, number = case.config.seed, len(case.devices)
+    draws = random_layouts.draw_layouts(RANDOM.value, number, seed, axes)
     if OPTIMIZERS.value:
-        rng = random.Random(config.seed)
+        rng = random.Random(seed)
         outcomes = itertools.chain.from_iterable(
-            _verify_drawn(config, devices, batches, draw, rng) for draw in draws
+            _verify_drawn(case, draw, rng) for draw in draws
         )
     else:
-        outcomes = _verify_all(config, devices, batches, draws, PADDED.value)
+        outcomes = _verify_all(case, draws)
     counts = verification.print_outcomes(outcomes)
     return 1 if counts[random_layouts.WRONG] else 0
 
 
 def _verify_all(
-    config: Config,
-    devices: Sequence[jax.Device],
-    batches: Sequence[Any],
-    draws: Sequence[random_layouts.Draw],
-    padded: bool,
-    optimizer: Any = None,
+    case: _Case, draws: Sequence[random_layouts.Draw], optimizer: Any = None
 ) -> Iterator[random_layouts.Outcome]:
     """The outcomes of layouts with one optimizer."""
-
-    def lower(layout: meshpar.Layout, lowering: str) -> meshpar.TrainProgram:
-        own = dataclasses.replace(config, lowering=lowering or config.lowering)
-        own_devices = devices[: layout.num_devices]
-        return building.make_program(own, layout, own_devices, padded, optimizer)
-
     return random_layouts.verify_layouts(
-        lower,
+        lambda layout, lowering: case.lower(layout, lowering, optimizer),
         draws,
-        batches,
-        seed=config.seed,
-        tolerance=_tolerance(config),
-        by_microbatches=config.model.depends_on_microbatches,
+        case.batches,
+        seed=case.config.seed,
+        tolerance=case.tolerance,
+        by_microbatches=case.run.depends_on_microbatches,
     )
 
 
 def _verify_drawn(
-    config: Config,
-    devices: Sequence[jax.Device],
-    batches: Sequence[Any],
-    draw: random_layouts.Draw,
-    rng: random.Random,
+    case: _Case, draw: random_layouts.Draw, rng: random.Random
 ) -> Iterator[random_layouts.Outcome]:
     """The outcome of one layout with an optimizer and weights of tokens at random."""
     name, padded = rng.choice(sorted(optimizers.OPTIMIZERS)), rng.random() < 0.5
     clip_norm = rng.choice((0.0, 0.0, 0.1))
-    rates = dataclasses.replace(config.optimizer, clip_norm=clip_norm)
-    config = dataclasses.replace(config, optimizer=rates)
+    run = dataclasses.replace(case.run, clip_norm=clip_norm or None)
+    batches, padded = case.batches, padded and run.padded is not None
     if padded and not PADDED.value:
-        batches = [data.padded_unevenly(batch) for batch in batches]
+        batches = [_padded(run, batch) for batch in batches]
     more = f"optimizer={name!r}" + (f" clip_norm={clip_norm}" if clip_norm else "")
     draw = dataclasses.replace(draw, more=more + (" padded" if padded else ""))
-    optimizer = optimizers.OPTIMIZERS[name]
-    padded = padded or PADDED.value
-    yield from _verify_all(config, devices, batches, [draw], padded, optimizer)
+    case = dataclasses.replace(case, run=run, batches=batches)
+    yield from _verify_all(case, [draw], optimizers.OPTIMIZERS[name])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh import simulate
 from meshpar.models import LayerStack, Model, from_linen, from_nnx
 from meshpar.planner import plan
+from meshpar.runs import Run, train
 
 _ROOMS = (
     *("checkpoint", "collectives", "explain", "generation", "islands", "layouts"),
@@ -50,6 +51,7 @@ __all__ = [
     "LocalSGD",
     "MeshparError",
     "Model",
+    "Run",
     "TrainProgram",
     "from_linen",
     "from_nnx",
@@ -57,6 +59,7 @@ __all__ = [
     "lower",
     "plan",
     "simulate",
+    "train",
     "verify",
     "with_ema",
     *_ROOMS,

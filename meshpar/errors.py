@@ -23,6 +23,14 @@ class StalenessError(MeshparError):
     """An invalid period, staleness or merge, or a violated bound on staleness."""
 
 
+class ConfigError(MeshparError):
+    """A recipe, setting or flag that does not exist or fit, with the remedy."""
+
+
+class DataError(MeshparError):
+    """Data that are missing, too few, or of another form, with the remedy."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Text for an error message: the known names, and the nearest one to `word`."""
     known = sorted(known)

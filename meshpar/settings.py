@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import numbers
 import re
 import typing
@@ -70,6 +71,8 @@ class Number(Range):
         """As `Range.in_words`."""
         what = "a whole number" if self.whole else "a number"
         what += f" of {self.unit}" if self.unit else ""
+        if self.low == -math.inf and self.high == math.inf:
+            return what
         low = f"{'above' if self.above else 'at least'} {_written(self.low)}"
         high = f"{'below' if self.below else 'at most'} {_written(self.high)}"
         return f"{what}, {low} and {high}" + (f"; {self.note}" if self.note else "")
@@ -149,6 +152,30 @@ class Text(Range):
 
 
 @dataclasses.dataclass(frozen=True)
+class Path(Range):
+    """Paths that Linux can hold; commands that open them find out if they exist."""
+
+    longest: int = 4095
+    longest_name: int = 255
+
+    @property
+    def in_words(self) -> str:
+        """As `Range.in_words`."""
+        return (
+            f"a path of at most {self.longest:,} bytes, each name of it of at most "
+            f"{self.longest_name}"
+        )
+
+    def allows(self, value: Any) -> bool:
+        """As `Range.allows`."""
+        if not isinstance(value, str) or "\0" in value:
+            return False
+        path = value.encode("utf-8", "surrogateescape")
+        names = map(len, path.split(b"/"))
+        return len(path) <= self.longest and max(names) <= self.longest_name
+
+
+@dataclasses.dataclass(frozen=True)
 class Instance(Range):
     """Objects of a class, or of one of several.
 
@@ -182,11 +209,46 @@ def ranges(kind: type) -> dict[str, Range]:
     }
 
 
+def range_of(kind: Any) -> Range:
+    """The range of a type without one of its own: all of its values.
+
+    Raises:
+      MeshparError: the type is none of bool, int, float, str and `typing.Literal`.
+    """
+    if typing.get_origin(kind) is typing.Literal:
+        words = typing.get_args(kind)
+        if all(isinstance(word, str) for word in words):
+            return Choice(words)
+    found = {
+        bool: Switch(),
+        int: Number(-math.inf, math.inf),
+        float: real(-LARGEST, LARGEST),
+        str: Text(10_000),
+    }
+    if kind not in found:
+        raise MeshparError(
+            f"a setting of type {getattr(kind, '__name__', kind)}: use bool, int, "
+            "float, str, a Literal of texts, or a dataclass of these"
+        )
+    return found[kind]
+
+
 def helps(kind: type) -> dict[str, str]:
-    """{field of a dataclass: its entry under "Attributes:" in the docstring}."""
-    _, _, section = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
-    entries, *_ = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)
-    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", entries, re.MULTILINE)
+    """{field of a dataclass: its entry under "Attributes:" in a docstring}.
+
+    Fields of a base class have their entries there.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        found |= entries(owner.__doc__ or "", "Attributes")
+    return found
+
+
+def entries(docstring: str, section: str) -> dict[str, str]:
+    """{name: text} of a section of a Google-style docstring, such as "Args"."""
+    _, _, rest = inspect.cleandoc(docstring).partition(f"\n{section}:\n")
+    inside, *_ = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)
+    found = re.findall(r"^  +(\w+): (.*(?:\n    .*)*)", inside, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 

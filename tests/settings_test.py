@@ -9,9 +9,9 @@ import pytest
 import meshpar
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import SETTINGS, Config
-from experiments.recipes.modes import IslandsConfig, LocalSGDConfig
 from meshpar.errors import MeshparError
 from meshpar.islands import Islands
+from meshpar.runs.modes import IslandsConfig, LocalSGDConfig
 from meshpar.settings import Choice, Number, check, helps, ranges, real
 
 

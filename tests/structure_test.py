@@ -25,7 +25,7 @@ ROOMS = (
     ),
     *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
     *("local_sgd", "islands", "generation", "compose", "explain", "planner"),
-    *("checkpoint", "methods"),
+    *("checkpoint", "methods", "runs"),
 )
 """Bottom to top: a room imports rooms to its left."""
 

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 import meshpar
 from experiments import command_line
 from experiments.benchmarks import by_hand
-from experiments.recipes import building
 from meshpar import mesh
 from meshpar.layouts.axes import FSDP
 from meshpar.lowering.inspection import read_collectives, read_time
@@ -64,7 +63,7 @@ def main(_: Sequence[str]) -> int:
     meshpar.simulate(1)
     devices = mesh.topology(TOPOLOGY.value)
     layout = meshpar.layouts.parse(config.layout or f"{FSDP}={len(devices)}")
-    program = building.make_program(config, layout, devices)
+    program = config.make_program(layout, devices)
     step, init = by_hand.step_and_init(config, program)
     hand_written = step.lower(init.eval_shape(), program.abstract_batch)
     program_seconds = compile_timed("program.step", program.lowered, program.mesh)

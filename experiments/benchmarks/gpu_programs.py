@@ -20,7 +20,6 @@ from experiments.benchmarks.gpu_cases import (
     random_batch,
     times_of_a_step,
 )
-from experiments.recipes import building
 from meshpar import compat
 from meshpar.contracts.hlo_text import parse_computations, type_bytes
 from meshpar.mesh.platform import GPU, platform_named
@@ -39,7 +38,7 @@ def make_program(
     """Meshpar's program of a case on one device."""
     options = f"remat={case.remat},scan_unroll={case.unroll}"
     layout = meshpar.layouts.parse(f"data=1,{options}")
-    return building.make_program(case.config(rehearsal), layout, [device])
+    return case.config(rehearsal).make_program(layout, [device])
 
 
 def _place(program: meshpar.TrainProgram, case: Case, rehearsal: bool) -> Any:
@@ -124,7 +123,7 @@ def compile_page(
 ) -> jax.stages.Compiled:
     """The page's step, compiled for a device that need not be there."""
     config = case.config(rehearsal)
-    params = building.make_model(config).params
+    params = config.make_model().params
     sharding = SingleDeviceSharding(device)
 
     def abstract(tree: Any) -> Any:

@@ -21,11 +21,10 @@ from absl import flags
 
 from experiments import command_line, data
 from experiments.devices import start_devices
-from experiments.recipes import building
 from experiments.recipes.config import Config
-from experiments.recipes.modes import ISLANDS
 from meshpar.islands.program import IslandsProgram
 from meshpar.islands.ray_host import RayHost
+from meshpar.runs.modes import ISLANDS
 from meshpar.settings import Number
 
 SECONDS = flags.DEFINE_integer("seconds", 600, "Seconds with kills, and without.")
@@ -115,9 +114,9 @@ def main(_: Sequence[str]) -> int:
     settings = dataclasses.replace(config.islands, host="ray")
     config = dataclasses.replace(config, optimizer_mode=ISLANDS, islands=settings)
     corpus = data.load(config.data)
-    config = building.fit_vocabulary(config, corpus)
+    config = config.fitted(corpus)
     layout, devices = start_devices(config)
-    programs = [building.make_program(config, layout, devices) for _ in range(2)]
+    programs = [config.make_program(layout, devices) for _ in range(2)]
     whole, killed = [Run(config, corpus, program) for program in programs]
     without, with_kills = Tally(), Tally()
     turn, half = _KILLS_PER_TURN * EVERY.value, SECONDS.value / 2

@@ -19,8 +19,7 @@ import numpy as np
 
 import meshpar
 from experiments import command_line, recipes
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
+from experiments.recipes import adamw
 from meshpar import mesh
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.wanted import Wanted
@@ -29,6 +28,8 @@ from meshpar.planner.candidate import Candidate
 from meshpar.planner.facts import Facts
 from meshpar.planner.plans import predicted
 from meshpar.planner.space import beside_layers
+from meshpar.runs import programs
+from meshpar.runs.config import with_settings
 
 _BUDGETS = 60
 
@@ -124,9 +125,9 @@ def predict(recipe: str, topology: str, batch_size: int) -> Gain:
     name, *settings = recipe.split()
     config = with_settings(recipes.get(name), settings)
     config = dataclasses.replace(config, batch_size=batch_size)
-    devices, model = mesh.topology(topology), building.make_model(config)
-    optimizer = building.make_optimizer(config.optimizer, config.steps, model)
-    batch, dtype = building.abstract_batch(config), building.compute_dtype(config)
+    devices, model = mesh.topology(topology), config.make_model()
+    optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
+    batch, dtype = config.abstract_batch(), programs.compute_dtype(config)
     facts, machine = Facts(model, optimizer, batch, dtype, devices), machine_of(devices)
     return gain(predicted(facts, machine, Wanted.of("", "pipe"))[0], machine)
 

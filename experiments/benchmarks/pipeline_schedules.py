@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 import meshpar
 from experiments import command_line
 from experiments.devices import start_devices
-from experiments.recipes import building
 from meshpar.arrays import Array
 from meshpar.collectives import microbatch
 from meshpar.layouts.axes import DATA, PIPE
@@ -110,7 +109,7 @@ def make_programs() -> tuple[dict[str, meshpar.TrainProgram], dict[str, np.ndarr
     for schedule in ("gpipe", "1f1b", "interleaved,virtual_stages=2", "zb_h1"):
         layouts[schedule.split(",")[0]] = f"{base},schedule={schedule}"
     programs = {
-        name: building.make_program(config, meshpar.layouts.parse(layout), devices)
+        name: config.make_program(meshpar.layouts.parse(layout), devices)
         for name, layout in layouts.items()
     }
     shape = config.batch_size, model.length + 1

@@ -25,12 +25,13 @@ from experiments import command_line
 from experiments.benchmarks import compiled_programs
 from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
-from experiments.recipes import building
+from experiments.recipes import adamw
 from meshpar import mesh
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.uncertainty import kind_of
+from meshpar.runs import programs
 
 ONLY = flags.DEFINE_string("only", "", "Programs whose line matches this regex.")
 COMPILE = flags.DEFINE_bool("compile", False, "Compile them anew, and store that.")
@@ -74,12 +75,12 @@ class Predictor:
         key = case.recipe, case.batch_size, case.topology
         if key not in self._facts:
             config = case.config
-            model = building.make_model(config)
+            model = config.make_model()
             self._facts[key] = Facts(
                 model,
-                building.make_optimizer(config.optimizer, config.steps, model),
-                building.abstract_batch(config),
-                building.compute_dtype(config),
+                adamw.make_optimizer(config.optimizer, config.steps, model),
+                config.abstract_batch(),
+                programs.compute_dtype(config),
                 devices,
             )
         made = Candidates(self._facts[key], machine_of(devices))

@@ -6,10 +6,10 @@ import re
 
 import meshpar
 from experiments import recipes
-from experiments.recipes import building
-from experiments.recipes.config import Config, with_settings
-from experiments.recipes.errors import ConfigError
+from experiments.recipes.config import Config
 from meshpar import mesh
+from meshpar.errors import ConfigError
+from meshpar.runs.config import with_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
         """The lowered program."""
         devices = mesh.topology(self.topology)
         layout = meshpar.layouts.parse(self.layout)
-        return building.make_program(self.config, layout, devices)
+        return self.config.make_program(layout, devices)
 
 
 PADDED = "gpt2-124m model.vocab=50304"

@@ -23,10 +23,10 @@ import rich.table
 from absl import flags
 
 from experiments import command_line
-from experiments.recipes.errors import ConfigError
 from experiments.reports import terminal
-from experiments.training import startup
-from experiments.training.metrics import METRICS
+from meshpar.errors import ConfigError
+from meshpar.runs import startup
+from meshpar.runs.metrics import METRICS
 from meshpar.settings import Number
 
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Starts of each kind.")

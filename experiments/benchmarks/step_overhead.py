@@ -19,7 +19,6 @@ from absl import flags
 from experiments import command_line
 from experiments.benchmarks import by_hand
 from experiments.devices import start_devices
-from experiments.recipes import building
 from meshpar.settings import Number
 
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
@@ -33,7 +32,7 @@ def main(_: Sequence[str]) -> int:
     vocab = config.model.vocab or 256
     model = dataclasses.replace(config.model, vocab=vocab, dropout=0.0)
     config = dataclasses.replace(config, model=model)
-    program = building.make_program(config, layout, devices)
+    program = config.make_program(layout, devices)
     ids = np.random.default_rng(0).integers(
         0, vocab, (config.batch_size, model.length + 1), np.int32
     )

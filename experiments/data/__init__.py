@@ -9,5 +9,4 @@ from experiments.data.corpus import DataConfig as DataConfig
 from experiments.data.corpus import load as load
 from experiments.data.corpus import unigram_loss as unigram_loss
 from experiments.data.files import MAX_VOCABULARY as MAX_VOCABULARY
-from experiments.data.files import DataError as DataError
 from experiments.data.packing import PackedSamples as PackedSamples

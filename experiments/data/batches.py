@@ -7,13 +7,13 @@ that does not depend on the number of processes.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from experiments.data.corpus import Corpus
-from experiments.data.files import DataError
 from experiments.data.packing import PackedSamples
+from meshpar.errors import DataError
+from meshpar.runs.data import Place, batches_of, shuffled, spread_batches
 
 
 class Windows:
@@ -30,29 +30,6 @@ class Windows:
         start = i * self._length
         window = np.asarray(self._tokens[start : start + self._length + 1], np.int32)
         return {"tokens": window[:-1], "targets": window[1:]}
-
-
-class _BatchRows:
-    """The samples of some rows of every batch, from a global position on."""
-
-    def __init__(
-        self,
-        samples: Sequence[Any],
-        rows: Sequence[int],
-        batch_size: int,
-        position: int,
-    ):
-        self._samples, self._rows = samples, rows
-        self._batch_size, self._position = batch_size, position
-
-    def __len__(self) -> int:
-        num_batches = (len(self._samples) - self._position) // self._batch_size
-        return num_batches * len(self._rows)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        step, row = divmod(i, len(self._rows))
-        index = self._position + step * self._batch_size + int(self._rows[row])
-        return self._samples[index]
 
 
 def _samples(
@@ -105,14 +82,9 @@ def training_batches(
     Raises:
       DataError: fewer samples than one batch needs.
     """
-    import grain
-
     source = _samples(corpus.train, corpus.train_starts, "training", batch_size, length)
-    samples = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    own = _BatchRows(samples, rows, batch_size, position)
-    batches = grain.MapDataset.source(own).batch(len(rows))
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return iter(batches.to_iter_dataset(options))
+    place = Place(batch_size, rows, seed, position)
+    return batches_of(shuffled(source, seed), place)
 
 
 def held_out_batches(
@@ -136,13 +108,7 @@ def held_out_batches(
     source = _samples(
         corpus.held_out, corpus.held_out_starts, "held-out", batch_size, length
     )
-    num_batches = min(limit, len(source) // batch_size)
-    indices = np.linspace(0, len(source) - 1, num_batches * batch_size).astype(int)
-    batches = []
-    for batch in indices.reshape(num_batches, batch_size):
-        samples = [source[int(batch[row])] for row in rows]
-        batches.append({k: np.stack([s[k] for s in samples]) for k in samples[0]})
-    return batches
+    return spread_batches(source, Place(batch_size, rows), limit)
 
 
 def padded_unevenly(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

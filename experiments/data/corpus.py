@@ -13,7 +13,6 @@ from experiments.data.files import (
     MAX_VOCABULARY,
     SEPARATOR,
     TOKEN_SUFFIXES,
-    DataError,
     check_regular,
     find_files,
     read_documents,
@@ -21,8 +20,8 @@ from experiments.data.files import (
     standard_library,
 )
 from experiments.data.tokenizers import Decode, decode_bytes, decode_ids, load_tokenizer
-from experiments.ranges import Path
-from meshpar.settings import Number, Switch, real
+from meshpar.errors import DataError
+from meshpar.settings import Number, Path, Switch, real
 
 _HELD_OUT = real(0, 1, note="a fraction of the tokens", above=True, below=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshpar.errors import MeshparError, nearest
+from meshpar.errors import DataError, nearest
 
 SEPARATOR = b"\0"
 """Separates documents; no text file contains this byte."""
@@ -19,10 +19,6 @@ TOKEN_SUFFIXES = (".npy", ".bin")
 
 MAX_VOCABULARY = 2**24
 """Most token ids of a vocabulary."""
-
-
-class DataError(MeshparError):
-    """Data that cannot be read or is too small, with the remedy."""
 
 
 def standard_library() -> list[pathlib.Path]:

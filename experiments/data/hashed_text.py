@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import scipy.sparse as sp
 
-from experiments.data.files import DataError, find_files
+from experiments.data.files import find_files
+from meshpar.errors import DataError
 
 STANDARD_LIBRARY = "stdlib"
 """The word for the Python sources of the standard library, with its tests."""

@@ -4,8 +4,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from experiments.data.files import TOKEN_SUFFIXES, DataError, check_regular
-from meshpar.errors import shown
+from experiments.data.files import TOKEN_SUFFIXES, check_regular
+from meshpar.errors import DataError, shown
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.training import metrics, startup
 from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint import persistent
+from meshpar.runs import metrics, startup
 
 _OF_TIME = {
     *("tokens_per_second", "step_seconds", "mfu", startup.TOTAL, startup.CPU_TOTAL),

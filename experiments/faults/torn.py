@@ -6,7 +6,7 @@ import pathlib
 import random
 from collections.abc import Callable
 
-from experiments.training.metrics import METRICS
+from meshpar.runs.metrics import METRICS
 
 _NOISE = 64
 

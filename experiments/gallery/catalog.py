@@ -25,8 +25,7 @@ from experiments.gallery import (
     zero_memory,
 )
 from experiments.gallery.paper import Paper
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import nearest
+from meshpar.errors import ConfigError, nearest
 
 PAPERS: dict[str, Paper] = {
     module.PAPER.name: module.PAPER

@@ -16,8 +16,9 @@ import meshpar
 from experiments import data, recipes
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.models.language_model import language_model
-from experiments.recipes.config import Config, with_settings
+from experiments.recipes.config import Config
 from meshpar.methods import layer_dropping
+from meshpar.runs.config import with_settings
 
 LEAST = 0.5
 """The keep probability at the end, as in the paper."""

@@ -10,10 +10,10 @@ import numpy as np
 from experiments import recipes
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.recipes import step_times
-from experiments.recipes.config import with_settings
 from experiments.reports import scaling
 from meshpar.layouts.axes import DATA
 from meshpar.methods import speedup_laws
+from meshpar.runs.config import with_settings
 
 PLANTED = speedup_laws.Strong(one_device=2.0, sigma=0.02, kappa=0.0002)
 PLANTED_WEAK = speedup_laws.Weak(one_device=2.0, serial=0.05)

@@ -12,8 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import shown
+from meshpar.errors import ConfigError, shown
 
 
 def read_prompts(path: str) -> list[str]:

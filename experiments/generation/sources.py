@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import meshpar
+from experiments import recipes
 from experiments.data.tokenizers import Tokenizer, tokenizer_of
 from experiments.interchange import hugging_face, runs
 from experiments.interchange.hugging_face_config import CONFIG
@@ -16,15 +17,15 @@ from experiments.interchange.hugging_face_files import read_json
 from experiments.interchange.runs import TOKENIZER
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.recipes import building
-from experiments.recipes.config import Config, with_mode
-from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import SYNCHRONOUS
+from experiments.recipes.config import Config
 from meshpar.arrays import Params
 from meshpar.checkpoint import StoredCheckpoint, find_checkpoints, read_params
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.layouts.axes import DATA, REPLICA
 from meshpar.layouts.offload import PARAMETERS
+from meshpar.runs import programs
+from meshpar.runs.config import with_mode
+from meshpar.runs.modes import SYNCHRONOUS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,8 @@ def config_of(checkpoint: StoredCheckpoint, layout: str | None) -> Config:
     Raises:
       MeshparError: a configuration or a layout that cannot be read.
     """
-    config = with_mode(runs.config_of(checkpoint), SYNCHRONOUS)
+    config = recipes.of_decoder(runs.config_of(checkpoint))
+    config = with_mode(config, SYNCHRONOUS)
     parsed = meshpar.layouts.parse(layout or config.layout or f"{DATA}=1")
     if layout is None and parsed.replica > 1:
         data = {DATA: parsed.data * parsed.replica, REPLICA: 1}
@@ -101,13 +103,13 @@ def find_source(path: str, layout: str | None, tokenizer: str | None) -> Source:
         return _of_transformers(pathlib.Path(path), layout, tokenizer)
     checkpoint = newest_checkpoint(path)
     config = config_of(checkpoint, layout)
-    model = building.make_model(config)
+    model = config.make_model()
     return Source(
         name=f"step {checkpoint.step} of {path}",
         decoder=config.model,
         model=model,
         layout=meshpar.layouts.parse(config.layout),
-        compute_dtype=building.compute_dtype(config),
+        compute_dtype=programs.compute_dtype(config),
         tokenizer=tokenizer_of(config.data.path, tokenizer or config.data.tokenizer),
         stop=(),
         load=lambda generator: read_params(

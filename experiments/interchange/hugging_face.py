@@ -26,8 +26,7 @@ from experiments.interchange.hugging_face_files import (
 )
 from experiments.interchange.hugging_face_tensors import Tensor, prefix_of, tensors_of
 from experiments.models.decoder_config import DecoderConfig
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import shown
+from meshpar.errors import ConfigError, shown
 
 
 def exported(

@@ -9,9 +9,8 @@ from typing import Any
 
 from experiments.interchange.hugging_face_kinds import KINDS, kind_of
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
-from experiments.recipes.config import check_setting
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import nearest, shown
+from meshpar.errors import ConfigError, nearest, shown
+from meshpar.runs.config import check_setting
 
 CONFIG = "config.json"
 _MIXTURES = ("mixtral", "qwen3_moe")

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import shown
+from meshpar.errors import ConfigError, shown
 
 WEIGHTS = "model.safetensors"
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
-from experiments.recipes.errors import ConfigError
+from meshpar.errors import ConfigError
 
 KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe")
 

@@ -8,20 +8,19 @@ import shutil
 import jax
 
 import meshpar
-from experiments import data, outputs
+from experiments import data, outputs, recipes
 from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
-from experiments.recipes import building
-from experiments.recipes.config import Config, from_dict, with_mode
-from experiments.recipes.errors import ConfigError
-from experiments.recipes.modes import SYNCHRONOUS
-from experiments.training.run_record import RunRecord
+from experiments.recipes.config import Config
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.checkpoint.checksums import changed_tensor
-from meshpar.errors import CheckpointError, shown
+from meshpar.errors import CheckpointError, ConfigError, shown
 from meshpar.layouts.axes import DATA
 from meshpar.lowering import replicas
+from meshpar.runs.config import RunConfig, with_mode
+from meshpar.runs.modes import SYNCHRONOUS
+from meshpar.runs.run_record import RunRecord
 
 ONE_DEVICE = f"{DATA}=1"
 TOKENIZER = "tokenizer.json"
@@ -33,10 +32,10 @@ def _on_one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
     config = with_mode(config, SYNCHRONOUS)
     config = dataclasses.replace(config, lowering="", layout="")
     layout = meshpar.layouts.parse(ONE_DEVICE)
-    return config, building.make_program(config, layout, jax.devices()[:1])
+    return config, config.make_program(layout, jax.devices()[:1])
 
 
-def config_of(checkpoint: persistent.StoredCheckpoint) -> Config:
+def config_of(checkpoint: persistent.StoredCheckpoint) -> RunConfig:
     """The configuration of the run that wrote a checkpoint.
 
     Args:
@@ -50,7 +49,7 @@ def config_of(checkpoint: persistent.StoredCheckpoint) -> Config:
             f"{checkpoint.path} holds no configuration: it was not written by "
             "experiments.run; give the folder of a run"
         )
-    return from_dict(checkpoint.metadata["config"])
+    return recipes.stored(checkpoint.metadata["config"])
 
 
 def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> None:
@@ -65,7 +64,7 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
         does not have.
     """
     metadata = checkpoint.metadata
-    config = config_of(checkpoint)
+    config = recipes.of_decoder(config_of(checkpoint))
     if config.framework != "nnx":
         raise ConfigError(
             f"framework={config.framework}: only nnx models can be exported; train one "
@@ -130,7 +129,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
     model = _imported_model(decoder, recipe.model)
     config = dataclasses.replace(recipe, model=model, framework="nnx")
     corpus = data.load(config.data)
-    config, program = _on_one_device(building.fit_vocabulary(config, corpus))
+    config, program = _on_one_device(config.fitted(corpus))
     shapes = {path: param.shape for path, param in program.model.params.items()}
     params = hugging_face.imported(config.model, shapes, tensors)
     state = program.init(config.seed)
@@ -142,7 +141,9 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
         "position": 0,
         "layout": ONE_DEVICE,
         "config": dataclasses.asdict(config),
-        **building.identity(config, corpus),
+        "data": corpus.fingerprint,
+        "length": config.model.length,
+        "seed": config.seed,
     }
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
         checkpoints.save(0, state._replace(params=params), metadata)

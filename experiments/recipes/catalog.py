@@ -1,12 +1,13 @@
-"""All recipes by name (`--recipe`), and the layout of runs that name none."""
+"""All recipes by name (`--recipe`), and those of files of your own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from experiments.recipes import mixtures, published, small
 from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
-from meshpar.errors import nearest
-from meshpar.layouts.axes import DATA, FSDP, TENSOR
+from meshpar.errors import ConfigError, nearest
+from meshpar.runs import recipe_file
+from meshpar.runs.config import RunConfig, from_dict
 
 RECIPES: dict[str, Callable[[], Config]] = {
     **small.RECIPES,
@@ -15,27 +16,49 @@ RECIPES: dict[str, Callable[[], Config]] = {
 }
 
 
-def get(name: str) -> Config:
-    """Returns the configuration of a recipe.
+def get(name: str) -> RunConfig:
+    """The configuration of a recipe, with its defaults.
+
+    Args:
+      name: of the catalog; or FILE.py:FUNCTION or MODULE:FUNCTION of your own.
 
     Raises:
       ConfigError: there is no such recipe; lists those that exist.
     """
+    if ":" in name:
+        return recipe_file.config_of(name)
     if name not in RECIPES:
-        raise ConfigError(f"no recipe {name!r} ({nearest(name, RECIPES)})")
+        raise ConfigError(
+            f"no recipe {name!r} ({nearest(name, RECIPES)}); one of your own is "
+            "FILE.py:FUNCTION or MODULE:FUNCTION"
+        )
     return RECIPES[name]()
 
 
-def default_layout(num_devices: int) -> str:
-    """A layout that fills the devices with tensor=2, fsdp=2 and the rest data.
+def stored(values: Any) -> RunConfig:
+    """The configuration that a checkpoint stores, of any recipe.
 
-    An axis gets 2 devices only while the number that is left is even.
+    Args:
+      values: its fields, as `dataclasses.asdict` gives them.
+
+    Raises:
+      ConfigError: fields or values that this version, or the recipe's file as it is
+        now, does not know.
     """
-    sizes, left = {TENSOR: 1, FSDP: 1}, num_devices
-    for axis in sizes:
-        if left % 2 == 0:
-            sizes[axis], left = 2, left // 2
-    return ",".join(
-        f"{axis}={size}"
-        for axis, size in ((DATA, left), (FSDP, sizes[FSDP]), (TENSOR, sizes[TENSOR]))
-    )
+    name = values.get("recipe") if isinstance(values, Mapping) else None
+    own = isinstance(name, str) and ":" in name
+    return from_dict(values, type(get(name)) if own else Config)
+
+
+def of_decoder(config: RunConfig) -> Config:
+    """The configuration, for a command that knows the project's decoders alone.
+
+    Raises:
+      ConfigError: it is that of a recipe of your own.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"--recipe={config.recipe}: this command needs a decoder of the catalog "
+            f"({', '.join(RECIPES)})"
+        )
+    return config

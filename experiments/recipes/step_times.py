@@ -3,12 +3,11 @@
 import dataclasses
 
 import meshpar
-from experiments.recipes import building
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
 from meshpar import mesh
-from meshpar.errors import nearest
+from meshpar.errors import ConfigError, nearest
 from meshpar.layouts.axes import AXES
+from meshpar.runs import programs
+from meshpar.runs.config import RunConfig
 
 
 def layout_over(text: str, axis: str, num_devices: int) -> meshpar.Layout:
@@ -40,7 +39,7 @@ def layout_over(text: str, axis: str, num_devices: int) -> meshpar.Layout:
     return dataclasses.replace(rest, **{axis: size})
 
 
-def seconds_per_step(config: Config, axis: str, topology: str) -> tuple[int, float]:
+def seconds_per_step(config: RunConfig, axis: str, topology: str) -> tuple[int, float]:
     """(devices of a machine, predicted seconds per step), by compiling for it.
 
     It adds the cycles that the compiler states and the transfers that no compute hides:
@@ -57,7 +56,8 @@ def seconds_per_step(config: Config, axis: str, topology: str) -> tuple[int, flo
     """
     devices = mesh.topology(topology)
     layout = layout_over(config.layout, axis, len(devices))
-    program = building.make_program(config, layout, devices)
+    config, run = config.prepared()
+    program = programs.make_program(config, run, layout, devices)
     found = program.inspection.time
     if found is None:
         raise ConfigError(

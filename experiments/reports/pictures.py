@@ -11,8 +11,8 @@ import matplotlib.figure
 import matplotlib.patches
 import numpy as np
 
-from experiments.recipes.errors import ConfigError
 from experiments.reports.units import readable_bytes, unit_of_bytes
+from meshpar.errors import ConfigError
 from meshpar.explain.report import Explanation
 from meshpar.layouts.axes import DATA
 from meshpar.pipeline.report import PipelineReport

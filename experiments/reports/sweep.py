@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import rich.table
 
-from experiments.recipes.modes import SYNCHRONOUS
+from meshpar.runs.modes import SYNCHRONOUS
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,11 +16,10 @@ from support.processes import environment
 from support.tiny_models import batch, host, lower_standard
 
 import meshpar
-from experiments.recipes import building
-from experiments.recipes.config import from_dict
-from experiments.training import metrics
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.runs import metrics
+from meshpar.runs.config import from_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAYOUTS = [
@@ -143,6 +142,6 @@ def stored_leaves(folder):
     newest = persistent.find_checkpoints(folder)[-1]
     config = from_dict(newest.metadata["config"])
     layout = meshpar.layouts.parse("data=1")
-    single = building.make_program(config, layout, jax.devices()[:1])
+    single = config.make_program(layout, jax.devices()[:1])
     state, _ = persistent.read_checkpoint(newest.path, single.portable_state, None)
     return {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves(state))}

@@ -18,7 +18,8 @@ from support.bad_cases import BASE, UNSHARED, cases
 from support.bad_settings import settings
 
 from experiments import recipes
-from experiments.recipes.config import SETTINGS, values_of
+from experiments.recipes.config import SETTINGS
+from meshpar.runs.config import values_of
 from meshpar.settings import Number
 
 MAX_SECONDS = 10

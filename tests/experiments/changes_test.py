@@ -10,12 +10,10 @@ from support.tiny_runs import train_on_one_device as train
 
 from experiments import data, recipes
 from experiments.data import DataConfig, fingerprint
-from experiments.recipes import building
-from experiments.recipes.config import from_dict, with_settings
-from experiments.recipes.errors import ConfigError
-from experiments.training import changes, metrics
 from meshpar.checkpoint import persistent
-from meshpar.errors import MeshparError
+from meshpar.errors import ConfigError, MeshparError
+from meshpar.runs import changes, metrics
+from meshpar.runs.config import from_dict, with_settings
 
 TOKENS = np.random.default_rng(0).integers(0, 100, 200_000)
 
@@ -166,7 +164,7 @@ def test_token_ids_beyond_the_vocabulary(highest, vocab, tmp_path):
         np.save(tmp_path / "ids.npy", np.array([1, highest] * 500, kind))
         with pytest.raises(MeshparError, match=f"holds (the )?token id {highest}"):
             wanted = config(tmp_path, f"model.vocab={vocab}")
-            building.fit_vocabulary(wanted, data.load(wanted.data))
+            wanted.fitted(data.load(wanted.data))
 
 
 def test_unsigned_ids_of_64_bits_are_counted(tmp_path):

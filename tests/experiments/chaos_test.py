@@ -17,8 +17,8 @@ from experiments.faults.comparison import Results, first_difference
 from experiments.faults.conductor import HUNG, LOST, SURVIVED, Conductor
 from experiments.faults.draws import Fault, draw_faults
 from experiments.faults.scenarios import SCENARIOS, Scenario
-from experiments.training import metrics
 from meshpar.multihost.watchdog import SECTIONS
+from meshpar.runs import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 

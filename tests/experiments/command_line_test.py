@@ -10,8 +10,8 @@ from absl import app, flags
 from support import bad_input, commands, tiny_models
 
 from experiments import command_line, outputs
-from experiments.recipes.errors import ConfigError
 from experiments.reports import explanation, page
+from meshpar.errors import ConfigError
 from meshpar.explain.report import explain
 
 

@@ -8,7 +8,7 @@ from support import commands
 
 from experiments.convex import batch
 from experiments.data import hashed_text
-from experiments.data.files import DataError
+from meshpar.errors import DataError
 
 
 @pytest.fixture(scope="module")

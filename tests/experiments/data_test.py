@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from experiments import data
-from experiments.data import DataConfig, DataError
+from experiments.data import DataConfig
+from meshpar.errors import DataError
 
 LENGTH = 8
 

@@ -14,10 +14,10 @@ import pytest
 from support import processes
 from support.tiny_runs import ROOT, command, config, losses, train
 
-from experiments.recipes.errors import ConfigError
-from experiments.training import fallbacks
-from experiments.training.trainer import Trainer
 from meshpar import LayoutError, layouts
+from meshpar.errors import ConfigError
+from meshpar.runs import fallbacks
+from meshpar.runs.trainer import Trainer
 
 
 @pytest.mark.parametrize(

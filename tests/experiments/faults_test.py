@@ -15,7 +15,7 @@ import pytest
 from support import processes
 from support.marks import slow
 
-from experiments.training import metrics
+from meshpar.runs import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 150

@@ -18,10 +18,9 @@ from experiments.generation import prompt_files, scoring, sources
 from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.recipes import building
-from experiments.training import metrics
-from experiments.training.metrics import EVALUATION_LOSS
 from meshpar.errors import CheckpointError
+from meshpar.runs import metrics
+from meshpar.runs.metrics import EVALUATION_LOSS
 
 
 @pytest.fixture
@@ -78,9 +77,7 @@ def test_scores_of_a_text_are_those_of_its_tokens(unbroken, tmp_path, command):
     assert "".join(row["text"] for row in rows) == text.read_text()[1:]
     checkpoint = sources.newest_checkpoint(str(unbroken[1]))
     config = sources.config_of(checkpoint, "data=1")
-    program = building.make_program(
-        config, meshpar.layouts.parse("data=1"), jax.devices()[:1]
-    )
+    program = config.make_program(meshpar.layouts.parse("data=1"), jax.devices()[:1])
     params = scoring.read_weights(program, checkpoint)
     model = program.model.bind(params)
     want = []
@@ -149,7 +146,7 @@ def test_weights_come_without_optimizer_state_and_changed_ones_are_seen(
     params = source.load(generator)
     layout = meshpar.layouts.parse("data=1")
     config = sources.config_of(checkpoint, "data=1")
-    program = building.make_program(config, layout, jax.devices()[:1])
+    program = config.make_program(layout, jax.devices()[:1])
     want = scoring.read_weights(program, checkpoint)
     for path, x in params.items():
         np.testing.assert_array_equal(x, want[path])

@@ -97,7 +97,7 @@ class Absent(abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Absent())
 import jax
-from experiments.training import trainer
+from meshpar.runs import trainer
 from experiments.benchmarks import gpu, gpu_cases, gpu_programs
 case = gpu_cases.Case("llama-1b", 4096, 2)
 gpu_programs.make_program(case, True, jax.devices()[0])

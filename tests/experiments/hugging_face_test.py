@@ -20,7 +20,7 @@ from experiments.interchange import hugging_face
 from experiments.interchange.hugging_face_config import config_json, decoder_config
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.recipes.config import ConfigError
+from meshpar.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe")

@@ -13,13 +13,12 @@ import pytest
 import meshpar
 from experiments import recipes
 from experiments import stragglers as simulated
-from experiments.recipes import building
-from experiments.recipes.config import ConfigError, with_settings
 from experiments.reports import islands
-from experiments.training import metrics
-from experiments.training.trainer import Trainer
-from meshpar.errors import MeshparError
+from meshpar.errors import ConfigError, MeshparError
 from meshpar.islands import ASP, BSP, SSP, BoundedDelay, updates
+from meshpar.runs import metrics, programs
+from meshpar.runs.config import with_settings
+from meshpar.runs.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETTINGS = ["optimizer_mode=islands", "islands.workers=2", "islands.consistency=ssp:2"]
@@ -30,13 +29,13 @@ def configured(*settings):
 
 
 def test_settings_become_the_mode():
-    mode = building.make_mode(configured("islands.push=4", "islands.wire=int8"))
+    mode = programs.make_mode(configured("islands.push=4", "islands.wire=int8"))
     assert (mode.workers, mode.consistency, mode.push) == (2, SSP(2), 4)
     for text, model in {"bsp": BSP(), "asp": ASP()}.items():
-        assert building.make_mode(configured(f"islands.consistency={text}")) == (
+        assert programs.make_mode(configured(f"islands.consistency={text}")) == (
             dataclasses.replace(mode, push=1, wire="f32", consistency=model)
         )
-    delayed = building.make_mode(configured("islands.consistency=bounded_delay:3"))
+    delayed = programs.make_mode(configured("islands.consistency=bounded_delay:3"))
     assert delayed.consistency == BoundedDelay(3)
 
 
@@ -52,7 +51,7 @@ def test_settings_become_the_mode():
 )
 def test_settings_that_cannot_be_meant(settings, error, words):
     with pytest.raises(error, match=words):
-        building.make_mode(configured(*settings))
+        programs.make_mode(configured(*settings))
 
 
 @pytest.mark.slow
@@ -121,7 +120,7 @@ def test_the_program_of_an_island_can_be_sent_to_its_process():
     ray = pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
     config = configured("islands.host=ray", "model.vocab=64")
     layout = meshpar.layouts.parse("data=1")
-    made = building.make_program(config, layout, jax.devices()[:1])
+    made = config.make_program(layout, jax.devices()[:1])
     program = ray.cloudpickle.loads(ray.cloudpickle.dumps(made.build))()
     assert program.abstract_params == made.abstract_params
 

@@ -10,12 +10,12 @@ import pytest
 
 import meshpar
 from experiments import local_sgd_sweep, recipes
-from experiments.recipes import building
-from experiments.recipes.config import ConfigError, LocalSGDConfig, with_settings
 from experiments.reports import sweep
-from experiments.training import metrics
-from experiments.training.trainer import Trainer
-from meshpar.errors import StalenessError
+from meshpar.errors import ConfigError, StalenessError
+from meshpar.runs import metrics, programs
+from meshpar.runs.config import with_settings
+from meshpar.runs.modes import LocalSGDConfig
+from meshpar.runs.trainer import Trainer
 
 SETTINGS = [
     "optimizer_mode=local_sgd",
@@ -33,13 +33,13 @@ def configured(*settings):
 
 
 def test_settings_become_the_mode():
-    mode = building.make_mode(configured("local_sgd.merge_weight=0.25"))
+    mode = programs.make_mode(configured("local_sgd.merge_weight=0.25"))
     assert (mode.period, mode.staleness, mode.fragments) == (4, 2, 2)
     assert mode.merge == meshpar.local_sgd.Lerp(0.25) and mode.wire == "int8"
     assert isinstance(mode.outer, optax.GradientTransformation)
-    warm = building.make_mode(configured("local_sgd.warmup_steps=8"))
+    warm = programs.make_mode(configured("local_sgd.warmup_steps=8"))
     assert warm.period(7) == 1 and warm.period(8) == 4
-    assert building.make_mode(recipes.get("tiny")) is None
+    assert programs.make_mode(recipes.get("tiny")) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_settings_become_the_mode():
 )
 def test_settings_that_cannot_be_meant(settings, error, words):
     with pytest.raises(error, match=words):
-        building.make_mode(configured(*settings))
+        programs.make_mode(configured(*settings))
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import threading
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from experiments.training import metrics
 from meshpar.errors import CheckpointError
+from meshpar.runs import metrics
 
 
 @pytest.mark.parametrize(

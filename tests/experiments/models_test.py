@@ -13,8 +13,7 @@ from experiments import data, recipes
 from experiments.models.attention import rotate
 from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
-from experiments.recipes import building
-from experiments.training import sampling
+from meshpar.runs import sampling
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ from experiments.training import sampling
     ],
 )
 def test_published_sizes(name, size):
-    made = building.make_model(recipes.get(name))
+    made = recipes.get(name).make_model()
     assert sum(p.size for p in made.params.values()) == size
 
 
@@ -41,7 +40,7 @@ def test_published_sizes(name, size):
 )
 def test_published_sizes_of_mixtures(name, size, active_billions):
     config = recipes.get(name)
-    made = building.make_model(config)
+    made = config.make_model()
     assert sum(p.size for p in made.params.values()) == size
     share = config.model.experts_per_token / config.model.num_experts
     active = sum(

@@ -8,8 +8,9 @@ from support.tiny_models import model
 
 import meshpar
 from experiments import data
-from experiments.data import DataConfig, DataError
+from experiments.data import DataConfig
 from experiments.data.packing import Piece, pack, pieces_of
+from meshpar.errors import DataError
 
 LENGTH = 16
 STARTS = np.array([0, 5, 40, 42, 43, 60])

@@ -12,9 +12,9 @@ from support import commands, tiny_stack
 from support.explanations import explanation
 
 import meshpar
-from experiments.recipes.errors import ConfigError
 from experiments.reports import plan_page
-from experiments.training import metrics, planned_layout
+from meshpar.errors import ConfigError
+from meshpar.runs import metrics, planned_layout
 
 
 @pytest.fixture

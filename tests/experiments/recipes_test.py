@@ -5,18 +5,14 @@ import dataclasses
 import pytest
 
 from experiments import data, recipes
-from experiments.recipes import building
-from experiments.recipes.config import (
-    ConfigError,
-    DataConfig,
-    OptimizerConfig,
-    from_dict,
-    with_mode,
-    with_settings,
-)
-from experiments.recipes.modes import MODES, SYNCHRONOUS
+from experiments.recipes import adamw
+from experiments.recipes.adamw import OptimizerConfig
+from experiments.recipes.config import DataConfig
 from meshpar import layouts
-from meshpar.errors import MeshparError
+from meshpar.errors import ConfigError, MeshparError
+from meshpar.runs import programs
+from meshpar.runs.config import from_dict, with_mode, with_settings
+from meshpar.runs.modes import MODES, SYNCHRONOUS
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
@@ -77,7 +73,7 @@ def test_every_optimizer_mode_makes_a_mode_from_its_settings():
     for name in MODES:
         config = with_mode(recipes.get("tiny"), name)
         assert config.optimizer_mode == name
-        assert (building.make_mode(config) is None) == (name == SYNCHRONOUS)
+        assert (programs.make_mode(config) is None) == (name == SYNCHRONOUS)
         assert hasattr(config, name) != (name == SYNCHRONOUS)
 
 
@@ -88,18 +84,18 @@ def test_unknown_recipe_names_the_nearest():
 
 @pytest.mark.parametrize("num", [1, 2, 4, 6, 8, 64])
 def test_default_layout_fills_all_devices(num):
-    assert layouts.parse(recipes.default_layout(num)).num_devices == num
-    assert recipes.default_layout(8) == "data=2,fsdp=2,tensor=2"
+    assert layouts.parse(recipes.get("tiny").default_layout(num)).num_devices == num
+    assert recipes.get("tiny").default_layout(8) == "data=2,fsdp=2,tensor=2"
 
 
 def test_vocabulary_comes_from_the_data_or_must_hold_it(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 100)
     corpus = data.load(DataConfig(path=str(tmp_path)))
     config = recipes.get("tiny")
-    assert building.fit_vocabulary(config, corpus).model.vocab == 256
+    assert config.fitted(corpus).model.vocab == 256
     small = with_settings(config, ["model.vocab=100"])
     with pytest.raises(ConfigError, match="model.vocab=100.*token id 1"):
-        building.fit_vocabulary(small, corpus)
+        small.fitted(corpus)
 
 
 def test_published_hyperparameters():
@@ -116,12 +112,12 @@ def test_published_hyperparameters():
 
 def test_linen_refuses_what_it_does_not_have():
     config = with_settings(recipes.get("bytes-linen"), ["model.vocab=256"])
-    building.make_model(config)
+    config.make_model()
     with pytest.raises(MeshparError, match="model.norm='rmsnorm'.*framework=nnx"):
-        building.make_model(with_settings(config, ["model.norm=rmsnorm"]))
+        with_settings(config, ["model.norm=rmsnorm"]).make_model()
 
 
 def test_learning_rate_warms_up_and_decays():
-    rates = building.learning_rates(OptimizerConfig(1.0, 10), steps=100)
+    rates = adamw.learning_rates(OptimizerConfig(1.0, 10), steps=100)
     assert 0 < rates(0) < rates(5) < rates(10) == 1.0
     assert rates(100) == pytest.approx(0.1)

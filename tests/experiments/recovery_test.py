@@ -10,11 +10,11 @@ import pytest
 from support.tiny_runs import train_on_one_device as train
 
 from experiments import recipes
-from experiments.recipes.config import with_settings
-from experiments.training import metrics
-from experiments.training.trainer import RESTART, Trainer
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
+from meshpar.runs import metrics
+from meshpar.runs.config import with_settings
+from meshpar.runs.trainer import RESTART, Trainer
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ import pytest
 from support import processes
 from support.tiny_runs import ROOT, command, config, losses, stop_after, train
 
-from experiments.training.trainer import RESTART
+from meshpar.runs.trainer import RESTART
 
 
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):

@@ -16,11 +16,11 @@ from support.tiny_runs import ROOT, config, losses, stop_after, train
 import meshpar
 from experiments import command_line
 from experiments.devices import start_devices, with_layout
-from experiments.recipes.config import with_settings
-from experiments.training import guards, metrics
-from experiments.training.step_log import NonFiniteError
-from experiments.training.trainer import RESTART, Trainer
 from meshpar.errors import CheckpointError, MeshparError
+from meshpar.runs import guards, metrics
+from meshpar.runs.config import with_settings
+from meshpar.runs.step_log import NonFiniteError
+from meshpar.runs.trainer import RESTART, Trainer
 
 
 def test_a_run_learns_and_leaves_everything(unbroken, text):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.training import startup
-from experiments.training.startup import COMPILING, IMPORTS, SETUP, TRACING, Startup
+from meshpar.runs import startup
+from meshpar.runs.startup import COMPILING, IMPORTS, SETUP, TRACING, Startup
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 TIMED = """
 import time
 begin = time.time()
-from experiments.training.startup import Startup
+from meshpar.runs.startup import Startup
 with Startup() as clock:
     print(sum(clock.finish().values()), time.time() - begin)
 """

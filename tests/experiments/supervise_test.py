@@ -10,9 +10,9 @@ import time
 import pytest
 
 from experiments.supervision.restarts import LONGEST_S, PORT_TAKEN, Restarts
-from experiments.training.trainer import RESTART
 from meshpar.multihost import HUNG
 from meshpar.multihost.address import PortTakenError
+from meshpar.runs.trainer import RESTART
 
 ROOT = pathlib.Path(__file__).parents[2]
 

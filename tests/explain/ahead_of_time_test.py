@@ -14,14 +14,13 @@ from support.tpu_programs import small, tpu
 
 import meshpar
 from experiments import recipes
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
 from meshpar import collectives, compat, layouts, mesh
 from meshpar.arrays import rounded
 from meshpar.contracts import hlo
 from meshpar.errors import MeshparError
 from meshpar.local_sgd import contract
 from meshpar.mesh import torus
+from meshpar.runs.config import with_settings
 
 
 @tpu
@@ -39,8 +38,8 @@ from meshpar.mesh import torus
 )
 def test_tpu_programs_keep_the_contract(layout, topology, least, most):
     """Bytes on the wire, in payloads of all parameters times (n-1)/n, bfloat16."""
-    program = building.make_program(
-        small(), meshpar.layouts.parse(layout), mesh.topology(topology)
+    program = small().make_program(
+        meshpar.layouts.parse(layout), mesh.topology(topology)
     )
     assert program.violations() == []
     payload = 2 * sum(p.size for p in program.model.params.values()) * 7 / 8
@@ -59,8 +58,7 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
 @tpu
 @pytest.mark.parametrize("topology", ["v5e:2x4", slow("v5p:2x2x2")])
 def test_tpu_programs_hide_what_tensor_moves(topology):
-    program = building.make_program(
-        small(),
+    program = small().make_program(
         meshpar.layouts.parse("fsdp=2,tensor=4,remat=full"),
         mesh.topology(topology),
     )
@@ -89,8 +87,7 @@ def test_tpu_mixtures_keep_the_contract(routing):
     """Dense weights are sharded over both axes; the bytes of tokens are declared."""
     settings = ["model.num_experts=4", f"model.routing={routing}", "model.mlp=512"]
     layout = "fsdp=4,expert=2,params.embed=fsdp+expert,remat=full"
-    program = building.make_program(
-        with_settings(small(), settings),
+    program = with_settings(small(), settings).make_program(
         meshpar.layouts.parse(layout),
         mesh.topology("v5p:2x2x2"),
     )
@@ -184,8 +181,8 @@ def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):
     for num in (8, 32):
         config = with_settings(small(), [f"batch_size={2 * num}", "model.depth=8"])
         layout = f"pipe=4,data=2,microbatches={num},remat=full,schedule={schedule}"
-        program = building.make_program(
-            config, meshpar.layouts.parse(layout), mesh.topology("v5e:2x4")
+        program = config.make_program(
+            meshpar.layouts.parse(layout), mesh.topology("v5e:2x4")
         )
         sizes.append(program.compiled.memory_analysis().temp_size_in_bytes)
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
@@ -205,7 +202,7 @@ def test_tpu_synchronizations_hide_behind_the_layers():
     )
     config = small()
     program = meshpar.lower(
-        building.make_model(config),
+        config.make_model(),
         optax.adamw(1e-3),
         "replica=2,fsdp=4",
         {k: jnp.zeros((32, 256), jnp.int32) for k in ("tokens", "targets")},
@@ -247,8 +244,8 @@ def test_tpu_synchronizations_hide_behind_the_layers():
 )
 def test_predicted_memory_is_near_the_tpu_compilers(recipe, topology, layout, batch):
     config = dataclasses.replace(recipes.get(recipe), batch_size=batch)
-    program = building.make_program(
-        config, meshpar.layouts.parse(layout), mesh.topology(topology)
+    program = config.make_program(
+        meshpar.layouts.parse(layout), mesh.topology(topology)
     )
     predicted = program.lowering.memory(program.abstract_batch)
     peak = program.compiled.memory_analysis().peak_memory_in_bytes
@@ -281,7 +278,7 @@ def test_shapes_that_do_not_exist_are_an_error():
 )
 def test_gpu_programs_keep_the_contract():
     program = meshpar.lower(
-        building.make_model(small()),
+        small().make_model(),
         optax.adamw(1e-3),
         "fsdp=4,tensor=2",
         {k: jnp.zeros((32, 256), jnp.int32) for k in ("tokens", "targets")},

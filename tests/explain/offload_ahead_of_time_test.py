@@ -5,10 +5,9 @@ import pytest
 from support.tpu_programs import small, tpu
 
 import meshpar
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
 from meshpar import layouts, mesh
 from meshpar.explain.generation import explain_generation
+from meshpar.runs.config import with_settings
 
 
 @tpu
@@ -18,7 +17,7 @@ def test_streamed_weights_take_no_device_memory_and_move_as_declared():
     config = with_settings(small(), ["model.depth=8"])
     prefill, decoding = explain_generation(
         meshpar.generator(
-            building.make_model(config),
+            config.make_model(),
             "fsdp=4,tensor=2,offload=parameters",
             max_length=256,
             devices=mesh.topology("v5e:2x4"),
@@ -37,7 +36,7 @@ def test_streamed_weights_take_no_device_memory_and_move_as_declared():
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 def test_offloaded_state_takes_no_device_memory_and_moves_as_declared(offload):
     layout = layouts.parse(f"fsdp=8,remat=full,offload={offload}")
-    program = building.make_program(small(), layout, mesh.topology("v5e:2x4"))
+    program = small().make_program(layout, mesh.topology("v5e:2x4"))
     assert program.violations() == []
     moved = sum(program.plan.host_bytes().values())
     assert moved > 0
@@ -52,7 +51,7 @@ def test_offloaded_state_takes_no_device_memory_and_moves_as_declared(offload):
 @pytest.mark.slow
 def test_offloaded_activations_move_as_declared():
     layout = layouts.parse("fsdp=8,remat=full,offload=activations")
-    program = building.make_program(small(), layout, mesh.topology("v5e:2x4"))
+    program = small().make_program(layout, mesh.topology("v5e:2x4"))
     assert program.violations() == []
     (declared,), found = program.contract.host, program.inspection.host_transfers
     assert found.to_device == found.to_host

@@ -3,9 +3,8 @@
 import pytest
 from support.tpu_programs import small, tpu
 
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
 from meshpar import layouts, mesh
+from meshpar.runs.config import with_settings
 
 
 @tpu
@@ -15,7 +14,7 @@ def test_a_mix_takes_memory_between_that_of_its_policies():
     temporary, peak = [], []
     for remat in ("full", "2*full+2*none", "none"):
         layout = layouts.parse(f"fsdp=8,remat={remat}")
-        program = building.make_program(config, layout, mesh.topology("v5e:2x4"))
+        program = config.make_program(layout, mesh.topology("v5e:2x4"))
         assert program.violations() == []
         analysis = program.compiled.memory_analysis()
         temporary.append(analysis.temp_size_in_bytes)

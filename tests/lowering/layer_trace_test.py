@@ -6,10 +6,9 @@ from support import tiny_stack
 from support.tpu_programs import small, tpu
 
 import meshpar
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
 from meshpar import mesh
 from meshpar.lowering.layer_trace import trace_layer
+from meshpar.runs.config import with_settings
 
 
 def test_a_split_backward_pass_keeps_input_and_gradient_of_each_matmul():
@@ -24,7 +23,7 @@ def traced(layout, settings=()):
     """The trace of a small decoder's layer, with attention kernels of TPUs."""
     config = with_settings(small(), settings)
     devices = mesh.topology("v5e:2x4")
-    program = building.make_program(config, meshpar.layouts.parse(layout), devices)
+    program = config.make_program(meshpar.layouts.parse(layout), devices)
     layered, batch = program.model.layered, program.step_batch
     return trace_layer(layered, program.plan, program.mesh, batch)
 

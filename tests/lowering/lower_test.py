@@ -12,7 +12,6 @@ from support.equality import start
 from support.tiny_models import batch, config, host, lower, model, relative_error
 
 import meshpar
-from experiments.recipes import building
 from meshpar import layouts
 from meshpar.errors import LayoutError
 
@@ -129,7 +128,7 @@ def test_fingerprint_tells_programs_apart():
 def test_equality_holds_for_the_default_sizes_at_initialization():
     """Larger tensors take other vectorized code paths: still bitwise the same."""
     sizes = dict(vocab=256, embed=96, mlp=160, heads=4, kv_heads=2)
-    wide = building.make_model(config(**sizes))
+    wide = config(**sizes).make_model()
     initial = [
         host(lower(layout, wide).init(7).params)
         for layout in ("data=1", "data=2,fsdp=2,tensor=2", "fsdp=8")

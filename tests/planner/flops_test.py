@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import optax
 from support.tpu_programs import small
 
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
 from meshpar.lowering.layer_residuals import grouped_bytes
 from meshpar.planner.facts import Facts
 from meshpar.planner.flops import matmul_flops
+from meshpar.runs import programs
+from meshpar.runs.config import with_settings
 
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -43,10 +43,10 @@ def test_loops_of_experts_count_all_rounds():
     """Where there is no ragged_dot, such as on CPUs."""
     settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
     config = with_settings(small(), settings)
-    made = building.make_model(config)
-    rows, dtype = building.abstract_batch(config), building.compute_dtype(config)
+    made = config.make_model()
+    rows, dtype = config.abstract_batch(), programs.compute_dtype(config)
     facts = Facts(made, OPTIMIZER, rows, dtype, jax.devices())
     experts = 2 * 3 * 2 * 512 * 512 * 256
-    dense = Facts(building.make_model(small()), OPTIMIZER, rows, dtype, jax.devices())
+    dense = Facts(small().make_model(), OPTIMIZER, rows, dtype, jax.devices())
     rest = dense.flops.layer - 3 * 2 * 512 * 2048 * 256
     assert experts < facts.flops.layer - rest < 1.6 * experts

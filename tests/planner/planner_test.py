@@ -19,8 +19,7 @@ from support.tiny_models import (
 from support.tpu_programs import small, tpu
 
 import meshpar
-from experiments.recipes import building
-from experiments.recipes.config import with_settings
+from experiments.recipes import adamw
 from meshpar import mesh
 from meshpar.contracts.host_transfers import link_seconds
 from meshpar.errors import LayoutError, MeshparError
@@ -31,6 +30,8 @@ from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.space import layouts
 from meshpar.planner.uncertainty import MEASURED, Range
+from meshpar.runs import programs
+from meshpar.runs.config import with_settings
 
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -110,22 +111,22 @@ def test_experts_are_predicted_as_devices_hold_them():
     """Rows of the worst case, and grouped matmuls in memory and time."""
     settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
     config, devices = with_settings(small(), settings), mesh.topology("v5p:2x2x1")
-    model = building.make_model(config)
-    optimizer = building.make_optimizer(config.optimizer, config.steps, model)
-    rows = building.abstract_batch(config)
-    dtype = building.compute_dtype(config)
+    model = config.make_model()
+    optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
+    rows = config.abstract_batch()
+    dtype = programs.compute_dtype(config)
     made = Candidates(
         Facts(model, optimizer, rows, dtype, devices), machine_of(devices)
     )
     layout = parse("fsdp=2,expert=2,remat=full")
-    program = building.make_program(config, layout, devices)
+    program = config.make_program(layout, devices)
     lowered = program.lowering.memory(program.step_batch)
     candidate = made.candidate(layout)
     assert candidate.memory.total == pytest.approx(lowered.total, rel=0.02)
     # Two of four experts for each token: gate, up and down of 512 x 512.
     experts = 2 * 3 * 2 * 512 * 512 * 256
     dense = Candidates(
-        Facts(building.make_model(small()), optimizer, rows, dtype, devices),
+        Facts(small().make_model(), optimizer, rows, dtype, devices),
         machine_of(devices),
     )
     rest = dense.facts.flops.layer - 3 * 2 * 512 * 2048 * 256

@@ -5,11 +5,10 @@ Values of settings are made from the ranges of the fields, so a new one is cover
 
 import re
 
-from experiments.ranges import Path
 from experiments.recipes.config import SETTINGS
 from meshpar.collectives.compression import Wire
 from meshpar.islands.consistency import ConsistencyText
-from meshpar.settings import Choice, Number, Switch, Text
+from meshpar.settings import Choice, Number, Path, Switch, Text
 
 
 def bad_numbers(allowed):

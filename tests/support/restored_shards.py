@@ -17,10 +17,9 @@ import numpy as np
 from absl import flags
 
 from experiments.devices import start_devices
-from experiments.recipes import building
-from experiments.recipes.config import from_dict
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.runs.config import from_dict
 
 
 def main(layout, folder, reference, out):
@@ -29,7 +28,7 @@ def main(layout, folder, reference, out):
     config = from_dict(newest.metadata["config"])
     config = dataclasses.replace(config, layout=layout)
     layout, devices = start_devices(config)
-    program = building.make_program(config, layout, devices)
+    program = config.make_program(layout, devices)
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as opened:
         state = opened.restore().state
     with np.load(reference) as want:

@@ -10,7 +10,6 @@ import optax
 import meshpar
 from experiments import recipes
 from experiments.models import linen_decoder
-from experiments.recipes import building
 from experiments.recipes.config import Config
 
 LENGTH, BATCH = 16, 16
@@ -27,7 +26,7 @@ def config(framework: str = "nnx", **model) -> Config:
 
 
 def model(framework: str = "nnx", **sizes) -> meshpar.Model:
-    return building.make_model(config(framework, **sizes))
+    return config(framework, **sizes).make_model()
 
 
 def plain_model(**sizes) -> meshpar.Model:

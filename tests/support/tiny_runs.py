@@ -7,12 +7,12 @@ import sys
 import jax
 
 from experiments import recipes
-from experiments.recipes.config import with_settings
-from experiments.training import metrics
-from experiments.training.start import Consent
-from experiments.training.step_log import StepLog
-from experiments.training.trainer import Trainer
 from meshpar import layouts
+from meshpar.runs import metrics
+from meshpar.runs.config import with_settings
+from meshpar.runs.start import Consent
+from meshpar.runs.step_log import StepLog
+from meshpar.runs.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from experiments import recipes
-from experiments.recipes.config import with_settings
+from meshpar.runs.config import with_settings
 
 SETTINGS = [
     "model.vocab=1024",

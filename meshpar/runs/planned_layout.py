@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.recipes.config import Config
-from experiments.recipes.errors import ConfigError
-from experiments.training import metrics
+from meshpar.errors import ConfigError
+from meshpar.runs import metrics
+from meshpar.runs.config import RunConfig
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.layouts import parse
 from meshpar.mesh.machine import Machine
@@ -71,17 +71,14 @@ class PlannedLayout:
             ) from error
 
 
-def facts_of(config: Config, machine: Machine) -> dict[str, Any]:
+def facts_of(config: RunConfig, machine: Machine) -> dict[str, Any]:
     """The facts that a plan depends on, as JSON reads them back.
 
     Args:
-      config: the run; its vocabulary must be known.
+      config: the run, with what the data says.
       machine: the machine to plan for.
     """
-    names = "framework", "model", "optimizer", "compute_dtype", "batch_size"
-    fields = dataclasses.asdict(config)
-    facts = {name: fields[name] for name in names} | {"data.pack": config.data.pack}
-    facts |= {
+    facts = config.plan_facts | {
         "devices": f"{len(machine.devices)} of {machine.devices[0].device_kind}",
         "slices": machine.num_slices,
         "memory_bytes": machine.memory_bytes,

@@ -11,7 +11,7 @@ import pathlib
 
 import jax
 
-from experiments.training.metrics import METRICS
+from meshpar.runs.metrics import METRICS
 from meshpar.errors import CheckpointError
 from meshpar.multihost import agree
 

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.recipes import building
-from experiments.training.metrics import MetricsLog
-from experiments.training.planned_layout import STEP_OVER_PREDICTED
-from experiments.training.progress import Progress
-from experiments.training.setup import Setup
-from experiments.training.startup import Startup, as_metrics
+from meshpar.runs.metrics import MetricsLog
+from meshpar.runs.planned_layout import STEP_OVER_PREDICTED
+from meshpar.runs.progress import Progress
+from meshpar.runs.setup import Setup
+from meshpar.runs.startup import Startup, as_metrics
 from meshpar.errors import MeshparError
 from meshpar.mesh import chips
 from meshpar.multihost.watchdog import Watchdog
@@ -57,8 +56,8 @@ class StepLog:
         self._startup = startup
         self.saved_step = start
         config, mesh = setup.config, setup.program.mesh
-        schedule = building.learning_rates(config.optimizer, config.steps)
-        self._learning_rates = np.asarray(schedule(np.arange(config.steps)))
+        rates = setup.run.learning_rate
+        self._rates = np.asarray(rates(np.arange(config.steps))) if rates else None
         peak = chips.peak_flops(mesh.devices.flat[0].device_kind)
         self._peak_flops = peak and peak * mesh.size
         self._pending: collections.deque = collections.deque()
@@ -111,20 +110,18 @@ class StepLog:
     def _log_step(self, step: int, step_metrics: Any, seconds: float) -> None:
         values = {name: float(value) for name, value in step_metrics.items()}
         config = self._setup.config
-        tokens = config.batch_size * config.model.length
-        values |= {
-            "learning_rate": float(self._learning_rates[step - 1]),
-            "tokens_per_second": tokens / seconds,
-            "step_seconds": seconds,
-        }
+        (unit, number), flops = self._setup.run.units, self._setup.run.flops
+        speed = config.batch_size * number / seconds
+        values |= {f"{unit}_per_second": speed, "step_seconds": seconds}
+        if self._rates is not None:
+            values["learning_rate"] = float(self._rates[step - 1])
         if (planned := self._setup.planned) and step > self._start + 1:
             values[STEP_OVER_PREDICTED] = seconds / planned.seconds
-        if self._peak_flops:
-            flops = config.model.flops_per_token() * tokens
-            values["mfu"] = flops / seconds / self._peak_flops
+        if self._peak_flops and flops:
+            values["mfu"] = flops * config.batch_size / seconds / self._peak_flops
         if self._log:
             self._log.write(step, **values)
-        self._progress.update(step, values["loss"], values["tokens_per_second"])
+        self._progress.update(step, values["loss"], speed)
 
     def _end_startup(self, step: int) -> None:
         """Says how long the first step took to come, after the first step only."""
@@ -140,11 +137,13 @@ class StepLog:
             return
         config, saved = self._setup.config, self.saved_step
         first = self._position + (step - 1 - self._start) * config.batch_size
+        rate = "the learning rate"
+        if self._rates is not None:
+            rate = f"learning_rate={self._rates[step - 1]:.3g}"
         raise NonFiniteError(
             f"step {step}: loss={loss}, grad_norm={grad_norm}; look at "
-            f"learning_rate={self._learning_rates[step - 1]:.3g}, at the grad_norm of "
-            f"the steps before ({self._setup.folder / 'metrics.jsonl'}), at samples "
-            f"{first} to {first + config.batch_size - 1} and at "
+            f"{rate}, at the grad_norm of the steps before "
+            f"({self._setup.folder / 'metrics.jsonl'}), at samples {first} to {first + config.batch_size - 1} and at "
             f"compute_dtype={config.compute_dtype}; the last good checkpoint is "
             f"{f'that of step {saved}' if saved else 'none yet'}"
         )

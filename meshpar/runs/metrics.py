@@ -37,7 +37,7 @@ class MetricsLog:
         Raises:
           CheckpointError: something else is in the place of a file.
         """
-        from experiments.training.tensorboard import TensorBoard
+        from meshpar.runs.tensorboard import TensorBoard
 
         self.path, self.tensorboard = folder / METRICS, folder / "tensorboard"
         try:
@@ -111,8 +111,12 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def plot(rows: list[dict[str, Any]], path: pathlib.Path, floor: float) -> None:
-    """Draws training and held-out loss over the steps, with the unigram floor."""
+def plot(
+    rows: list[dict[str, Any]],
+    path: pathlib.Path,
+    baseline: tuple[str, float] | None,
+) -> None:
+    """Draws training and held-out loss over the steps, with a loss to beat."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,8 +127,10 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, floor: float) -> None:
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))
-    axes.axhline(floor, color="grey", linestyle="--", label="unigram model")
-    axes.set(xlabel="step", ylabel="nats per token")
+    if baseline:
+        name, loss = baseline
+        axes.axhline(loss, color="grey", linestyle="--", label=name)
+    axes.set(xlabel="step", ylabel="loss")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

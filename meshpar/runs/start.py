@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.data import fingerprint
-from experiments.recipes.errors import ConfigError
-from experiments.training.changes import changes
-from experiments.training.run_record import RunRecord
-from experiments.training.setup import Setup
+from meshpar.errors import ConfigError
+from meshpar.runs.changes import changes
+from meshpar.runs.run_record import RunRecord
+from meshpar.runs.setup import Setup
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.multihost import agree
 
@@ -34,6 +33,7 @@ class Start(NamedTuple):
       state: the training state.
       step: number of steps done before.
       position: number of samples used before.
+      data_state: state of the data's iterator there, if it has one.
       notes: what restoring changed, for people.
       changes: settings that change the course of training from here.
       persistent: False if only local disks hold the step.
@@ -42,6 +42,7 @@ class Start(NamedTuple):
     state: Any
     step: int = 0
     position: int = 0
+    data_state: Any = None
     notes: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     persistent: bool = True
@@ -78,6 +79,8 @@ def restore(
             "run"
         )
     of_training = (*identity, *found.of_training)
+    if metadata.get("code", setup.config.code) != setup.config.code:
+        notes.append(f"the file of {setup.config.recipe} has changed since step {step}")
     if found.neutral:
         notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
     if of_training:
@@ -85,10 +88,10 @@ def restore(
         notes.append(
             f"WARNING: from step {step} on the run trains in another way:\n  {lines}"
         )
-    if not metadata["data"].startswith(fingerprint.WHOLE):
+    if metadata["data"] != setup.identity["data"] and not identity:
         notes.append(
-            f"step {step} holds the fingerprint of a sample of its data; checkpoints "
-            "from now on hold that of all of it"
+            f"step {step} holds an earlier version's fingerprint of its data; "
+            "checkpoints from now on hold a new one"
         )
     if restored.persistent:
         record.saved()
@@ -100,7 +103,15 @@ def restore(
     position = metadata["position"]
     agree.check_fingerprint({"data position": position})
     state = program.as_stored(restored.state, restored.extra)
-    return Start(state, step, position, tuple(notes), of_training, restored.persistent)
+    return Start(
+        state,
+        step,
+        position,
+        metadata.get("data_state"),
+        tuple(notes),
+        of_training,
+        restored.persistent,
+    )
 
 
 def _changed_identity(
@@ -116,7 +127,7 @@ def _changed_identity(
         before = metadata[name]
         if before == after:
             continue
-        if name == "data" and setup.corpus.has_fingerprint(before):
+        if name == "data" and setup.run.data.has_fingerprint(before):
             continue
         if not allowed:
             raise ConfigError(

@@ -1,9 +1,7 @@
 """Progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 import time
-
-import rich.console
-import rich.progress
+from typing import Any
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -11,25 +9,31 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """Shows a live line on a terminal, or prints a line every 10 seconds."""
 
-    def __init__(self, steps: int, start: int, shown: bool):
+    def __init__(self, steps: int, start: int, shown: bool, unit: str = "samples"):
         """Prepares the display.
 
         Args:
           steps: number of the last step.
           start: number of steps done before.
           shown: False on all processes but the first.
+          unit: what the speed counts, in the plural.
         """
         self._steps, self._start, self._shown = steps, start, shown
+        self._unit = unit
+        import rich.console
+
         self._console = rich.console.Console(highlight=False, soft_wrap=True)
-        self._live: rich.progress.Progress | None = None
+        self._live: Any = None
         self._began = self._printed = time.monotonic()
 
     def __enter__(self):
         if self._shown and self._console.is_terminal:
+            import rich.progress
+
             columns = (
                 *("step", rich.progress.MofNCompleteColumn()),
                 *(rich.progress.BarColumn(None), "loss {task.fields[loss]:.4f}"),
-                *("{task.fields[speed]:,.0f} tokens/s", "left"),
+                *(f"{{task.fields[speed]:,.0f}} {self._unit}/s", "left"),
                 rich.progress.TimeRemainingColumn(),
             )
             self._live = rich.progress.Progress(*columns, console=self._console)
@@ -49,11 +53,11 @@ class Progress:
         if self._shown:
             self._console.print(text, markup=False)
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Shows a finished step: its loss in nats per token, and the speed."""
+    def update(self, step: int, loss: float, speed: float) -> None:
+        """Shows a finished step: its loss, and the speed in units per second."""
         if self._live:
             self._live.update(
-                self._task, completed=step, loss=loss, speed=tokens_per_second
+                self._task, completed=step, loss=loss, speed=speed
             )
             return
         now = time.monotonic()
@@ -64,5 +68,5 @@ class Progress:
             left = (now - self._began) / done * (self._steps - step)
             self.say(
                 f"step {step}/{self._steps}  loss {loss:.4f}  "
-                f"{tokens_per_second:,.0f} tokens/s  {left:.0f} s left"
+                f"{speed:,.0f} {self._unit}/s  {left:.0f} s left"
             )

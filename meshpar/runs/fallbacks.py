@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import meshpar
-from experiments.recipes.errors import ConfigError
+from meshpar.errors import ConfigError
 from meshpar.layouts import grammar
 from meshpar.layouts.axes import BATCH_AXES, ways_of
 from meshpar.layouts.layout import DEFAULTS

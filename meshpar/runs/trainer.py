@@ -8,21 +8,22 @@ from typing import Any, NamedTuple
 import jax
 
 import meshpar
-from experiments import data
-from experiments.recipes.config import Config
-from experiments.training import compiled, progress_file, report
-from experiments.training.fallbacks import Fallbacks
-from experiments.training.guards import StopFlag, own_folder
-from experiments.training.metrics import EVALUATION_LOSS, MetricsLog
-from experiments.training.planned_layout import PlannedLayout
-from experiments.training.progress import Progress
-from experiments.training.run_record import RunRecord
-from experiments.training.setup import prepare
-from experiments.training.start import NO_CONSENT, Consent, Start, restore
-from experiments.training.startup import RESTORE, SETUP, STEP, Startup
-from experiments.training.step_log import StepLog
+from meshpar.runs import compiled, progress_file, report
+from meshpar.runs.fallbacks import Fallbacks
+from meshpar.runs.guards import StopFlag, own_folder
+from meshpar.runs.metrics import EVALUATION_LOSS, MetricsLog
+from meshpar.runs.planned_layout import PlannedLayout
+from meshpar.runs.progress import Progress
+from meshpar.runs.run_record import RunRecord
+from meshpar.runs.setup import prepare
+from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
+from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
+from meshpar.runs.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.errors import DataError
 from meshpar.multihost import agree
+from meshpar.runs.config import RunConfig
+from meshpar.runs.data import Batches
 from meshpar.multihost.watchdog import (
     END,
     EVALUATION,
@@ -36,12 +37,27 @@ RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
 
 
-def _watchdog(config: Config) -> Watchdog:
+def _watchdog(config: RunConfig) -> Watchdog:
     """A watchdog with the limits of a run, which watches the start first."""
     limits, note = dataclasses.asdict(config.watchdog), progress_file.write
     watchdog = Watchdog(config.watchdog_seconds, limits=limits, note=note)
     watchdog.enter(START)
     return watchdog
+
+
+def _next(batches: Batches, step: int) -> Any:
+    """The next batch.
+
+    Raises:
+      DataError: there is none.
+    """
+    try:
+        return next(batches)
+    except StopIteration:
+        raise DataError(
+            f"the data end after step {step}; the last checkpoint is kept: give more "
+            "data, or as many steps as there are batches"
+        ) from None
 
 
 class Due(NamedTuple):
@@ -52,7 +68,7 @@ class Due(NamedTuple):
     local_checkpoint: bool
 
     @classmethod
-    def after(cls, step: int, config: Config) -> "Due":
+    def after(cls, step: int, config: RunConfig) -> "Due":
         """The actions after a step of a run."""
         last = step >= config.steps
         every = config.checkpoint_local_every or config.checkpoint_every
@@ -64,11 +80,16 @@ class Due(NamedTuple):
 
 
 class Trainer:
-    """One run of a configuration in its folder."""
+    """One run of a configuration in its folder.
+
+    Attributes:
+      state: the training state at the end of `run`; None before.
+      program: the lowered program.
+    """
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
         layout: meshpar.Layout,
         devices: Sequence[jax.Device],
         profile: bool = False,
@@ -96,12 +117,16 @@ class Trainer:
         """
         with _watchdog(config):
             setup = prepare(config, layout, devices, profile, fallbacks, planned)
-        self._setup = setup
-        self._config, self._program = setup.config, setup.program
+        self._setup, self.state = setup, None
+        self._config = setup.config
+        self.program = self._program = setup.program
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
-        self._held_out = data.held_out_batches(
-            setup.corpus, limit=setup.config.evaluation_batches, **setup.batch_shape
-        )
+        self._held_out = []
+        if setup.run.evaluates:
+            limit = setup.config.evaluation_batches
+            self._held_out = setup.run.evaluation.evaluation_batches(
+                setup.place(), limit
+            )
 
     def run(self) -> int:
         """Trains to the last step; returns the exit code.
@@ -129,7 +154,8 @@ class Trainer:
             log = None
             if jax.process_index() == 0:
                 log = MetricsLog(setup.folder, start.step, start.changes)
-            progress = Progress(num_steps, start.step, log is not None)
+            unit, _ = setup.run.units
+            progress = Progress(num_steps, start.step, log is not None, unit)
             for note in (self._program.why_auto, *start.notes):
                 if note:
                     progress.say(note)
@@ -137,7 +163,7 @@ class Trainer:
             try:
                 with progress:
                     self._catch_up(start, checkpoints, log, progress, watchdog)
-                    state = self._train(
+                    self.state = state = self._train(
                         start, stop, checkpoints, record, log, progress, watchdog
                     )
             finally:
@@ -172,10 +198,11 @@ class Trainer:
                 config=dataclasses.replace(
                     config, workdir="", checkpoint_local_dir=local
                 ),
+                code=config.code,
                 layout=program.layout,
                 jax=jax.__version__,
                 devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
-                data=self._setup.corpus.fingerprint,
+                data=self._setup.run.data.fingerprint,
                 program=program.fingerprint,
             ),
             agree.READ_S,  # A process without the hash of its data reads all of it.
@@ -205,7 +232,8 @@ class Trainer:
         self._enter(RESTORE)
         if not start.persistent:
             watchdog.enter(SAVE)
-            self._save(checkpoints, start.state, start.step, start.position, True)
+            place = start.position, start.data_state
+            self._save(checkpoints, start.state, start.step, place, True)
         if start.step and Due.after(start.step, self._config).evaluation:
             evaluated = log.has_evaluation(start.step) if log else None
             if not agree.allgather_objects("evaluated", evaluated)[0]:
@@ -225,13 +253,9 @@ class Trainer:
         """Runs the steps; reads a step's metrics while the next step runs."""
         self._enter(STEP)
         config, program = self._config, self._program
-        state, step, position = start[:3]
-        batches = data.training_batches(
-            self._setup.corpus,
-            seed=config.seed,
-            position=position,
-            **self._setup.batch_shape,
-        )
+        state, step, position, data_state = start[:4]
+        place = self._setup.place(position, data_state)
+        batches = self._setup.run.data.training_batches(place)
         any_process = agree.make_any_process(program.mesh)
         startup = self._startup
         steps = StepLog(self._setup, step, position, log, progress, watchdog, startup)
@@ -240,7 +264,8 @@ class Trainer:
         with contextlib.ExitStack() as trace:
             while step < config.steps and not stopping:
                 self._trace(step - start.step, trace)
-                state, step_metrics = program.step(state, next(batches))
+                batch = _next(batches, step)
+                state, step_metrics = program.step(state, batch)
                 step, position = step + 1, position + config.batch_size
                 stops = stop.signal is not None or self._can_grow()
                 steps.add(step, step_metrics, any_process(stops))
@@ -254,7 +279,8 @@ class Trainer:
                         log.sync()
                     steps.saved_step = step
                     persistent = due.checkpoint or stopping
-                    self._save(checkpoints, state, step, position, persistent)
+                    place = position, batches.state
+                    self._save(checkpoints, state, step, place, persistent)
                 if due.evaluation and (not stopping or step == config.steps):
                     watchdog.enter(EVALUATION)
                     self._evaluate(state, step, log, progress)
@@ -276,14 +302,17 @@ class Trainer:
         checkpoints: Checkpoints,
         state: Any,
         step: int,
-        position: int,
+        place: tuple[int, Any],
         persistent: bool,
     ) -> None:
         """Starts writing a checkpoint; to the run's folder if `persistent`."""
+        position, data_state = place
         metadata = {
             "position": position,
+            "data_state": data_state,
             "layout": self._config.layout,
             "config": dataclasses.asdict(self._config),
+            "code": self._config.code,
             **self._setup.identity,
         }
         portable = self._program.in_model_order(state)
@@ -293,7 +322,9 @@ class Trainer:
     def _evaluate(
         self, state: Any, step: int, log: MetricsLog | None, progress: Progress
     ) -> None:
-        """Prints and logs the means of the held-out batches."""
+        """Prints and logs the means of the held-out batches, if there are any."""
+        if not self._held_out:
+            return
         sums = self._program.metric_sums()
         for batch in self._held_out:
             sums.add(self._program.evaluate(state, batch))

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import pathlib
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,9 @@ class StopFlag:
         self.signal: signal.Signals | None = None
 
     def __enter__(self):
-        signals = (signal.SIGTERM, signal.SIGINT)
+        # Python lets the main thread alone handle signals.
+        is_main = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGTERM, signal.SIGINT) if is_main else ()
         self._handlers = {n: signal.signal(n, self._handle) for n in signals}
         return self
 

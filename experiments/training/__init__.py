@@ -1,1 +1,0 @@
-"""Training: the loop of a run, its metrics, progress, guards and final report."""

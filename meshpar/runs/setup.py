@@ -1,0 +1,127 @@
+"""Setup of a run: reads the data and lowers the program, before anything is written."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import meshpar
+from meshpar.errors import ConfigError, DataError
+from meshpar.runs import compiled, programs
+from meshpar.runs.config import RunConfig
+from meshpar.runs.data import Place
+from meshpar.runs.run import Run
+from meshpar.runs.fallbacks import Fallbacks
+from meshpar.runs.planned_layout import PlannedLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything that a run needs before its first step.
+
+    Attributes:
+      config: the configuration, with what the data says.
+      run: what it trains.
+      program: the lowered program.
+      folder: absolute path of metrics, checkpoints and plot.
+      profile: whether to write a profiler trace of a few steps.
+      planned: the layout, if the planner took it.
+    """
+
+    config: RunConfig
+    run: Run
+    program: meshpar.TrainProgram
+    folder: pathlib.Path
+    profile: bool
+    planned: PlannedLayout | None
+
+    @functools.cached_property
+    def baseline(self) -> tuple[str, float] | None:
+        """Name and value of the loss to beat; None without one."""
+        if self.run.baseline is None:
+            return None
+        name, loss = self.run.baseline
+        return name, loss()
+
+    def place(self, position: int = 0, state: Any = None) -> Place:
+        """The part of the batches that this process reads.
+
+        Args:
+          position: number of samples used before.
+          state: that of the data's iterator there.
+        """
+        config, rows = self.config, self.program.batch_rows
+        return Place(config.batch_size, rows, config.seed, position, state)
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """The values that may not change when a run resumes."""
+        fingerprint = self.run.data.fingerprint
+        return {"data": fingerprint, **self.run.identity, "seed": self.config.seed}
+
+
+def folder_of(config: RunConfig) -> pathlib.Path:
+    """The folder of a run, absolute."""
+    name = config.recipe.rpartition("/")[2].replace(".py:", ".").replace(":", ".")
+    return pathlib.Path(config.workdir or f"runs/{name}").absolute()
+
+
+def prepare(
+    config: RunConfig,
+    layout: meshpar.Layout,
+    devices: Sequence[jax.Device],
+    profile: bool = False,
+    fallbacks: Fallbacks | None = None,
+    planned: PlannedLayout | None = None,
+) -> Setup:
+    """Reads the data and lowers the program; nothing is written or compiled yet.
+
+    Args:
+      config: the run.
+      layout: its layout.
+      devices: the devices to fill.
+      profile: whether to write a profiler trace of a few steps.
+      fallbacks: layouts in which the run may go on in fewer processes.
+      planned: the layout, if the planner took it.
+
+    Raises:
+      MeshparError: folders, data, layout or model that do not fit.
+    """
+    if "://" in config.workdir:
+        raise ConfigError(
+            f"workdir={config.workdir}: give a folder that all hosts see, such as a "
+            "mounted bucket"
+        )
+    every = config.checkpoint_local_every
+    if every < 0 or (every and not config.checkpoint_local_dir):
+        raise ConfigError(
+            f"checkpoint_local_every={every}: use 0 or more, and name a "
+            "--checkpoint_local_dir"
+        )
+    folder = folder_of(config)
+    compiled.keep_programs(folder)
+    config, run = config.prepared()
+    _check_samples(config, run)
+    program = programs.make_program(config, run, layout, devices)
+    if fallbacks:
+        fallbacks.check(
+            lambda other: programs.make_program(
+                config, run, other, devices[: other.num_devices]
+            ),
+            layout.num_devices,
+        )
+    return Setup(config, run, program, folder, profile, planned)
+
+
+def _check_samples(config: RunConfig, run: Run) -> None:
+    """Raises DataError for data that end before the last step."""
+    needed = config.steps * config.batch_size
+    if run.data.num_samples < needed:
+        raise DataError(
+            f"{config.steps} steps of batch_size={config.batch_size} take {needed:,} "
+            f"samples, and the data hold {run.data.num_samples:,}; add .repeat() to "
+            "the dataset, or take fewer steps"
+        )
