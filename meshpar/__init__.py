@@ -16,13 +16,15 @@ from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh import simulate
 from meshpar.models import LayerStack, Model, from_linen, from_nnx
 from meshpar.planner import plan
-from meshpar.runs import Run, train
 
 _ROOMS = (
     *("checkpoint", "collectives", "explain", "generation", "islands", "layouts"),
     *("local_sgd", "mesh", "metrics", "ops", "schedules"),
 )
 """Modules that are imported when they are first used."""
+
+_OF_RUNS = {"Run": "run", "train": "train"}
+"""{name: module of `meshpar.runs`}, imported when it is first used."""
 
 _MOVED = {
     **dict.fromkeys(("CachedModel", "Generator", "Sampling"), "generation"),
@@ -51,7 +53,6 @@ __all__ = [
     "LocalSGD",
     "MeshparError",
     "Model",
-    "Run",
     "TrainProgram",
     "from_linen",
     "from_nnx",
@@ -59,9 +60,9 @@ __all__ = [
     "lower",
     "plan",
     "simulate",
-    "train",
     "verify",
     "with_ema",
+    *_OF_RUNS,
     *_ROOMS,
 ]
 
@@ -69,6 +70,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"meshpar.{name}")
+    if name in _OF_RUNS:
+        return getattr(importlib.import_module(f"meshpar.runs.{_OF_RUNS[name]}"), name)
     if name in _MOVED:
         module = f"meshpar.{_MOVED[name]}"
         found = getattr(importlib.import_module(module), name)

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
-import meshpar
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, MeshparError
 from meshpar.layouts import grammar
 from meshpar.layouts.axes import BATCH_AXES, ways_of
-from meshpar.layouts.layout import DEFAULTS
+from meshpar.layouts.layout import DEFAULTS, Layout
+from meshpar.layouts.layout import parse as parse_layout
 
 FLAG = "--fallback_layouts"
 
@@ -20,14 +20,14 @@ class Fallbacks:
       layouts: {number of processes: layout}, the layout of the whole run first.
     """
 
-    layouts: dict[int, meshpar.Layout]
+    layouts: dict[int, Layout]
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of processes below that of the whole run."""
         return tuple(self.layouts)[1:]
 
-    def check(self, lower: Callable[[meshpar.Layout], object], most: int) -> None:
+    def check(self, lower: Callable[[Layout], object], most: int) -> None:
         """Lowers every layout, so that none fails when it is needed.
 
         Args:
@@ -41,11 +41,11 @@ class Fallbacks:
             if layout.num_devices < most:
                 try:
                     lower(layout)
-                except meshpar.MeshparError as error:
+                except MeshparError as error:
                     raise ConfigError(f'{FLAG}, "{layout}": {error}') from error
 
 
-def parse(text: str, whole: meshpar.Layout, num_processes: int) -> Fallbacks:
+def parse(text: str, whole: Layout, num_processes: int) -> Fallbacks:
     """Reads the layouts for fewer processes.
 
     A layout without microbatches gets so many that no device holds more of a batch at
@@ -63,7 +63,7 @@ def parse(text: str, whole: meshpar.Layout, num_processes: int) -> Fallbacks:
     """
     layouts = {num_processes: whole}
     for words in filter(None, map(str.strip, text.split(";"))):
-        layout = meshpar.layouts.parse(words)
+        layout = parse_layout(words)
         number, rest = divmod(layout.num_devices * num_processes, whole.num_devices)
         if rest or not 0 < number < num_processes:
             raise ConfigError(
@@ -87,8 +87,8 @@ def parse(text: str, whole: meshpar.Layout, num_processes: int) -> Fallbacks:
 
 
 def _accumulating(
-    layout: meshpar.Layout, words: str, whole: meshpar.Layout
-) -> meshpar.Layout:
+    layout: Layout, words: str, whole: Layout
+) -> Layout:
     """The layout with microbatches that hold no more rows than those of `whole`."""
     if "microbatches" in grammar.read_items(words, DEFAULTS):
         return layout

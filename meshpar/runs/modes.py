@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import optax
 
-import meshpar
+from meshpar.islands.mode import Islands
+from meshpar import local_sgd
+from meshpar.local_sgd import LocalSGD
 from meshpar.islands.consistency import ConsistencyText, parse_consistency
 from meshpar.lowering.mode import Mode
 from meshpar.settings import LARGEST, Choice, Number, helps, ranges, real
@@ -63,10 +65,10 @@ OUTERS: dict[str, Callable[[Any], optax.GradientTransformation | None]] = {
 """{name: (settings -> optimizer of the global weights)}; None takes the average."""
 
 MERGES: dict[str, Callable[[Any], Any]] = {
-    "shift": lambda _: meshpar.local_sgd.Shift(),
-    "overwrite": lambda _: meshpar.local_sgd.Overwrite(),
-    "lerp": lambda settings: meshpar.local_sgd.Lerp(settings.merge_weight),
-    "elastic": lambda settings: meshpar.local_sgd.Elastic(settings.merge_weight),
+    "shift": lambda _: local_sgd.Shift(),
+    "overwrite": lambda _: local_sgd.Overwrite(),
+    "lerp": lambda settings: local_sgd.Lerp(settings.merge_weight),
+    "elastic": lambda settings: local_sgd.Elastic(settings.merge_weight),
 }
 """{name: (settings -> merge)}."""
 
@@ -74,9 +76,9 @@ GOSSIP = ("", "ring", "exponential")
 """Graphs along which replicas average; "" for all of them together."""
 
 
-@_settings_of(meshpar.LocalSGD)
+@_settings_of(LocalSGD)
 class LocalSGDConfig:
-    """Settings of `meshpar.LocalSGD` as numbers and texts.
+    """Settings of `LocalSGD` as numbers and texts.
 
     Attributes:
       outer: optimizer of the global weights: "average", "sgd" or "nesterov".
@@ -99,19 +101,19 @@ class LocalSGDConfig:
     merge_weight: Annotated[float, real(0, 1)] = 0.5
 
 
-@_settings_of(meshpar.islands.Islands)
+@_settings_of(Islands)
 class IslandsConfig:
-    """Settings of `meshpar.islands.Islands` as numbers and texts."""
+    """Settings of `Islands` as numbers and texts."""
 
     consistency: Annotated[str, ConsistencyText()] = "ssp:1"
 
 
-def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
+def _local_sgd(settings: LocalSGDConfig) -> LocalSGD:
     """Raises StalenessError for settings that contradict each other."""
     period = settings.period
     if settings.warmup_steps:
-        period = meshpar.local_sgd.warm_up(settings.warmup_steps, period)
-    return meshpar.LocalSGD(
+        period = local_sgd.warm_up(settings.warmup_steps, period)
+    return LocalSGD(
         period=period,
         staleness=settings.staleness,
         fragments=settings.fragments,
@@ -119,16 +121,16 @@ def _local_sgd(settings: LocalSGDConfig) -> meshpar.LocalSGD:
         merge=MERGES[settings.merge](settings),
         wire=settings.wire,
         error_feedback=settings.error_feedback,
-        gossip=meshpar.local_sgd.Gossip(settings.gossip) if settings.gossip else None,
+        gossip=local_sgd.Gossip(settings.gossip) if settings.gossip else None,
         damping=settings.damping,
     )
 
 
-def _islands(settings: IslandsConfig) -> meshpar.islands.Islands:
+def _islands(settings: IslandsConfig) -> Islands:
     """Raises MeshparError for settings that contradict each other."""
     values = dataclasses.asdict(settings)
     consistency = parse_consistency(values.pop("consistency"))
-    return meshpar.islands.Islands(consistency=consistency, **values)
+    return Islands(consistency=consistency, **values)
 
 
 MODES: dict[str, Callable[[Any], Mode | None]] = {

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-import meshpar
+from meshpar.layouts.layout import Layout
+from meshpar.lowering.train_program import TrainProgram
 from meshpar.errors import ConfigError, DataError
 from meshpar.runs import compiled, programs
 from meshpar.runs.config import RunConfig
@@ -33,7 +34,7 @@ class Setup:
 
     config: RunConfig
     run: Run
-    program: meshpar.TrainProgram
+    program: TrainProgram
     folder: pathlib.Path
     profile: bool
     planned: PlannedLayout | None
@@ -71,7 +72,7 @@ def folder_of(config: RunConfig) -> pathlib.Path:
 
 def prepare(
     config: RunConfig,
-    layout: meshpar.Layout,
+    layout: Layout,
     devices: Sequence[jax.Device],
     profile: bool = False,
     fallbacks: Fallbacks | None = None,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-import meshpar
 from meshpar.runs import compiled, progress_file, report
 from meshpar.runs.fallbacks import Fallbacks
 from meshpar.runs.guards import StopFlag, own_folder
@@ -20,6 +19,7 @@ from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
 from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
 from meshpar.runs.step_log import StepLog
 from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.layouts.layout import Layout
 from meshpar.errors import DataError
 from meshpar.multihost import agree
 from meshpar.runs.config import RunConfig
@@ -90,7 +90,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        layout: meshpar.Layout,
+        layout: Layout,
         devices: Sequence[jax.Device],
         profile: bool = False,
         consent: Consent = NO_CONSENT,
