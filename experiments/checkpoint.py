@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     run = pathlib.Path(arguments[1])
     command_line.refuse_unread(*(command_line.OF_CONFIG if IMPORT.value else ()))
     if IMPORT.value is not None:
-        config = command_line.config_from_flags()
+        config = command_line.decoder_from_flags()
         command_line.use_cpu()
         runs.import_weights(run, pathlib.Path(IMPORT.value), config)
         return 0

@@ -20,7 +20,7 @@ from absl import app, flags, logging
 import meshpar
 from experiments import recipes
 from experiments.ranges import Address
-from experiments.recipes.config import SETTINGS
+from experiments.recipes.config import SETTINGS, Config
 from meshpar.errors import ConfigError, shown
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
@@ -124,6 +124,15 @@ def config_from_flags() -> RunConfig:
     if config.layout not in ("", AUTO):
         meshpar.layouts.parse(config.layout)
     return config
+
+
+def decoder_from_flags() -> Config:
+    """As `config_from_flags`, for a command that knows the project's decoders alone.
+
+    Raises:
+      ConfigError: also for a recipe of another model.
+    """
+    return recipes.of_decoder(config_from_flags())
 
 
 def of_config_but(*left_out: flags.FlagHolder) -> tuple[flags.FlagHolder, ...]:

@@ -114,7 +114,7 @@ def train(
 
 def main(_: Sequence[str]) -> int:
     """Runs the cases that are not done yet, and returns the exit code."""
-    config = command_line.config_from_flags()
+    config = command_line.decoder_from_flags()
     replicas = REPLICAS.value
     config = dataclasses.replace(config, layout=f"{DATA}={replicas}")
     configs = cases(config)

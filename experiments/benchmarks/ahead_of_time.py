@@ -57,7 +57,7 @@ def compile_timed(name: str, lowered: jax.stages.Lowered, mesh: Mesh) -> float:
 
 def main(_: Sequence[str]) -> int:
     """Prints the figures of both steps and the ratio of their compile times."""
-    config = command_line.config_from_flags()
+    config = command_line.decoder_from_flags()
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     config = dataclasses.replace(config, model=model)
     meshpar.simulate(1)

@@ -110,7 +110,7 @@ class Run:
 
 def main(_: Sequence[str]) -> int:
     """Prints both runs and their ratios, and returns the exit code."""
-    config = command_line.config_from_flags()
+    config = command_line.decoder_from_flags()
     settings = dataclasses.replace(config.islands, host="ray")
     config = dataclasses.replace(config, optimizer_mode=ISLANDS, islands=settings)
     corpus = data.load(config.data)

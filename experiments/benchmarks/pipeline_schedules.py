@@ -98,7 +98,7 @@ def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
 
 def make_programs() -> tuple[dict[str, meshpar.TrainProgram], dict[str, np.ndarray]]:
     """The programs by name, and a batch for all of them."""
-    config = command_line.config_from_flags()
+    config = command_line.decoder_from_flags()
     stages, num = STAGES.value, MICROBATCHES.value
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     plain = f"{DATA}={stages}"

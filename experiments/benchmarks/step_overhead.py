@@ -27,7 +27,7 @@ command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 
 def main(_: Sequence[str]) -> int:
     """Prints both medians and their ratio."""
-    config = command_line.config_from_flags()
+    config = command_line.decoder_from_flags()
     layout, devices = start_devices(config)
     vocab = config.model.vocab or 256
     model = dataclasses.replace(config.model, vocab=vocab, dropout=0.0)

@@ -74,7 +74,7 @@ def unread(name) -> list[str]:
     if "from experiments.devices import start" in text:
         shared |= OF_DEVICES
     taken = commands.taken(name)
-    if "config_from_flags" in called(tree):
+    if called(tree) & {"config_from_flags", "decoder_from_flags"}:
         shared |= taken & OF_CONFIG
     if "flags_by_module_dict" in called(tree):  # It hands all of them on.
         shared |= taken

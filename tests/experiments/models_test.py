@@ -13,7 +13,7 @@ from experiments import data, recipes
 from experiments.models.attention import rotate
 from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
-from meshpar.runs import sampling
+from experiments.recipes import sampling
 
 
 @pytest.mark.parametrize(
