@@ -1,0 +1,357 @@
+"""Configuration of a run: frozen dataclasses, and typed settings of single values.
+
+`--set steps=400` changes one value. A key that does not exist is an error that names
+the nearest key.
+"""
+
+import abc
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Self
+
+from meshpar.compose import LOWERINGS
+from meshpar.errors import ConfigError, MeshparError, nearest, shown
+from meshpar.layouts.axes import DATA
+from meshpar.layouts.grammar import LONGEST
+from meshpar.runs.modes import (
+    MAX_STEPS,
+    MODES,
+    SYNCHRONOUS,
+    IslandsConfig,
+    LocalSGDConfig,
+)
+from meshpar.runs.run import Run
+from meshpar.settings import (
+    Choice,
+    Number,
+    Path,
+    Range,
+    Text,
+    helps,
+    range_of,
+    ranges,
+    real,
+)
+
+AUTO = "auto"
+"""The layout that the planner chooses."""
+
+_LIMIT = real(0, 1e7, "seconds", "0 for never")
+_LOCAL = Number(0, 10**9, "steps", "0 for checkpoint_every")
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchdogConfig:
+    """How long the sections of a run may take, in seconds; 0 for any time.
+
+    A section that takes longer ends the run, to be started again. Steps have a limit of
+    their own, `watchdog_seconds`.
+
+    Attributes:
+      start: reading the data, lowering, and restoring the checkpoint.
+      first_step: compiling and running the first step.
+      evaluation: an evaluation; the first one compiles.
+      save: starting a checkpoint, after the one before it is complete.
+      end: completing the last checkpoint, the plot and the sample.
+    """
+
+    start: Annotated[float, _LIMIT] = 3600.0
+    first_step: Annotated[float, _LIMIT] = 7200.0
+    evaluation: Annotated[float, _LIMIT] = 3600.0
+    save: Annotated[float, _LIMIT] = 1800.0
+    end: Annotated[float, _LIMIT] = 3600.0
+
+
+OF_MODEL, OF_TRAINING, NEUTRAL = "model", "training", "neutral"
+"""Kinds of changes between a checkpoint and the run that resumes it."""
+
+_NEUTRAL = {
+    *("recipe", "layout", "lowering", "workdir", "watchdog_seconds"),
+    *("evaluate_every", "evaluation_batches", "checkpoint_every", "keep_checkpoints"),
+    *("checkpoint_local_dir", "checkpoint_local_every"),
+}
+"""Fields that change no step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(abc.ABC):
+    """The settings of a run, whatever it trains; subclasses add those of a recipe.
+
+    Attributes:
+      recipe: name of the recipe that made it.
+      optimizer_mode: "synchronous", "local_sgd" with replica=R, or "islands".
+      local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
+      islands: how islands train under optimizer_mode="islands".
+      layout: layout, such as "data=2,fsdp=2,tensor=2"; empty mixes these axes over all
+        devices, or is data=N for a recipe of your own, and "auto" takes the planner's
+        best.
+      lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
+        empty for shard_map where the model supports it, else jit.
+      compute_dtype: "float32" or "bfloat16"; master weights are float32.
+      batch_size: sequences per step, over all devices.
+      steps: training steps.
+      seed: seed of initialization, dropout and shuffling.
+      evaluate_every: steps between evaluations.
+      evaluation_batches: batches per evaluation.
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: number of checkpoints to keep.
+      checkpoint_local_dir: folder on a disk of each machine where each process also
+        keeps its own shards; empty for none.
+      checkpoint_local_every: steps between local checkpoints; 0 for
+        `checkpoint_every`.
+      watchdog_seconds: a run of several processes ends, to be started again, when no
+        step finishes for this long and for 20 times the median step; 0 for never.
+      watchdog: limits of the other sections of a run.
+      workdir: folder of metrics, checkpoints and plot; empty for runs/RECIPE.
+    """
+
+    recipe: Annotated[str, Text(4096)]
+    optimizer_mode: Annotated[str, Choice(tuple(MODES))] = SYNCHRONOUS
+    local_sgd: LocalSGDConfig = LocalSGDConfig()
+    islands: IslandsConfig = IslandsConfig()
+    layout: Annotated[str, Text(LONGEST)] = ""
+    lowering: Annotated[str, Choice(("", "auto", *LOWERINGS))] = ""
+    compute_dtype: Annotated[str, Choice(("float32", "bfloat16"))] = "float32"
+    batch_size: Annotated[int, Number(1, 2**24, "sequences")] = 32
+    steps: Annotated[int, Number(1, MAX_STEPS, "steps")] = 200
+    seed: Annotated[int, Number(0, 2**32 - 1)] = 0
+    evaluate_every: Annotated[int, Number(1, 10**9, "steps")] = 50
+    evaluation_batches: Annotated[int, Number(1, 10**6, "batches")] = 4
+    checkpoint_every: Annotated[int, Number(1, 10**9, "steps")] = 50
+    keep_checkpoints: Annotated[int, Number(1, 10**6, "checkpoints")] = 2
+    checkpoint_local_dir: Annotated[str, Path()] = ""
+    checkpoint_local_every: Annotated[int, _LOCAL] = 0
+    watchdog_seconds: Annotated[float, _LIMIT] = 300.0
+    watchdog: WatchdogConfig = WatchdogConfig()
+    workdir: Annotated[str, Path()] = ""
+
+    FORMER_NAMES: typing.ClassVar[Mapping[tuple[type, str], str]] = {}
+    """{(dataclass, former name of a field): its name}, for old commands and runs."""
+
+    def __post_init__(self):
+        for key, value in values_of(self):
+            check_setting(key, value, kind=type(self))
+
+    @abc.abstractmethod
+    def prepared(self) -> tuple[Self, Run]:
+        """The configuration with what the data says, and what it trains.
+
+        Raises:
+          MeshparError: data, model or optimizer that do not fit.
+        """
+
+    @property
+    def code(self) -> str:
+        """Hash of the file that makes the run; "" for those of this version."""
+        return ""
+
+    def default_layout(self, num_devices: int) -> str:
+        """The layout where none is given."""
+        return f"{DATA}={num_devices}"
+
+    def kind_of_change(self, key: str) -> str:
+        """What a change of a setting changes: `OF_MODEL`, `OF_TRAINING`, `NEUTRAL`."""
+        return NEUTRAL if key in _NEUTRAL else OF_TRAINING
+
+    @property
+    def decides_samples(self) -> frozenset[str]:
+        """Settings that a run compares on their own: they choose the next samples."""
+        return frozenset({"seed"})
+
+    @property
+    def plan_facts(self) -> dict[str, Any]:
+        """{name: value} of settings on which the planner's choice depends."""
+        own = {field.name for field in dataclasses.fields(type(self))}
+        own -= {field.name for field in dataclasses.fields(RunConfig)}
+        fields = dataclasses.asdict(self)
+        return {name: fields[name] for name in (*own, "compute_dtype", "batch_size")}
+
+
+class Setting(NamedTuple):
+    """A key of `--set`.
+
+    Attributes:
+      default: the value without a recipe; None if every recipe has one.
+      range: the values that are allowed.
+      help: the meaning, in one sentence.
+    """
+
+    default: Any
+    range: Range
+    help: str
+
+
+def _settings_in(
+    kind: type, defaults: Any, prefix: str = ""
+) -> Iterator[tuple[str, Setting]]:
+    """(key, setting) of every field of a dataclass and of those inside it."""
+    known, texts, hints = ranges(kind), helps(kind), typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name, default = field.name, getattr(defaults, field.name, None)
+        if dataclasses.is_dataclass(default):
+            yield from _settings_in(type(default), default, f"{prefix}{name}.")
+        else:
+            allowed = known.get(name) or range_of(hints[name])
+            yield f"{prefix}{name}", Setting(default, allowed, texts.get(name, ""))
+
+
+@functools.cache
+def settings_of(kind: type) -> dict[str, Setting]:
+    """{key of `--set`: what its field says} of a configuration's class."""
+    return dict(_settings_in(kind, kind))
+
+
+def check_setting(
+    key: str, value: Any, text: str | None = None, kind: type = RunConfig
+) -> None:
+    """Raises ConfigError, with the remedy, for a value outside of its range.
+
+    Bounds are generous: they refuse what no run can mean or no machine can hold.
+
+    Args:
+      key: a key of `settings_of(kind)`.
+      value: the value, of any type.
+      text: the value as it was written, for the message; Python's by default.
+      kind: the class of the configuration.
+    """
+    if problem := settings_of(kind)[key].range.problem(value):
+        written = repr(value) if text is None else text
+        raise ConfigError(f"{key}={shown(written)}: {problem}")
+
+
+def values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every field of a dataclass and of those inside it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from values_of(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def from_dict(values: Any, whole: type[RunConfig]) -> RunConfig:
+    """Makes a configuration from the dict that a checkpoint stores.
+
+    It inverts `dataclasses.asdict`, and accepts former names of fields.
+
+    Args:
+      values: {field: value}; dicts for fields that are dataclasses.
+      whole: the class of the configuration.
+
+    Raises:
+      ConfigError: keys that this version does not have, or values out of range.
+    """
+    return _from_dict(values, whole, whole, "")
+
+
+def _from_dict(values: Any, whole: type[RunConfig], kind: type, prefix: str) -> Any:
+    """Makes one dataclass of a configuration; `prefix` begins its keys."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"the checkpoint's configuration is not a table of fields but "
+            f"{shown(repr(values))}; use a checkpoint that experiments.run wrote"
+        )
+    kinds, fields = _hints(kind), {}
+    for key, value in values.items():
+        name = whole.FORMER_NAMES.get((kind, key), key)
+        if name not in kinds:
+            raise ConfigError(
+                f"the checkpoint's configuration has {name!r}, which this version does "
+                f"not know ({nearest(name, kinds)})"
+            )
+        if dataclasses.is_dataclass(kinds[name]):
+            value = _from_dict(value, whole, kinds[name], f"{prefix}{name}.")
+        else:
+            check_setting(f"{prefix}{name}", value, kind=whole)
+        fields[name] = value
+    try:
+        return kind(**fields)
+    except MeshparError:
+        raise
+    except (TypeError, ValueError) as error:  # Missing fields, or fields that clash.
+        raise ConfigError(
+            f"the checkpoint's configuration: {error}; use a checkpoint that "
+            "experiments.run wrote"
+        ) from error
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """{field: type} of a dataclass."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _parse_value(text: str, kind: type) -> Any:
+    """The value of a text; the text itself if it is of another type."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind not in (int, float):
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _set(
+    whole: type[RunConfig],
+    config: Any,
+    key: str,
+    path: Sequence[str],
+    text: str,
+    group: str = "",
+) -> Any:
+    """Sets the value at `path` in `group`; `key` is the whole key, for messages."""
+    kinds = _hints(type(config))
+    name, *rest = path
+    name = whole.FORMER_NAMES.get((type(config), name), name)
+    if name not in kinds:
+        known = nearest(name, kinds)
+        raise ConfigError(f"--set {shown(key)}: no key {shown(name)!r} ({known})")
+    value = getattr(config, name)
+    if dataclasses.is_dataclass(value):
+        if not rest:
+            inner = ", ".join(f"{name}.{f.name}" for f in dataclasses.fields(value))
+            raise ConfigError(f"--set {key}: set one of {inner}")
+        new = _set(whole, value, key, rest, text, f"{group}{name}.")
+    elif rest:
+        raise ConfigError(
+            f"--set {shown(key)}: {name} has no parts; write {group}{name}=VALUE"
+        )
+    else:
+        new = _parse_value(text, kinds[name])
+        check_setting(f"{group}{name}", new, text, whole)
+    try:
+        return dataclasses.replace(config, **{name: new})
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--set {key}={text}: {error}") from error
+
+
+_Config = typing.TypeVar("_Config", bound=RunConfig)
+
+
+def with_settings(config: _Config, settings: Sequence[str]) -> _Config:
+    """Applies `KEY=VALUE` settings such as "model.depth=4", in order.
+
+    Raises:
+      ConfigError: a key that does not exist, or a value of the wrong type or out of
+        range.
+    """
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {shown(setting)}: write KEY=VALUE")
+        path = key.strip().split(".")
+        config = _set(type(config), config, key, path, text.strip())
+    return config
+
+
+def with_mode(config: _Config, mode: str) -> _Config:
+    """The configuration under an optimizer mode, with default settings of all modes."""
+    fields = [name for name in MODES if hasattr(config, name)]
+    defaults = {name: type(getattr(config, name))() for name in fields}
+    return dataclasses.replace(config, optimizer_mode=mode, **defaults)

@@ -1,0 +1,186 @@
+"""Recipes of your own: a function that returns a `Run`, as FILE.py:FUNCTION.
+
+The keyword arguments of the function are settings: `def gpt(width: int = 256)` takes
+`--set=width=512`. One that has the name of a setting of every run, such as `steps` or
+`batch_size`, gets the value of that one, and gives it another default.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from meshpar.errors import ConfigError, MeshparError, nearest, shown
+from meshpar.runs.config import RunConfig, settings_of
+from meshpar.runs.run import Run
+from meshpar.settings import entries, range_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeConfig(RunConfig):
+    """The settings of a recipe of your own: those of every run, and its arguments."""
+
+    FUNCTION: ClassVar[Callable[..., Run]]
+    """The function, as the recipe's file has it."""
+    CODE: ClassVar[str] = ""
+    """Hash of the recipe's file."""
+
+    @property
+    def code(self) -> str:
+        """As `RunConfig.code`."""
+        return self.CODE
+
+    def prepared(self) -> tuple[Self, Run]:
+        """As `RunConfig.prepared`: calls the function with the settings.
+
+        Raises:
+          ConfigError: the function raises, or returns something else.
+          MeshparError: a model or data that are none.
+        """
+        function = type(self).FUNCTION
+        names = inspect.signature(function).parameters
+        arguments = {name: getattr(self, name) for name in names}
+        try:
+            run = function(**arguments)
+        except MeshparError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.recipe} raised {_told(error)}") from error
+        if not isinstance(run, Run):
+            raise ConfigError(
+                f"{self.recipe} returned a {type(run).__name__}; return a meshpar.Run"
+            )
+        return self, run.checked()
+
+
+def _told(error: BaseException) -> str:
+    """An error with the line of the user's file that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename]
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        where = f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
+    return f"{type(error).__name__}: {shown(str(error), 400)} ({where})"
+
+
+def config_of(recipe: str) -> RecipeConfig:
+    """The configuration of a recipe of your own, with the defaults of its function.
+
+    Args:
+      recipe: FILE.py:FUNCTION or MODULE:FUNCTION.
+
+    Raises:
+      ConfigError: no such file or function, a file that raises, or an argument that is
+        no setting.
+    """
+    place, _, name = recipe.rpartition(":")
+    is_file = place.endswith(".py")
+    module = _module_of_file(recipe, place) if is_file else _module(recipe, place)
+    functions = [k for k, x in vars(module).items() if inspect.isfunction(x)]
+    function = getattr(module, name, None)
+    if not inspect.isfunction(function):
+        found = nearest(name, functions) if functions else "it has none"
+        raise ConfigError(f"--recipe={recipe}: no function {name!r} ({found})")
+    code = _hash(module)
+    return _class_of(recipe, function, code)(recipe)
+
+
+def _module(recipe: str, name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ConfigError(
+            f"--recipe={recipe}: the module {name} cannot be imported: {_told(error)}; "
+            "write FILE.py:FUNCTION, or MODULE:FUNCTION of a module on the path"
+        ) from error
+
+
+def _module_of_file(recipe: str, place: str) -> types.ModuleType:
+    path = pathlib.Path(place)
+    if not path.is_file():
+        raise ConfigError(
+            f"--recipe={recipe}: there is no file {shown(place)} in "
+            f"{pathlib.Path.cwd()}; give its path"
+        )
+    return _loaded(path.absolute(), path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _loaded(path: pathlib.Path, _: int) -> types.ModuleType:
+    """The module of a file; modules beside it can be imported, as by a script."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"meshpar_recipe_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {_told(error)}") from error
+    return module
+
+
+def _hash(module: types.ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    content = pathlib.Path(file).read_bytes() if file else b""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+@functools.cache
+def _class_of(
+    recipe: str, function: Callable[..., Run], code: str
+) -> type[RecipeConfig]:
+    """The class of configurations of a recipe: a field for each argument."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    of_runs = typing.get_type_hints(RunConfig, include_extras=True)
+    fields = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        _check_argument(recipe, name, parameter)
+        kind = of_runs.get(name) or hints.get(name, type(parameter.default))
+        default = dataclasses.field(default=parameter.default)
+        try:
+            if not dataclasses.is_dataclass(parameter.default):
+                typing.get_origin(kind) is typing.Annotated or range_of(kind)
+            fields.append((name, kind, default))
+        except MeshparError as error:
+            raise ConfigError(f"{recipe}, argument {name}: {error}") from error
+    texts = entries(function.__doc__ or "", "Args")
+    lines = [f"  {name}: {text}" for name, text in texts.items()]
+    doc = "\n".join([f"Settings of {recipe}.", "", "Attributes:", *lines])
+    own = {"FUNCTION": staticmethod(function), "CODE": code, "__doc__": doc}
+    try:
+        kind = dataclasses.make_dataclass(
+            "RecipeConfig", fields, bases=(RecipeConfig,), namespace=own, frozen=True
+        )
+        settings_of(kind)
+    except (MeshparError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{recipe}: its arguments are no settings: {error}; dataclasses must be "
+            "frozen"
+        ) from error
+    return kind
+
+
+def _check_argument(recipe: str, name: str, parameter: inspect.Parameter) -> None:
+    """Raises ConfigError for an argument that cannot be a setting."""
+    by_name = parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY
+    if parameter.kind not in by_name:
+        raise ConfigError(
+            f"{recipe}, argument {name}: settings are given by name; write each of "
+            "them out, with a default"
+        )
+    if parameter.default is parameter.empty:
+        raise ConfigError(
+            f"{recipe}, argument {name}: it has no default; give it one, which "
+            f"--set={name}=VALUE changes"
+        )

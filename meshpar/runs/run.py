@@ -1,0 +1,120 @@
+"""`Run`: what a run trains, whoever wrote it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import optax
+from flax import nnx
+
+from meshpar.arrays import Params
+from meshpar.errors import ConfigError, shown
+from meshpar.lowering.train_program import TrainProgram
+from meshpar.models.model import Model
+from meshpar.models.nnx import from_nnx
+from meshpar.runs.data import Data, as_data
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run trains: a model, its loss, an optimizer and data.
+
+    How long, under which layout and where to is not part of it: those are settings of
+    `meshpar.train` and of the commands.
+
+    Attributes:
+      model: from `from_nnx` or `from_linen`; or a function of `nnx.Rngs` that builds an
+        NNX module, or a module to start from, with `loss`.
+      optimizer: an optax transformation.
+      data: samples as {name: array [samples, ...]} or a sequence, which are shuffled
+        anew in every epoch; a grain.MapDataset of samples, taken in its order; a
+        grain.IterDataset of samples; or a function (part, number of parts, position) ->
+        iterator of batches.
+      loss: (module, batch) -> loss or (loss, metrics), as in `from_nnx`; None if
+        `model` has it.
+      evaluation: data of the same forms to evaluate on; None for no evaluation.
+      evaluation_loss: (module, batch) -> loss in evaluation mode; `loss` by default.
+      layers: where the module keeps its layers, as in `from_nnx`.
+      clip_norm: largest global norm of the gradient; None for no limit.
+      learning_rate: step -> learning rate, for the log alone.
+      units: what a sample is counted in, and how many of them it is, for the log.
+      flops: forward and backward FLOPs of a sample, for the log; 0 if not known.
+      baseline: a loss to beat and its name, for the log; None for none.
+      depends_on_microbatches: whether the loss depends on the number of microbatches,
+        as one that balances experts does.
+      padded: a batch -> the batch with weights of its tokens, as `verify --padded`
+        needs it; None where nothing can be padded.
+      sample: (program, parameters) -> a text to print at the end; None for none.
+      identity: {name: value} that may not change when a run resumes, beside the data
+        and the seed.
+    """
+
+    model: Model | nnx.Module | Callable[[nnx.Rngs], nnx.Module]
+    optimizer: optax.GradientTransformation | optax.MultiSteps
+    data: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    evaluation: Any = None
+    evaluation_loss: Callable[[Any, Any], Any] | None = None
+    layers: str = ""
+    clip_norm: float | None = None
+    learning_rate: Callable[[Any], Any] | None = None
+    units: tuple[str, int] = ("samples", 1)
+    flops: float = 0.0
+    baseline: tuple[str, Callable[[], float]] | None = None
+    depends_on_microbatches: bool = False
+    padded: Callable[[Any], Any] | None = None
+    sample: Callable[[TrainProgram, Params], str] | None = None
+    identity: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
+
+    def checked(self) -> "Run":
+        """The run with a `Model` and `Data` in place of what they are made from.
+
+        Raises:
+          MeshparError: a model or data that are none.
+        """
+        evaluation = self.evaluation
+        if evaluation is not None:
+            evaluation = as_data(evaluation, "evaluation")
+        return dataclasses.replace(
+            self,
+            model=self._model(),
+            data=as_data(self.data),
+            loss=None,
+            evaluation=evaluation,
+            evaluation_loss=None,
+            layers="",
+        )
+
+    def _model(self) -> Model:
+        if isinstance(self.model, Model):
+            own = {
+                name: getattr(self, name)
+                for name in ("loss", "evaluation_loss", "layers")
+            }
+            if given := [name for name, value in own.items() if value]:
+                raise ConfigError(
+                    f"Run({given[0]}=...) beside a Model, which has its own; give it "
+                    "to from_nnx or from_linen"
+                )
+            return self.model
+        if self.loss is None:
+            raise ConfigError(
+                f"Run(model={shown(type(self.model).__name__)}) without loss; add "
+                "loss=(module, batch) -> loss, or give a model from from_nnx or "
+                "from_linen"
+            )
+        linen = isinstance(self.model, nn.Module)
+        if linen or not (isinstance(self.model, nnx.Module) or callable(self.model)):
+            raise ConfigError(
+                f"Run(model={shown(repr(self.model))}): give a model from from_nnx or "
+                "from_linen, an NNX module, or a function of nnx.Rngs that builds one"
+            )
+        return from_nnx(
+            self.model, self.loss, self.evaluation_loss, layers=self.layers
+        )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are data to evaluate on."""
+        return isinstance(self.evaluation, Data)

@@ -1,0 +1,161 @@
+"""Data of a run: each form gives the same samples in every number of processes."""
+
+import itertools
+import json
+
+import grain
+import numpy as np
+import pytest
+
+from meshpar.errors import DataError
+from meshpar.runs.data import Place, as_data
+
+NUMBER, SIZE = 50, 8
+
+
+def columns():
+    return {"x": np.arange(NUMBER), "y": np.arange(2 * NUMBER).reshape(NUMBER, 2)}
+
+
+def samples():
+    data = columns()
+    return [{name: x[i] for name, x in data.items()} for i in range(NUMBER)]
+
+
+def stream():
+    mixed = grain.MapDataset.source(samples()).seed(3).shuffle().repeat()
+    return mixed.to_iter_dataset().filter(lambda sample: sample["x"] % 3 != 0)
+
+
+def parts(part, number, position):
+    rows, size = samples() * 40, SIZE // number
+    for start in itertools.count(position, SIZE):
+        own = rows[start + part * size : start + (part + 1) * size]
+        yield {name: np.stack([x[name] for x in own]) for name in own[0]}
+
+
+FORMS = {
+    "columns": columns,
+    "sequence": samples,
+    "map": lambda: grain.MapDataset.source(samples()).seed(5).shuffle().repeat(),
+    "stream": stream,
+    "parts": lambda: parts,
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def read(form, rows, number, monkeypatch=None, **place):
+    """The values x of batches, as an array [number, rows]."""
+    data = as_data(FORMS[form]())
+    batches = data.training_batches(Place(SIZE, rows, **place))
+    found = [next(batches) for _ in range(number)]
+    return np.stack([batch["x"] for batch in found]), batches.state
+
+
+def two_processes(monkeypatch):
+    halves = {0: list(range(SIZE // 2)), 1: list(range(SIZE // 2, SIZE))}
+    monkeypatch.setattr(
+        "meshpar.runs.data.agree.allgather_objects", lambda *_: dict(halves)
+    )
+    return halves
+
+
+@every_form
+def test_processes_read_the_rows_of_the_same_batches(form, monkeypatch):
+    whole, _ = read(form, range(SIZE), 7)
+    halves = two_processes(monkeypatch)
+    read_apart = [read(form, halves[process], 7)[0] for process in (0, 1)]
+    np.testing.assert_array_equal(np.concatenate(read_apart, axis=1), whole)
+
+
+@every_form
+def test_a_run_goes_on_with_the_next_sample(form, monkeypatch):
+    whole, _ = read(form, range(SIZE), 9)
+    _, state = read(form, range(SIZE), 5)
+    state = json.loads(json.dumps(state))  # As a checkpoint keeps it.
+    halves = two_processes(monkeypatch)
+    later = [
+        read(form, halves[process], 4, position=5 * SIZE, state=state)[0]
+        for process in (0, 1)
+    ]
+    np.testing.assert_array_equal(np.concatenate(later, axis=1), whole[5:])
+
+
+@pytest.mark.parametrize("form", ["columns", "sequence"])
+def test_arrays_are_shuffled_anew_in_every_epoch_and_by_the_seed(form):
+    found, _ = read(form, range(SIZE), 25)  # Four epochs of 50 samples.
+    epochs = found.reshape(4, NUMBER)
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(NUMBER))
+    assert not np.array_equal(epochs[0], epochs[1])
+    other, _ = read(form, range(SIZE), 25, seed=1)
+    assert not np.array_equal(found, other)
+
+
+def test_a_dataset_of_grain_keeps_its_own_order():
+    plain = as_data(grain.MapDataset.source(samples()))
+    batches = plain.training_batches(Place(SIZE, range(SIZE)))
+    np.testing.assert_array_equal(next(batches)["x"], np.arange(SIZE))
+    assert plain.num_samples == NUMBER
+    assert len(list(batches)) == NUMBER // SIZE - 1  # It ends, and repeats nothing.
+
+
+@every_form
+def test_evaluation_batches_are_whole_and_at_most_so_many(form, monkeypatch):
+    data = as_data(FORMS[form]())
+    whole = data.evaluation_batches(Place(SIZE, range(SIZE)), 3)
+    assert [batch["y"].shape for batch in whole] == [(SIZE, 2)] * 3
+    halves = two_processes(monkeypatch)
+    second = data.evaluation_batches(Place(SIZE, halves[1]), 3)
+    for batch, half in zip(whole, second, strict=True):
+        np.testing.assert_array_equal(batch["x"][SIZE // 2 :], half["x"])
+
+
+@every_form
+def test_fingerprints_tell_data_apart(form):
+    assert as_data(FORMS[form]()).fingerprint == as_data(FORMS[form]()).fingerprint
+    prints = [as_data(make()).fingerprint for make in FORMS.values()]
+    changed = as_data({"x": np.arange(NUMBER) + 1, "y": columns()["y"]}).fingerprint
+    assert changed not in prints
+
+
+@every_form
+def test_shapes_of_a_batch_are_those_of_its_samples(form):
+    shapes = as_data(FORMS[form]()).abstract_batch(SIZE)
+    assert {name: x.shape for name, x in shapes.items()} == {"x": (8,), "y": (8, 2)}
+
+
+def endless_scalars(part, number, position):
+    yield {"x": np.float32(1)}
+
+
+def uneven(part, number, position):
+    yield {"x": np.ones(SIZE // number + part)}
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        (endless_scalars, r"of shape \(\), and batch_size=8; give that many rows"),
+        (lambda *_: iter([]), "gives no batch"),
+        ({"x": np.ones(3)}, "hold 3 samples, fewer than one batch of 8"),
+        (grain.MapDataset.source([1, 2]), "hold 2 samples, fewer than one batch"),
+        (None, "give {name: array}, a sequence of samples"),
+    ],
+)
+def test_data_that_do_not_fit_are_clear_errors(source, words):
+    with pytest.raises(DataError, match=words):
+        data = as_data(source)
+        data.abstract_batch(SIZE)
+        next(data.training_batches(Place(SIZE, range(SIZE))))
+
+
+def test_a_part_of_the_wrong_size_is_named(monkeypatch):
+    halves = two_processes(monkeypatch)
+    with pytest.raises(DataError, match=r"data\(1, 2, 0\) gives leaves .* give 4 rows"):
+        next(as_data(uneven).training_batches(Place(SIZE, halves[1])))
+
+
+def test_a_stream_without_its_state_is_not_read_from_the_start():
+    with pytest.raises(DataError, match="holds no state of the stream at sample 16"):
+        as_data(stream()).training_batches(Place(SIZE, range(SIZE), position=16))

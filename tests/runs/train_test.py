@@ -1,0 +1,173 @@
+"""`meshpar.train`: a run in a script equals its own plain loop, and goes on anywhere."""
+
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support import tiny_runs
+
+import meshpar
+from meshpar.errors import ConfigError, DataError
+from meshpar.runs.data import Place, as_data
+
+BATCH = 16
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.gelu(self.dense(x))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+        self.head = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)[:, 0]
+
+
+def loss(model, batch):
+    error = model(batch["x"]) - batch["y"]
+    return (error**2).mean(), {"mae": abs(error).mean()}
+
+
+def arrays(number=200):
+    x = np.random.default_rng(0).normal(size=(number, 8)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(-1))}
+
+
+def run(model=Net, **changes):
+    fields = dict(loss=loss, layers="layers", evaluation=arrays(60))
+    return meshpar.Run(model, optax.adam(1e-2), arrays(), **{**fields, **changes})
+
+
+def train(workdir, layout="data=2,fsdp=2", steps=10, **settings):
+    own = dict(batch_size=BATCH, checkpoint_every=4, evaluate_every=5, seed=3)
+    own |= settings
+    own_run = own.pop("run", None) or run()
+    devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
+    own |= {"devices": devices}
+    return meshpar.train(
+        own_run, layout=layout, steps=steps, workdir=str(workdir), **own
+    )
+
+
+def plain_losses(steps):
+    """Losses of a loop of plain optax on the same batches."""
+    model = meshpar.from_nnx(Net, loss)  # Only to draw the same weights at the start.
+    graph, _ = nnx.split(Net(nnx.Rngs(0)))
+    start = nnx.state(model.bind(model.init(jax.random.key(3))))
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(start)
+
+    @jax.jit
+    def step(params, state, batch):
+        def of(params):
+            return loss(nnx.merge(graph, params), batch)[0]
+
+        value, grads = jax.value_and_grad(of)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    place = Place(BATCH, range(BATCH), 3)
+    batches = as_data(arrays()).training_batches(place)
+    losses, params = {}, start
+    for number in range(1, steps + 1):
+        params, state, value = step(params, state, next(batches))
+        losses[number] = float(value)
+    return losses
+
+
+def test_a_run_equals_its_plain_loop_and_resumes_under_another_layout(tmp_path):
+    first = train(tmp_path, steps=6)
+    assert not first.stopped and int(first.state.step) == 6
+    second = train(tmp_path, "pipe=2,data=2")
+    expected, found = plain_losses(10), tiny_runs.losses(tmp_path)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    assert {row["step"] for row in second.metrics if "evaluation_loss" in row} == {
+        *(5, 6, 10)
+    }
+    assert second.weights()["layers/3/dense/kernel"].shape == (8, 8)
+
+
+def test_an_instance_starts_from_its_own_weights(tmp_path):
+    module = Net(nnx.Rngs(7))
+    before = np.asarray(module.head.kernel[...])
+    done = train(tmp_path, "data=4", 1, run=run(module), checkpoint_every=100)
+    after = np.asarray(done.weights()["head/kernel"])
+    # Adam's first step moves every weight by the rate.
+    np.testing.assert_allclose(abs(after - before), 1e-2, rtol=1e-3)
+
+
+def test_a_signal_stops_a_run_which_the_same_call_goes_on_with(tmp_path, monkeypatch):
+    tiny_runs.stop_after(
+        monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    stopped = train(tmp_path)
+    assert stopped.stopped and 3 <= int(stopped.state.step) < 10
+    monkeypatch.undo()
+    assert int(train(tmp_path).state.step) == 10
+    losses, expected = tiny_runs.losses(tmp_path), plain_losses(10)
+    np.testing.assert_allclose(
+        [losses[step] for step in expected], list(expected.values()), rtol=1e-5
+    )
+
+
+def test_two_runs_in_one_process_and_one_in_a_thread(tmp_path):
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(train(tmp_path / "a", "data=2", 2))
+    )
+    thread.start()
+    thread.join()
+    done.append(train(tmp_path / "b", "data=2", 2))
+    losses = [tiny_runs.losses(tmp_path / name) for name in "ab"]
+    assert losses[0] == losses[1] and len(done) == 2
+
+
+@pytest.mark.parametrize(
+    "settings, error, words",
+    [
+        ({"step": 3}, ConfigError, r"train\(step=...\): .*did you mean 'steps'"),
+        ({"steps": 0}, ConfigError, "steps=0: use a whole number of steps"),
+        ({"layout": "fsdp=16"}, meshpar.LayoutError, "only 8|16"),
+        ({"batch_size": 1000}, DataError, "fewer than one batch of 1000"),
+    ],
+)
+def test_bad_arguments_write_nothing(tmp_path, settings, error, words):
+    with pytest.raises(error, match=words):
+        train(tmp_path / "w", **settings)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_dataset_that_ends_too_early_is_refused_before_the_first_step(tmp_path):
+    import grain
+
+    rows = [{name: x[i] for name, x in arrays(40).items()} for i in range(40)]
+    short = meshpar.Run(Net, optax.sgd(0.1), grain.MapDataset.source(rows), loss)
+    with pytest.raises(DataError, match=r"take 160 samples, and the data hold 40"):
+        train(tmp_path / "w", run=short)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_stream_that_ends_says_so_and_keeps_its_checkpoint(tmp_path):
+    import grain
+
+    rows = [{name: x[i] for name, x in arrays(100).items()} for i in range(100)]
+    stream = grain.MapDataset.source(rows).to_iter_dataset()
+    short = meshpar.Run(Net, optax.sgd(1e-3), stream, loss)
+    with pytest.raises(DataError, match="the data end after step 6"):
+        train(tmp_path, run=short)
+    assert (tmp_path / "checkpoints" / "4").is_dir()
