@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from meshpar.runs.config import OF_MODEL, OF_TRAINING, RunConfig, from_dict, values_of
 
+
 class Changes(NamedTuple):
     """Changed fields as lines "name: before -> after".
 

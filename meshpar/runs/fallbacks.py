@@ -86,9 +86,7 @@ def parse(text: str, whole: Layout, num_processes: int) -> Fallbacks:
     return Fallbacks(layouts)
 
 
-def _accumulating(
-    layout: Layout, words: str, whole: Layout
-) -> Layout:
+def _accumulating(layout: Layout, words: str, whole: Layout) -> Layout:
     """The layout with microbatches that hold no more rows than those of `whole`."""
     if "microbatches" in grammar.read_items(words, DEFAULTS):
         return layout

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import optax
 
-from meshpar.islands.mode import Islands
 from meshpar import local_sgd
-from meshpar.local_sgd import LocalSGD
 from meshpar.islands.consistency import ConsistencyText, parse_consistency
+from meshpar.islands.mode import Islands
+from meshpar.local_sgd import LocalSGD
 from meshpar.lowering.mode import Mode
 from meshpar.settings import LARGEST, Choice, Number, helps, ranges, real
 

@@ -12,12 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshpar.errors import ConfigError
-from meshpar.runs import metrics
-from meshpar.runs.config import RunConfig
-from meshpar.errors import CheckpointError, LayoutError
+from meshpar.errors import CheckpointError, ConfigError, LayoutError
 from meshpar.layouts import parse
 from meshpar.mesh.machine import Machine
+from meshpar.runs import metrics
+from meshpar.runs.config import RunConfig
 
 FILE = "plan.json"
 """Name of the file in the folder of a run."""

@@ -56,9 +56,7 @@ class Progress:
     def update(self, step: int, loss: float, speed: float) -> None:
         """Shows a finished step: its loss, and the speed in units per second."""
         if self._live:
-            self._live.update(
-                self._task, completed=step, loss=loss, speed=speed
-            )
+            self._live.update(self._task, completed=step, loss=loss, speed=speed)
             return
         now = time.monotonic()
         first = step == self._start + 1

@@ -17,7 +17,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from meshpar.errors import ConfigError, MeshparError, nearest, shown
 from meshpar.runs.config import RunConfig, settings_of

@@ -4,12 +4,12 @@ import os
 
 import jax
 
+from meshpar.arrays import Params
+from meshpar.islands.program import IslandsProgram
 from meshpar.runs import metrics
 from meshpar.runs.metrics import EVALUATION_LOSS, MetricsLog
 from meshpar.runs.progress import Progress
 from meshpar.runs.setup import Setup
-from meshpar.arrays import Params
-from meshpar.islands.program import IslandsProgram
 
 
 def _text(name: str, loss: float) -> str:

@@ -110,9 +110,7 @@ class Run:
                 f"Run(model={shown(repr(self.model))}): give a model from from_nnx or "
                 "from_linen, an NNX module, or a function of nnx.Rngs that builds one"
             )
-        return from_nnx(
-            self.model, self.loss, self.evaluation_loss, layers=self.layers
-        )
+        return from_nnx(self.model, self.loss, self.evaluation_loss, layers=self.layers)
 
     @property
     def evaluates(self) -> bool:

@@ -11,9 +11,9 @@ import pathlib
 
 import jax
 
-from meshpar.runs.metrics import METRICS
 from meshpar.errors import CheckpointError
 from meshpar.multihost import agree
+from meshpar.runs.metrics import METRICS
 
 RECORD = "run.json"
 _SAVED = "saved"

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
+from meshpar.errors import ConfigError, DataError
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.train_program import TrainProgram
-from meshpar.errors import ConfigError, DataError
 from meshpar.runs import compiled, programs
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Place
-from meshpar.runs.run import Run
 from meshpar.runs.fallbacks import Fallbacks
 from meshpar.runs.planned_layout import PlannedLayout
+from meshpar.runs.run import Run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import ConfigError
+from meshpar.multihost import agree
 from meshpar.runs.changes import changes
 from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import Setup
-from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.multihost import agree
 
 
 class Consent(NamedTuple):

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.errors import MeshparError
+from meshpar.mesh import chips
+from meshpar.multihost.watchdog import Watchdog
 from meshpar.runs.metrics import MetricsLog
 from meshpar.runs.planned_layout import STEP_OVER_PREDICTED
 from meshpar.runs.progress import Progress
 from meshpar.runs.setup import Setup
 from meshpar.runs.startup import Startup, as_metrics
-from meshpar.errors import MeshparError
-from meshpar.mesh import chips
-from meshpar.multihost.watchdog import Watchdog
 
 
 class NonFiniteError(MeshparError):
@@ -143,7 +143,8 @@ class StepLog:
         raise NonFiniteError(
             f"step {step}: loss={loss}, grad_norm={grad_norm}; look at "
             f"{rate}, at the grad_norm of the steps before "
-            f"({self._setup.folder / 'metrics.jsonl'}), at samples {first} to {first + config.batch_size - 1} and at "
+            f"({self._setup.folder / 'metrics.jsonl'}), at samples {first} to "
+            f"{first + config.batch_size - 1} and at "
             f"compute_dtype={config.compute_dtype}; the last good checkpoint is "
             f"{f'that of step {saved}' if saved else 'none yet'}"
         )

@@ -7,7 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 
+from meshpar.checkpoint.checkpoints import Checkpoints
+from meshpar.errors import DataError
+from meshpar.layouts.layout import Layout
+from meshpar.multihost import agree
+from meshpar.multihost.watchdog import (
+    END,
+    EVALUATION,
+    FIRST_STEP,
+    SAVE,
+    START,
+    Watchdog,
+)
 from meshpar.runs import compiled, progress_file, report
+from meshpar.runs.config import RunConfig
+from meshpar.runs.data import Batches
 from meshpar.runs.fallbacks import Fallbacks
 from meshpar.runs.guards import StopFlag, own_folder
 from meshpar.runs.metrics import EVALUATION_LOSS, MetricsLog
@@ -18,20 +32,6 @@ from meshpar.runs.setup import prepare
 from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
 from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
 from meshpar.runs.step_log import StepLog
-from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.layouts.layout import Layout
-from meshpar.errors import DataError
-from meshpar.multihost import agree
-from meshpar.runs.config import RunConfig
-from meshpar.runs.data import Batches
-from meshpar.multihost.watchdog import (
-    END,
-    EVALUATION,
-    FIRST_STEP,
-    SAVE,
-    START,
-    Watchdog,
-)
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""

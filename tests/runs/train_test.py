@@ -1,4 +1,4 @@
-"""`meshpar.train`: a run in a script equals its own plain loop, and goes on anywhere."""
+"""`meshpar.train`: a run in a script equals its plain loop, and goes on anywhere."""
 
 import os
 import signal
@@ -112,9 +112,7 @@ def test_an_instance_starts_from_its_own_weights(tmp_path):
 
 
 def test_a_signal_stops_a_run_which_the_same_call_goes_on_with(tmp_path, monkeypatch):
-    tiny_runs.stop_after(
-        monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)
-    )
+    tiny_runs.stop_after(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     stopped = train(tmp_path)
     assert stopped.stopped and 3 <= int(stopped.state.step) < 10
     monkeypatch.undo()
