@@ -20,7 +20,7 @@ from matplotlib import colors, patches, pyplot
 import meshpar
 from experiments import stragglers
 from experiments.reports import islands
-from experiments.reports import pictures as explained
+from meshpar.commands.reports import pictures as explained
 from meshpar.explain.report import Explanation
 from meshpar.islands import SSP, updates
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments import command_line
 from experiments.convex import batch
 from experiments.data import hashed_text
-from experiments.reports import convex, terminal
+from experiments.reports import convex
+from meshpar.commands import command_line
+from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.runs.config import check_setting
 from meshpar.settings import Choice, Number

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from experiments import command_line, outputs
 from experiments.faults.conductor import Conductor, Report
 from experiments.faults.scenarios import SCENARIOS
 from experiments.faults.watched import HungError, LostError
-from experiments.reports import chaos, terminal
+from experiments.reports import chaos
+from meshpar.commands import command_line, outputs
+from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.runs.config import check_setting
 from meshpar.settings import Choice, Number, Path

@@ -18,12 +18,12 @@ import rich.console
 from absl import flags
 
 import meshpar
-from experiments import command_line, outputs
-from experiments.devices import start_devices
 from experiments.generation import prompt_files, speed
 from experiments.generation.sources import Source, find_source, make_generator, streamed
 from experiments.recipes.config import Config
 from meshpar.arrays import Params
+from meshpar.commands import command_line, outputs
+from meshpar.commands.devices import start_devices
 from meshpar.errors import ConfigError
 from meshpar.multihost import agree
 from meshpar.runs.config import check_setting

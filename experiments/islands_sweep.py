@@ -16,8 +16,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments import command_line, outputs, stragglers
-from experiments.reports import islands, terminal
+from experiments import stragglers
+from experiments.reports import islands
+from meshpar.commands import command_line, outputs
+from meshpar.commands.reports import terminal
 from meshpar.settings import Number, Path
 
 ISLANDS = flags.DEFINE_integer("islands", 8, "Number of workers.")

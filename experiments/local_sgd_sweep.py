@@ -17,10 +17,12 @@ from typing import Any
 from absl import flags
 
 import meshpar
-from experiments import command_line, data, outputs
-from experiments.devices import start_devices
+from experiments import data, recipes
 from experiments.recipes.config import SETTINGS, Config
-from experiments.reports import sweep, terminal
+from experiments.reports import sweep
+from meshpar.commands import command_line, outputs
+from meshpar.commands.devices import start_devices
+from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError, shown
 from meshpar.layouts.axes import DATA, REPLICA
 from meshpar.runs.config import check_setting, with_mode
@@ -114,7 +116,7 @@ def train(
 
 def main(_: Sequence[str]) -> int:
     """Runs the cases that are not done yet, and returns the exit code."""
-    config = command_line.decoder_from_flags()
+    config = recipes.of_decoder(command_line.config_from_flags())
     replicas = REPLICAS.value
     config = dataclasses.replace(config, layout=f"{DATA}={replicas}")
     configs = cases(config)
@@ -162,4 +164,5 @@ if __name__ == "__main__":
             ),
             *command_line.OF_DEVICES,
         ),
+        known=recipes.CATALOG,
     )

@@ -17,9 +17,9 @@ import rich.table
 from absl import flags
 
 import meshpar
-from experiments import command_line, outputs
 from experiments.gallery import catalog, paper
-from experiments.reports import terminal
+from meshpar.commands import command_line, outputs
+from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.settings import Path
 

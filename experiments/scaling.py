@@ -2,7 +2,7 @@ r"""Fits laws of speedup to step times: Amdahl's, Gunther's, and Gustafson's.
 
     python -m experiments.scaling --times=1:2.0,2:1.04,4:0.56,8:0.33
     python -m experiments.scaling --times=2:runs/two,4:runs/four,8:runs/eight
-    python -m experiments.scaling --recipe=bytes-llama --set=model.vocab=256 \
+    python -m experiments.scaling --recipe=bytes-llama \
         --topologies=v5e:2x2,v5e:2x4,v5e:4x4 --axis=data
 
 Times are measured ones, or those of runs in folders, or predicted ones of a recipe that
@@ -19,11 +19,14 @@ import matplotlib.figure
 import rich.console
 from absl import flags
 
-import meshpar
-from experiments import command_line, outputs
+from experiments import recipes
 from experiments.recipes import step_times
-from experiments.reports import pictures, scaling, terminal
+from experiments.reports import scaling
+from meshpar.commands import command_line, outputs
+from meshpar.commands.reports import pictures, terminal
 from meshpar.errors import ConfigError
+from meshpar.mesh import simulate
+from meshpar.mesh import topology as topology_of
 from meshpar.methods import speedup_laws
 from meshpar.runs import metrics
 from meshpar.runs.config import RunConfig
@@ -87,10 +90,10 @@ def _predicted_times(
 ) -> dict[int, float]:
     """{devices: seconds} of --topologies."""
     command_line.use_cpu()
-    meshpar.simulate(1)
+    simulate(1)
     times: dict[int, float] = {}
     for topology in TOPOLOGIES.value:
-        size = len(meshpar.mesh.topology(topology)) if WEAK.value else 1
+        size = len(topology_of(topology)) if WEAK.value else 1
         grown = dataclasses.replace(config, batch_size=config.batch_size * size)
         n, seconds = step_times.seconds_per_step(grown, AXIS.value, topology)
         if n in times:
@@ -156,4 +159,5 @@ if __name__ == "__main__":
         command_line.of_config_but(
             command_line.DATA, command_line.TOKENIZER, command_line.SEED
         ),
+        known=recipes.CATALOG,
     )

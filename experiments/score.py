@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import command_line, data, outputs
-from experiments.devices import start_devices
+from experiments import data
 from experiments.generation import scoring
 from experiments.generation.sources import config_of, newest_checkpoint
 from experiments.recipes.config import Config
+from meshpar.commands import command_line, outputs
+from meshpar.commands.devices import start_devices
 from meshpar.errors import ConfigError
 
 OUT = flags.DEFINE_string(

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from experiments import command_line
 from experiments.convex import lock_free, reference
 from experiments.data import hashed_text
-from experiments.reports import convex, terminal
+from experiments.reports import convex
+from meshpar.commands import command_line
+from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.methods.dbpg import worker as dbpg
 from meshpar.methods.dbpg.filters import COMPRESSIONS

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from experiments import command_line
+from meshpar.commands import command_line
 from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import ROWS
 from meshpar.layouts.layout import parse

@@ -16,8 +16,8 @@ from support.explanations import explanation
 
 import meshpar
 from docs import make_recording
-from experiments.reports import page as report
-from experiments.reports import plan_page
+from meshpar.commands.reports import page as report
+from meshpar.commands.reports import plan_page
 
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTHS = 400, 1400

@@ -38,8 +38,9 @@ def unpacked(tmp_path_factory):
 
 def test_the_wheel_holds_every_file_of_the_library_and_no_other(unpacked):
     def files(folder):
-        paths = (folder / "meshpar").rglob("*.py")
-        return sorted(str(path.relative_to(folder)) for path in paths)
+        paths = (folder / "meshpar").rglob("*.*")
+        kept = (path for path in paths if "__pycache__" not in path.parts)
+        return sorted(str(path.relative_to(folder)) for path in kept)
 
     assert files(unpacked) == files(ROOT)
     (info,) = {path.name for path in unpacked.iterdir()} - {"meshpar"}
@@ -61,3 +62,20 @@ def test_the_wheel_imports_and_trains(unpacked, tmp_path):
                for path in (unpacked / "meshpar").rglob("*.py")}  # fmt: skip
     names = {".".join(path.relative_to(unpacked).parts) for path in modules}
     assert set(done.stdout.splitlines()) == names - {"meshpar"}
+
+
+def test_the_commands_of_the_wheel_train_a_recipe_of_ones_own(unpacked, tmp_path):
+    shutil.copy(ROOT / "tests" / "support" / "own_run.py", tmp_path)
+    main = "import sys; from meshpar.commands.main import main; main()"
+    words = ["run", "own_run.py:net", "--steps=2", "--layout=fsdp=2", "--workdir=w"]
+    done = subprocess.run(
+        [sys.executable, "-c", main, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2: held-out loss" in done.stdout
+    assert (tmp_path / "w" / "checkpoints" / "2").is_dir()

@@ -17,9 +17,10 @@ from absl import flags
 from jax.sharding import Mesh
 
 import meshpar
-from experiments import command_line
+from experiments import recipes
 from experiments.benchmarks import by_hand
 from meshpar import mesh
+from meshpar.commands import command_line
 from meshpar.layouts.axes import FSDP
 from meshpar.lowering.inspection import read_collectives, read_time
 
@@ -57,7 +58,7 @@ def compile_timed(name: str, lowered: jax.stages.Lowered, mesh: Mesh) -> float:
 
 def main(_: Sequence[str]) -> int:
     """Prints the figures of both steps and the ratio of their compile times."""
-    config = command_line.decoder_from_flags()
+    config = recipes.of_decoder(command_line.config_from_flags())
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     config = dataclasses.replace(config, model=model)
     meshpar.simulate(1)
@@ -81,4 +82,5 @@ if __name__ == "__main__":
             command_line.TOKENIZER,
             command_line.SEED,
         ),
+        known=recipes.CATALOG,
     )

@@ -19,12 +19,12 @@ import rich.table
 from absl import flags
 
 import meshpar
-from experiments import command_line
 from experiments.benchmarks import decoder_page
 from experiments.benchmarks.timed_steps import WARM_STEPS, Timed
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.reports import terminal
+from meshpar.commands import command_line
+from meshpar.commands.reports import terminal
 from meshpar.settings import Number
 
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")

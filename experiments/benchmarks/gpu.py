@@ -27,11 +27,11 @@ import rich.table
 from absl import flags
 
 import meshpar
-from experiments import command_line
 from experiments.benchmarks import gpu_cases, gpu_kernels, gpu_programs, gpu_torch
 from experiments.benchmarks.gpu_cases import ROW, Case
-from experiments.reports import terminal
 from meshpar import mesh
+from meshpar.commands import command_line
+from meshpar.commands.reports import terminal
 from meshpar.mesh import chips
 from meshpar.settings import Number
 

@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from experiments import command_line, data
-from experiments.devices import start_devices
+from experiments import data, recipes
 from experiments.recipes.config import Config
+from meshpar.commands import command_line
+from meshpar.commands.devices import start_devices
 from meshpar.islands.program import IslandsProgram
 from meshpar.islands.ray_host import RayHost
 from meshpar.runs.modes import ISLANDS
@@ -110,7 +111,7 @@ class Run:
 
 def main(_: Sequence[str]) -> int:
     """Prints both runs and their ratios, and returns the exit code."""
-    config = command_line.decoder_from_flags()
+    config = recipes.of_decoder(command_line.config_from_flags())
     settings = dataclasses.replace(config.islands, host="ray")
     config = dataclasses.replace(config, optimizer_mode=ISLANDS, islands=settings)
     corpus = data.load(config.data)
@@ -143,4 +144,5 @@ if __name__ == "__main__":
             *command_line.of_config_but(command_line.OPTIMIZER_MODE),
             *command_line.OF_DEVICES,
         ),
+        known=recipes.CATALOG,
     )

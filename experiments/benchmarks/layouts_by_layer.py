@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 import meshpar
-from experiments import command_line, recipes
+from experiments import recipes
 from experiments.recipes import adamw
 from meshpar import mesh
+from meshpar.commands import command_line
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.wanted import Wanted
 from meshpar.mesh.machine import Machine, machine_of

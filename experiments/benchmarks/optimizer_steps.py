@@ -20,8 +20,8 @@ from flax import nnx
 from optax import contrib
 
 import meshpar
-from experiments import command_line
 from experiments.benchmarks.timed_steps import Timed, define_layer_flags
+from meshpar.commands import command_line
 
 FLAGS = define_layer_flags(depth=12, rows=256, rounds=30)
 OPTIMIZERS = {

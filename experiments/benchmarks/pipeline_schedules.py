@@ -24,10 +24,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import meshpar
-from experiments import command_line
-from experiments.devices import start_devices
+from experiments import recipes
 from meshpar.arrays import Array
 from meshpar.collectives import microbatch
+from meshpar.commands import command_line
+from meshpar.commands.devices import start_devices
 from meshpar.layouts.axes import DATA, PIPE
 from meshpar.settings import Number
 
@@ -98,7 +99,7 @@ def gpipe_by_autodiff(program: meshpar.TrainProgram) -> Callable[..., Any]:
 
 def make_programs() -> tuple[dict[str, meshpar.TrainProgram], dict[str, np.ndarray]]:
     """The programs by name, and a batch for all of them."""
-    config = command_line.decoder_from_flags()
+    config = recipes.of_decoder(command_line.config_from_flags())
     stages, num = STAGES.value, MICROBATCHES.value
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     plain = f"{DATA}={stages}"
@@ -173,4 +174,5 @@ if __name__ == "__main__":
             command_line.SET,
             *command_line.OF_DEVICES,
         ),
+        known=recipes.CATALOG,
     )

@@ -21,11 +21,11 @@ from absl import flags
 from scipy import stats
 
 import meshpar
-from experiments import command_line
 from experiments.benchmarks.timed_steps import WARM_STEPS, Timed
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
-from experiments.reports import terminal
+from meshpar.commands import command_line
+from meshpar.commands.reports import terminal
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts

@@ -21,12 +21,12 @@ from absl import flags
 from scipy import stats
 
 import meshpar
-from experiments import command_line
 from experiments.benchmarks import compiled_programs
 from experiments.benchmarks.compiled_programs import Compiled
 from experiments.benchmarks.program_cases import EXHAUSTIVE, Case, matching
 from experiments.recipes import adamw
 from meshpar import mesh
+from meshpar.commands import command_line
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.facts import Facts

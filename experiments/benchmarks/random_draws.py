@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import command_line
 from experiments.benchmarks.timed_steps import Timed, define_layer_flags
 from meshpar.collectives import shard_keys
+from meshpar.commands import command_line
 
 FLAGS = define_layer_flags(depth=6, rows=1024, rounds=60)
 

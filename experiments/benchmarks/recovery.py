@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 import rich.table
 from absl import flags
 
-from experiments import command_line
-from experiments.reports import terminal
+from experiments import recipes
+from meshpar.commands import command_line
+from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.runs import startup
 from meshpar.runs.metrics import METRICS
@@ -173,4 +174,4 @@ def main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, command_line.OF_RUNS)
+    command_line.run(main, command_line.OF_RUNS, known=recipes.CATALOG)

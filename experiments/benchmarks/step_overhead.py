@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import command_line
+from experiments import recipes
 from experiments.benchmarks import by_hand
-from experiments.devices import start_devices
+from meshpar.commands import command_line
+from meshpar.commands.devices import start_devices
 from meshpar.settings import Number
 
 ROUNDS = flags.DEFINE_integer("rounds", 30, "Timed steps of each program.")
@@ -27,7 +28,7 @@ command_line.limit(ROUNDS, Number(1, 10**6, "steps"))
 
 def main(_: Sequence[str]) -> int:
     """Prints both medians and their ratio."""
-    config = command_line.decoder_from_flags()
+    config = recipes.of_decoder(command_line.config_from_flags())
     layout, devices = start_devices(config)
     vocab = config.model.vocab or 256
     model = dataclasses.replace(config.model, vocab=vocab, dropout=0.0)
@@ -71,4 +72,5 @@ if __name__ == "__main__":
             ),
             *command_line.OF_DEVICES,
         ),
+        known=recipes.CATALOG,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from experiments import command_line
+from meshpar.commands import command_line
 from meshpar.islands import ASP, KeyRange, Payload, updates
 from meshpar.islands.messages import Join
 from meshpar.islands.rules import Rules

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from absl import flags
 
-from experiments import command_line
+from meshpar.commands import command_line
 from meshpar.settings import Number
 
 flags.disclaim_key_flags()  # They belong to the benchmark that defines them.

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 
 import meshpar
-from experiments import data
 from experiments.models.attention import Packed
 from experiments.recipes.config import Config
 from meshpar.arrays import Array, Params
 from meshpar.checkpoint import StoredCheckpoint, read_params
-from meshpar.errors import shown
+from meshpar.errors import DataError, shown
 from meshpar.ops import vocabulary
 
 
@@ -46,7 +45,7 @@ def whole_text(tokens: np.ndarray, config: Config) -> list[dict[str, np.ndarray]
     length, rows = config.model.length, config.batch_size
     if len(tokens) < 2 or (highest := int(tokens.max())) >= config.model.vocab:
         what = f"{len(tokens)} token(s)" if len(tokens) < 2 else f"token id {highest}"
-        raise data.DataError(
+        raise DataError(
             f"the text has {what}, and the model scores the second token and later "
             f"ones, with ids below {config.model.vocab}; give a text of its kind"
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import meshpar
 from experiments import recipes
 from experiments.data.tokenizers import Tokenizer, tokenizer_of
-from experiments.interchange import hugging_face, runs
+from experiments.interchange import hugging_face
 from experiments.interchange.hugging_face_config import CONFIG
 from experiments.interchange.hugging_face_files import read_json
 from experiments.interchange.runs import TOKENIZER
@@ -26,6 +26,7 @@ from meshpar.layouts.offload import PARAMETERS
 from meshpar.runs import programs
 from meshpar.runs.config import with_mode
 from meshpar.runs.modes import SYNCHRONOUS
+from meshpar.runs.stored import stored_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def config_of(checkpoint: StoredCheckpoint, layout: str | None) -> Config:
     Raises:
       MeshparError: a configuration or a layout that cannot be read.
     """
-    config = recipes.of_decoder(runs.config_of(checkpoint))
+    config = recipes.of_decoder(stored_config(checkpoint, recipes.CATALOG))
     config = with_mode(config, SYNCHRONOUS)
     parsed = meshpar.layouts.parse(layout or config.layout or f"{DATA}=1")
     if layout is None and parsed.replica > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.interchange.hugging_face_kinds import KINDS, kind_of
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
+from experiments.recipes.config import Config
 from meshpar.errors import ConfigError, nearest, shown
 from meshpar.runs.config import check_setting
 
@@ -258,7 +259,7 @@ def decoder_config(description: Any) -> DecoderConfig:
     is_gpt2 = kind == "gpt2"
     fields = _gpt2_fields(description) if is_gpt2 else _llama_fields(kind, description)
     for name, value in fields.items():
-        check_setting(f"model.{name}", value)
+        check_setting(f"model.{name}", value, kind=Config)
     try:
         return DecoderConfig(**fields)
     except ValueError as error:

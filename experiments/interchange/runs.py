@@ -8,19 +8,21 @@ import shutil
 import jax
 
 import meshpar
-from experiments import data, outputs, recipes
+from experiments import data, recipes
 from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.checkpoint.checksums import changed_tensor
+from meshpar.commands import outputs
 from meshpar.errors import CheckpointError, ConfigError, shown
 from meshpar.layouts.axes import DATA
 from meshpar.lowering import replicas
-from meshpar.runs.config import RunConfig, with_mode
+from meshpar.runs.config import with_mode
 from meshpar.runs.modes import SYNCHRONOUS
 from meshpar.runs.run_record import RunRecord
+from meshpar.runs.stored import stored_config
 
 ONE_DEVICE = f"{DATA}=1"
 TOKENIZER = "tokenizer.json"
@@ -35,23 +37,6 @@ def _on_one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
     return config, config.make_program(layout, jax.devices()[:1])
 
 
-def config_of(checkpoint: persistent.StoredCheckpoint) -> RunConfig:
-    """The configuration of the run that wrote a checkpoint.
-
-    Args:
-      checkpoint: a complete checkpoint.
-
-    Raises:
-      MeshparError: it holds none, or one that this version does not understand.
-    """
-    if "config" not in checkpoint.metadata:
-        raise CheckpointError(
-            f"{checkpoint.path} holds no configuration: it was not written by "
-            "experiments.run; give the folder of a run"
-        )
-    return recipes.stored(checkpoint.metadata["config"])
-
-
 def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> None:
     """Writes the weights of a checkpoint, averaged over its replicas.
 
@@ -64,7 +49,7 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
         does not have.
     """
     metadata = checkpoint.metadata
-    config = recipes.of_decoder(config_of(checkpoint))
+    config = recipes.of_decoder(stored_config(checkpoint, recipes.CATALOG))
     if config.framework != "nnx":
         raise ConfigError(
             f"framework={config.framework}: only nnx models can be exported; train one "

@@ -93,6 +93,7 @@ class Config(RunConfig):
             clip_norm=self.optimizer.clip_norm or None,
             learning_rate=rates,
             units=("tokens", length),
+            length=length,
             flops=self.model.flops_per_token() * length,
             baseline=("unigram floor", lambda: unigram_loss(tokens.corpus)),
             depends_on_microbatches=self.model.depends_on_microbatches,

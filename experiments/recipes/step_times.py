@@ -2,15 +2,15 @@
 
 import dataclasses
 
-import meshpar
 from meshpar import mesh
 from meshpar.errors import ConfigError, nearest
 from meshpar.layouts.axes import AXES
+from meshpar.layouts.layout import Layout, parse
 from meshpar.runs import programs
 from meshpar.runs.config import RunConfig
 
 
-def layout_over(text: str, axis: str, num_devices: int) -> meshpar.Layout:
+def layout_over(text: str, axis: str, num_devices: int) -> Layout:
     """A layout whose axis is as large as the number of devices allows.
 
     Args:
@@ -24,7 +24,7 @@ def layout_over(text: str, axis: str, num_devices: int) -> meshpar.Layout:
     """
     if axis not in AXES:
         raise ConfigError(f"axis={axis!r}; {nearest(axis, AXES)}")
-    rest = meshpar.layouts.parse(text or f"{axis}=1")
+    rest = parse(text or f"{axis}=1")
     if rest.sizes[axis] > 1:
         raise ConfigError(
             f"layout={text!r} sets {axis}, which all devices that it leaves are spread "

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from experiments.faults.conductor import SURVIVED, VERDICTS, Report
 from experiments.faults.draws import KINDS
-from experiments.reports import terminal
+from meshpar.commands.reports import terminal
 from meshpar.multihost.watchdog import SECTIONS
 
 

@@ -8,7 +8,7 @@ import rich.table
 import scipy.sparse as sp
 
 from experiments.convex import batch, lock_free
-from experiments.reports import terminal
+from meshpar.commands.reports import terminal
 from meshpar.methods.dbpg.training import Pass, Result
 
 

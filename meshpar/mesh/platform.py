@@ -87,6 +87,9 @@ TPU = Platform(
 _PLATFORMS = {platform.name: platform for platform in (CPU, GPU, TPU)}
 _PLATFORMS |= {"cuda": GPU, "rocm": GPU}  # jax's names for GPUs of one vendor.
 
+JAX_PLATFORMS = {CPU.name: CPU.name, GPU.name: "cuda", TPU.name: TPU.name}
+"""{platform: the name by which jax is asked for it}."""
+
 
 def platform_named(name: str) -> Platform:
     """The platform with a name in jax; "cuda" and "rocm" are GPUs as well.

@@ -84,9 +84,8 @@ class RunConfig(abc.ABC):
       optimizer_mode: "synchronous", "local_sgd" with replica=R, or "islands".
       local_sgd: how replicas are synchronized under optimizer_mode="local_sgd".
       islands: how islands train under optimizer_mode="islands".
-      layout: layout, such as "data=2,fsdp=2,tensor=2"; empty mixes these axes over all
-        devices, or is data=N for a recipe of your own, and "auto" takes the planner's
-        best.
+      layout: layout, such as "data=2,fsdp=2,tensor=2"; empty for the recipe's, and
+        "auto" for the planner's best.
       lowering: "shard_map", "jit", or "auto" for the better of the two as compiled;
         empty for shard_map where the model supports it, else jit.
       compute_dtype: "float32" or "bfloat16"; master weights are float32.

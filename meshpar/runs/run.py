@@ -39,6 +39,7 @@ class Run:
       clip_norm: largest global norm of the gradient; None for no limit.
       learning_rate: step -> learning rate, for the log alone.
       units: what a sample is counted in, and how many of them it is, for the log.
+      length: tokens of a sequence, for models that generate; 0 for others.
       flops: forward and backward FLOPs of a sample, for the log; 0 if not known.
       baseline: a loss to beat and its name, for the log; None for none.
       depends_on_microbatches: whether the loss depends on the number of microbatches,
@@ -60,6 +61,7 @@ class Run:
     clip_norm: float | None = None
     learning_rate: Callable[[Any], Any] | None = None
     units: tuple[str, int] = ("samples", 1)
+    length: int = 0
     flops: float = 0.0
     baseline: tuple[str, Callable[[], float]] | None = None
     depends_on_microbatches: bool = False

@@ -16,10 +16,10 @@ from support.processes import environment
 from support.tiny_models import batch, host, lower_standard
 
 import meshpar
+from experiments import recipes
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.runs import metrics
-from meshpar.runs.config import from_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAYOUTS = [
@@ -140,7 +140,7 @@ def test_any_number_of_processes_resumes_from_any_other(tmp_path):
 def stored_leaves(folder):
     """{number: array} of the newest checkpoint, read by this process alone."""
     newest = persistent.find_checkpoints(folder)[-1]
-    config = from_dict(newest.metadata["config"])
+    config = recipes.stored(newest.metadata["config"])
     layout = meshpar.layouts.parse("data=1")
     single = config.make_program(layout, jax.devices()[:1])
     state, _ = persistent.read_checkpoint(newest.path, single.portable_state, None)

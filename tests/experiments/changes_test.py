@@ -13,7 +13,7 @@ from experiments.data import DataConfig, fingerprint
 from meshpar.checkpoint import persistent
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.runs import changes, metrics
-from meshpar.runs.config import from_dict, with_settings
+from meshpar.runs.config import with_settings
 
 TOKENS = np.random.default_rng(0).integers(0, 100, 200_000)
 
@@ -119,7 +119,7 @@ def test_what_changes_training_stands_out(trained, capsys):
 def test_another_function_of_the_same_weights_is_refused(setting, original):
     checkpoint = persistent.find_checkpoints(original / "run/checkpoints")[-1]
     name, value = setting.split("=")
-    settled = from_dict(checkpoint.metadata["config"])
+    settled = recipes.stored(checkpoint.metadata["config"])
     (line,) = changes.changes(
         checkpoint.metadata["config"], with_settings(settled, [setting])
     ).of_model
@@ -141,7 +141,7 @@ def test_a_fingerprint_of_an_earlier_version_still_resumes(trained, capsys):
     stored["data"] = fingerprint.of_a_sample(corpus.vocab, parts)
     path.write_text(json.dumps(stored))
     assert train(config(trained, "steps=3")) == 0
-    assert "step 2 holds the fingerprint of a sample" in capsys.readouterr().out
+    assert "step 2 holds an earlier version's fingerprint" in capsys.readouterr().out
     newest = persistent.find_checkpoints(trained / "run/checkpoints")[-1]
     assert newest.metadata["data"] == corpus.fingerprint
     np.save(trained / "ids.npy", (TOKENS + 1) % 100)

@@ -8,13 +8,16 @@ import sys
 import pytest
 from support import commands
 
-from experiments import command_line
+from meshpar.commands import command_line
 
 ROOT = commands.ROOT / "experiments"
+STARTS = re.compile(r"^    (command_line\.run\(|\w+\.start\(CATALOG)", re.MULTILINE)
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in ROOT.rglob("*.py")
-    if "    command_line.run(" in path.read_text() and path.name != "command_line.py"
+    if re.search(
+        r"^    (command_line\.run\(|\w+\.start\(CATALOG)", path.read_text(), re.M
+    )
 )
 OF_CONFIG = {flag.name for flag in command_line.OF_CONFIG}
 OF_DEVICES = {flag.name for flag in command_line.OF_DEVICES}
@@ -65,16 +68,16 @@ def called(tree) -> set[str]:
 
 def unread(name) -> list[str]:
     """Flags that a command has and does not read, and those it reads without them."""
-    text = commands.source_of(name).read_text()
+    text = commands.code_of(name).read_text()
     tree = ast.parse(text)
     read = read_names(tree)
     loops = re.findall(r"for \w+ in \(?((?:command_line\.[A-Z_]+(?:, )?)+)", text)
     read |= set(re.findall(r"command_line\.[A-Z_]+", " ".join(loops)))
     shared = {x.rpartition(".")[2].lower() for x in read if "command_line." in x}
-    if "from experiments.devices import start" in text:
+    if "from meshpar.commands.devices import" in text:
         shared |= OF_DEVICES
     taken = commands.taken(name)
-    if called(tree) & {"config_from_flags", "decoder_from_flags"}:
+    if "config_from_flags" in called(tree):
         shared |= taken & OF_CONFIG
     if "flags_by_module_dict" in called(tree):  # It hands all of them on.
         shared |= taken

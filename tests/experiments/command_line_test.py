@@ -9,8 +9,8 @@ import pytest
 from absl import app, flags
 from support import bad_input, commands, tiny_models
 
-from experiments import command_line, outputs
-from experiments.reports import explanation, page
+from meshpar.commands import command_line, outputs
+from meshpar.commands.reports import explanation, page
 from meshpar.errors import ConfigError
 from meshpar.explain.report import explain
 

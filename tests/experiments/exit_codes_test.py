@@ -7,8 +7,8 @@ import jax
 import pytest
 from support import commands
 
-from experiments import command_line
 from experiments.supervision.restarts import FINAL
+from meshpar.commands import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 PLACE = {

@@ -246,7 +246,8 @@ def test_a_full_disk_ends_with_the_cause_and_the_run_goes_on_after(
 
 STALL = """
 import sys, time
-from experiments import command_line, run
+from experiments import run
+from meshpar.commands import command_line
 from meshpar.checkpoint.checkpoints import Checkpoints
 
 def stalled_storage(*_, **__):

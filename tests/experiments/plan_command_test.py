@@ -12,7 +12,7 @@ from support import commands, tiny_stack
 from support.explanations import explanation
 
 import meshpar
-from experiments.reports import plan_page
+from meshpar.commands.reports import plan_page
 from meshpar.errors import ConfigError
 from meshpar.runs import metrics, planned_layout
 

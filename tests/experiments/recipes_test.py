@@ -11,7 +11,7 @@ from experiments.recipes.config import DataConfig
 from meshpar import layouts
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.runs import programs
-from meshpar.runs.config import from_dict, with_mode, with_settings
+from meshpar.runs.config import with_mode, with_settings
 from meshpar.runs.modes import MODES, SYNCHRONOUS
 
 
@@ -60,12 +60,12 @@ def test_former_names_of_fields_still_work():
     config = with_settings(recipes.get("tiny"), ["model.loss_chunk=8"])
     assert config.model.loss_block == 8
     stored = dataclasses.asdict(config)
-    assert from_dict(stored) == config
+    assert recipes.stored(stored) == config
     stored["model"]["loss_chunk"] = stored["model"].pop("loss_block")
-    assert from_dict(stored) == config
+    assert recipes.stored(stored) == config
     stored["model"]["loss_size"] = 8
     with pytest.raises(ConfigError, match="'loss_size', which this version does not"):
-        from_dict(stored)
+        recipes.stored(stored)
 
 
 def test_every_optimizer_mode_makes_a_mode_from_its_settings():

@@ -14,8 +14,8 @@ from support import commands
 from support.tiny_runs import ROOT, config, losses, stop_after, train
 
 import meshpar
-from experiments import command_line
-from experiments.devices import start_devices, with_layout
+from meshpar.commands import command_line
+from meshpar.commands.devices import start_devices, with_layout
 from meshpar.errors import CheckpointError, MeshparError
 from meshpar.runs import guards, metrics
 from meshpar.runs.config import with_settings

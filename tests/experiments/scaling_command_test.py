@@ -88,7 +88,6 @@ def test_a_recipe_is_predicted_for_chips_that_are_not_present(scaling):
         (("--times=1:2",), "at least 2"),
         (("--times=1:2,2:1", "--recipe=tiny"), "--recipe is not read"),
         (("--times=1:2,2:1", "--png=x.doc"), "no pictures are written as .doc"),
-        (("--recipe=tiny", "--topologies=v5e:2x2"), "add --set=model.vocab=256"),
     ],
 )
 def test_words_that_cannot_be_meant(scaling, words, message):

@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 WAIT = """
 import time
-from experiments import command_line, run
+from experiments import run
+from meshpar.commands import command_line
 
 def reads_its_data_slowly(*_):
     print("reading", flush=True)

@@ -10,7 +10,7 @@ import jax
 import pytest
 from support.tiny_models import lower, model
 
-from experiments.reports import page, pictures
+from meshpar.commands.reports import page, pictures
 from meshpar.contracts import collective, compiler_log
 from meshpar.contracts.step_time import StepTime
 from meshpar.explain.report import explain

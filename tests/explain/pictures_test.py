@@ -6,8 +6,8 @@ import matplotlib.backends.backend_agg
 import pytest
 from support.explanations import explanation
 
-from experiments.reports import pictures
-from experiments.reports.units import readable_bytes
+from meshpar.commands.reports import pictures
+from meshpar.commands.reports.units import readable_bytes
 
 LONG = "pipe=2,data=2,fsdp=2,tensor=2,microbatches=8,remat=full,prefetch=attention/q"
 BARS = [pictures.memory_figure, pictures.traffic_figure]

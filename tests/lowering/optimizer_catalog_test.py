@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.optimizers import OPTIMIZERS
+from meshpar.commands.optimizers import OPTIMIZERS
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.layer_update import MODEL, ROWS, STACKS
 from meshpar.lowering.optimizer import make_optimizer, with_extra_args

@@ -14,8 +14,8 @@ import pytest
 from support import optimizer_models
 from support.optimizer_models import Layer, Mixture
 
-from experiments.optimizers import OPTIMIZERS
 from meshpar import layouts
+from meshpar.commands.optimizers import OPTIMIZERS
 from meshpar.errors import MeshparError
 from meshpar.explain.judge import PlainLoop
 

@@ -12,7 +12,7 @@ from support.graph_models import ADAM, Convolutional
 from support.tpu_programs import tpu
 
 import meshpar
-from experiments.reports import planning
+from meshpar.commands.reports import planning
 from meshpar.contracts.hlo_work import work_of
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.explain.report import explain

@@ -6,7 +6,7 @@
 from support import commands
 from support.bad_settings import DATA, SHARED, settings
 
-from experiments import command_line
+from meshpar.commands import command_line
 
 COMMON = ["--recipe=tiny", "--data={root}/text.txt"]
 BASE = {

@@ -12,12 +12,13 @@ import runpy
 import sys
 import time
 
+import grain  # noqa: F401  Its flags stay defined.
 import jax
 from absl import app, flags
 from absl.testing import flagsaver
 
-from experiments import command_line
 from meshpar import compat
+from meshpar.commands import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -58,14 +59,18 @@ def flags_anew():
         (module, flag)
         for module, own in defined.items()
         for flag in own
-        if module.startswith("experiments.") and flag.name not in shared
+        if module.startswith(("experiments.", "meshpar.")) and flag.name not in shared
     ]
     for _, flag in aside:
         delattr(flags.FLAGS, flag.name)
+    imported = {name: _forget(name) for name in _library_commands()}
     try:
         with flagsaver.flagsaver():
             yield
     finally:
+        for name in _library_commands():
+            _forget(name)
+        sys.modules.update(imported)
         gone = [flag for flag in shared_flags if flag.name not in flags.FLAGS]
         aside += [(command_line.__name__, flag) for flag in gone]
         for module, flag in aside:
@@ -73,18 +78,44 @@ def flags_anew():
             flags.FLAGS.register_flag_by_module(module, flag)
 
 
+def _library_commands() -> list[str]:
+    """Imported modules of the library that define the flags of a command."""
+    files = (ROOT / "meshpar" / "commands").glob("*.py")
+    names = {f"meshpar.commands.{file.stem}" for file in files}
+    return sorted(names.intersection(sys.modules) - {command_line.__name__})
+
+
+def _forget(name):
+    """Takes an imported module away, so that it is imported anew; returns it."""
+    package, _, stem = name.rpartition(".")
+    vars(sys.modules[package]).pop(stem, None)
+    return sys.modules.pop(name)
+
+
 def source_of(name) -> pathlib.Path:
     """The file of `experiments.NAME`."""
     return ROOT / "experiments" / f"{name.replace('.', '/')}.py"
 
 
+def code_of(name) -> pathlib.Path:
+    """The file that defines the flags of `experiments.NAME` and reads them."""
+    source = source_of(name)
+    if f"{name}.start(CATALOG)" in source.read_text():
+        return ROOT / "meshpar" / "commands" / f"{name}.py"
+    return source
+
+
 def taken(name) -> set[str]:
     """Names of the shared flags that `experiments.NAME` takes, read in its source."""
-    for call in ast.walk(ast.parse(source_of(name).read_text())):
+    tree, known = ast.parse(code_of(name).read_text()), {"command_line": command_line}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TAKES":
+            known["TAKES"] = eval(ast.unparse(node.value), dict(known))
+    for call in ast.walk(tree):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "command_line.run":
             given = [x.value for x in call.keywords if x.arg == "takes"]
             names = [ast.unparse(takes) for takes in [*call.args[1:], *given]]
-            found = eval(names[0], {"command_line": command_line}) if names else ()
+            found = eval(names[0], known) if names else ()
             return {flag.name for flag in found}
     raise AssertionError(f"experiments.{name} is no command")
 

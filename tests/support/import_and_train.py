@@ -13,15 +13,24 @@ import sys
 import jax
 import jax.numpy as jnp
 import optax
+from absl import flags
 from flax import nnx
 
 import meshpar
 
 
 def import_all():
-    """Returns the names of all modules, each imported."""
-    modules = pkgutil.walk_packages(meshpar.__path__, "meshpar.")
-    return [importlib.import_module(module.name).__name__ for module in modules]
+    """Returns the names of all modules, each imported.
+
+    Commands have flags with equal names: those of one are gone before the next.
+    """
+    names = []
+    for module in pkgutil.walk_packages(meshpar.__path__, "meshpar."):
+        names.append(importlib.import_module(module.name).__name__)
+        for flag in flags.FLAGS.flags_by_module_dict().get(module.name, []):
+            if not module.name.endswith(".command_line"):
+                delattr(flags.FLAGS, flag.name)
+    return names
 
 
 class Line(nnx.Module):

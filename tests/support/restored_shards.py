@@ -16,16 +16,16 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.devices import start_devices
+from experiments import recipes
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.runs.config import from_dict
+from meshpar.commands.devices import start_devices
 
 
 def main(layout, folder, reference, out):
     """Raises AssertionError if a shard differs or the contract is broken."""
     newest = persistent.find_checkpoints(folder)[-1]
-    config = from_dict(newest.metadata["config"])
+    config = recipes.stored(newest.metadata["config"])
     config = dataclasses.replace(config, layout=layout)
     layout, devices = start_devices(config)
     program = config.make_program(layout, devices)

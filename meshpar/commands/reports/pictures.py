@@ -11,7 +11,7 @@ import matplotlib.figure
 import matplotlib.patches
 import numpy as np
 
-from experiments.reports.units import readable_bytes, unit_of_bytes
+from meshpar.commands.reports.units import readable_bytes, unit_of_bytes
 from meshpar.errors import ConfigError
 from meshpar.explain.report import Explanation
 from meshpar.layouts.axes import DATA

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-import meshpar
-from experiments.command_line import (
+from meshpar.commands.command_line import (
     COORDINATOR,
     DEVICES,
     NUM_PROCESSES,
@@ -15,8 +14,10 @@ from experiments.command_line import (
     PROCESS_ID,
     START_TIMEOUT,
 )
-from meshpar.errors import ConfigError, shown
-from meshpar.mesh.platform import GPU
+from meshpar.errors import ConfigError, LayoutError, shown
+from meshpar.layouts.layout import Layout, parse
+from meshpar.mesh import simulate
+from meshpar.mesh.platform import JAX_PLATFORMS
 from meshpar.multihost import Membership, initialize, process_info
 from meshpar.runs import fallbacks, programs
 from meshpar.runs.chosen_layout import chosen_layout
@@ -39,14 +40,14 @@ class Started(NamedTuple):
       planned: the layout, if the planner took it.
     """
 
-    layout: meshpar.Layout
+    layout: Layout
     devices: list[jax.Device]
     fallbacks: Fallbacks | None
     membership: Membership
     planned: PlannedLayout | None
 
 
-def start_devices(config: RunConfig) -> tuple[meshpar.Layout, list[jax.Device]]:
+def start_devices(config: RunConfig) -> tuple[Layout, list[jax.Device]]:
     """Starts jax: joins other processes, simulates CPU devices, picks the layout.
 
     Raises:
@@ -71,10 +72,9 @@ def start(
     """
     info = process_info(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     if PLATFORM.value:
-        platform = "cuda" if PLATFORM.value == GPU.name else PLATFORM.value
-        jax.config.update("jax_platforms", platform)
+        jax.config.update("jax_platforms", JAX_PLATFORMS[PLATFORM.value])
     named = config.layout not in ("", AUTO)
-    layout = meshpar.layouts.parse(config.layout) if named else None
+    layout = parse(config.layout) if named else None
     processes = info.num_processes if info else 1
     # The default is rounded up to divide over the processes.
     default = -(-_SIMULATED // processes) * processes
@@ -82,11 +82,11 @@ def start(
     wanted = layout.num_devices * islands if layout else default
     num_devices = DEVICES.value or wanted
     if num_devices % processes:
-        raise meshpar.LayoutError(
+        raise LayoutError(
             f"{num_devices} devices over {processes} processes: use a multiple of "
             f"{processes}"
         )
-    meshpar.simulate(num_devices // processes)
+    simulate(num_devices // processes)
     fallback = None
     if fallback_layouts:
         if layout is None or processes == 1:
@@ -130,13 +130,13 @@ def _devices(number: int) -> list[jax.Device]:
             "for the accelerator of this machine"
         ) from error
     if number > len(devices):
-        raise meshpar.LayoutError(
+        raise LayoutError(
             f"--devices={number}, but {len(devices)} {devices[0].platform} "
             f"device(s) exist; add --platform=cpu to simulate them"
         )
     return devices[:number] if number else devices
 
 
-def with_layout(config: RunConfig, layout: meshpar.Layout) -> RunConfig:
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     """The configuration with the layout that `start` picked."""
     return dataclasses.replace(config, layout=str(layout))

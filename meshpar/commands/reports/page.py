@@ -3,8 +3,8 @@
 import html
 from collections.abc import Sequence
 
-from experiments.reports import html_page, pictures
-from experiments.reports.units import readable_bytes
+from meshpar.commands.reports import html_page, pictures
+from meshpar.commands.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
 

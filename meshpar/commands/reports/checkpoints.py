@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import rich.table
 
-from experiments.reports import terminal
 from meshpar.checkpoint import persistent
+from meshpar.commands.reports import terminal
 
 
 def print_checkpoints(

@@ -7,10 +7,10 @@ from typing import Any
 import rich.table
 from rich.text import Text
 
-import meshpar
-from experiments.reports import terminal
+from meshpar.commands.reports import terminal
 from meshpar.explain.random_layouts import EQUAL, REFUSED, WRONG, Outcome
 from meshpar.explain.verify import Comparison, VerifyReport
+from meshpar.layouts.layout import Layout
 
 
 def _table(report: VerifyReport) -> rich.table.Table:
@@ -31,7 +31,7 @@ def _table(report: VerifyReport) -> rich.table.Table:
     return table
 
 
-def as_dict(report: VerifyReport, layout: meshpar.Layout) -> dict[str, Any]:
+def as_dict(report: VerifyReport, layout: Layout) -> dict[str, Any]:
     """The report for programs, as JSON values."""
     first = report.first_difference
     return {
@@ -46,7 +46,7 @@ def as_dict(report: VerifyReport, layout: meshpar.Layout) -> dict[str, Any]:
 
 
 def print_report(
-    report: VerifyReport, layout: meshpar.Layout, num_steps: int, num_collectives: int
+    report: VerifyReport, layout: Layout, num_steps: int, num_collectives: int
 ) -> None:
     """Prints the table and a verdict.
 

@@ -3,8 +3,8 @@
 import html
 from collections.abc import Sequence
 
-from experiments.reports import html_page
-from experiments.reports.planning import (
+from meshpar.commands.reports import html_page
+from meshpar.commands.reports.planning import (
     COMPILED,
     candidate_row,
     compiled_rows,
@@ -12,7 +12,7 @@ from experiments.reports.planning import (
     pareto_figure,
     summary,
 )
-from experiments.reports.units import readable_bytes
+from meshpar.commands.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import matplotlib.figure
 
-from experiments.reports import pictures
-from experiments.reports.units import readable_bytes
+from meshpar.commands.reports import pictures
+from meshpar.commands.reports.units import readable_bytes
 
-_LOOK = pathlib.Path(__file__).parents[2] / "docs/look.css"
+_LOOK = pathlib.Path(__file__).parent / "look.css"
 
 
 def picture(figure: matplotlib.figure.Figure) -> str:

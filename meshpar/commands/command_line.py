@@ -4,8 +4,10 @@ A command takes the shared flags that it names to `run`, and no others.
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
+import re
 import sys
 import time
 import traceback
@@ -17,28 +19,41 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-import meshpar
-from experiments import recipes
-from experiments.ranges import Address
-from experiments.recipes.config import SETTINGS, Config
-from meshpar.errors import ConfigError, shown
+from meshpar.errors import ConfigError, MeshparError, shown
+from meshpar.layouts.layout import parse
 from meshpar.mesh.platform import CPU, GPU, TPU
 from meshpar.multihost import HUNG
-from meshpar.runs.config import AUTO, RunConfig, with_settings
+from meshpar.runs.catalog import FILES_ALONE, Catalog
+from meshpar.runs.config import AUTO, RunConfig, settings_of, with_settings
 from meshpar.settings import Number, Range
 
-RECIPE = flags.DEFINE_string(
-    "recipe",
-    "bytes-llama",
-    f"FILE.py:FUNCTION, or one of {', '.join(recipes.RECIPES)}.",
-)
+SETTINGS = settings_of(RunConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Address(Range):
+    """Addresses host:port; "" for none."""
+
+    in_words = "host:port, with a port below 65,536"
+
+    def allows(self, value: Any) -> bool:
+        """As `Range.allows`."""
+        match = re.fullmatch(r"\S+:([0-9]{1,5})", value)
+        return not value or bool(match and int(match.group(1)) < 2**16)
+
+
+RECIPE = flags.DEFINE_string("recipe", "", "FILE.py:FUNCTION or MODULE:FUNCTION")
 LAYOUT = flags.DEFINE_string("layout", None, SETTINGS["layout"].help)
 LOWERING = flags.DEFINE_string("lowering", None, SETTINGS["lowering"].help)
 OPTIMIZER_MODE = flags.DEFINE_string(
     "optimizer_mode", None, SETTINGS["optimizer_mode"].help
 )
-DATA = flags.DEFINE_string("data", None, SETTINGS["data.path"].help)
-TOKENIZER = flags.DEFINE_string("tokenizer", None, SETTINGS["data.tokenizer"].help)
+DATA = flags.DEFINE_string(
+    "data",
+    None,
+    "Text file, folder, glob, or file of token ids; the recipe's if empty.",
+)
+TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json; empty for bytes.")
 STEPS = flags.DEFINE_integer("steps", None, SETTINGS["steps"].help)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", None, SETTINGS["batch_size"].help)
 SEED = flags.DEFINE_integer("seed", None, SETTINGS["seed"].help)
@@ -105,6 +120,14 @@ limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
 limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))
 
 
+_catalog = [FILES_ALONE]
+
+
+def catalog() -> Catalog:
+    """The recipes that this command knows by name."""
+    return _catalog[-1]
+
+
 _KEYS = {DATA.name: "data.path", TOKENIZER.name: "data.tokenizer"}
 """{flag: key of its setting}, where the two differ."""
 
@@ -120,19 +143,16 @@ def config_from_flags() -> RunConfig:
         taken = flag.name in flags.FLAGS and flag.name not in (RECIPE.name, SET.name)
         if taken and flag.value is not None:
             settings.append(f"{_KEYS.get(flag.name, flag.name)}={flag.value}")
-    config = with_settings(recipes.get(RECIPE.value), settings)
+    config = with_settings(catalog().get(RECIPE.value), settings)
     if config.layout not in ("", AUTO):
-        meshpar.layouts.parse(config.layout)
+        parse(config.layout)
     return config
 
 
-def decoder_from_flags() -> Config:
-    """As `config_from_flags`, for a command that knows the project's decoders alone.
-
-    Raises:
-      ConfigError: also for a recipe of another model.
-    """
-    return recipes.of_decoder(config_from_flags())
+def program(name: str) -> list[str]:
+    """Words that start another command of those that know the same recipes."""
+    known = bool(catalog().recipes)
+    return ["python", "-m", f"experiments.{name}"] if known else ["meshpar", name]
 
 
 def of_config_but(*left_out: flags.FlagHolder) -> tuple[flags.FlagHolder, ...]:
@@ -182,8 +202,19 @@ def use_cpu() -> None:
     jax.config.update("jax_platforms", CPU.name)
 
 
-def _take(taken: Sequence[flags.FlagHolder]) -> set[str]:
-    """Takes shared flags, and deletes the others; returns the names of the others."""
+def _take(taken: Sequence[flags.FlagHolder], module: str) -> set[str]:
+    """Takes shared flags, and deletes the others; returns the names of the others.
+
+    Args:
+      taken: the shared flags to take.
+      module: the command's own, whose flags --help lists, too.
+    """
+    for flag in flags.FLAGS.get_flags_for_module(module):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    known = ", ".join(catalog().recipes)
+    if known:
+        flags.FLAGS[RECIPE.name].help = f"FILE.py:FUNCTION, or one of {known}."
+        flags.set_default(RECIPE, catalog().default)
     kept, others = {flag.name for flag in taken}, set()
     for flag in list(flags.FLAGS.get_flags_for_module(__name__)):
         if flag.name in kept:
@@ -267,6 +298,7 @@ def run(
     takes: Sequence[flags.FlagHolder] = (),
     because: Mapping[str, str] = types.MappingProxyType({}),
     arguments: bool = False,
+    known: Catalog = FILES_ALONE,
 ) -> None:
     """Runs a command; prints errors that a user can fix without a traceback.
 
@@ -275,7 +307,9 @@ def run(
       takes: the shared flags that it reads.
       because: {another shared flag: why it is not read}, for the error.
       arguments: whether there may be words besides flags and the command's name.
+      known: the recipes that it knows by name.
     """
+    _catalog.append(known)
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
@@ -286,7 +320,7 @@ def run(
                     f"arguments {argv[1:]} are not flags; write --name=value"
                 )
             code = main(argv)
-        except meshpar.MeshparError as error:
+        except MeshparError as error:
             _print_error(str(error))
             code = getattr(error, "exit_code", 2)
         except Exception as error:
@@ -299,5 +333,5 @@ def run(
             os._exit(code)
         return code
 
-    others = _take(takes)
+    others = _take(takes, main.__module__)
     app.run(checked, flags_parser=lambda words: _parse_flags(words, others, because))

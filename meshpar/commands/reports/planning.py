@@ -7,8 +7,8 @@ from typing import Any
 import matplotlib.figure
 import rich.table
 
-from experiments.reports import terminal
-from experiments.reports.units import readable_bytes, readable_seconds
+from meshpar.commands.reports import terminal
+from meshpar.commands.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans

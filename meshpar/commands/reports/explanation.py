@@ -7,8 +7,8 @@ import rich.console
 import rich.table
 from rich.text import Text
 
-from experiments.reports import terminal
-from experiments.reports.units import readable_bytes, readable_seconds
+from meshpar.commands.reports import terminal
+from meshpar.commands.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
 

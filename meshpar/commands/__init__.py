@@ -1,0 +1,1 @@
+"""Commands on any run: run, verify, explain, plan, scaling, checkpoint."""

@@ -1,0 +1,1 @@
+"""Reports: what the commands print, draw and write for people."""

@@ -1,0 +1,64 @@
+"""Catalogs: the recipes that a command knows by name, beside those of files."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from meshpar.errors import ConfigError, nearest
+from meshpar.runs import recipe_file
+from meshpar.runs.config import RunConfig, from_dict
+
+
+class Catalog(NamedTuple):
+    """Recipes by name.
+
+    Attributes:
+      recipes: {name: function that makes its configuration}.
+      kind: class of the configurations; None without recipes.
+      default: name of the recipe where none is given; "" for none.
+    """
+
+    recipes: Mapping[str, Callable[[], RunConfig]]
+    kind: type[RunConfig] | None = None
+    default: str = ""
+
+    def get(self, name: str) -> RunConfig:
+        """The configuration of a recipe, with its defaults.
+
+        Args:
+          name: of the catalog; or FILE.py:FUNCTION or MODULE:FUNCTION of your own.
+
+        Raises:
+          ConfigError: there is no such recipe; lists those that exist.
+        """
+        if ":" in name:
+            return recipe_file.config_of(name)
+        if name in self.recipes:
+            return self.recipes[name]()
+        own = "a recipe of your own is FILE.py:FUNCTION or MODULE:FUNCTION"
+        if not name:
+            raise ConfigError(f"no recipe is given; {own}")
+        known = f" ({nearest(name, self.recipes)})" if self.recipes else ""
+        raise ConfigError(f"no recipe {name!r}{known}; {own}")
+
+    def stored(self, values: Any) -> RunConfig:
+        """The configuration that a checkpoint stores, of any recipe.
+
+        Args:
+          values: its fields, as `dataclasses.asdict` gives them.
+
+        Raises:
+          ConfigError: fields or values that this version, or the recipe's file as it is
+            now, does not know.
+        """
+        name = values.get("recipe") if isinstance(values, Mapping) else None
+        own = isinstance(name, str) and ":" in name
+        if self.kind is None and not own:
+            raise ConfigError(
+                f"the run's recipe {name!r} is not known here; use the command with "
+                "which it was trained"
+            )
+        return from_dict(values, type(self.get(name)) if own else self.kind)
+
+
+FILES_ALONE = Catalog({})
+"""No recipes but those of files."""
