@@ -27,7 +27,7 @@ def import_all():
     names = []
     for module in pkgutil.walk_packages(meshpar.__path__, "meshpar."):
         names.append(importlib.import_module(module.name).__name__)
-        for flag in flags.FLAGS.flags_by_module_dict().get(module.name, []):
+        for flag in [*flags.FLAGS.flags_by_module_dict().get(module.name, [])]:
             if not module.name.endswith(".command_line"):
                 delattr(flags.FLAGS, flag.name)
     return names
