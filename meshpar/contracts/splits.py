@@ -12,8 +12,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from meshpar.compat import CALLS, inner_jaxprs, scan_counts
-from meshpar.jaxprs.equal_operations import operands_read
+from meshpar.compat import scan_counts
+from meshpar.jaxprs.value_numbers import operands_read
+from meshpar.jaxprs.walk import CALLS, inner_jaxprs
 
 _KEEPS_SPLITS = frozenset(
     "add add_any convert_element_type copy copy_p div dynamic_slice "
@@ -141,7 +142,7 @@ def changes_in_loop(x: Any, code: Code) -> bool:
             continue
         seen.add((atom, code.jaxpr))
         if (eqn := code.makers.get(atom)) is not None:
-            waiting += [(operand, code) for operand in operands_read(eqn)]
+            waiting += [(x, code) for x in operands_read(eqn, eqn.invars)]
         elif code.jaxpr is inside.jaxpr:
             if code.jaxpr.invars.index(atom) >= scan_counts(code.eqn)[0]:
                 return True

@@ -18,7 +18,7 @@ import optax
 from flax import traverse_util
 
 from meshpar.arrays import Array
-from meshpar.jaxprs.inlined import used_inputs
+from meshpar.jaxprs.straight_line import used_inputs
 from meshpar.layouts.param import Param, follows_load
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting

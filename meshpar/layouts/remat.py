@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 
-from meshpar.compat import equations
 from meshpar.errors import LayoutError, nearest, shown
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.mixes import average, canonical_mix, is_mix
 
 EXPERT_ROWS = "expert_rows"

@@ -135,7 +135,7 @@ def values_of(closed: Any, shape: Any, inputs: list[Any], analysis: RowAnalysis)
       analysis: evaluates the jaxpr.
     """
     try:
-        results = analysis.run_closed(closed, inputs)
+        results = analysis.evaluate(closed, inputs)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # A primitive that no rule foresees must not stop a loss with a weight.
         reason = f"it could not be followed ({type(error).__name__}: {error})"

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from meshpar.compat import inner_jaxprs
+from meshpar.jaxprs.walk import inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True)

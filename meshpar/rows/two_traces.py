@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from meshpar import compat
+from meshpar.jaxprs.walk import equations
 
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
 _NO_SIZES = ("integer_pow",)
@@ -214,7 +214,7 @@ def unlike_work(first: Any, second: Any) -> Any:
 
 
 def _work(jaxpr: Any) -> Iterator[Any]:
-    for eqn in compat.equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name not in _MOVES:
             yield eqn
 

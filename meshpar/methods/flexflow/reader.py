@@ -13,7 +13,8 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import num_bytes
-from meshpar.compat import CALLS, called_jaxpr, inner_jaxprs, scan_counts
+from meshpar.compat import scan_counts
+from meshpar.jaxprs.walk import CALLS, called_jaxpr, inner_jaxprs, opened
 from meshpar.methods.flexflow.dims import WHOLE, DimRule, dim_rule, paired
 from meshpar.methods.flexflow.graph import (
     CARRY,
@@ -25,7 +26,7 @@ from meshpar.methods.flexflow.graph import (
     matmul_flops,
 )
 
-_INLINED = CALLS | {"shard_map", "custom_vjp_call_jaxpr", "remat_call"}
+_INLINED = CALLS | {"shard_map"}
 
 
 class _Reader:
@@ -72,7 +73,7 @@ class _Reader:
             heaviest = max(branches, key=_flops)
             return self.read(heaviest, operands[1:], times)
         if kind in _INLINED:
-            jaxpr = called_jaxpr(eqn)[0]
+            jaxpr = opened(called_jaxpr(eqn))[0]
             return self.read(jaxpr, operands[-len(jaxpr.invars) :], times)
         return self.operator(eqn, operands, times, kind, dim_rule(eqn))
 
