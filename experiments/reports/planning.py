@@ -12,7 +12,7 @@ from experiments.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
-from meshpar.planner.uncertainty import Range
+from meshpar.planner.uncertainty import ErrorRange
 
 
 def _candidates(
@@ -41,7 +41,7 @@ def candidate_row(plans: Plans, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _with_range(predicted: str, found: Range | None) -> str:
+def _with_range(predicted: str, found: ErrorRange | None) -> str:
     """A prediction, and how far compiled programs were from such, where it is known."""
     return f"{predicted}\n{found}" if found else predicted
 

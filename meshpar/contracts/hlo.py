@@ -55,7 +55,7 @@ def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
       ValueError: the text is not that of a compiled program, or does not tell how often
         a loop runs or which devices take part in a collective.
     """
-    program = Program(text, mesh)
+    program = HloModule(text, mesh)
     chains = program.chains(Call(program.entry))
     return [program.merged(fragments) for fragments in chains]
 
@@ -96,7 +96,7 @@ class Occurrence:
     end: int
 
 
-class Program:
+class HloModule:
     """A compiled program: computations, source lines and the mesh that it runs on."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):

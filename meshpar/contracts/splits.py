@@ -28,8 +28,8 @@ _LOOPS = frozenset(("scan", "while"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Code:
-    """One jaxpr, and the equation that runs it.
+class NestedJaxpr:
+    """A jaxpr inside a program, and the equation that runs it.
 
     Attributes:
       jaxpr: the jaxpr.
@@ -40,17 +40,21 @@ class Code:
 
     jaxpr: Any
     eqn: Any = None
-    outside: "Code | None" = None
+    outside: "NestedJaxpr | None" = None
     makers: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, jaxpr: Any, eqn: Any = None, outside: "Code | None" = None) -> "Code":
-        """The code of a jaxpr."""
+    def of(
+        cls, jaxpr: Any, eqn: Any = None, outside: "NestedJaxpr | None" = None
+    ) -> "NestedJaxpr":
+        """A jaxpr with the makers of its variables."""
         makers = {out: made for made in jaxpr.eqns for out in made.outvars}
         return cls(jaxpr, eqn, outside, makers)
 
 
-def split_axes(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str] | None:
+def split_axes(
+    x: Any, code: NestedJaxpr, automatic: Collection[str]
+) -> frozenset[str] | None:
     """The automatic axes that split an array; None if nothing says so.
 
     Args:
@@ -73,7 +77,9 @@ def split_axes(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str]
     return None
 
 
-def _said(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str] | None:
+def _said(
+    x: Any, code: NestedJaxpr, automatic: Collection[str]
+) -> frozenset[str] | None:
     """The axes that the equation of an array names; None if it names none."""
     eqn = code.makers.get(x)
     if eqn is None:
@@ -88,7 +94,7 @@ def _said(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str] | No
     return frozenset(axis for axis in named if axis in automatic)
 
 
-def _sources(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
+def _sources(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
     """(variable, its jaxpr) of the arrays that an array is split as."""
     eqn = code.makers.get(x)
     if eqn is None:
@@ -106,10 +112,10 @@ def _sources(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
     elif name in ("scan", "cond") or name in CALLS:
         for jaxpr in inner_jaxprs(eqn):
             if len(jaxpr.outvars) == len(eqn.outvars):
-                yield jaxpr.outvars[place], Code.of(jaxpr, eqn, code)
+                yield jaxpr.outvars[place], NestedJaxpr.of(jaxpr, eqn, code)
 
 
-def _given(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
+def _given(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
     """(variable, its jaxpr) of what is given for an input of a jaxpr."""
     if code.eqn is None or x not in code.jaxpr.invars:
         return
@@ -125,7 +131,7 @@ def _given(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
         yield code.eqn.invars[place], code.outside
 
 
-def changes_in_loop(x: Any, code: Code) -> bool:
+def changes_in_loop(x: Any, code: NestedJaxpr) -> bool:
     """Whether an array may differ between the rounds of the innermost loop around it.
 
     True outside of loops.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.hlo import Call, Program
+from meshpar.contracts.hlo import Call, HloModule
 from meshpar.contracts.hlo_text import Instruction, callees, trip_count
 from meshpar.contracts.host_transfers import host_bytes
 
@@ -136,7 +136,7 @@ class _Schedule:
     """The instructions of a program, with the cycles and transfers of each."""
 
     def __init__(self, text: str, mesh: Mapping[str, int], rates: Rates):
-        self.program, self.rates = Program(text, mesh), rates
+        self.program, self.rates = HloModule(text, mesh), rates
         self.loops: list[LoopTime] = []
         self.sources: collections.Counter[str] = collections.Counter()
         # {computation: {index of the start: transfers}}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from meshpar.compat import scan_counts, user_line
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.purposes import Purpose
-from meshpar.contracts.splits import Code, changes_in_loop, split_axes
+from meshpar.contracts.splits import NestedJaxpr, changes_in_loop, split_axes
 from meshpar.jaxprs.live_code import without_dead_code
 from meshpar.jaxprs.value_numbers import ValueNumbers
 from meshpar.jaxprs.walk import CALLS, Interpreter, equations, inner_jaxprs
@@ -87,7 +87,7 @@ class _Place(NamedTuple):
       branches: branches around it that have collectives, of one conditional.
     """
 
-    code: Code
+    code: NestedJaxpr
     runs: int | None = 1
     manual: frozenset[str] = frozenset()
     names: tuple[Any, ...] = ()
@@ -97,7 +97,7 @@ class _Place(NamedTuple):
         """The place of the equations of a jaxpr that an equation runs."""
         name = eqn.primitive.name
         place = self._replace(
-            code=Code.of(jaxpr, eqn, self.code),
+            code=NestedJaxpr.of(jaxpr, eqn, self.code),
             names=self.names + tuple(eqn.source_info.name_stack.stack),
         )
         if name == "scan" and self.runs is not None:
@@ -125,7 +125,7 @@ def written_collectives(
       widens: whether floats smaller than 32 bits travel as float32.
     """
     needed, kept = (
-        _Reader(sizes, widens, _Place(Code.of(live))).collectives()
+        _Reader(sizes, widens, _Place(NestedJaxpr.of(live))).collectives()
         for live in (without_dead_code(jaxpr, True), without_dead_code(jaxpr))
     )
     left, written = collections.Counter(needed), []

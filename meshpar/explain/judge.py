@@ -31,7 +31,7 @@ _ROUNDING = 2.0**-22
 """Relative change of weights that is taken for rounding, in float32."""
 
 
-class Step(NamedTuple):
+class LoopStep(NamedTuple):
     """Numbers of one step of the plain loop.
 
     Attributes:
@@ -85,7 +85,7 @@ class PlainLoop:
 
     def run(
         self, batches: Iterable[Any], seed: int = 0, moved: bool = False
-    ) -> Iterator[Step]:
+    ) -> Iterator[LoopStep]:
         """Trains, and yields the numbers of every step.
 
         Args:
@@ -153,7 +153,7 @@ class PlainLoop:
         return x if keeps else x.astype(self.compute_dtype)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _step(self, variables: Variables, state: Any, batch: Any) -> Step:
+    def _step(self, variables: Variables, state: Any, batch: Any) -> LoopStep:
         """One step."""
 
         def loss(
@@ -184,7 +184,7 @@ class PlainLoop:
         if STEP in after:
             after[STEP] = variables[STEP] + 1
         metrics = {**metrics_of(result), "grad_norm": norm}
-        return Step(evaluation, metrics, grads, after, state)
+        return LoopStep(evaluation, metrics, grads, after, state)
 
 
 def metrics_of(result: LossResult) -> dict[str, Array]:

@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.arrays import is_key, parameter_path
 from meshpar.contracts.shares import Shares
 from meshpar.errors import MeshparError
-from meshpar.explain.judge import PlainLoop, Step, reason_no_judge
+from meshpar.explain.judge import LoopStep, PlainLoop, reason_no_judge
 from meshpar.layouts.param import follows_load
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.train_program import TrainProgram
@@ -225,7 +225,7 @@ def _rounding(
 
 
 def _groups(
-    program: TrainProgram, step: Step, start: Mapping[str, Any] | None = None
+    program: TrainProgram, step: LoopStep, start: Mapping[str, Any] | None = None
 ) -> list[Group]:
     """The tensors of one step.
 
@@ -287,7 +287,7 @@ def record(
         metrics = jax.device_get(metrics)
         yield _groups(
             program,
-            Step(evaluation, metrics, gradients, variables, whole.optimizer_state),
+            LoopStep(evaluation, metrics, gradients, variables, whole.optimizer_state),
         )
 
 

@@ -30,7 +30,7 @@ from meshpar.local_sgd.gossip import mix_with_neighbours, neighbour_distances
 from meshpar.local_sgd.merges import Elastic
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.outer import outer_optimizer
-from meshpar.local_sgd.schedule import Schedule, Transfer
+from meshpar.local_sgd.schedule import SyncSchedule, Transfer
 from meshpar.local_sgd.sync_state import SyncState
 
 
@@ -69,7 +69,7 @@ class Exchange:
     def transfer_kinds(self) -> list[Transfer]:
         """Every kind of transfer that occurs during a step."""
         period = (self.mode.staleness + 1) * self.mode.fragments
-        schedule = Schedule(dataclasses.replace(self.mode, period=period))
+        schedule = SyncSchedule(dataclasses.replace(self.mode, period=period))
         steps = range(1, period * (2 + len(self.rounds)))
         transfers = [schedule.actions(step).transfer for step in steps]
         kinds = [x.kind(self.num_rounds) for x in transfers if x is not None]

@@ -27,7 +27,7 @@ from meshpar.local_sgd.contract import (
 )
 from meshpar.local_sgd.exchange import Exchange
 from meshpar.local_sgd.mode import LocalSGD
-from meshpar.local_sgd.schedule import Actions, Schedule, Transfer
+from meshpar.local_sgd.schedule import Actions, SyncSchedule, Transfer
 from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
@@ -69,9 +69,9 @@ class LocalProgram(TrainProgram):
         return self.steps.exchange
 
     @functools.cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SyncSchedule:
         """The actions of every step."""
-        return Schedule(self.mode)
+        return SyncSchedule(self.mode)
 
     def _traced(self, fn: Callable) -> Callable:
         return self.steps.per_replica(fn)

@@ -38,7 +38,7 @@ class Checked(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """How a batch is split into parts.
 
     Attributes:
@@ -50,13 +50,15 @@ class Split:
     why: str
 
     @classmethod
-    def by(cls, settings: Mapping[str, int]) -> "Split":
+    def by(cls, settings: Mapping[str, int]) -> "BatchSplit":
         """The split by settings {name: number of parts}."""
         why = ",".join(f"{name}={number}" for name, number in settings.items())
         return cls(math.prod(settings.values()), why)
 
 
-def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Checked:
+def check_losses(
+    model: Model, batch: Any, split: BatchSplit, evaluates: bool
+) -> Checked:
     """Checks the losses of a model whose batch is split into parts.
 
     Args:
@@ -81,7 +83,7 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Che
     return _check(loss, "the loss", params, batch, key, split)
 
 
-def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
+def averaged_state(state: dict[str, Any], split: BatchSplit) -> frozenset[str]:
     """Paths of the state whose new value is the mean of what the parts make of it.
 
     Other state does not depend on the batch: each part makes the same of it.
@@ -103,7 +105,7 @@ def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
     return frozenset(p for p, value in state.items() if not isinstance(value, Fixed))
 
 
-def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
+def check_draws(drawn: Drawn, rows: int, split: BatchSplit) -> None:
     """Checks that sizes tell draws for rows from draws for all rows together.
 
     Args:
@@ -127,7 +129,7 @@ def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
 
 
 def _check(
-    fn: Callable, what: str, params: Any, batch: Any, key: Any, split: Split
+    fn: Callable, what: str, params: Any, batch: Any, key: Any, split: BatchSplit
 ) -> Checked:
     drawn: Drawn | None = Drawn()
     try:
@@ -150,7 +152,7 @@ def _of_one_part(
     params: Any,
     batch: Any,
     key: Any,
-    split: Split,
+    split: BatchSplit,
     error: Exception,
 ) -> Any:
     """The result for the rows of one part, about which nothing else is known."""

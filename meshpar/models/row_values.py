@@ -17,7 +17,7 @@ from meshpar.rows.values import (
     Fixed,
     Key,
     Mixed,
-    Rows,
+    PerRow,
     counts,
 )
 
@@ -53,7 +53,7 @@ def row_values(
 
     closed, shape = traced(prime)
     inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
-    inputs += [Rows(0) for _ in jax.tree.leaves(batch)]
+    inputs += [PerRow(0) for _ in jax.tree.leaves(batch)]
     inputs += [Key() for _ in jax.tree.leaves(key)]
 
     def analysis(differences: Differences) -> RowAnalysis:

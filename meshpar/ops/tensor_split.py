@@ -30,7 +30,7 @@ OUT = "activations out of row-parallel matmuls"
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class MatmulSplit:
     """How devices split a matmul.
 
     Attributes:
@@ -48,7 +48,7 @@ class Split:
     @classmethod
     def of(
         cls, x: Array, embed: str, features: Sequence[str], size: int
-    ) -> "Split | None":
+    ) -> "MatmulSplit | None":
         """The split under the layout in use; None to leave it to the compiler.
 
         Args:

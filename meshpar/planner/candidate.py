@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from meshpar.compose import Parts, combination, make_lowering
+from meshpar.compose import LoweringArguments, combination, make_lowering
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.written import WrittenCollective
 from meshpar.errors import LayoutError
@@ -156,7 +156,7 @@ class Candidates:
         mesh = self._mesh(layout)
         plan = self._plan(layout, model, mesh, spec if order else None)
         optimizer, dtype = facts.optimizer_of(model), facts.compute_dtype
-        parts = Parts(model, optimizer, plan, mesh, None, dtype)
+        parts = LoweringArguments(model, optimizer, plan, mesh, None, dtype)
         return make_lowering(ShardMapLowering.name, parts, spec, CheckedParts())
 
     def _mesh(self, layout: Layout) -> Mesh:

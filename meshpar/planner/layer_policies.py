@@ -16,7 +16,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.planner.candidate import Candidate
 
 
-class Choice(NamedTuple):
+class LayerPolicy(NamedTuple):
     """How a layer runs.
 
     Attributes:
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
     use: str = FEATURES
 
 
-class Cost(NamedTuple):
+class LayerCost(NamedTuple):
     """What a choice costs in one layer.
 
     Attributes:
@@ -45,11 +45,13 @@ class Chosen(NamedTuple):
 
     seconds: float
     saved: float
-    choices: tuple[Choice, ...]
+    choices: tuple[LayerPolicy, ...]
 
 
 def best_choices(
-    layers: Sequence[Mapping[Choice, Cost]], budget: float, change: float = 0.0
+    layers: Sequence[Mapping[LayerPolicy, LayerCost]],
+    budget: float,
+    change: float = 0.0,
 ) -> Chosen | None:
     """The choice of every layer, of those that save at most `budget` bytes together.
 
@@ -97,7 +99,7 @@ def _unbeaten(partials: list[Chosen]) -> list[Chosen]:
 
 
 def as_options(
-    choices: Sequence[Choice], costs: Mapping[Choice, Cost]
+    choices: Sequence[LayerPolicy], costs: Mapping[LayerPolicy, LayerCost]
 ) -> dict[str, str]:
     """The values of `remat=` and `layers=` that give equal layers these choices.
 
@@ -139,13 +141,13 @@ def mixed_layout(
     # Layers that split rows move activations over `tensor` at both ends alone.
     moved = (c.seconds.tensor for c in uniform if c.layout.layers == ROWS)
     change = min(moved, default=0.0) / 2
-    costs: dict[Choice, Cost] = {}
+    costs: dict[LayerPolicy, LayerCost] = {}
     rest = dict.fromkeys((c.layout.layers for c in uniform), 0)
     for candidate in uniform:
         use, memory_of = candidate.layout.layers, candidate.memory
         seconds = candidate.seconds.total - (2 * change if use == ROWS else 0.0)
-        cost = Cost(seconds / depth, memory_of.activations / depth)
-        costs[Choice(candidate.layout.remat, use)] = cost
+        cost = LayerCost(seconds / depth, memory_of.activations / depth)
+        costs[LayerPolicy(candidate.layout.remat, use)] = cost
         rest[use] = max(rest[use], memory_of.total - memory_of.activations)
     found = []
     for uses in ({FEATURES}, {ROWS}, {FEATURES, ROWS}):

@@ -13,7 +13,7 @@ from meshpar.mesh.chips import GPU, TPU
 from meshpar.mesh.machine import Machine
 
 
-class Range(NamedTuple):
+class ErrorRange(NamedTuple):
     """The least and the most that was found over what was predicted."""
 
     low: float
@@ -32,8 +32,8 @@ class Uncertainty:
       seconds: estimate of the compiler's schedule; None where it states none.
     """
 
-    memory: Range
-    seconds: Range | None
+    memory: ErrorRange
+    seconds: ErrorRange | None
 
 
 OTHERS = "others"
@@ -48,11 +48,11 @@ def kind_of(layout: Layout) -> str:
 
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
-    (TPU, OTHERS): Uncertainty(Range(0.94, 1.03), Range(0.83, 1.28)),
-    (TPU, TENSOR): Uncertainty(Range(0.96, 1.03), Range(0.89, 1.19)),
-    (TPU, PIPE): Uncertainty(Range(0.93, 1.02), Range(0.91, 2.05)),
-    (GPU, OTHERS): Uncertainty(Range(0.99, 1.01), None),
-    (GPU, TENSOR): Uncertainty(Range(1.02, 1.03), None),
+    (TPU, OTHERS): Uncertainty(ErrorRange(0.94, 1.03), ErrorRange(0.83, 1.28)),
+    (TPU, TENSOR): Uncertainty(ErrorRange(0.96, 1.03), ErrorRange(0.89, 1.19)),
+    (TPU, PIPE): Uncertainty(ErrorRange(0.93, 1.02), ErrorRange(0.91, 2.05)),
+    (GPU, OTHERS): Uncertainty(ErrorRange(0.99, 1.01), None),
+    (GPU, TENSOR): Uncertainty(ErrorRange(1.02, 1.03), None),
 }
 """{(platform, kind of layouts): found over predicted}."""
 

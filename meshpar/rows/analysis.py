@@ -28,7 +28,7 @@ from meshpar.rows.values import (
     Fixed,
     Key,
     Mixed,
-    Rows,
+    PerRow,
     counts,
     degree_by_value,
     nonlinear,
@@ -182,7 +182,7 @@ def _counted(values: Sequence[Any], name: str) -> Counted | None:
     for value in values:
         if isinstance(value, Counted) and name not in ("concatenate", "stack"):
             return value
-        for column in value.columns if isinstance(value, Rows) else ():
+        for column in value.columns if isinstance(value, PerRow) else ():
             if isinstance(column, Counted):
                 return column
     return None

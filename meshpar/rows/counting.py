@@ -19,7 +19,7 @@ from meshpar.rows.values import (
     NUMBER,
     Counted,
     Fixed,
-    Rows,
+    PerRow,
     is_zero,
 )
 
@@ -74,10 +74,10 @@ def plain_results(
     if is_elementwise or eqn.primitive.name in _KEEP:
         return [Fixed(None, degree)] * len(held)
     rows = [_as_rows(v.aval, x, prime) for v, x in zip(eqn.invars, values, strict=True)]
-    if not any(isinstance(v, Rows) for v in rows) or None in rows:
+    if not any(isinstance(v, PerRow) for v in rows) or None in rows:
         return [Counted(COUNTS)] * len(held)
     return [
-        Fixed(None, degree) if isinstance(v, Rows) else Counted(COUNTS)
+        Fixed(None, degree) if isinstance(v, PerRow) else Counted(COUNTS)
         for v in as_rows(rows)
     ]
 
@@ -106,7 +106,7 @@ def _as_rows(aval: Any, value: Any, prime: int) -> Any:
     if not held:
         return value
     (dim, *more) = held
-    return None if more else Rows(dim, aval.shape[dim] // prime)
+    return None if more else PerRow(dim, aval.shape[dim] // prime)
 
 
 def _equal_rows(known: Any, dim: int, prime: int) -> bool:

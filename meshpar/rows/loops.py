@@ -5,7 +5,7 @@ from typing import Any
 
 from meshpar import compat
 from meshpar.rows.arithmetic import elementwise, joined, same
-from meshpar.rows.values import PLAIN, Counted, Fixed, Mixed, Rows, Test
+from meshpar.rows.values import PLAIN, Counted, Fixed, Mixed, PerRow, Test
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]
 """(jaxpr, values of its inputs) -> values of its outputs."""
@@ -81,7 +81,7 @@ def _slice(value: Any) -> Any:
     """One step's part of a value that a loop runs over."""
     if isinstance(value, PLAIN):
         return value._replace(known=None)
-    if isinstance(value, Rows):
+    if isinstance(value, PerRow):
         if value.dim == 0:
             return Mixed("a loop runs over rows")
         return value._replace(dim=value.dim - 1, columns=())
@@ -92,6 +92,6 @@ def _stacked(value: Any) -> Any:
     """The results of all steps of a loop."""
     if isinstance(value, PLAIN):
         return value._replace(known=None)
-    if isinstance(value, Rows):
+    if isinstance(value, PerRow):
         return value._replace(dim=value.dim + 1, columns=())
     return value

@@ -2,9 +2,9 @@
 
 A value is `Fixed` (the same in every part of the batch), `Counted` (it holds no data of
 the batch, but parts would make it otherwise), `Key` (the random key of the loss),
-`Rows` (one entry per row), `Summed` (added up over rows), `Ratio` (a sum over a sum) or
-`Mixed` (anything else). A degree is a power of the number of rows: a sum over rows has
-degree 0, their mean degree -1.
+`PerRow` (one entry per row), `Summed` (added up over rows), `Ratio` (a sum over a sum)
+or `Mixed` (anything else). A degree is a power of the number of rows: a sum over rows
+has degree 0, their mean degree -1.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Key(NamedTuple):
     """
 
 
-class Rows(NamedTuple):
+class PerRow(NamedTuple):
     """A value whose rows depend on the same rows of the batch alone.
 
     Attributes:
