@@ -75,21 +75,15 @@ def test_only_split_weight_gradients_make_stages_diverge():
     assert loop.divergent and len(loop.phases) == 1
     first_stage = type(loop.tables.columns)(*(c[0, 0] for c in loop.tables.columns))
     operations = loop.operations(loop.phases[0], first_stage, None)
-    assert operations == TickOperations(
-        True, False, False, False, False
-    )  # F alone in tick 0.
+    forward = TickOperations(True, False, False, False, False)
+    assert operations == forward  # F alone in tick 0.
 
 
-def test_slots_of_a_tick_are_constants_except_where_conditionals_select():
+def test_operations_of_a_tick_are_constants_except_where_conditionals_select():
     used = TickOperations(*np.array([True, False, True, False, False]))
     _, loop = tick_loop("1f1b")
-    assert loop.operations(loop.phases[0], None, used) == (
-        True,
-        False,
-        False,
-        False,
-        False,
-    )
+    fixed = loop.operations(loop.phases[0], None, used)
+    assert fixed == (True, False, False, False, False)
     _, uniform = tick_loop("1f1b", uniform=True)
     operations = uniform.operations(uniform.phases[0], None, used)
     assert operations == used and operations.weight is False
