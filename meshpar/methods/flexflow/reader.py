@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import num_bytes
 from meshpar.compat import scan_counts
-from meshpar.jaxprs.walk import CALLS, called_jaxpr, inner_jaxprs, opened
+from meshpar.jaxprs.flops import equation_flops
+from meshpar.jaxprs.walk import CALLS, called_jaxpr, equations, opened
 from meshpar.methods.flexflow.dims import WHOLE, DimRule, dim_rule, paired
 from meshpar.methods.flexflow.graph import (
     CARRY,
@@ -23,7 +24,6 @@ from meshpar.methods.flexflow.graph import (
     Graph,
     Operator,
     Tensor,
-    matmul_flops,
 )
 
 _INLINED = CALLS | {"shard_map"}
@@ -82,7 +82,7 @@ class _Reader:
     ) -> list[int]:
         """Adds an operator."""
         results = [self.tensor(var.aval, times) for var in eqn.outvars]
-        flops, target = matmul_flops(eqn), None
+        flops, target = equation_flops(eqn), None
         if kind == "sharding_constraint":
             target = _target(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))
         self._add(kind, operands, results, rule, flops, times, target)
@@ -166,8 +166,7 @@ def _shifted(operands: tuple, results: tuple, shape: tuple[int, ...]) -> DimRule
 
 def _flops(jaxpr: Any) -> float:
     """FLOPs of a jaxpr's matmuls, once."""
-    inner = (_flops(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
-    return sum(map(matmul_flops, jaxpr.eqns)) + sum(inner)
+    return sum(map(equation_flops, equations(jaxpr)))
 
 
 def _target(sharding: Any, rank: int) -> tuple[tuple[str, ...] | None, ...]:
