@@ -51,7 +51,7 @@ def folder_of(path: str) -> pathlib.Path:
 
 
 def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
-    """Why a layout cannot resume from a checkpoint; "" if it can.
+    """A reason why a layout cannot resume from a checkpoint; "" if it can.
 
     Args:
       checkpoint: the checkpoint, with metadata.

@@ -206,7 +206,7 @@ def combination(
     mode: Mode | None = None,
     clip_norm: float | None = None,
 ) -> Combination:
-    """What is asked of `lower`, as the table of refusals looks at it.
+    """The arguments of `lower` as facts for the table of refusals.
 
     It needs no devices, and nothing is traced.
 

@@ -1,4 +1,4 @@
-"""What a card is and can do, and which of its kernels take how long."""
+"""Facts about a GPU: its limits, and the time of the kernels of a step."""
 
 import collections
 import glob

@@ -1,4 +1,4 @@
-"""What the benchmark on a GPU measures in jax: meshpar, and a page of plain jax."""
+"""The jax programs of the GPU benchmark: meshpar, and a page of plain jax."""
 
 import collections
 import re

@@ -127,7 +127,7 @@ def _load(
 def _policies(
     torch: Any, config: DecoderConfig, case: Case
 ) -> tuple[list[str], dict[str, Any]]:
-    """The policy of every layer, and contexts of those that keep some results."""
+    """The checkpoint policy of every layer, and its context if it keeps results."""
     policies = [
         policy
         for policy, count in mixes.segments(case.remat, config.depth)

@@ -38,7 +38,7 @@ MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documenta
 
 
 class Row(NamedTuple):
-    """One program: what was predicted, and what its compiler said.
+    """One program: its prediction, and its compiler's figures.
 
     Attributes:
       compiled: the compiler's word.
@@ -88,7 +88,7 @@ class Predictor:
 
 
 def predicted(cases: Iterable[Case]) -> list[Row]:
-    """Rows of those of some programs that were compiled."""
+    """Predicts the programs that were compiled; one row each."""
     wanted, predictor = set(cases), Predictor()
     return [predictor.row(c) for c in compiled_programs.read() if c.case in wanted]
 

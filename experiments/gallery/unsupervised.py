@@ -149,7 +149,7 @@ def learn(
 
 
 def _accuracies(learned: list[Learned], groups: np.ndarray) -> Accuracies:
-    """Of all classifiers and kinds of features, by seed."""
+    """Accuracies of all classifiers and kinds of features, by seed."""
     return {
         name: {
             kind: [

@@ -109,7 +109,7 @@ def make_optimizer(
 
 
 def make_mode(config: Config) -> Mode | None:
-    """How replicas or islands train apart; None in synchronous training.
+    """The mode of replicas or islands; None in synchronous training.
 
     Raises:
       ConfigError: settings that do not exist, or settings of a mode that is not used.

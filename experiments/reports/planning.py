@@ -84,7 +84,7 @@ def compiled_rows(
 
 
 def faults(plans: Plans, explanation: Explanation) -> list[str]:
-    """Where a compiled layout breaks its contract or needs too much memory."""
+    """Faults of a compiled layout: its contract is broken, or memory is too small."""
     peak, budget = explanation.compiled_bytes["peak"], plans.machine.memory_bytes
     lines = list(explanation.violations)
     if peak > budget:

@@ -149,7 +149,7 @@ def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> 
 
 
 def _process_start() -> float:
-    """When this process began; when this file was imported if the system hides it."""
+    """The start time of this process; of this import, if the system hides it."""
     try:
         stat = pathlib.Path("/proc/self/stat").read_text()
         # Field 22, in ticks since the machine started; a name in brackets is field 2.

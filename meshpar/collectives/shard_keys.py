@@ -27,7 +27,7 @@ _PLAIN = "threefry2x32"
 
 
 class Inner(NamedTuple):
-    """How a dim after the first is split.
+    """The split of a dim after the first.
 
     Attributes:
       shard: number of this shard, integer scalar; may vary inside shard_map.

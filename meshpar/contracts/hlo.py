@@ -62,7 +62,7 @@ def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How the program runs one computation.
+    """One call of a computation: how often it runs, and where.
 
     Attributes:
       computation: name of the computation.
@@ -105,7 +105,7 @@ class HloModule:
         self.sources = source_lines(text)
 
     def occurrences(self, call: Call) -> Iterator[Occurrence]:
-        """The collectives of a computation and of those that it calls, in order."""
+        """The collectives of a computation and its callees, in order."""
         scope = self.computations.get(call.computation, {})
         schedule = list(scope.values())
         for index, instruction in enumerate(schedule):
@@ -184,7 +184,7 @@ class HloModule:
         end: int,
         payload_bytes: int,
     ) -> Collective:
-        """The send at `index`, which is a collective over the links between slices."""
+        """The collective over the links between slices whose send is at `index`."""
         groups = groups_of(schedule[index].line, self.mesh)
         return Collective(
             kind=kind,
@@ -210,7 +210,7 @@ class HloModule:
         return list(chains.values())
 
     def merged(self, fragments: Sequence[Occurrence]) -> Collective:
-        """One collective from its fragments."""
+        """Merges the fragments of one collective."""
         first = fragments[0]
         if len(fragments) == 1:
             return first.collective

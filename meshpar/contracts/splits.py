@@ -1,4 +1,4 @@
-"""Arrays of a jaxpr followed back to the code that makes them.
+"""Follows arrays of a jaxpr back to the code that makes them.
 
 Inside shard_map arrays are whole over the axes that stay automatic. A compiler splits
 them as the code says nearby: by a sharding constraint, or by the specs of a shard_map
@@ -95,7 +95,7 @@ def _said(
 
 
 def _sources(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
-    """(variable, its jaxpr) of the arrays that an array is split as."""
+    """Pairs of (variable, its jaxpr): arrays with the same sharding as an array."""
     eqn = code.makers.get(x)
     if eqn is None:
         yield from _given(x, code)
@@ -116,7 +116,7 @@ def _sources(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
 
 
 def _given(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
-    """(variable, its jaxpr) of what is given for an input of a jaxpr."""
+    """Pairs of (variable, its jaxpr): the operands for an input of a jaxpr."""
     if code.eqn is None or x not in code.jaxpr.invars:
         return
     name, place = code.eqn.primitive.name, code.jaxpr.invars.index(x)

@@ -62,7 +62,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Compute, and what transfers add to it."""
+        """Seconds of compute and of transfers that compute does not hide."""
         return self.compute_seconds + self.exposed_seconds
 
 
@@ -108,7 +108,7 @@ class _Time(NamedTuple):
     transfers: float = 0.0
 
     def seconds(self, clock_rate: float) -> float:
-        """Compute, and what transfers add to it."""
+        """Seconds of compute and of transfers that compute does not hide."""
         return self.cycles / clock_rate + self.exposed
 
     def times(self, count: int) -> "_Time":

@@ -71,7 +71,7 @@ class WrittenCollective:
     backward: bool = False
 
     def times(self, number: int) -> "WrittenCollective":
-        """The collective of code that runs so many times."""
+        """The collective with its runs multiplied by a number."""
         runs = None if self.runs is None else self.runs * number
         return dataclasses.replace(self, runs=runs)
 
@@ -162,7 +162,7 @@ class _Reader(Interpreter[int]):
         return self.found
 
     def _read(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        """Reads a jaxpr; what is not known of its arguments equals nothing else."""
+        """Reads a jaxpr; arguments without a number get new ones."""
         new = self._new(jaxpr.invars[len(inputs) :])
         return self.run(jaxpr, self._new(jaxpr.constvars), [*inputs, *new])
 
@@ -204,7 +204,7 @@ class _Reader(Interpreter[int]):
         return dataclasses.replace(self, place=place, seen=seen)
 
     def _views(self, numbers: Sequence[int], specs: Sequence[Any]) -> list[int]:
-        """Values inside shard_map of those outside, or the other way round."""
+        """Numbers of values that cross the border of a shard_map."""
         views = zip(numbers, specs, strict=True)
         return [self.values.number("view", x, str(spec)) for x, spec in views]
 

@@ -218,7 +218,7 @@ def moved_by_rounding(x: Any) -> Any:
 
 
 def reason_no_judge(program: TrainProgram) -> str:
-    """Why no plain loop can judge a program; "" if one can."""
+    """A reason why no plain loop can judge a program; "" if one can."""
     model = program.model
     if model.plain is None:
         return "the model is not given as a module and its loss alone"

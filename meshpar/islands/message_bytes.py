@@ -32,7 +32,7 @@ def message_bytes(message: Any) -> int:
 
 
 def payload_bytes(payload: Payload | None) -> int:
-    """Bytes of what a push carries."""
+    """Bytes of the payload of a push."""
     if payload is None:
         return 0
     return _data_bytes(payload.data) + _data_bytes(payload.read)

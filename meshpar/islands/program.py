@@ -221,7 +221,7 @@ class IslandsProgram(TrainProgram):
 
     @property
     def mode_text(self) -> str:
-        """How many islands train, and what they exchange."""
+        """One line about the mode: islands, algorithm, consistency and servers."""
         mode = self.mode
         return (
             f"islands: {mode.workers} of {self.mesh.size} device(s), {mode.algorithm}, "

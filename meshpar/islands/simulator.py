@@ -37,7 +37,7 @@ _DRIVER = "driver"
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """How bad the network is; times are in simulated seconds.
+    """Delays and faults of the network; times are in simulated seconds.
 
     Attributes:
       delay: shortest and longest time that a message travels.

@@ -166,7 +166,7 @@ class Worker:
         self._seconds[kind] += stop - start
 
     def spans(self) -> list[Span]:
-        """Its newest 10,000 activities, for a picture."""
+        """The newest 10,000 activities of the worker, for a picture."""
         return list(self._spans)
 
     def snapshot(self) -> dict[str, np.ndarray]:

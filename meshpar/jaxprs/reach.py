@@ -42,7 +42,7 @@ _LEAST_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """How far the updates of one optimizer reach.
+    """The reach of one optimizer: the elements on which its updates depend.
 
     Attributes:
       mixed: parameters whose update depends on other elements of the same tensor.

@@ -129,7 +129,7 @@ class LocalProgram(TrainProgram):
 
     @functools.cached_property
     def _reported(self) -> Callable[[Totals], Metrics]:
-        """From the totals [R] of all replicas to metrics of the whole batch."""
+        """Metrics of the whole batch from the totals [R] of all replicas."""
         return jax.jit(
             lambda totals: totals.over_rows().reported(), out_shardings=self._whole
         )
@@ -232,7 +232,7 @@ class LocalProgram(TrainProgram):
 
     @property
     def mode_text(self) -> str:
-        """How replicas are synchronized, and the bytes that this sends."""
+        """One line about the mode: its synchronization, and the bytes that it sends."""
         return describe_mode(self.exchange)
 
     @property

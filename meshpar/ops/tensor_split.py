@@ -1,4 +1,4 @@
-"""How devices split column- and row-parallel matmuls, and what they move for them.
+"""The split of column- and row-parallel matmuls, and its collectives.
 
 Suffixes: B sequences, L their length, K a device's part of it, D features between
 blocks, F those that devices split: one dim or more.
@@ -31,7 +31,7 @@ OUT = "activations out of row-parallel matmuls"
 
 @dataclasses.dataclass(frozen=True)
 class MatmulSplit:
-    """How devices split a matmul.
+    """The split of a matmul over devices.
 
     Attributes:
       axis: the mesh axis that splits the length between blocks, and the weight.

@@ -30,7 +30,7 @@ _WHOLE = PartitionSpec()
 
 
 def split_of(ids_BL: Array, size: int) -> MatmulSplit | None:
-    """How devices split a vocabulary; None to leave it to the compiler.
+    """The split of a vocabulary over devices; None to leave it to the compiler.
 
     Args:
       ids_BL: token ids.

@@ -1,4 +1,4 @@
-"""Choices per layer: the fastest that fit into some memory.
+"""Chooses a policy for each layer: the fastest policies that fit into memory.
 
 A choice is a policy of rematerialization, and what the layer uses `tensor` for.
 
@@ -17,7 +17,7 @@ from meshpar.planner.candidate import Candidate
 
 
 class LayerPolicy(NamedTuple):
-    """How a layer runs.
+    """A policy of one layer.
 
     Attributes:
       remat: its policy of rematerialization.
@@ -29,7 +29,7 @@ class LayerPolicy(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What a choice costs in one layer.
+    """Time and memory of one layer under a policy.
 
     Attributes:
       seconds: that the layer takes.
@@ -41,7 +41,7 @@ class LayerCost(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Choices of several layers, and what they cost together."""
+    """The policies of several layers, with their total time and memory."""
 
     seconds: float
     saved: float
@@ -53,7 +53,7 @@ def best_choices(
     budget: float,
     change: float = 0.0,
 ) -> Chosen | None:
-    """The choice of every layer, of those that save at most `budget` bytes together.
+    """Finds the fastest policies whose layers save at most `budget` bytes together.
 
     A dynamic program over the layers. For each use that the last layer may have, it
     keeps the choices that no other one beats in both seconds and bytes. It is exact.
@@ -89,7 +89,7 @@ def best_choices(
 
 
 def _unbeaten(partials: list[Chosen]) -> list[Chosen]:
-    """Those that no other one beats in both seconds and bytes, fastest first."""
+    """The Pareto front of seconds and bytes, fastest first."""
     front, least = [], float("inf")
     for partial in sorted(partials, key=lambda partial: partial[:2]):
         if partial.saved < least:
@@ -118,7 +118,7 @@ def as_options(
 def mixed_layout(
     uniform: Sequence[Candidate], depth: int, memory: int
 ) -> Layout | None:
-    """The layout whose layers rematerialize as much as memory needs, and no more.
+    """A layout with as many rematerialized layers as memory needs, and no more.
 
     It leaves room for the largest known error of such predictions.
 

@@ -1,4 +1,4 @@
-"""How far compiled programs have been from what was predicted of them.
+"""Errors of predictions, measured on compiled programs.
 
 The ranges hold for kinds of layouts, and are those of the programs in docs/planning.md,
 which `experiments.benchmarks.predictions` prints.
@@ -14,7 +14,7 @@ from meshpar.mesh.machine import Machine
 
 
 class ErrorRange(NamedTuple):
-    """The least and the most that was found over what was predicted."""
+    """The least and the greatest ratio of measured to predicted."""
 
     low: float
     high: float
@@ -25,7 +25,7 @@ class ErrorRange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Uncertainty:
-    """Found over predicted, for one kind of layouts.
+    """Ratios of measured to predicted, for one kind of layouts.
 
     Attributes:
       memory: peak of the compiled program.
@@ -41,7 +41,7 @@ OTHERS = "others"
 
 
 def kind_of(layout: Layout) -> str:
-    """The kind of a layout whose predictions err alike."""
+    """The kind of a layout; predictions of one kind have similar errors."""
     if layout.pipe > 1:
         return PIPE
     return TENSOR if layout.tensor > 1 else OTHERS
@@ -58,5 +58,5 @@ MEASURED: dict[tuple[str, str], Uncertainty] = {
 
 
 def uncertainty_of(layout: Layout, machine: Machine) -> Uncertainty | None:
-    """How far predictions of such a layout have been off; None if none was compiled."""
+    """The errors of predictions for a layout's kind; None if none were measured."""
     return MEASURED.get((machine.chip.platform, kind_of(layout)))

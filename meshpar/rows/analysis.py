@@ -118,7 +118,7 @@ class RowAnalysis(Interpreter[Any]):
         return list(map(_irregular, outputs)) if self._counts(eqn) else outputs
 
     def _counts(self, eqn: Any) -> bool:
-        """Whether an equation has a size that depends on the rows in an odd way."""
+        """Whether an equation loops over rows, or has a size that is no multiple."""
         if eqn.primitive.name == "scan" and eqn.params["length"] % self.prime == 0:
             return True
         return self.differences is not None and id(eqn) in self.differences.irregular
@@ -164,21 +164,21 @@ class RowAnalysis(Interpreter[Any]):
 
 
 def _irregular(value: Any) -> Any:
-    """A result with a size that depends on the number of rows in an odd way."""
+    """A result that depends on the number of rows in another way than as a factor."""
     if isinstance(value, PLAIN):
         return Counted(NUMBER, value.known)
     return value if isinstance(value, Mixed) else Mixed(NUMBER, IN_BATCH)
 
 
 def _placed(value: Any, eqn: Any) -> Any:
-    """A value that the equation has found to be refused, with the user's line."""
+    """Adds the user's line to a value that is refused at an equation."""
     if isinstance(value, Mixed | Counted) and not value.place:
         return value._replace(place=compat.user_line(eqn))
     return value
 
 
 def _counted(values: Sequence[Any], name: str) -> Counted | None:
-    """An operand that counts rows, or one that holds the number of each row."""
+    """The first operand that counts rows or numbers them; None if there is none."""
     for value in values:
         if isinstance(value, Counted) and name not in ("concatenate", "stack"):
             return value
@@ -189,7 +189,7 @@ def _counted(values: Sequence[Any], name: str) -> Counted | None:
 
 
 def _of_keys(eqn: Any, values: Sequence[Any]) -> Any:
-    """The value of an operation that moves the key of the loss or keys made from it."""
+    """The result of an operation on random keys."""
     others = [v for v in values if not isinstance(v, Key)]
     if counted := next((v for v in others if isinstance(v, Counted)), None):
         return counts(counted)

@@ -96,7 +96,7 @@ def _of_rows(name: str, values: Sequence[Any]) -> Any:
 
 
 def _cases(values: Sequence[Any]) -> tuple[list[Any], set[tuple[int, bool]]]:
-    """The fixed cases of a selection, and the factors of those that are rows."""
+    """Sorts the cases of a selection: the fixed ones, and factors of the others."""
     which, *cases = values
     factors = {(v.degree, v.is_ratio) for v in cases if isinstance(v, PerRow)}
     if isinstance(which, PerRow) and (which.degree or which.is_ratio):
@@ -105,7 +105,7 @@ def _cases(values: Sequence[Any]) -> tuple[list[Any], set[tuple[int, bool]]]:
 
 
 def _scaled(name: str, values: Sequence[Any]) -> Any:
-    """Rows divided by a sum over rows; anything else mixes rows."""
+    """Divides rows by a sum over rows; any other operand mixes rows."""
     first, second = values[0], values[-1]
     if name == "mul" and isinstance(second, PerRow):
         first, second = second, first
@@ -154,7 +154,7 @@ def _of_sums(name: str, values: Sequence[Any]) -> Any:
 
 
 def _guarded(cases: Sequence[Any]) -> Any:
-    """One of several values, chosen by whether a sum is 0."""
+    """A selection between values by whether a sum is 0."""
     reduced = [case for case in cases if isinstance(case, REDUCED)]
     others = [case for case in cases if not isinstance(case, REDUCED)]
     if not reduced:
@@ -169,7 +169,7 @@ def _guarded(cases: Sequence[Any]) -> Any:
 
 
 def _weaker(first: str, second: str) -> str:
-    """The form that includes two forms."""
+    """The weaker of two forms."""
     return max(first, second, key=FORMS.index)
 
 
@@ -241,7 +241,7 @@ def _product(name: str, first: Any, second: Any) -> Any:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """The value of a number that is one of several, of equal shapes."""
+    """Joins values of equal shapes: the result may be any of them."""
     value, *others = values
     for other in others:
         value = _join(value, other)

@@ -1,4 +1,4 @@
-"""Primitives without a rule: they work row by row if they work along other dims."""
+"""Default rule of primitives: row by row, if they work along other dims only."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -33,7 +33,7 @@ NAMES = frozenset((BITS, SPLIT, GAMMA, FOLD, "random_unwrap"))
 
 @dataclasses.dataclass
 class Drawn:
-    """The sizes with which a loss draws from its key, as it is analysed.
+    """Sizes of the random arrays that a loss draws from its key.
 
     Attributes:
       rows: entries per row in the first dim of draws for rows.

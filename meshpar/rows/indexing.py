@@ -1,4 +1,4 @@
-"""Rows of a batch in primitives that read and write by index."""
+"""Rules for primitives that read and write by index: gather and scatter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from meshpar.rows.values import (
 
 
 def gather(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Indexing: a lookup in a table by row, or of one entry in each row."""
+    """Rule for gather: a lookup in a table for each row, or in each row."""
     operand, indices = values
     numbers, out_rank = eqn.params["dimension_numbers"], len(eqn.outvars[0].aval.shape)
     outer = [d for d in range(out_rank) if d not in numbers.offset_dims]
@@ -71,7 +71,7 @@ def _dim_of_indices(eqn: Any, operand: PerRow, indices: Any, prime: int) -> int 
 
 
 def _counted(indices: Any, but: int | None = None) -> Counted | None:
-    """The indices that count rows, or a column of them that does, but for one."""
+    """The indices, or the column of them, that count rows; None if none do."""
     if isinstance(indices, Counted):
         return indices
     columns = indices.columns if isinstance(indices, PerRow) else ()
@@ -102,7 +102,7 @@ def _counting_dim(indices: Any, place: int, prime: int) -> int | None:
 
 
 def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Writes or adds entries at indices: one in each row, or all rows into a table."""
+    """Rule for scatter: writes or adds one entry in each row, or rows into a table."""
     operand, indices, updates = values
     if any(isinstance(v, REDUCED) for v in values):
         return nonlinear("writing by index")

@@ -1,4 +1,4 @@
-"""Functions that the row analysis takes at their word, in place of following them.
+"""Functions that the row analysis trusts instead of following them.
 
 A mixture of experts sorts the tokens of all rows, and its statistics are sums over the
 whole batch that no part computes alone. Each row of its output follows from the same
@@ -32,7 +32,7 @@ def is_analysed() -> bool:
 
 
 def split_as_arguments(fn: Callable[..., Any], *args: Any) -> Any:
-    """fn(*args) of a function that follows the layout, however a batch is split.
+    """Calls fn(*args), whose results the analysis takes to split as its arguments do.
 
     Args:
       fn: returns a pytree of arrays. Those with the dim along which its arguments are

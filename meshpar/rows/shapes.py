@@ -1,4 +1,4 @@
-"""Where the rows of the batch are after a primitive that moves or contracts dims."""
+"""Rules for primitives that move, reduce or contract dims."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def _moved(value: PerRow, dim: int) -> PerRow:
 
 
 def reduce_sum(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """A sum over dims, which may hold rows."""
+    """Rule for reduce_sum; the dims may hold rows."""
     (value,), axes = values, eqn.params["axes"]
     held = [d for d in row_dims(eqn.invars[0].aval, prime) if d in axes]
     if isinstance(value, Summed) and value.shift is not None:
@@ -54,7 +54,7 @@ def reduce_sum(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 
 
 def reduce_other(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """A maximum, product or another reduction of each operand."""
+    """Rule for all other reductions, such as a maximum or a product."""
     del prime
     name, axes = eqn.primitive.name, eqn.params["axes"]
     for value in values:
@@ -168,7 +168,7 @@ def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 
 
 def _column(value: Any, is_stack: bool) -> Any:
-    """One of the values that are joined along the last dim, without that dim."""
+    """A value that is joined along the last dim, without that dim."""
     if isinstance(value, PLAIN) and value.known is not None and not is_stack:
         return value._replace(known=value.known[..., 0])
     return _without_columns(value)
@@ -179,7 +179,7 @@ def _without_columns(value: Any) -> Any:
 
 
 def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """A matrix product, which may contract rows."""
+    """Rule for dot_general, which may contract rows."""
     (contracted, batched) = eqn.params["dimension_numbers"]
     if any(isinstance(v, REDUCED) for v in values):
         sums = [v for v in values if isinstance(v, REDUCED)]
@@ -218,7 +218,7 @@ def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 
 
 def _place_after(side: int, dim: int, contracted: Any, batched: Any, eqn: Any) -> int:
-    """Where a dim of one operand is in the result of a matrix product."""
+    """The dim of a matrix product's result that stems from a dim of an operand."""
     if dim in batched[side]:
         return tuple(batched[side]).index(dim)
 

@@ -1,4 +1,4 @@
-"""The operator graph of a training step: what computes, what is stored, what it reads.
+"""The operator graph of a training step: operators, and the tensors between them.
 
 It is read from the jaxpr of the loss and its gradients, so that forward and backward
 operators, rematerialized ones and the gradient of each parameter are operators alike.
@@ -211,7 +211,7 @@ class Graph:
 
     @functools.cached_property
     def sources(self) -> tuple[frozenset[int], ...]:
-        """For each tensor: the stored tensors from which its readers compute it."""
+        """The stored tensors from which readers compute each tensor."""
         found: list[frozenset[int]] = [frozenset()] * len(self.tensors)
         for tensor in self.stored:
             found[tensor] = frozenset((tensor,))
@@ -224,7 +224,7 @@ class Graph:
 
     @functools.cached_property
     def read_bytes(self) -> tuple[int, ...]:
-        """For each tensor: bytes that an operator reads for it."""
+        """Bytes that an operator reads for each tensor."""
         return tuple(
             sum(self.tensors[t].size for t in sources) for sources in self.sources
         )

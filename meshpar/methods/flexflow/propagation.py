@@ -1,4 +1,4 @@
-"""How one operator runs on a mesh, given how its operands are laid out.
+"""Propagates the layouts of an operator's operands to its results.
 
 An axis that splits operands along one factor splits the operator along it. Where an
 axis splits operands along different factors, the one that moves the fewest bytes is
@@ -83,7 +83,7 @@ class Propagation:
         target: Target | None = None,
         wanted: Split | None = None,
     ) -> Step:
-        """How one operator runs.
+        """Propagates layouts through one operator.
 
         Args:
           index: of the operator.

@@ -133,7 +133,7 @@ class _Reader:
         return results
 
     def _carry(self, values: list[int], rounds: int) -> list[int]:
-        """What every round starts with, of what the first one starts with."""
+        """Adds the carry of a scan: the values with which each round starts."""
         shapes = [self.tensors[value].shape for value in values]
         rule = paired(shapes)
         results = []

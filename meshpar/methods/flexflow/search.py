@@ -155,7 +155,7 @@ def search(
 def _nothing(
     machine: Machine, too_large: Sequence[Proposal], refused: Sequence[LayoutError]
 ) -> str:
-    """Why no layout is left, with the nearest one."""
+    """The message of an error: no layout fits, and which comes nearest."""
     lines = [f"flexflow: no layout of {len(machine.devices)} devices fits"]
     if too_large:
         nearest, budget = too_large[0], machine.memory_bytes

@@ -76,7 +76,7 @@ class StepSeconds:
 
 
 class Strategy(NamedTuple):
-    """How the tensors of a step are laid out that a layout decides about.
+    """A strategy: the layouts of weights, batch and constrained tensors.
 
     Attributes:
       weights: {path: axes per dim} of the parameters between steps, and of the
@@ -228,14 +228,14 @@ class _Run:
             self.summed = max(self.summed, end)
 
     def _step(self, index: int, held: Callable[[int], TensorLayout]) -> Step:
-        """How an operator runs, with its operands laid out as `held` says."""
+        """Propagates through an operator, with its operands laid out as `held` says."""
         operands = tuple(map(held, self.graph.operators[index].operands))
         target = self.strategy.targets.get(index)
         wanted = self.wanted.get(index)
         return self.simulator.propagation.step(index, operands, target, wanted)
 
     def _carried(self, index: int, op: Operator) -> Step:
-        """What a loop passes on starts as a round ends, which one round shows."""
+        """Lays out the carry of a loop as its first round leaves it."""
         seen = dict(zip(op.results, map(self._held, op.operands), strict=True))
 
         def held(tensor: int) -> TensorLayout:
@@ -269,7 +269,7 @@ class _Run:
             self.computes = until
 
     def _send(self, transfer: Transfer, index: int, term: str) -> float:
-        """When a transfer has ended; one that was done for another reader costs 0.
+        """The end of a transfer; one that was done for another reader costs 0.
 
         Without overlap nothing is computed meanwhile.
         """

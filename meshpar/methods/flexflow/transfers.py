@@ -23,7 +23,7 @@ Target = tuple[frozenset[str] | None, ...]
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor is laid out.
+    """The layout of one tensor: its split, and axes over which it is a partial sum.
 
     Attributes:
       split: axes that split each dim.

@@ -20,7 +20,7 @@ from meshpar.errors import MeshparError
 
 @dataclasses.dataclass(frozen=True)
 class Portions:
-    """Who did what.
+    """The workers, order and time of the portions of one batch.
 
     Attributes:
       seconds: from the start until the last portion is done.

@@ -131,7 +131,7 @@ class Visit:
         return _take(x, at[1], self.num_keys, 2)
 
     def seen_at(self, at: Array) -> Array:
-        """Which keys of a pair its queries see: bool [B or 1, L, M]."""
+        """The mask of a pair: the keys that its queries see, bool [B or 1, L, M]."""
         queries = _tokens_at(self.queries, at[0], self.num_queries)
         keys = _tokens_at(self.keys, at[1], self.num_keys)
         return is_seen(queries, keys, self.window)

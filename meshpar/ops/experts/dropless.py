@@ -56,7 +56,7 @@ def _sent(expert: Array, config: MixtureConfig, ways: int) -> _Sent:
 
 
 class _Received(NamedTuple):
-    """Where the rows of a device's experts go.
+    """The places of the rows that a device's experts receive.
 
     Attributes:
       place: [slots] the row of each slot of the buffer, or of each choice, among those
