@@ -20,7 +20,7 @@ from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 from meshpar.models.row_check import (
-    BatchSplit,
+    Split,
     averaged_state,
     check_draws,
     check_losses,
@@ -112,16 +112,16 @@ def check_parts(
         splits["microbatches"] = layout.microbatches
     if not splits:
         return CheckedParts()
-    state, drawn = check_losses(model, batch, BatchSplit.by(splits), evaluates)
+    state, drawn = check_losses(model, batch, Split.by(splits), evaluates)
     averaged: frozenset[str] = frozenset()
     if (num := layout.microbatches) > 1:
-        averaged = averaged_state(state, BatchSplit.by({"microbatches": num}))
+        averaged = averaged_state(state, Split.by({"microbatches": num}))
     if drawn is None:
         return CheckedParts(averaged)
     rows = jax.tree.leaves(batch)[0].shape[0]
     own = {axis: num for axis, num in splits.items() if axis != TENSOR}
     for parts in (own, splits, *([{"microbatches": num}] if num > 1 else [])):
-        check_draws(drawn, rows, BatchSplit.by(parts))
+        check_draws(drawn, rows, Split.by(parts))
     draws = Draws(frozenset(drawn.rows), frozenset(drawn.keys))
     return CheckedParts(averaged, draws)
 

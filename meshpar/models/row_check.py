@@ -38,7 +38,7 @@ class Checked(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchSplit:
+class Split:
     """How a batch is split into parts.
 
     Attributes:
@@ -50,15 +50,13 @@ class BatchSplit:
     why: str
 
     @classmethod
-    def by(cls, settings: Mapping[str, int]) -> "BatchSplit":
+    def by(cls, settings: Mapping[str, int]) -> "Split":
         """The split by settings {name: number of parts}."""
         why = ",".join(f"{name}={number}" for name, number in settings.items())
         return cls(math.prod(settings.values()), why)
 
 
-def check_losses(
-    model: Model, batch: Any, split: BatchSplit, evaluates: bool
-) -> Checked:
+def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Checked:
     """Checks the losses of a model whose batch is split into parts.
 
     Args:
@@ -83,7 +81,7 @@ def check_losses(
     return _check(loss, "the loss", params, batch, key, split)
 
 
-def averaged_state(state: dict[str, Any], split: BatchSplit) -> frozenset[str]:
+def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
     """Paths of the state whose new value is the mean of what the parts make of it.
 
     Other state does not depend on the batch: each part makes the same of it.
@@ -105,7 +103,7 @@ def averaged_state(state: dict[str, Any], split: BatchSplit) -> frozenset[str]:
     return frozenset(p for p, value in state.items() if not isinstance(value, Fixed))
 
 
-def check_draws(drawn: Drawn, rows: int, split: BatchSplit) -> None:
+def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
     """Checks that sizes tell draws for rows from draws for all rows together.
 
     Args:
@@ -129,7 +127,7 @@ def check_draws(drawn: Drawn, rows: int, split: BatchSplit) -> None:
 
 
 def _check(
-    fn: Callable, what: str, params: Any, batch: Any, key: Any, split: BatchSplit
+    fn: Callable, what: str, params: Any, batch: Any, key: Any, split: Split
 ) -> Checked:
     drawn: Drawn | None = Drawn()
     try:
@@ -152,7 +150,7 @@ def _of_one_part(
     params: Any,
     batch: Any,
     key: Any,
-    split: BatchSplit,
+    split: Split,
     error: Exception,
 ) -> Any:
     """The result for the rows of one part, about which nothing else is known."""

@@ -21,7 +21,7 @@ from support.row_losses import (
 
 import meshpar
 from meshpar.errors import LayoutError
-from meshpar.models.row_check import BatchSplit, check_losses
+from meshpar.models.row_check import Split, check_losses
 
 BATCH = row_losses.batch()
 
@@ -104,7 +104,7 @@ def assert_equal_to_plain(loss, name):
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_means_over_rows_are_accepted(name):
-    split = BatchSplit(4, "microbatches=4")
+    split = Split(4, "microbatches=4")
     check_losses(model(ALLOWED[name]), BATCH, split, evaluates=False)
 
 
@@ -112,7 +112,7 @@ def test_means_over_rows_are_accepted(name):
 def test_what_parts_cannot_give_is_refused(name):
     loss, cause = REFUSED[name]
     with pytest.raises(LayoutError, match=f"(?s)({cause}).*microbatches=4 splits"):
-        split = BatchSplit(4, "microbatches=4")
+        split = Split(4, "microbatches=4")
         check_losses(model(loss), BATCH, split, evaluates=False)
 
 

@@ -16,7 +16,7 @@ from support.other_losses import plain_sum, ratio, variance
 import meshpar
 from meshpar.errors import LayoutError
 from meshpar.models import row_values
-from meshpar.models.row_check import BatchSplit, check_losses
+from meshpar.models.row_check import Split, check_losses
 from meshpar.rows.values import Fixed, Mixed, Ratio, Summed
 
 
@@ -56,7 +56,7 @@ def test_a_mean_has_to_be_a_sum_over_a_sum(total, weight, words, place):
     def metric(p, b, key):
         return cross_entropy(p, b, key), {"of": mean(p, b, key)}
 
-    of, split = made(mean if place == "loss" else metric), BatchSplit(2, "fsdp=2")
+    of, split = made(mean if place == "loss" else metric), Split(2, "fsdp=2")
     if not words:
         check_losses(of, BATCH, split, evaluates=False)
         return
@@ -94,7 +94,7 @@ def test_metrics_are_means_or_name_their_kind(metric, plain, weighted):
         return of
 
     for has_weight, words in ((False, plain), (True, weighted)):
-        of, split = made(loss(has_weight)), BatchSplit(2, "data=2")
+        of, split = made(loss(has_weight)), Split(2, "data=2")
         if not words:
             check_losses(of, BATCH, split, evaluates=False)
             continue

@@ -12,7 +12,7 @@ from support.tiny_models import batch, model
 
 import meshpar
 from meshpar.errors import LayoutError
-from meshpar.models.row_check import BatchSplit, check_losses
+from meshpar.models.row_check import Split, check_losses
 from meshpar.rows import analysis as row_analysis
 
 
@@ -21,7 +21,7 @@ def test_a_loss_that_needs_its_number_of_rows_is_refused():
         return b["x"].reshape(B, L, D).mean()
 
     with pytest.raises(LayoutError, match="2 rows of a part.*reshape"):
-        check_losses(made(fixed), BATCH, BatchSplit(4, "data=4"), evaluates=False)
+        check_losses(made(fixed), BATCH, Split(4, "data=4"), evaluates=False)
 
 
 def test_pairs_of_rows_need_a_weight():
@@ -31,7 +31,7 @@ def test_pairs_of_rows_need_a_weight():
         x = b["x"].reshape(-1, 2, L, D)
         return (x[:, 0] - x[:, 1]).mean()
 
-    split = BatchSplit(4, "data=4")
+    split = Split(4, "data=4")
     with pytest.raises(LayoutError, match="another number of rows.*aux.'weight'"):
         check_losses(made(pairs), BATCH, split, evaluates=False)
 
@@ -46,7 +46,7 @@ def test_a_primitive_that_no_rule_foresees_needs_a_weight(monkeypatch):
         raise IndexError("no such dim")
 
     monkeypatch.setitem(row_analysis._RULES, "reduce_sum", unforeseen)
-    split = BatchSplit(2, "data=2")
+    split = Split(2, "data=2")
     with pytest.raises(LayoutError, match="could not be followed.*no such dim"):
         check_losses(made(plain_sum), BATCH, split, evaluates=False)
 
@@ -69,7 +69,7 @@ def test_the_decoders_are_accepted(framework, sizes):
     if framework == "linen":
         unknown = ("loss_block", "kv_heads")
         sizes = {k: v for k, v in sizes.items() if k not in unknown}
-    check_losses(model(framework, **sizes), batch(), BatchSplit(2, "data=2"), True)
+    check_losses(model(framework, **sizes), batch(), Split(2, "data=2"), True)
 
 
 class Line(nnx.Module):

@@ -29,7 +29,7 @@ from support.other_losses import (
 )
 
 from meshpar.errors import LayoutError
-from meshpar.models.row_check import BatchSplit, check_losses
+from meshpar.models.row_check import Split, check_losses
 
 REFUSED = {
     ratio: "divides by a sum over rows",
@@ -61,12 +61,12 @@ REFUSED = {
 @pytest.mark.parametrize("loss", MEANS, ids=lambda loss: loss.__name__)
 def test_a_mean_over_rows_is_accepted(loss):
     draws = loss in (with_dropout, cropped)  # There is no key in evaluation.
-    check_losses(made(loss), BATCH, BatchSplit(2, "data=2"), evaluates=not draws)
+    check_losses(made(loss), BATCH, Split(2, "data=2"), evaluates=not draws)
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_another_loss_is_refused_unless_it_has_a_weight(loss):
-    split = BatchSplit(4, "microbatches=4")
+    split = Split(4, "microbatches=4")
     words = f"{REFUSED[loss]}.*aux.'weight'.*microbatches=4 splits"
     with pytest.raises(LayoutError, match=words):
         check_losses(made(loss), BATCH, split, evaluates=False)
