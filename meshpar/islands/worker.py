@@ -36,7 +36,7 @@ class Endpoint(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """An activity of a worker, from `start` to `stop`, seconds of `time.monotonic`."""
+    """An activity of a worker, from `start` to `stop` in seconds of its clock."""
 
     kind: str
     start: float

@@ -8,8 +8,8 @@ from meshpar.errors import MeshparError
 from meshpar.islands import ASP, BSP, SSP, KeyRange, Payload, Store, split, updates
 from meshpar.islands.consistency import parse_consistency
 from meshpar.islands.coordinator import RangeLostError
+from meshpar.islands.hash_ring import chains
 from meshpar.islands.optax_update import as_update
-from meshpar.islands.ring import chains
 from meshpar.islands.wire import PushEncoder, decoders
 
 
