@@ -76,7 +76,7 @@ def is_whole_cache_entry(content: bytes) -> bool:
 
 
 def compilation_cache_identity() -> str:
-    """Equal on all processes if and only if they find the same cached programs.
+    """A text that processes share exactly if they find the same cached programs.
 
     It is the part of the cache's keys that depends on the devices; on some platforms
     they include the process.

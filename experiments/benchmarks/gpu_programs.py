@@ -82,7 +82,7 @@ def run_page(case: Case, rehearsal: bool, profiles: bool) -> None:
 
 
 class _Step:
-    """A compiled step that keeps its own state: () -> what it returns beside it."""
+    """A compiled step that keeps its state: () -> the other results."""
 
     def __init__(
         self,

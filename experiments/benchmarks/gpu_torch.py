@@ -1,4 +1,4 @@
-"""The same Llama and training step in PyTorch, compiled, as a yardstick on one GPU.
+"""A Llama and its training step in compiled PyTorch, a yardstick on one GPU.
 
 torch.compile of the whole loss, attention by cuDNN or flash attention, autocast to
 bfloat16, layers that keep what a policy says, the loss in blocks of tokens, fused Adam.

@@ -114,7 +114,7 @@ def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
 
 
 def predict(recipe: str, topology: str, batch_size: int) -> Gain:
-    """Predicts all layouts but pipelines, and what mixing them by layer would gain.
+    """Predicts all layouts but pipelines, and the gain from mixing them by layer.
 
     Args:
       recipe: name of a recipe, then settings.

@@ -1,4 +1,4 @@
-r"""The planner's predictions against what compilers say of the same programs.
+r"""Compares the planner's predictions with the compilers' figures.
 
     python -m experiments.benchmarks.predictions --only=llama-1b
     python -m experiments.benchmarks.predictions --only=v5p:2x2x1 --compile
@@ -68,7 +68,7 @@ class Predictor:
         self._facts: dict[tuple[str, int, str], Facts] = {}
 
     def row(self, compiled: Compiled) -> Row:
-        """The prediction of a program beside what its compiler said."""
+        """The prediction of a program, and its compiler's figures."""
         case = compiled.case
         devices = mesh.topology(case.topology)
         key = case.recipe, case.batch_size, case.topology

@@ -111,7 +111,7 @@ class Learned(NamedTuple):
 
 
 def _signed(codes: np.ndarray) -> np.ndarray:
-    """Positive and negative parts of codes beside each other."""
+    """Concatenates the positive and the negative parts of codes."""
     return np.concatenate([np.maximum(codes, 0), np.maximum(-codes, 0)], axis=1)
 
 

@@ -29,7 +29,7 @@ def _candidates(
 
 
 def candidate_row(plans: Plans, candidate: Candidate) -> tuple[str, ...]:
-    """Layout, time, memory, bytes sent, largest terms, and what lost it."""
+    """A row: layout, time, memory, bytes sent, largest terms, why not the best."""
     known, seconds = candidate.uncertainty, candidate.seconds.total
     return (
         str(candidate.layout),
@@ -64,7 +64,7 @@ COMPILED = "layout", "memory", "compiled", "error", "step", "estimated", "verdic
 def compiled_rows(
     plans: Plans, compiled: Sequence[Explanation]
 ) -> list[tuple[str, ...]]:
-    """Predictions beside what was compiled, by layout."""
+    """Rows of predictions and compiled figures, by layout."""
     rows = []
     for candidate, explanation in zip(plans.best, compiled, strict=False):
         memory, peak = candidate.memory.total, explanation.compiled_bytes["peak"]
@@ -108,7 +108,7 @@ def summary(plans: Plans) -> str:
 
 
 def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None:
-    """Prints the best layouts, the Pareto front, what was refused and compiled.
+    """Prints the best layouts, the Pareto front, refusals and compiled figures.
 
     Args:
       plans: the plans.

@@ -89,7 +89,7 @@ def parse(text: str, whole: meshpar.Layout, num_processes: int) -> Fallbacks:
 def _accumulating(
     layout: meshpar.Layout, words: str, whole: meshpar.Layout
 ) -> meshpar.Layout:
-    """The layout with microbatches that hold no more rows than those of `whole`."""
+    """The layout with microbatches of at most as many rows as `whole` has."""
     if "microbatches" in grammar.read_items(words, DEFAULTS):
         return layout
     ways, before = (ways_of(BATCH_AXES, x.sizes) for x in (layout, whole))

@@ -47,7 +47,7 @@ _IMPORTED = time.time()
 
 
 class Startup:
-    """The clock of a startup, which hears of what jax traces and compiles.
+    """The clock of a startup, which listens to events of jax (traces, compilations).
 
     It begins in `IMPORTS`, is a context, and listens until the first step is done or
     the context ends. Until then Python collects no garbage: what is imported and traced

@@ -1,4 +1,4 @@
-"""Compares what a step writes with the formula of its layout, which needs no trace.
+"""Compares collectives that a step writes with the formula of its layout.
 
 Planners know the traffic of a layout by formula alone. Where both say the same, a
 formula is right, and a step lacks no reduction.

@@ -149,7 +149,7 @@ class _Schedule:
         starts.setdefault(start, []).append(transfer)
 
     def _read_collectives(self) -> None:
-        """Fills `transfers`; a computation that is called twice has its own once."""
+        """Fills `transfers`; those of a computation that is called twice count once."""
         seen = set()
         for fragments in self.program.chains(Call(self.program.entry)):
             first = fragments[0]

@@ -263,7 +263,7 @@ class _Reader(Interpreter[int]):
         )
 
     def _automatic(self, purpose: Purpose) -> tuple[str, ...]:
-        """The automatic axes along which a compiler may split what moves."""
+        """The automatic axes along which a compiler may split the moved arrays."""
         if purpose.unsplit:
             return ()
         return tuple(

@@ -71,7 +71,7 @@ class PlainLoop:
 
     @classmethod
     def of(cls, program: TrainProgram) -> "PlainLoop":
-        """The loop that trains what a program trains."""
+        """The plain loop that trains a program's model."""
         model, lowering = program.model, program.lowering
         params = LayerRows(model.rows).unstacked(model.params, lambda param, _: param)
         return cls(

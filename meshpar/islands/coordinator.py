@@ -86,7 +86,7 @@ class Coordinator:
         return self.tick()
 
     def tick(self) -> list[Send]:
-        """Repeats what has not been answered."""
+        """Repeats messages that have not been answered."""
         everybody = sorted(self._servers | self._leaving)
         if self.settled:
             return []

@@ -1,4 +1,4 @@
-"""Bytes of the values in a message: what a network moves, without headers."""
+"""Bytes of the values in a message, without headers."""
 
 from typing import Any
 

@@ -88,7 +88,7 @@ class IslandsProgram(TrainProgram):
         return np.arange(self.mode.workers * len(super().batch_rows))
 
     def _parts(self, batch: Any) -> list[Any]:
-        """The batch cut into those of the islands."""
+        """Cuts the batch into one part for each island."""
         rows = len(super().batch_rows)
         return [
             jax.tree.map(lambda x, i=i: np.asarray(x)[i * rows : (i + 1) * rows], batch)

@@ -213,7 +213,7 @@ class Simulator:
             self.send(handle(message))
 
     def _tick(self) -> None:
-        """The coordinator and the driver repeat what has no answer."""
+        """Lets the coordinator and the driver repeat unanswered messages."""
         self.send(self._coordinator.tick())
         self.send(self._client.retry())
         self.after(self._network.retry, self._tick)

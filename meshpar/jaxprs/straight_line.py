@@ -108,7 +108,7 @@ def needed(
     known: Iterable[Slot] = (),
     with_effects: bool = False,
 ) -> tuple[Step, ...]:
-    """The steps among some that outputs need, but for what is known.
+    """The steps that compute outputs from known values.
 
     Args:
       steps: the steps.
@@ -161,7 +161,7 @@ def dependents(steps: Sequence[Step], sources: Iterable[Slot]) -> set[Slot]:
 def value_numbers(
     steps: Sequence[Step], known: Mapping[Slot, Hashable] | None = None
 ) -> Callable[[Atom], int]:
-    """(value -> its number): equal numbers are computed in the same way.
+    """Numbers values: equal numbers are computed in the same way.
 
     Args:
       steps: that compute the values.

@@ -65,7 +65,7 @@ class ValueNumbers(Interpreter[int]):
         return self.number(eqn.primitive, self.settings(eqn.params), own, *read)
 
     def settings(self, params: Mapping[str, Any]) -> Hashable:
-        """The parameters of an equation as a key; equal for jaxprs that do the same."""
+        """The parameters of an equation as a key; equivalent jaxprs have equal keys."""
         return tuple((name, self._setting(x)) for name, x in sorted(params.items()))
 
     def _setting(self, value: Any) -> Hashable:

@@ -55,7 +55,7 @@ _KEPT_NAMES = {
 
 
 def _policy_of(remat: str) -> Callable[..., bool]:
-    """The policy of jax: what to keep."""
+    """The rematerialization policy of jax."""
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names(*_kept_names(remat))
     if remat not in KEEPS_MATMULS:

@@ -1,4 +1,4 @@
-"""The identity of an outer optimizer: what its update computes, with all constants.
+"""The identity of an outer optimizer: a hash of the operations of its update.
 
 An optimizer is a pair of functions, whose settings are hidden in them. They appear in
 the operations of a traced update. Two optimizers of equal state, such as SGD with two

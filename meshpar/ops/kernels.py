@@ -138,7 +138,7 @@ class _KernelVjp:
         return jax.vjp(of_arrays, *arrays[: self.num])
 
     def forward(self, *arrays: Array) -> tuple[Array, list[Array]]:
-        """The result, and what else `backward` needs, each with a dim of 1 in front."""
+        """The result, and residuals for `backward`, each with a dim of 1 in front."""
         y, pull = self._vjp(arrays)
         leaves, self._structure = jax.tree.flatten(pull)
         known = *arrays, y

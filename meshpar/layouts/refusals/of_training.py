@@ -1,4 +1,4 @@
-"""Refusals of a layout beside a model, a lowering, a schedule and a mode."""
+"""Refusals of a layout with a model, a lowering, a schedule or a mode."""
 
 import dataclasses
 from collections.abc import Iterable

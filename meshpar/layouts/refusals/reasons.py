@@ -149,7 +149,7 @@ def fitting(
 def _met(
     combination: Combination, table: Sequence[Refusal], lowering: str
 ) -> Iterator[Reason]:
-    """The reasons that hold under one lowering alone; "" gives those of all."""
+    """Reasons that hold under one lowering alone; "" for reasons under all."""
     for refusal in table:
         if refusal.lowering == lowering and (given := refusal.given(combination)):
             yield Reason(refusal, given)

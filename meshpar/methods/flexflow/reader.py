@@ -100,7 +100,7 @@ class _Reader(Interpreter[int]):
         self.operators.append(op)
 
     def scan(self, eqn: Any, operands: list[int]) -> list[int]:
-        """Adds the body of a scan once, and what takes rows from and to its stacks."""
+        """Adds the body of a scan once, and operators that cut and fill its stacks."""
         num_consts, num_carry = scan_counts(eqn)
         body, times = eqn.params["jaxpr"], self.times
         rounds = times * eqn.params["length"]

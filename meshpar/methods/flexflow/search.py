@@ -59,7 +59,7 @@ _RULES = ("params", "activations", "paths", "allow", "min_shard_size", "zero", "
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """One layout, and what its simulated step costs.
+    """One layout, with memory and time of its simulated step.
 
     Attributes:
       layout: the layout.

@@ -1,4 +1,4 @@
-"""Strategies of one mesh: the states of a search, and what each of them costs."""
+"""Strategies of one mesh: the states of a search, and their costs."""
 
 import dataclasses
 import math

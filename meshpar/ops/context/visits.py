@@ -44,7 +44,7 @@ class Places:
     def visit(
         self, hops: Any, length: int, segments: Sequence[Array], window: int
     ) -> "Visit":
-        """This device's queries beside the keys that have made some hops.
+        """The visit of keys to this device's queries after some hops.
 
         Args:
           hops: their number; the int 0 for the device's own keys.

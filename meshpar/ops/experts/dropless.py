@@ -95,7 +95,7 @@ def run_dropless(
     exchange: Exchange,
     run: RunExperts,
 ) -> tuple[Array, Lost]:
-    """(outputs y[T, D], what was lost) of one device's tokens.
+    """Runs one device's tokens; returns (outputs y[T, D], the lost choices).
 
     Communication: tokens to all devices and outputs back, each (n-1)/n of n * T * D
     numbers; experts and weights of tokens, n * T * X numbers each. Where a bound allows
