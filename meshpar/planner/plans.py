@@ -24,8 +24,12 @@ from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.wanted import Wanted
 from meshpar.mesh.machine import Machine, machine_of
-from meshpar.mesh.topologies import has_compiler, parse_topology, stand_ins
-from meshpar.mesh.topologies import topology as topology_devices
+from meshpar.mesh.topologies import (
+    devices_of,
+    has_compiler,
+    parse_topology,
+    stand_ins,
+)
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.compiled import compiled_candidates
@@ -177,13 +181,6 @@ def plan(
 def abstract_batch(batch: Any) -> Any:
     """Shapes and dtypes of a batch."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-
-
-def devices_of(topology: str | Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    """The devices of a topology, a sequence of devices, or this machine."""
-    if topology is None:
-        return jax.devices()
-    return topology_devices(topology) if isinstance(topology, str) else topology
 
 
 def _compiling_machine(

@@ -26,6 +26,7 @@ from meshpar.lowering.memory import Memory
 from meshpar.lowering.optimizer import optimizer_of
 from meshpar.mesh.machine import Machine, machine_of
 from meshpar.mesh.mesh import make_mesh
+from meshpar.mesh.topologies import devices_of
 from meshpar.methods.flexflow.choices import SEARCHED, Choices, State
 from meshpar.methods.flexflow.graph import Graph
 from meshpar.methods.flexflow.ledger import Ledger
@@ -34,7 +35,6 @@ from meshpar.methods.flexflow.simulator import StepSeconds
 from meshpar.methods.flexflow.step_trace import dim_name, trace_step
 from meshpar.methods.flexflow.strategies import Strategies
 from meshpar.models.model import Model
-from meshpar.planner.plans import abstract_batch, devices_of
 
 _MOST_TENSOR = 16
 """Most devices over `tensor`: more of them than one host's have slow links between."""
@@ -131,7 +131,8 @@ def search(
             "out layers= where the model is made"
         )
     wanted = Wanted.of(require, forbid)
-    devices, batch = devices_of(topology), abstract_batch(batch)
+    devices = devices_of(topology)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     machine = machine_of(devices, memory, slowdown)
     found, refused = _proposals(model, optimizer, batch, compute_dtype, machine, wanted)
     lowered = functools.partial(lower, model, optimizer, batch=batch, devices=devices)
