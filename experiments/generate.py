@@ -145,7 +145,7 @@ class _Writer:
         ]
 
     def settings(self) -> str:
-        """A hash of all that decides the texts beside the prompts."""
+        """A hash of all settings that decide the texts, without the prompts."""
         sampling = dataclasses.asdict(self.sampling)
         own = [TOKENS.value, self.stop, self.generator.max_length]
         return prompt_files.settings_hash([self.source.name, sampling, *own])

@@ -54,7 +54,7 @@ def vary(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Arrays marked as varying over the same manual axes, those of all together.
+    """Marks arrays as varying over the union of their manual axes.
 
     A function with a vjp of its own then leaves sums over these axes to this mark.
     """

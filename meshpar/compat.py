@@ -4,12 +4,11 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 
 def prepare_cpu_threads() -> None:
@@ -77,7 +76,7 @@ def is_whole_cache_entry(content: bytes) -> bool:
 
 
 def compilation_cache_identity() -> str:
-    """Equal on all processes if and only if they find the same cached programs.
+    """A text that processes share exactly if they find the same cached programs.
 
     It is the part of the cache's keys that depends on the devices; on some platforms
     they include the process.
@@ -94,34 +93,11 @@ def set_simulated_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-    + ("custom_jvp_call", "custom_vjp_call")
-)
-"""Names of primitives that call one jaxpr with their own arguments."""
+def has_side_effects(eqn: Any) -> bool:
+    """Whether an equation does more than compute its results, such as print."""
+    from jax._src.core import NamedAxisEffect
 
-
-def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr that an equation of `CALLS` runs, and its constants."""
-    for value in eqn.params.values():
-        if isinstance(value, core.ClosedJaxpr):
-            return value.jaxpr, value.consts
-        if isinstance(value, core.Jaxpr):
-            return value, ()
-    raise AssertionError(f"{eqn.primitive} holds no jaxpr")
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from equations(inner)
-
-
-def inner_jaxprs(eqn: Any) -> Sequence[Any]:
-    """The jaxprs that an equation runs."""
-    return list(core.jaxprs_in_params(eqn.params))
+    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -134,7 +134,7 @@ def lower(
     by_hand = ShardMapLowering.name in names
     check_trace(model, layout, mesh, step_batch, by_hand)
     state = abstract_state(params, optimizer_state, plan, mesh)
-    parts = Parts(model, optimizer, plan, mesh, clip_norm, compute_dtype)
+    parts = LoweringArguments(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     with jax.set_mesh(mesh):
         checked = check_parts(model, layout, by_hand, abstract_batch)
         dims = None
@@ -167,7 +167,7 @@ def _lowering_names(combined: Combination) -> list[str]:
     return [possible[0]]
 
 
-class Parts(NamedTuple):
+class LoweringArguments(NamedTuple):
     """The arguments that every lowering takes, in the order of its fields."""
 
     model: Model
@@ -180,7 +180,7 @@ class Parts(NamedTuple):
 
 def make_lowering(
     name: str,
-    parts: Parts,
+    parts: LoweringArguments,
     spec: PipelineSpec | None,
     checked: CheckedParts,
     dims: RowDims | None = None,
@@ -206,7 +206,7 @@ def combination(
     mode: Mode | None = None,
     clip_norm: float | None = None,
 ) -> Combination:
-    """What is asked of `lower`, as the table of refusals looks at it.
+    """The arguments of `lower` as facts for the table of refusals.
 
     It needs no devices, and nothing is traced.
 

@@ -40,7 +40,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def shown(text: str, longest: int = 160) -> str:
-    """Text for an error message, without the end of what is too long to read."""
+    """Shortens a text for an error message."""
     if len(text) <= longest:
         return text
     return f"{text[:longest]}... ({len(text):,} characters)"

@@ -60,7 +60,7 @@ def read() -> list[Compiled]:
 
 
 def write(compiled: Sequence[Compiled]) -> None:
-    """Stores what compilers said, beside what they said of other programs."""
+    """Stores the compilers' figures of programs, beside those already stored."""
     stored = {(c.case, c.jax_line): c for c in read()} if FILE.exists() else {}
     stored |= {(c.case, c.jax_line): c for c in compiled}
     order = {case: index for index, case in enumerate(CASES)}

@@ -1,4 +1,4 @@
-r"""Compares decoders on simulated CPU devices with a page of plain JAX for the same.
+r"""Compares decoders with a page of plain JAX, on simulated CPU devices.
 
     python -m experiments.benchmarks.decoder_on_cpu
     python -m experiments.benchmarks.decoder_on_cpu --only=llama/fsdp=8 --rounds=60

@@ -181,7 +181,7 @@ class Page:
         return jax.device_put(batch, NamedSharding(self._mesh, self._batch_spec))
 
     def _gathered(self, params: Params, prefix: str) -> Params:
-        """Whole weights over fsdp of one layer, or of what is beside the layers."""
+        """Gathers over fsdp the weights of one layer, or those outside the layers."""
         found = {}
         for path, x in params.items():
             spec = self._specs[prefix + path][1 if prefix else 0 :]

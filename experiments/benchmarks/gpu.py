@@ -59,7 +59,7 @@ _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class Job(NamedTuple):
-    """What one process measures.
+    """The measurement of one process.
 
     Attributes:
       part: which program, or what else.
@@ -120,7 +120,7 @@ def _run_part(part: str) -> None:
 
 
 def jobs(memory_gb: float) -> Iterator[Job]:
-    """What is measured, in order.
+    """The measurements, in order.
 
     Args:
       memory_gb: of the card.
@@ -244,7 +244,7 @@ def _lines(command: Sequence[str], seconds: float) -> Iterator[str]:
 
 
 def _compiled_rows() -> list[dict[str, Any]]:
-    """What a compiler says of meshpar's programs and the page, without a machine."""
+    """Rows of meshpar's programs and the page from a compiler, without a GPU."""
     meshpar.simulate(1)
     (device,) = mesh.topology(TOPOLOGY.value)
     rows = []

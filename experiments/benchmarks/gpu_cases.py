@@ -25,7 +25,7 @@ ROW = "ROW "
 
 
 class Case(NamedTuple):
-    """How a model is trained.
+    """A model, and the settings with which it is trained.
 
     Attributes:
       recipe: of the model.

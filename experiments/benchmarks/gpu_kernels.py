@@ -1,4 +1,4 @@
-"""What a card is and can do, and which of its kernels take how long."""
+"""Facts about a GPU: its limits, and the time of the kernels of a step."""
 
 import collections
 import glob
@@ -28,7 +28,7 @@ _SIDE = 8192
 
 
 def run_device(rehearsal: bool) -> None:
-    """Prints what the card is, and how fast it multiplies and copies.
+    """Prints the name of the GPU, and its speed of matmuls and copies.
 
     The row has the driver, clocks in MHz and power in W just after the product of
     matrices in bfloat16, TFLOP/s of that product, and TB/s that a copy reads and

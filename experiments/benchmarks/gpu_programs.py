@@ -1,4 +1,4 @@
-"""What the benchmark on a GPU measures in jax: meshpar, and a page of plain jax."""
+"""The jax programs of the GPU benchmark: meshpar, and a page of plain jax."""
 
 import collections
 import re
@@ -81,7 +81,7 @@ def run_page(case: Case, rehearsal: bool, profiles: bool) -> None:
 
 
 class _Step:
-    """A compiled step that keeps its own state: () -> what it returns beside it."""
+    """A compiled step that keeps its state: () -> the other results."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The same Llama and training step in PyTorch, compiled, as a yardstick on one GPU.
+"""A Llama and its training step in compiled PyTorch, a yardstick on one GPU.
 
 torch.compile of the whole loss, attention by cuDNN or flash attention, autocast to
 bfloat16, layers that keep what a policy says, the loss in blocks of tokens, fused Adam.
@@ -127,7 +127,7 @@ def _load(
 def _policies(
     torch: Any, config: DecoderConfig, case: Case
 ) -> tuple[list[str], dict[str, Any]]:
-    """The policy of every layer, and contexts of those that keep some results."""
+    """The checkpoint policy of every layer, and its context if it keeps results."""
     policies = [
         policy
         for policy, count in mixes.segments(case.remat, config.depth)

@@ -1,4 +1,4 @@
-r"""What layouts of their own for each layer could gain at most, as predicted.
+r"""An upper bound on the gain from a layout for each layer, as predicted.
 
     python -m experiments.benchmarks.layouts_by_layer
 
@@ -85,7 +85,7 @@ def least_seconds(costs: Sequence[Cost], memory: float) -> float:
 
 
 def _front(costs: Sequence[Cost]) -> list[Cost]:
-    """Those that no other one beats in both memory and time."""
+    """The Pareto front of memory and time."""
     front: list[Cost] = []
     for cost in sorted(costs):
         if not front or cost.seconds < front[-1].seconds:
@@ -116,7 +116,7 @@ def gain(candidates: Sequence[Candidate], machine: Machine) -> Gain:
 
 
 def predict(recipe: str, topology: str, batch_size: int) -> Gain:
-    """Predicts all layouts but pipelines, and what mixing them by layer would gain.
+    """Predicts all layouts but pipelines, and the gain from mixing them by layer.
 
     Args:
       recipe: name of a recipe, then settings.

@@ -1,4 +1,4 @@
-r"""The planner's predictions against what compilers say of the same programs.
+r"""Compares the planner's predictions with the compilers' figures.
 
     python -m experiments.benchmarks.predictions --only=llama-1b
     python -m experiments.benchmarks.predictions --only=v5p:2x2x1 --compile
@@ -39,7 +39,7 @@ MARKDOWN = flags.DEFINE_bool("markdown", False, "Print a table for the documenta
 
 
 class Row(NamedTuple):
-    """One program: what was predicted, and what its compiler said.
+    """One program: its prediction, and its compiler's figures.
 
     Attributes:
       compiled: the compiler's word.
@@ -69,7 +69,7 @@ class Predictor:
         self._facts: dict[tuple[str, int, str], Facts] = {}
 
     def row(self, compiled: Compiled) -> Row:
-        """The prediction of a program beside what its compiler said."""
+        """The prediction of a program, and its compiler's figures."""
         case = compiled.case
         devices = mesh.topology(case.topology)
         key = case.recipe, case.batch_size, case.topology
@@ -89,7 +89,7 @@ class Predictor:
 
 
 def predicted(cases: Iterable[Case]) -> list[Row]:
-    """Rows of those of some programs that were compiled."""
+    """Predicts the programs that were compiled; one row each."""
     wanted, predictor = set(cases), Predictor()
     return [predictor.row(c) for c in compiled_programs.read() if c.case in wanted]
 

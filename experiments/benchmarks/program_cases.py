@@ -1,4 +1,4 @@
-"""Programs whose predictions are held against what compilers say of them."""
+"""The programs whose predictions are compared with compilers' figures."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-r"""Measures what it costs that random numbers belong to rows.
+r"""Measures the cost of random numbers that belong to rows.
 
     python -m experiments.benchmarks.random_draws
 
@@ -21,7 +21,7 @@ FLAGS = define_layer_flags(depth=6, rows=1024, rounds=60)
 
 
 def loss(params: Any, x_BD: jax.Array, key: jax.Array) -> jax.Array:
-    """The mean square of what layers with dropout give."""
+    """The mean square of the output of layers with dropout."""
     for i, (up_DF, down_FD) in enumerate(params):
         y_BD = jax.nn.gelu(x_BD @ up_DF) @ down_FD
         kept_BD = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, y_BD.shape)

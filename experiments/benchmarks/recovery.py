@@ -1,4 +1,4 @@
-r"""Times what a killed run needs until its next step, with and without its cache.
+r"""Times a killed run until its next step, with and without a compilation cache.
 
     python -m experiments.benchmarks.recovery --recipe=bytes-llama --rounds=3
 

@@ -1,1 +1,1 @@
-"""Logistic regression on sparse rows: what the commands sparse and batch train."""
+"""Logistic regression on sparse rows, for the commands sparse and batch."""

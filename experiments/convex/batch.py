@@ -9,7 +9,7 @@ import scipy.sparse as sp
 
 from meshpar.methods.gradient_coding import codes
 from meshpar.methods.sandblaster import lbfgs
-from meshpar.methods.sandblaster.portions import Schedule, schedule
+from meshpar.methods.sandblaster.portions import Portions, schedule
 
 
 class Problem:
@@ -67,7 +67,7 @@ class Workers:
     portions: int
     backup: bool
 
-    def run(self, num_portions: int | None = None) -> Schedule:
+    def run(self, num_portions: int | None = None) -> Portions:
         """Simulates one batch; its time is about 1 if all speeds are 1.
 
         Args:

@@ -74,12 +74,12 @@ class Corpus:
 
     @functools.cached_property
     def train_counts(self) -> np.ndarray:
-        """How often each token id occurs in the training part, integer [ids]."""
+        """Counts of each token id in the training part, integer [ids]."""
         return _counts(self.train)
 
     @functools.cached_property
     def held_out_counts(self) -> np.ndarray:
-        """How often each token id occurs in the held-out part, integer [ids]."""
+        """Counts of each token id in the held-out part, integer [ids]."""
         return _counts(self.held_out)
 
     @functools.cached_property

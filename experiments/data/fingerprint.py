@@ -70,7 +70,7 @@ def _digest(parts: Sequence[np.ndarray]) -> str:
 
 
 def _cache_file(file: pathlib.Path) -> pathlib.Path:
-    """Where the hash of a file is kept; another place after any change of the file."""
+    """The path at which a file's hash is kept; another one after the file changes."""
     stat = file.stat()
     times = stat.st_mtime_ns, stat.st_ctime_ns
     key = file.resolve(), stat.st_size, *times, stat.st_ino, stat.st_dev

@@ -87,7 +87,7 @@ def first_difference(found: Results, expected: Results) -> str:
 
 
 def _differ(found: Any, expected: Any) -> str:
-    """How two numbers or arrays differ; "" if their bits are equal."""
+    """The difference of two numbers or arrays in words; "" if their bits are equal."""
     if found is None or expected is None:
         return "is missing" if found is None else "should not be there"
     found, expected = np.asarray(found), np.asarray(expected)

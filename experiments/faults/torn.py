@@ -1,4 +1,4 @@
-"""Torn files: what a crash of a machine or a bad disk leaves of a run's files."""
+"""Torn files, as a crash of a machine or a bad disk leaves them."""
 
 import json
 import os

@@ -131,7 +131,7 @@ def _descents(
 
 
 def _distance(descent: batch.Descent, exact: batch.Descent) -> float:
-    """Of two descents' weights, relative to those of the second."""
+    """The distance of two descents' weights, relative to those of the second."""
     difference = np.linalg.norm(descent.weights - exact.weights)
     return float(difference / np.linalg.norm(exact.weights))
 

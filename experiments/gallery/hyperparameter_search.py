@@ -113,7 +113,7 @@ def expected_best(losses: np.ndarray, count: int) -> float:
 def _alone(
     batches: list[dict[str, np.ndarray]], values: dict[str, float]
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """(losses by step, weights) of a trial that is a run of its own."""
+    """Trains one trial by itself; returns (losses by step, weights)."""
     devices = jax.devices()[:1]
     program = meshpar.lower(
         _model(), _optimizer(values), "data=1", batches[0], devices=devices
@@ -126,7 +126,7 @@ def _alone(
 
 
 def equality_claims(runs: int, steps: int = 5) -> list[Claim]:
-    """Whether trials equal runs of their own, and what the program moves."""
+    """Claims that trials equal separate runs, and about the program's collectives."""
     rates = np.geomspace(1e-3, 1e-1, 8)
     values = trials.grid(rate=rates, decay=[1e-3], epsilon=[1e-6])
     batches = _batches(steps, 0)

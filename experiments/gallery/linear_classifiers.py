@@ -1,4 +1,4 @@
-"""How much of digits linear classifiers get right from features of them."""
+"""Accuracy of linear classifiers of digits, from features of them."""
 
 from collections.abc import Mapping, Sequence
 

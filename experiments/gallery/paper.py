@@ -55,7 +55,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a paper's program is run.
+    """The settings with which a paper's program runs.
 
     Attributes:
       quick: whether it shall run for less than a minute, on fewer or smaller cases.

@@ -1,4 +1,4 @@
-"""Li et al. 2014: what the filters of a parameter server leave out of its messages."""
+"""Li et al. 2014: bytes that filters save in a parameter server."""
 
 import dataclasses
 from typing import Any

@@ -54,7 +54,7 @@ class Layer(abc.ABC):
 
     @abc.abstractmethod
     def weight_spec(self, axis: str) -> PartitionSpec:
-        """How devices split the weight."""
+        """The spec by which devices split the weight."""
 
     @abc.abstractmethod
     def apply(self, x_BHWC: Array, w: Array, axis: str) -> Array:

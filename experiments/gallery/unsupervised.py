@@ -111,7 +111,7 @@ class Learned(NamedTuple):
 
 
 def _signed(codes: np.ndarray) -> np.ndarray:
-    """Positive and negative parts of codes beside each other."""
+    """Concatenates the positive and the negative parts of codes."""
     return np.concatenate([np.maximum(codes, 0), np.maximum(-codes, 0)], axis=1)
 
 
@@ -149,7 +149,7 @@ def learn(
 
 
 def _accuracies(learned: list[Learned], groups: np.ndarray) -> Accuracies:
-    """Of all classifiers and kinds of features, by seed."""
+    """Accuracies of all classifiers and kinds of features, by seed."""
     return {
         name: {
             kind: [

@@ -69,7 +69,7 @@ class ResultFile:
     """
 
     def __init__(self, path: str, prompts: Sequence[str], settings: str):
-        """Reads what an earlier command wrote; changes nothing yet.
+        """Reads the results of an earlier command; changes nothing yet.
 
         Args:
           path: the file; it may be missing.

@@ -50,7 +50,7 @@ def weight_files(folder: pathlib.Path) -> list[str]:
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """A JSON file; raises ValueError for what is none, OSError for what is missing."""
+    """Reads a JSON file; raises ValueError if it is none, OSError if it is missing."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path.name} is a folder, a pipe or a device")
     try:

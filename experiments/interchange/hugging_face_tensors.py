@@ -1,4 +1,4 @@
-"""Which parameters each tensor of Hugging Face's transformers is made of.
+"""Maps tensors of Hugging Face's transformers to parameters.
 
 Parameters of this repository are stacked over layers, those of experts over experts as
 well, and heads have a dim of their own. Files of transformers hold one matrix per layer
@@ -15,7 +15,7 @@ from experiments.models.decoder_config import DecoderConfig
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """How one tensor of transformers is made of parameters.
+    """The making of one tensor of transformers from parameters.
 
     Attributes:
       paths: the parameters that it joins along the output dim.

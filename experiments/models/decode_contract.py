@@ -119,7 +119,7 @@ class _Token:
     def output(
         self, axes: tuple[str, ...], why: str, times: int | None = None
     ) -> Iterator[DeclaredCollective]:
-        """The sum over axes of what every layer adds to the residual stream."""
+        """The all_reduce of one output in every layer."""
         size = self.rows * self.embed * self.item
         times = self.config.depth if times is None else times
         yield from self.term("all_reduce", axes, size, times, why)

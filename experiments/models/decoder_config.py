@@ -143,7 +143,7 @@ class DecoderConfig:
 
     @property
     def mixture(self) -> MixtureConfig:
-        """How the mixtures of experts route their tokens."""
+        """The settings of the mixtures of experts."""
         return MixtureConfig(
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,

@@ -1,4 +1,4 @@
-"""Recipes of published mixtures of experts at full size, as those in `published`."""
+"""Recipes of published mixtures of experts, at full size."""
 
 import dataclasses
 from collections.abc import Callable

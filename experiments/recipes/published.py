@@ -30,7 +30,7 @@ def make_config(
     warmup_tokens: int = 0,
     eps: float,
 ) -> Config:
-    """A recipe from what a paper says; the warm-up is in steps or in tokens."""
+    """A recipe from a paper's figures; the warm-up is in steps or in tokens."""
     step_tokens = batch_size * model.length
     model = dataclasses.replace(model, loss_block=LOSS_BLOCK)
     optimizer = OptimizerConfig(

@@ -1,1 +1,1 @@
-"""Reports: what the commands print, draw and write for people."""
+"""Reports of the commands: texts, tables, pictures and pages."""

@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 class Place(NamedTuple):
-    """Where a process runs.
+    """The log file and the environment of a process.
 
     Attributes:
       log: file of its output.
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Attributes:
       code: 0, or the exit code of the process that failed first.

@@ -53,7 +53,7 @@ class Restarts:
         self.why_not = ""
 
     def pause(self, code: int, step: int | None) -> float | None:
-        """How long to wait before the run is started again; None for never.
+        """Seconds to wait before the run is started again; None for never.
 
         Args:
           code: exit code of the run.

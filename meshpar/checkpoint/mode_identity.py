@@ -8,7 +8,7 @@ EXTRA, MODE = "synchronization", "mode"
 
 
 def unsaid_settings(metadata: Mapping[str, Any], identity: str) -> str | None:
-    """The settings of a mode that a checkpoint of the same mode does not name.
+    """The end of a mode's identity that a checkpoint of an earlier version lacks.
 
     Later versions of a mode add settings at the end of its identity. The identity that
     an earlier version saved is therefore the beginning of today's.

@@ -14,7 +14,7 @@ from meshpar.multihost.agree import READ_S, allgather_objects, broadcast
 
 
 class Entry(NamedTuple):
-    """Where a box is stored: an entry of an .npz file."""
+    """The stored place of a box: an entry of an .npz file."""
 
     file: pathlib.Path
     key: str

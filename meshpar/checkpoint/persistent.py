@@ -99,7 +99,7 @@ def find_checkpoints(folder: str | os.PathLike) -> list[StoredCheckpoint]:
 def reason_not_restorable(
     checkpoint: StoredCheckpoint, abstract_state: TrainState, num_replicas: int = 1
 ) -> str:
-    """Why a checkpoint cannot be restored to a state; "" if it can.
+    """A reason why a checkpoint cannot be restored to a state; "" if it can.
 
     Args:
       checkpoint: from `find_checkpoints`.

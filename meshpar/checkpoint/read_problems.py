@@ -26,7 +26,7 @@ class Kind(enum.StrEnum):
 
 
 class Problem(NamedTuple):
-    """Why one process could not read a checkpoint."""
+    """A problem of one process with reading a checkpoint."""
 
     kind: Kind
     text: str

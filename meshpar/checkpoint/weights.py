@@ -114,7 +114,7 @@ def _changed(params: Params, metadata: Mapping[str, Any]) -> str:
 
 
 def _read(folder: str | os.PathLike, like: Shapes, at: str) -> dict[str, Any]:
-    """The arrays of a checkpoint below a path, on the shards of those alike."""
+    """Reads arrays of a checkpoint below a path, sharded as given arrays are."""
     path = pathlib.Path(folder).resolve()
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     with contextlib.closing(reader):
@@ -156,7 +156,7 @@ def _subtree(tree: Any, parts: list[str], folder: str | os.PathLike) -> Any:
 
 
 def _restore_args(path: str, stored: Any, shapes: Shapes) -> ocp.RestoreArgs:
-    """How to restore one array: onto the shards of its parameter, or onto the host."""
+    """Orbax's arguments for one array: onto a parameter's shards, or onto the host."""
     like = shapes.get(path)
     if like is None or tuple(stored.shape) != like.shape:
         return ocp.RestoreArgs(restore_type=np.ndarray)

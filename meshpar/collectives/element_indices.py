@@ -58,7 +58,7 @@ def indices(
 
 
 def _places(words: Sequence[Array], size: int, per_row: int, stride: int) -> Words:
-    """Where each entry of the first dim starts among all rows' elements."""
+    """The number of the first element of each entry of the first dim."""
     entry = jax.lax.iota(jnp.uint32, size)
     if not per_row:
         return _product(entry, stride)

@@ -27,7 +27,7 @@ _PLAIN = "threefry2x32"
 
 
 class Inner(NamedTuple):
-    """How a dim after the first is split.
+    """The split of a dim after the first.
 
     Attributes:
       shard: number of this shard, integer scalar; may vary inside shard_map.
@@ -127,7 +127,7 @@ def for_microbatch(key: Array, microbatch: Array, num: int) -> Array:
 
 
 def _narrowed(key: Array, first: Array, num: int, step: int) -> Array:
-    """The key of one of `num` parts: each `step`-th row of the shard, from one on."""
+    """The key of a part that has every `step`-th row of the shard."""
     kind, data = _KINDS[str(key.dtype)], jax.random.key_data(key)
     words = [data[2] + first * data[3], data[3] * jnp.uint32(step)]
     words = [word[None] for word in words]

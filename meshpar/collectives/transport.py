@@ -58,7 +58,7 @@ class Transport:
     by_parts: ClassVar[bool] = False
 
     def covers(self, axes: tuple[str, ...]) -> bool:
-        """Whether the transport has a way of its own over these axes."""
+        """Whether the transport implements collectives over these axes itself."""
         del axes
         return False
 

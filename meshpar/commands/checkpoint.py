@@ -60,7 +60,7 @@ def newest(path: str) -> persistent.StoredCheckpoint:
 
 
 def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
-    """Why a layout cannot resume from a checkpoint; "" if it can.
+    """A reason why a layout cannot resume from a checkpoint; "" if it can.
 
     Args:
       checkpoint: the checkpoint, with metadata.

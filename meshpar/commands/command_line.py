@@ -255,7 +255,7 @@ _AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCO
 
 
 def _remedy(error: Exception) -> str:
-    """How to mend an error of the operating system or of memory; "" if unknown."""
+    """The remedy of an error of the operating system or of memory; "" if unknown."""
     number = error.errno if isinstance(error, OSError) else None
     again = (
         "and run the same command again: it goes on from the last complete checkpoint"

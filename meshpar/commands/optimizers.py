@@ -1,4 +1,4 @@
-"""Optimizers of optax by name, as users write them: what `verify --optimizers` draws.
+"""Optimizers of optax by name, from which `verify --optimizers` draws.
 
 Each treats tensors in a way of its own: element by element, by norms of tensors or of
 the whole tree, by matrices, by the number of dims, by the path of a layer.
@@ -14,7 +14,7 @@ from optax import contrib
 
 
 def _matrices(params: Any) -> Any:
-    """True for what has two dims or more."""
+    """True for tensors with two dims or more."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 

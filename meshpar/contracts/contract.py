@@ -169,7 +169,7 @@ def _takes(
     axes: tuple[str, ...],
     wire_bytes: float,
 ) -> bool:
-    """Whether bounds have room for some bytes together, which are taken from them.
+    """Whether bounds have room for some bytes; takes the bytes from them if so.
 
     Bounds over few axes come first: others leave room for what runs over more axes.
     """
@@ -231,7 +231,7 @@ def _written_as_all_reduce(
 
 
 def _runs(group: list[Collective]) -> int:
-    """Executions of all of a group."""
+    """Sum of the executions of a group's collectives."""
     return sum(collective.executions for collective in group)
 
 

@@ -1,4 +1,4 @@
-"""Compares what a step writes with the formula of its layout, which needs no trace.
+"""Compares collectives that a step writes with the formula of its layout.
 
 Planners know the traffic of a layout by formula alone. Where both say the same, a
 formula is right, and a step lacks no reduction.
@@ -15,7 +15,7 @@ _Key = tuple[str, tuple[str, ...], bool]
 def formula_violations(
     written: Iterable[DeclaredCollective], formula: Iterable[DeclaredCollective]
 ) -> list[str]:
-    """Compares bytes and executions, by kind and axes, those of gathers apart.
+    """Compares collectives by kind and axes: their bytes and executions.
 
     A step may write fewer gathers: a backward pass need not read all weights.
 
@@ -43,7 +43,7 @@ def formula_violations(
 
 
 def without_purpose(written: Iterable[WrittenCollective]) -> list[str]:
-    """One line for each collective that gives no purpose."""
+    """Lists the collectives without a purpose, one line each."""
     return [
         f"{x.kind} over {'*'.join(x.axes)}: the step writes {x.payload_bytes} bytes at "
         f"{x.source} and says not why; take it out, or write it inside "

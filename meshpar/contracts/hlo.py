@@ -55,14 +55,14 @@ def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
       ValueError: the text is not that of a compiled program, or does not tell how often
         a loop runs or which devices take part in a collective.
     """
-    program = Program(text, mesh)
+    program = HloModule(text, mesh)
     chains = program.chains(Call(program.entry))
     return [program.merged(fragments) for fragments in chains]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How the program runs one computation.
+    """One call of a computation: how often it runs, and where.
 
     Attributes:
       computation: name of the computation.
@@ -96,7 +96,7 @@ class Occurrence:
     end: int
 
 
-class Program:
+class HloModule:
     """A compiled program: computations, source lines and the mesh that it runs on."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
@@ -105,7 +105,7 @@ class Program:
         self.sources = source_lines(text)
 
     def occurrences(self, call: Call) -> Iterator[Occurrence]:
-        """The collectives of a computation and of those that it calls, in order."""
+        """The collectives of a computation and its callees, in order."""
         scope = self.computations.get(call.computation, {})
         schedule = list(scope.values())
         for index, instruction in enumerate(schedule):
@@ -184,7 +184,7 @@ class Program:
         end: int,
         payload_bytes: int,
     ) -> Collective:
-        """The send at `index`, which is a collective over the links between slices."""
+        """The collective over the links between slices whose send is at `index`."""
         groups = groups_of(schedule[index].line, self.mesh)
         return Collective(
             kind=kind,
@@ -210,7 +210,7 @@ class Program:
         return list(chains.values())
 
     def merged(self, fragments: Sequence[Occurrence]) -> Collective:
-        """One collective from its fragments."""
+        """Merges the fragments of one collective."""
         first = fragments[0]
         if len(fragments) == 1:
             return first.collective

@@ -68,7 +68,7 @@ def _with_collectives(
 def _mixed_in(
     computation: Mapping[str, Instruction], having: frozenset[str]
 ) -> Iterator[tuple[Instruction, list[Instruction]]]:
-    """(collective, or what contains one; loops that it may mix with)."""
+    """Pairs of (instruction with collectives, the loops that it may mix with)."""
     loops: list[str] = []
     none: frozenset[str] = frozenset()
     read: dict[str, frozenset[str]] = {}  # The loops that an instruction waits for.

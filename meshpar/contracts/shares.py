@@ -1,4 +1,4 @@
-"""Shares of what a compiled program moves: exact, bounded, held to nothing."""
+"""Shares of a program's traffic that are declared exactly, bounded, or not at all."""
 
 import dataclasses
 import math

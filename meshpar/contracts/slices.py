@@ -21,7 +21,7 @@ _TILE_BYTES = 4096
 def over_slices(
     terms: Sequence[DeclaredCollective], collectives: Sequence[Collective]
 ) -> tuple[list[DeclaredCollective], list[str]]:
-    """The declared collectives as the slices of a program exchange them.
+    """Replaces exact all_reduces that cross slices by bounds on their exchanges.
 
     Args:
       terms: the declared collectives.

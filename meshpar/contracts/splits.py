@@ -1,4 +1,4 @@
-"""Arrays of a jaxpr followed back to the code that makes them.
+"""Follows arrays of a jaxpr back to the code that makes them.
 
 Inside shard_map arrays are whole over the axes that stay automatic. A compiler splits
 them as the code says nearby: by a sharding constraint, or by the specs of a shard_map
@@ -12,8 +12,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from meshpar.compat import CALLS, inner_jaxprs, scan_counts
-from meshpar.jaxprs.equal_operations import operands_read
+from meshpar.compat import scan_counts
+from meshpar.jaxprs.value_numbers import operands_read
+from meshpar.jaxprs.walk import CALLS, inner_jaxprs
 
 _KEEPS_SPLITS = frozenset(
     "add add_any convert_element_type copy copy_p div dynamic_slice "
@@ -27,8 +28,8 @@ _LOOPS = frozenset(("scan", "while"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Code:
-    """One jaxpr, and the equation that runs it.
+class NestedJaxpr:
+    """A jaxpr inside a program, and the equation that runs it.
 
     Attributes:
       jaxpr: the jaxpr.
@@ -39,17 +40,21 @@ class Code:
 
     jaxpr: Any
     eqn: Any = None
-    outside: "Code | None" = None
+    outside: "NestedJaxpr | None" = None
     makers: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, jaxpr: Any, eqn: Any = None, outside: "Code | None" = None) -> "Code":
-        """The code of a jaxpr."""
+    def of(
+        cls, jaxpr: Any, eqn: Any = None, outside: "NestedJaxpr | None" = None
+    ) -> "NestedJaxpr":
+        """A jaxpr with the makers of its variables."""
         makers = {out: made for made in jaxpr.eqns for out in made.outvars}
         return cls(jaxpr, eqn, outside, makers)
 
 
-def split_axes(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str] | None:
+def split_axes(
+    x: Any, code: NestedJaxpr, automatic: Collection[str]
+) -> frozenset[str] | None:
     """The automatic axes that split an array; None if nothing says so.
 
     Args:
@@ -72,7 +77,9 @@ def split_axes(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str]
     return None
 
 
-def _said(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str] | None:
+def _said(
+    x: Any, code: NestedJaxpr, automatic: Collection[str]
+) -> frozenset[str] | None:
     """The axes that the equation of an array names; None if it names none."""
     eqn = code.makers.get(x)
     if eqn is None:
@@ -87,8 +94,8 @@ def _said(x: Any, code: Code, automatic: Collection[str]) -> frozenset[str] | No
     return frozenset(axis for axis in named if axis in automatic)
 
 
-def _sources(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
-    """(variable, its jaxpr) of the arrays that an array is split as."""
+def _sources(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
+    """Pairs of (variable, its jaxpr): arrays with the same sharding as an array."""
     eqn = code.makers.get(x)
     if eqn is None:
         yield from _given(x, code)
@@ -105,11 +112,11 @@ def _sources(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
     elif name in ("scan", "cond") or name in CALLS:
         for jaxpr in inner_jaxprs(eqn):
             if len(jaxpr.outvars) == len(eqn.outvars):
-                yield jaxpr.outvars[place], Code.of(jaxpr, eqn, code)
+                yield jaxpr.outvars[place], NestedJaxpr.of(jaxpr, eqn, code)
 
 
-def _given(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
-    """(variable, its jaxpr) of what is given for an input of a jaxpr."""
+def _given(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
+    """Pairs of (variable, its jaxpr): the operands for an input of a jaxpr."""
     if code.eqn is None or x not in code.jaxpr.invars:
         return
     name, place = code.eqn.primitive.name, code.jaxpr.invars.index(x)
@@ -124,7 +131,7 @@ def _given(x: Any, code: Code) -> Iterator[tuple[Any, Code]]:
         yield code.eqn.invars[place], code.outside
 
 
-def changes_in_loop(x: Any, code: Code) -> bool:
+def changes_in_loop(x: Any, code: NestedJaxpr) -> bool:
     """Whether an array may differ between the rounds of the innermost loop around it.
 
     True outside of loops.
@@ -141,7 +148,7 @@ def changes_in_loop(x: Any, code: Code) -> bool:
             continue
         seen.add((atom, code.jaxpr))
         if (eqn := code.makers.get(atom)) is not None:
-            waiting += [(operand, code) for operand in operands_read(eqn)]
+            waiting += [(x, code) for x in operands_read(eqn, eqn.invars)]
         elif code.jaxpr is inside.jaxpr:
             if code.jaxpr.invars.index(atom) >= scan_counts(code.eqn)[0]:
                 return True

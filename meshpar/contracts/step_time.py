@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.hlo import Call, Program
+from meshpar.contracts.hlo import Call, HloModule
 from meshpar.contracts.hlo_text import Instruction, callees, trip_count
 from meshpar.contracts.host_transfers import host_bytes
 
@@ -62,7 +62,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Compute, and what transfers add to it."""
+        """Seconds of compute and of transfers that compute does not hide."""
         return self.compute_seconds + self.exposed_seconds
 
 
@@ -108,7 +108,7 @@ class _Time(NamedTuple):
     transfers: float = 0.0
 
     def seconds(self, clock_rate: float) -> float:
-        """Compute, and what transfers add to it."""
+        """Seconds of compute and of transfers that compute does not hide."""
         return self.cycles / clock_rate + self.exposed
 
     def times(self, count: int) -> "_Time":
@@ -136,7 +136,7 @@ class _Schedule:
     """The instructions of a program, with the cycles and transfers of each."""
 
     def __init__(self, text: str, mesh: Mapping[str, int], rates: Rates):
-        self.program, self.rates = Program(text, mesh), rates
+        self.program, self.rates = HloModule(text, mesh), rates
         self.loops: list[LoopTime] = []
         self.sources: collections.Counter[str] = collections.Counter()
         # {computation: {index of the start: transfers}}
@@ -149,7 +149,7 @@ class _Schedule:
         starts.setdefault(start, []).append(transfer)
 
     def _read_collectives(self) -> None:
-        """Fills `transfers`; a computation that is called twice has its own once."""
+        """Fills `transfers`; those of a computation that is called twice count once."""
         seen = set()
         for fragments in self.program.chains(Call(self.program.entry)):
             first = fragments[0]

@@ -11,17 +11,18 @@ may split what a collective moves over such axes, the bytes are at most those wr
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from meshpar.compat import CALLS, equations, inner_jaxprs, user_line
+from meshpar.compat import scan_counts, user_line
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.purposes import Purpose
-from meshpar.contracts.splits import Code, changes_in_loop, split_axes
-from meshpar.jaxprs.equal_operations import Values
+from meshpar.contracts.splits import NestedJaxpr, changes_in_loop, split_axes
 from meshpar.jaxprs.live_code import without_dead_code
+from meshpar.jaxprs.value_numbers import ValueNumbers
+from meshpar.jaxprs.walk import CALLS, Interpreter, equations, inner_jaxprs
 
 _KINDS = (
     ("psum", "all_reduce"),
@@ -70,7 +71,7 @@ class WrittenCollective:
     backward: bool = False
 
     def times(self, number: int) -> "WrittenCollective":
-        """The collective of code that runs so many times."""
+        """The collective with its runs multiplied by a number."""
         runs = None if self.runs is None else self.runs * number
         return dataclasses.replace(self, runs=runs)
 
@@ -86,7 +87,7 @@ class _Place(NamedTuple):
       branches: branches around it that have collectives, of one conditional.
     """
 
-    code: Code
+    code: NestedJaxpr
     runs: int | None = 1
     manual: frozenset[str] = frozenset()
     names: tuple[Any, ...] = ()
@@ -96,7 +97,7 @@ class _Place(NamedTuple):
         """The place of the equations of a jaxpr that an equation runs."""
         name = eqn.primitive.name
         place = self._replace(
-            code=Code.of(jaxpr, eqn, self.code),
+            code=NestedJaxpr.of(jaxpr, eqn, self.code),
             names=self.names + tuple(eqn.source_info.name_stack.stack),
         )
         if name == "scan" and self.runs is not None:
@@ -124,7 +125,7 @@ def written_collectives(
       widens: whether floats smaller than 32 bits travel as float32.
     """
     needed, kept = (
-        list(_Reader(sizes, widens).collectives(live, _Place(Code.of(live))))
+        _Reader(sizes, widens, _Place(NestedJaxpr.of(live))).collectives()
         for live in (without_dead_code(jaxpr, True), without_dead_code(jaxpr))
     )
     left, written = collections.Counter(needed), []
@@ -136,57 +137,76 @@ def written_collectives(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Reads the collectives of one program.
+class _Reader(Interpreter[int]):
+    """Reads the collectives of a jaxpr, whose values it numbers.
 
     Attributes:
       sizes: {mesh axis: size}, outer to inner.
       widens: whether floats smaller than 32 bits travel as float32.
-      values: the values of the program.
+      place: of the equations.
+      values: numbers of the values of the whole program.
+      found: the collectives of the whole program.
+      seen: operations that ran in the same computation.
     """
 
     sizes: Mapping[str, int]
     widens: bool
-    values: Values = dataclasses.field(default_factory=Values)
+    place: _Place
+    values: ValueNumbers = dataclasses.field(default_factory=ValueNumbers)
+    found: list[WrittenCollective] = dataclasses.field(default_factory=list)
+    seen: set[int] = dataclasses.field(default_factory=set)
 
-    def collectives(self, jaxpr: Any, place: _Place) -> Iterator[WrittenCollective]:
-        """The collectives of a jaxpr and of all jaxprs inside it."""
-        known = self.values.new(jaxpr.invars)
-        return self._walk(jaxpr, place, known, set())
+    def collectives(self) -> list[WrittenCollective]:
+        """The collectives of the jaxpr and of all jaxprs inside it."""
+        self._read(self.place.code.jaxpr, ())
+        return self.found
 
-    def _walk(
-        self, jaxpr: Any, place: _Place, known: dict[Any, int], seen: set[int]
-    ) -> Iterator[WrittenCollective]:
-        """The collectives of a jaxpr and of all jaxprs inside it.
+    def _read(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+        """Reads a jaxpr; arguments without a number get new ones."""
+        new = self._new(jaxpr.invars[len(inputs) :])
+        return self.run(jaxpr, self._new(jaxpr.constvars), [*inputs, *new])
 
-        Args:
-          jaxpr: to read.
-          place: of its equations.
-          known: the numbers of its arguments; takes those of all values.
-          seen: operations that ran in the same computation.
-        """
-        for eqn in jaxpr.eqns:
-            if (kind := _kind(eqn)) is not None:
-                if axes := self._axes(eqn):
-                    operation = self.values.operation(eqn, known)
-                    again = operation in seen  # A compiler runs equal ones once.
-                    yield from self._read(eqn, kind, axes, place, again)
-                    seen.add(operation)
-                known |= self.values.results(eqn, known)
-            elif not (inner := inner_jaxprs(eqn)):
-                known |= self.values.results(eqn, known)
-            elif eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map":
-                called = inner[0]
-                own = self.values.arguments(eqn, called, known)
-                yield from self._walk(called, place.inside(eqn, called), own, seen)
-                known |= self.values.returned(eqn, called, own)
-            else:
-                is_loop = eqn.primitive.name == "scan"
-                once = is_loop and eqn.params["length"] == 1  # No loop is left of it.
-                for body in inner:
-                    own = self.values.constants(eqn, body, known) if is_loop else {}
-                    ran = seen if once else set()
-                    yield from self._walk(body, place.inside(eqn, body), own, ran)
+    def _new(self, variables: Sequence[Any]) -> list[int]:
+        return [self.values.new() for _ in variables]
+
+    def literal(self, atom: Any, owner: Any, place: int) -> int:
+        return self.values.literal(atom)
+
+    def equation(self, eqn: Any, operands: list[int]) -> list[int]:
+        if (kind := _kind(eqn)) is None and (inner := inner_jaxprs(eqn)):
+            return self._inside(eqn, inner, operands)
+        if kind is not None and (axes := self._axes(eqn)):
+            operation = self.values.operation(eqn, operands)
+            again = operation in self.seen  # A compiler runs equal ones once.
+            self.found.extend(self._written(eqn, kind, axes, again))
+            self.seen.add(operation)
+        return self.values.equation(eqn, operands)
+
+    def _inside(self, eqn: Any, inner: Sequence[Any], operands: list[int]) -> list[int]:
+        """Reads the jaxprs that an equation runs."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in CALLS:
+            return self._at(eqn, inner[0], self.seen)._read(inner[0], operands)
+        if name == "shard_map":
+            inputs = self._views(operands, params["in_specs"])
+            results = self._at(eqn, inner[0], self.seen)._read(inner[0], inputs)
+            return self._views(results, params["out_specs"])
+        is_loop = name == "scan"
+        known = operands[: scan_counts(eqn)[0]] if is_loop else ()
+        once = is_loop and params["length"] == 1  # No loop is left of it.
+        for body in inner:
+            self._at(eqn, body, self.seen if once else set())._read(body, known)
+        return self._new(eqn.outvars)
+
+    def _at(self, eqn: Any, jaxpr: Any, seen: set[int]) -> "_Reader":
+        """The reader of a jaxpr that an equation runs."""
+        place = self.place.inside(eqn, jaxpr)
+        return dataclasses.replace(self, place=place, seen=seen)
+
+    def _views(self, numbers: Sequence[int], specs: Sequence[Any]) -> list[int]:
+        """Numbers of values that cross the border of a shard_map."""
+        views = zip(numbers, specs, strict=True)
+        return [self.values.number("view", x, str(spec)) for x, spec in views]
 
     def _axes(self, eqn: Any) -> tuple[str, ...]:
         """The mesh axes over which a collective moves anything, outer to inner."""
@@ -194,15 +214,19 @@ class _Reader:
         named = named if isinstance(named, tuple) else (named,)
         return tuple(a for a, size in self.sizes.items() if a in named and size > 1)
 
-    def _read(
-        self, eqn: Any, kind: str, axes: tuple[str, ...], place: _Place, again: bool
+    def _written(
+        self, eqn: Any, kind: str, axes: tuple[str, ...], again: bool
     ) -> Iterator[WrittenCollective]:
         """The collectives of an equation, one for each of its arrays."""
-        ways, groups = self._ways(axes), eqn.params.get("axis_index_groups")
+        place, ways, groups = (
+            self.place,
+            self._ways(axes),
+            eqn.params.get("axis_index_groups"),
+        )
         size = len(groups[0]) if groups else ways
         purpose = Purpose.of(place.names + tuple(eqn.source_info.name_stack.stack))
-        automatic = self._automatic(place, purpose)
-        may_drop = again or self._may_drop(eqn, kind, place, purpose)
+        automatic = self._automatic(purpose)
+        may_drop = again or self._may_drop(eqn, kind, purpose)
         moved = eqn.outvars if kind == "all_gather" else eqn.invars
         for x, operand in zip(moved, eqn.invars, strict=True):
             split = frozenset()
@@ -222,7 +246,7 @@ class _Reader:
                 purpose.backward or purpose.again,
             )
 
-    def _may_drop(self, eqn: Any, kind: str, place: _Place, purpose: Purpose) -> bool:
+    def _may_drop(self, eqn: Any, kind: str, purpose: Purpose) -> bool:
         """Whether a compiler may leave a collective out, or send fewer bytes.
 
         It may drop gathers, send maxima in the dtype from which they were cast, merge
@@ -234,16 +258,16 @@ class _Reader:
             or purpose.gathers
             or eqn.primitive.name.startswith(("pmax", "pmin"))
             or (purpose.again and kind in ("reduce_scatter", "permute"))
-            or place.branches > 1
-            or not any(changes_in_loop(x, place.code) for x in eqn.invars)
+            or self.place.branches > 1
+            or not any(changes_in_loop(x, self.place.code) for x in eqn.invars)
         )
 
-    def _automatic(self, place: _Place, purpose: Purpose) -> tuple[str, ...]:
-        """The automatic axes along which a compiler may split what moves."""
+    def _automatic(self, purpose: Purpose) -> tuple[str, ...]:
+        """The automatic axes along which a compiler may split the moved arrays."""
         if purpose.unsplit:
             return ()
         return tuple(
-            a for a, n in self.sizes.items() if n > 1 and a not in place.manual
+            a for a, n in self.sizes.items() if n > 1 and a not in self.place.manual
         )
 
     def _ways(self, axes: Iterable[str]) -> int:

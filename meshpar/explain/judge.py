@@ -18,7 +18,7 @@ import optax
 from flax import traverse_util
 
 from meshpar.arrays import Array
-from meshpar.jaxprs.inlined import used_inputs
+from meshpar.jaxprs.straight_line import used_inputs
 from meshpar.layouts.param import Param, follows_load
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting
@@ -31,7 +31,7 @@ _ROUNDING = 2.0**-22
 """Relative change of weights that is taken for rounding, in float32."""
 
 
-class Step(NamedTuple):
+class LoopStep(NamedTuple):
     """Numbers of one step of the plain loop.
 
     Attributes:
@@ -71,7 +71,7 @@ class PlainLoop:
 
     @classmethod
     def of(cls, program: TrainProgram) -> "PlainLoop":
-        """The loop that trains what a program trains."""
+        """The plain loop that trains a program's model."""
         model, lowering = program.model, program.lowering
         params = LayerRows(model.rows).unstacked(model.params, lambda param, _: param)
         return cls(
@@ -85,7 +85,7 @@ class PlainLoop:
 
     def run(
         self, batches: Iterable[Any], seed: int = 0, moved: bool = False
-    ) -> Iterator[Step]:
+    ) -> Iterator[LoopStep]:
         """Trains, and yields the numbers of every step.
 
         Args:
@@ -153,7 +153,7 @@ class PlainLoop:
         return x if keeps else x.astype(self.compute_dtype)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _step(self, variables: Variables, state: Any, batch: Any) -> Step:
+    def _step(self, variables: Variables, state: Any, batch: Any) -> LoopStep:
         """One step."""
 
         def loss(
@@ -184,7 +184,7 @@ class PlainLoop:
         if STEP in after:
             after[STEP] = variables[STEP] + 1
         metrics = {**metrics_of(result), "grad_norm": norm}
-        return Step(evaluation, metrics, grads, after, state)
+        return LoopStep(evaluation, metrics, grads, after, state)
 
 
 def metrics_of(result: LossResult) -> dict[str, Array]:
@@ -218,7 +218,7 @@ def moved_by_rounding(x: Any) -> Any:
 
 
 def reason_no_judge(program: TrainProgram) -> str:
-    """Why no plain loop can judge a program; "" if one can."""
+    """A reason why no plain loop can judge a program; "" if one can."""
     model = program.model
     if model.plain is None:
         return "the model is not given as a module and its loss alone"

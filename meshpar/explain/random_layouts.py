@@ -145,7 +145,7 @@ def _split_options(rng: random.Random, context: int) -> dict[str, tuple]:
 
 
 def _allowed(values: dict[str, Any], name: str, choices: Sequence) -> list:
-    """The values of an option that a layout does not refuse beside the others."""
+    """The values of an option that do not conflict with the layout's other options."""
     drawn = Combination(Layout()).altered(values)
     refused = {
         value

@@ -196,7 +196,7 @@ def describe(
 
 
 def _reason_whole(leaf: LeafPlan) -> str:
-    """Why a variable is whole on every device, and what it is if no parameter."""
+    """A reason why a variable is whole on every device."""
     own = "" if leaf.kind == "parameter" else f"{leaf.kind}: "
     return own + leaf.reason
 

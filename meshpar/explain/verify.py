@@ -15,7 +15,7 @@ import numpy as np
 from meshpar.arrays import is_key, parameter_path
 from meshpar.contracts.shares import Shares
 from meshpar.errors import MeshparError
-from meshpar.explain.judge import PlainLoop, Step, reason_no_judge
+from meshpar.explain.judge import LoopStep, PlainLoop, reason_no_judge
 from meshpar.layouts.param import follows_load
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.train_program import TrainProgram
@@ -114,7 +114,7 @@ class VerifyReport:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Tensors of one step whose errors are measured beside each other.
+    """Tensors of one step that are compared together.
 
     Attributes:
       kind: as in `Comparison`.
@@ -131,7 +131,7 @@ class Group:
     start: Mapping[str, Any] | None = None
 
     def norms(self) -> dict[str, float]:
-        """{path: norm} of what errors are relative to."""
+        """The scale of errors of each tensor, {path: norm}."""
         start = self.start or dict.fromkeys(self.tensors, 0.0)
         changes = {p: np.float64(x) - start[p] for p, x in self.tensors.items()}
         return {path: float(np.linalg.norm(x)) for path, x in changes.items()}
@@ -188,7 +188,7 @@ def _optimizer_groups(state: Any, rows: LayerRows) -> dict[str, dict[str, Any]]:
 
 
 def _by_module(state: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """The variables of each module: a mean near 0 counts beside its variance."""
+    """Groups variables by module, so that a mean near 0 shares its variance's scale."""
     modules: dict[str, dict[str, Any]] = {}
     for path, x in state.items():
         modules.setdefault(path.rpartition("/")[0], {})[path] = x
@@ -200,7 +200,7 @@ def weight_groups(
     moved: Mapping[str, Any] | None = None,
     start: Mapping[str, Any] | None = None,
 ) -> list[Group]:
-    """Weights after a step, those of a module beside each other.
+    """Groups the weights after a step by module.
 
     Args:
       weights: {path in the module: array}.
@@ -217,7 +217,7 @@ def weight_groups(
 def _rounding(
     tensors: Mapping[str, Any], moved: Mapping[str, Any] | None
 ) -> dict[str, float] | None:
-    """{path: norm} of the difference between tensors and what became of them."""
+    """Norms of the changes of tensors, {path: norm}."""
     if moved is None:
         return None
     changes = {p: np.float64(moved[p]) - np.float64(x) for p, x in tensors.items()}
@@ -225,7 +225,7 @@ def _rounding(
 
 
 def _groups(
-    program: TrainProgram, step: Step, start: Mapping[str, Any] | None = None
+    program: TrainProgram, step: LoopStep, start: Mapping[str, Any] | None = None
 ) -> list[Group]:
     """The tensors of one step.
 
@@ -287,7 +287,7 @@ def record(
         metrics = jax.device_get(metrics)
         yield _groups(
             program,
-            Step(evaluation, metrics, gradients, variables, whole.optimizer_state),
+            LoopStep(evaluation, metrics, gradients, variables, whole.optimizer_state),
         )
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.jaxprs.inlined import needed, read, without_calls
+from meshpar.jaxprs.straight_line import Atom, Slot, Step, StraightLine
 from meshpar.mesh.order import computed
 
 
@@ -122,21 +122,25 @@ _KEEPS = "transpose", "convert_element_type", "copy", "pvary", "pcast"
 """Primitives through which the result of a matmul is still a `Product`."""
 
 
-def _find(variable: Any, makers: dict[Any, Any]) -> tuple[Any, tuple[int, ...]] | None:
-    """The matmul whose result a variable is: its equation, and its dims in order.
+def _find(value: Atom, makers: dict[Slot, Step]) -> tuple[Step, tuple[int, ...]] | None:
+    """The matmul whose result a value is, and its dims in order.
 
     Args:
-      variable: of a jaxpr.
-      makers: {variable: the equation that makes it}.
+      value: of a program.
+      makers: {value: the step that makes it}.
     """
-    order, eqn = tuple(range(len(variable.aval.shape))), makers.get(variable)
-    while eqn is not None and eqn.primitive.name in _KEEPS:
-        if eqn.primitive.name == "transpose":
-            order = tuple(eqn.params["permutation"][dim] for dim in order)
-        eqn = makers.get(eqn.invars[0])
-    if eqn is None or eqn.primitive.name != "dot_general":
+    order, step = tuple(range(len(value.aval.shape))), _maker(value, makers)
+    while step is not None and step.eqn.primitive.name in _KEEPS:
+        if step.eqn.primitive.name == "transpose":
+            order = tuple(step.eqn.params["permutation"][dim] for dim in order)
+        step = _maker(step.operands[0], makers)
+    if step is None or step.eqn.primitive.name != "dot_general":
         return None
-    return eqn, order
+    return step, order
+
+
+def _maker(value: Atom, makers: dict[Slot, Step]) -> Step | None:
+    return makers.get(value) if isinstance(value, Slot) else None
 
 
 def with_products(
@@ -150,40 +154,35 @@ def with_products(
       args: a pytree of arrays.
     """
     inputs, tree = jax.tree.flatten((weights, args))
-    closed, results = without_calls(lambda *x: fn(*jax.tree.unflatten(tree, x)), inputs)
-    jaxpr = closed.jaxpr
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    closed, results = jax.make_jaxpr(
+        lambda *x: fn(*jax.tree.unflatten(tree, x)), return_shape=True
+    )(*inputs)
+    program = StraightLine.of(closed)
+    makers = {slot: step for step in program.steps for slot in step.results}
     paths = sorted(results[0])
-    outputs = dict(zip(paths, jaxpr.outvars, strict=False))
-    rest = jaxpr.outvars[len(paths) :]
-    matmuls = {path: _find(variable, makers) for path, variable in outputs.items()}
+    outputs = dict(zip(paths, program.outputs, strict=False))
+    matmuls = {path: _find(value, makers) for path, value in outputs.items()}
     found = {path: matmul for path, matmul in matmuls.items() if matmul is not None}
-    wanted = [v for path, v in outputs.items() if path not in found] + list(rest)
-    wanted += [v for eqn, _ in found.values() for v in eqn.invars]
-    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-    for number in needed(jaxpr, wanted):
-        eqn = jaxpr.eqns[number]
-        values = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, values, strict=True))
-    gradients: dict[str, Array | Product] = {}
-    for path, variable in outputs.items():
-        if path not in found:
-            gradients[path] = read(env, variable)
-            continue
-        eqn, order = found[path]
-        lhs, rhs = (read(env, atom) for atom in eqn.invars)
+    others = [path for path in paths if path not in found]
+    rest = program.outputs[len(paths) :]
+    factors = [x for step, _ in found.values() for x in step.operands]
+    known = dict(zip(program.inputs, inputs, strict=True))
+    wanted = [*(outputs[path] for path in others), *rest, *factors]
+    values = iter(program.evaluate(wanted, known))
+    gradients: dict[str, Array | Product] = {path: next(values) for path in others}
+    results_rest = [next(values) for _ in rest]
+    for path, (step, order) in found.items():
         gradients[path] = Product(
-            lhs,
-            rhs,
-            _as_tuples(eqn.params["dimension_numbers"]),
+            next(values),
+            next(values),
+            _as_tuples(step.eqn.params["dimension_numbers"]),
             order,
-            variable.aval.dtype,
-            eqn.params["precision"],
-            eqn.source_info,
+            outputs[path].aval.dtype,
+            step.eqn.params["precision"],
+            step.eqn.source_info,
         )
     rest_tree = jax.tree.structure(results[1])
-    return gradients, jax.tree.unflatten(rest_tree, [read(env, v) for v in rest])
+    return gradients, jax.tree.unflatten(rest_tree, results_rest)
 
 
 def _as_tuples(numbers: Any) -> Any:

@@ -14,9 +14,15 @@ from typing import Any
 
 import jax
 
-from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.jaxprs.inlined import needed, read, variables, without_calls
+from meshpar.jaxprs.straight_line import (
+    Atom,
+    Slot,
+    Step,
+    StraightLine,
+    evaluate,
+    slots_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,26 +30,24 @@ class SplitBackward:
     """The two parts of fn(weights, args) -> (gradient of the weights, rest).
 
     Attributes:
-      jaxpr: the whole function, with calls inlined.
-      consts: its constants.
+      program: the whole function, with calls written out.
       num_weights: number of inputs that are weights, which W may read again.
-      first: equations of B, by number.
-      second: equations of W, by number.
-      handed_over: variables that W reads and that B computes or has as inputs.
-      gradients: output variables of W.
-      rest: output variables of B.
+      first: steps of B.
+      second: steps of W.
+      handed_over: values that W reads and that B computes or has as inputs.
+      gradients: results of W.
+      rest: results of B.
       gradient_tree: structure of the gradient.
       rest_tree: structure of the rest.
     """
 
-    jaxpr: Any
-    consts: Sequence[Any]
+    program: StraightLine
     num_weights: int
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    handed_over: tuple[Any, ...]
-    gradients: tuple[Any, ...]
-    rest: tuple[Any, ...]
+    first: tuple[Step, ...]
+    second: tuple[Step, ...]
+    handed_over: tuple[Slot, ...]
+    gradients: tuple[Atom, ...]
+    rest: tuple[Atom, ...]
     gradient_tree: Any
     rest_tree: Any
 
@@ -62,55 +66,48 @@ class SplitBackward:
                 jax.tree.unflatten(args_tree, flat_inputs[num_weights:]),
             )
 
-        closed, results = without_calls(flat, (*flat_weights, *flat_args))
-        jaxpr = closed.jaxpr
+        trace = jax.make_jaxpr(flat, return_shape=True)
+        closed, results = trace(*flat_weights, *flat_args)
+        program = StraightLine.of(closed)
         gradient_tree, rest_tree = map(jax.tree.structure, results)
         count = gradient_tree.num_leaves
-        gradients, rest = jaxpr.outvars[:count], jaxpr.outvars[count:]
-        first = needed(jaxpr, rest)
-        second = needed(jaxpr, gradients, frozenset(first))
-        available = {v for i in second for v in jaxpr.eqns[i].outvars}
-        available |= {*jaxpr.invars[:num_weights], *jaxpr.constvars}
-        reads = [v for i in second for v in jaxpr.eqns[i].invars] + gradients
-        handed_over = [v for v in variables(reads) if v not in available]
+        gradients, rest = program.outputs[:count], program.outputs[count:]
+        first = program.needed(rest)
+        computed = [slot for step in first for slot in step.results]
+        second = program.needed(gradients, computed)
+        available = {slot for step in second for slot in step.results}
+        available |= {*program.inputs[:num_weights], *program.constants}
+        reads = [*(x for step in second for x in step.operands), *gradients]
+        handed_over = (slot for slot in slots_of(reads) if slot not in available)
         return cls(
-            jaxpr,
-            closed.consts,
+            program,
             num_weights,
-            tuple(first),
-            tuple(second),
+            first,
+            second,
             tuple(dict.fromkeys(handed_over)),
-            tuple(gradients),
-            tuple(rest),
+            gradients,
+            rest,
             gradient_tree,
             rest_tree,
         )
 
-    def _start(self, weights: Any) -> dict:
-        """{variable: value} of the constants and the weights."""
-        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        weights = jax.tree.leaves(weights)
-        inputs = self.jaxpr.invars[: self.num_weights]
-        return env | dict(zip(inputs, weights, strict=True))
-
-    def _run(self, env: dict, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            eqn = self.jaxpr.eqns[number]
-            outputs = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
+    def _start(self, weights: Any) -> dict[Slot, Array]:
+        """{slot: value} of the constants and the weights."""
+        inputs = self.program.inputs[: self.num_weights]
+        leaves = jax.tree.leaves(weights)
+        return {**self.program.constants, **dict(zip(inputs, leaves, strict=True))}
 
     def run_first(self, weights: Any, args: Any) -> tuple[Any, list[Array]]:
         """B: the rest of fn's results, and the arrays that W needs."""
-        env = self._start(weights)
-        inputs = self.jaxpr.invars[self.num_weights :]
-        env.update(zip(inputs, jax.tree.leaves(args), strict=True))
-        self._run(env, self.first)
-        rest = jax.tree.unflatten(self.rest_tree, [read(env, v) for v in self.rest])
-        return rest, [env[v] for v in self.handed_over]
+        inputs = self.program.inputs[self.num_weights :]
+        known = self._start(weights)
+        known.update(zip(inputs, jax.tree.leaves(args), strict=True))
+        values = evaluate(self.first, [*self.rest, *self.handed_over], known)
+        count = len(self.rest)
+        return jax.tree.unflatten(self.rest_tree, values[:count]), values[count:]
 
     def run_second(self, weights: Any, state: Sequence[Array]) -> Any:
         """W: the gradient of the weights."""
-        env = self._start(weights) | dict(zip(self.handed_over, state, strict=True))
-        self._run(env, self.second)
-        gradients = [read(env, v) for v in self.gradients]
+        known = self._start(weights) | dict(zip(self.handed_over, state, strict=True))
+        gradients = evaluate(self.second, self.gradients, known)
         return jax.tree.unflatten(self.gradient_tree, gradients)

@@ -49,7 +49,7 @@ class Generator:
         return self.programs.batch_size
 
     def violations(self) -> list[str]:
-        """Where the compiled decoding breaks its contract.
+        """Compares the compiled decoding with its contract; one line per difference.
 
         There is none for a model that does not declare its collectives.
         """
@@ -166,7 +166,7 @@ class Generator:
         return self.programs.decode.compiled(params, state, sampling)
 
     def sampling_arrays(self, sampling: Sampling) -> SamplingArrays:
-        """How tokens are drawn, as an argument of `decode`."""
+        """The settings of sampling as arrays, an argument of `decode`."""
         return jax.tree.map(self._whole, sampling.as_arrays())
 
     def generate(

@@ -80,7 +80,7 @@ def generation_layouts(layout: Layout, kv_heads: int) -> GenerationLayouts:
 
 
 def _with_rules(layout: Layout, rules: dict[str, tuple[str, ...]]) -> Layout:
-    """The layout with those rules of activations that change something."""
+    """The layout with the rules of activations that have an effect."""
     sizes, own = layout.sizes, layout.activation_rules
     changed = {
         dim: axes

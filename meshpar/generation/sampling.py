@@ -17,7 +17,7 @@ from meshpar.errors import MeshparError
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; greedy by default.
+    """Settings by which tokens are drawn; greedy by default.
 
     Attributes:
       temperature: divisor of the logits; 0 takes the likeliest token.

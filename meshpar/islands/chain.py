@@ -149,7 +149,7 @@ class Chains:
         raise AssertionError(message)
 
     def prepare(self, epoch: int) -> list[Send]:
-        """Stops the work of earlier views, and says what is here."""
+        """Stops the work of earlier views, and reports the ranges of this server."""
         if epoch <= self.view.epoch:
             return []
         self._prepared = max(self._prepared, epoch)
@@ -161,7 +161,7 @@ class Chains:
         return view.epoch >= max(self._prepared, self.view.epoch)
 
     def adopt(self, view: View) -> list[Send]:
-        """Works under a view; when repeated, repeats what is not in place yet."""
+        """Adopts a view; repeats requests for ranges that are not in place yet."""
         if view.epoch > self.view.epoch:
             self.view, self._prepared = view, view.epoch
             self._announced = {}

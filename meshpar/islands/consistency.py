@@ -24,7 +24,7 @@ def _check_count(name: str, value: object) -> None:
 
 
 class Consistency(abc.ABC):
-    """When a pull may be answered.
+    """A consistency model: when a pull may be answered.
 
     Attributes:
       in_rounds: whether updates are held until all workers have pushed a clock, and

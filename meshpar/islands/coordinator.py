@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshpar.errors import MeshparError
+from meshpar.islands.hash_ring import chains
 from meshpar.islands.messages import (
     Adopt,
     AskView,
@@ -24,7 +25,6 @@ from meshpar.islands.messages import (
     Synced,
     View,
 )
-from meshpar.islands.ring import chains
 
 
 class RangeLostError(MeshparError):
@@ -86,7 +86,7 @@ class Coordinator:
         return self.tick()
 
     def tick(self) -> list[Send]:
-        """Repeats what has not been answered."""
+        """Repeats messages that have not been answered."""
         everybody = sorted(self._servers | self._leaving)
         if self.settled:
             return []

@@ -104,7 +104,7 @@ class Host(abc.ABC):
     # Batches.
 
     def step(self, parts: Sequence[Any]) -> dict[str, float]:
-        """Gives out one batch per island; returns metrics of what got done.
+        """Gives out one batch per island; returns metrics of the finished steps.
 
         The islands are at most one step behind: the call waits until all batches of
         earlier calls are done, and one new one.

@@ -75,7 +75,7 @@ def island_program(program: TrainProgram, mode: Islands) -> IslandProgram:
 
 
 def compile_island(program: TrainProgram, mode: Islands) -> IslandProgram:
-    """Compiles what an island of a mode needs, for `save`.
+    """Compiles the programs of an island, for `save`.
 
     Raises:
       MeshparError: it could deadlock.

@@ -52,7 +52,7 @@ class Loopback:
 
     @property
     def view(self) -> View:
-        """Who holds what."""
+        """The current view: which servers hold each range."""
         return self._coordinator.view
 
     def state(self, name: str) -> RangeState:

@@ -1,4 +1,4 @@
-"""From the lowering of one island to the program of all."""
+"""Makes the program of all islands from the lowering of one."""
 
 import dataclasses
 import functools

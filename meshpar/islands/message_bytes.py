@@ -1,4 +1,4 @@
-"""Bytes of the values in a message: what a network moves, without headers."""
+"""Bytes of the values in a message, without headers."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def message_bytes(message: Any) -> int:
 
 
 def payload_bytes(payload: Payload | None) -> int:
-    """Bytes of what a push carries."""
+    """Bytes of the payload of a push."""
     if payload is None:
         return 0
     return _data_bytes(payload.data) + _data_bytes(payload.read)

@@ -158,7 +158,7 @@ class Moved(NamedTuple):
 
 
 class QuorumReached(NamedTuple):
-    """For the host: send `Close` for this round after the grace window."""
+    """Tells the host to send `Close` for this round after the grace window."""
 
     range: str
     round: int
@@ -169,7 +169,7 @@ class QuorumReached(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Who holds what.
+    """A view: the servers of each range in one epoch.
 
     Attributes:
       epoch: number of the view.

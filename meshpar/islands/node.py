@@ -146,7 +146,7 @@ class Node:
         return answer(state.values[keys])
 
     def _progress(self, name: str) -> list[Send]:
-        """Answers what the new state of a range allows to answer."""
+        """Answers the waiting requests that the new state of a range allows."""
         replica = self._chains.replica(name)
         if replica is None or replica.acked is None:
             return []

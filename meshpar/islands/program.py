@@ -7,7 +7,8 @@ weights are in the store, and the islands hold theirs, until `in_model_order` or
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,6 @@ from meshpar.arrays import Params, num_bytes
 from meshpar.errors import MeshparError
 from meshpar.islands.host import Host
 from meshpar.islands.mode import WEIGHTS, Islands, need_ray
-from meshpar.islands.packing import packed, unpacked
 from meshpar.islands.threads import Threads
 from meshpar.islands.weights_vector import WeightsVector, weights_vector
 from meshpar.islands.worker import Span
@@ -88,7 +88,7 @@ class IslandsProgram(TrainProgram):
         return np.arange(self.mode.workers * len(super().batch_rows))
 
     def _parts(self, batch: Any) -> list[Any]:
-        """The batch cut into those of the islands."""
+        """Cuts the batch into one part for each island."""
         rows = len(super().batch_rows)
         return [
             jax.tree.map(lambda x, i=i: np.asarray(x)[i * rows : (i + 1) * rows], batch)
@@ -221,7 +221,7 @@ class IslandsProgram(TrainProgram):
 
     @property
     def mode_text(self) -> str:
-        """How many islands train, and what they exchange."""
+        """One line about the mode: islands, algorithm, consistency and servers."""
         mode = self.mode
         return (
             f"islands: {mode.workers} of {self.mesh.size} device(s), {mode.algorithm}, "
@@ -250,3 +250,41 @@ def _ray_host(build: Callable[[], TrainProgram]) -> Callable[..., Host]:
     from meshpar.islands.ray_host import RayHost
 
     return functools.partial(RayHost, build)
+
+
+def packed(arrays: Mapping[str, np.ndarray], size: int) -> np.ndarray:
+    """A flat dict of arrays as uint8 [size], so that checkpoints know its shape.
+
+    Raises:
+      MeshparError: it does not fit.
+    """
+    table, parts, start = [], [], 0
+    for name, array in arrays.items():
+        array = np.array(array, order="C")
+        table.append([name, array.dtype.str, list(array.shape), start])
+        parts.append(array.reshape(-1).view(np.uint8))
+        start += array.nbytes
+    head = json.dumps(table).encode()
+    total = 8 + len(head) + start
+    if total > size:
+        raise MeshparError(
+            f"the state of the islands has {total} bytes, and checkpoints of this run "
+            f"have room for {size}: use fewer islands, or more frequent pushes"
+        )
+    blob = np.zeros(size, np.uint8)
+    blob[:8] = np.frombuffer(np.int64(len(head)).tobytes(), np.uint8)
+    blob[8 : 8 + len(head)] = np.frombuffer(head, np.uint8)
+    blob[8 + len(head) : total] = np.concatenate([*parts, np.zeros(0, np.uint8)])
+    return blob
+
+
+def unpacked(blob: np.ndarray) -> dict[str, np.ndarray]:
+    """The inverse of `packed`."""
+    length = int(np.frombuffer(blob[:8].tobytes(), np.int64)[0])
+    start = 8 + length
+    arrays = {}
+    for name, dtype, shape, offset in json.loads(blob[8:start].tobytes()):
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        part = blob[start + offset : start + offset + count].tobytes()
+        arrays[name] = np.frombuffer(part, dtype).reshape(shape).copy()
+    return arrays

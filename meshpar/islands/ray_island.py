@@ -101,7 +101,7 @@ class IslandProcess:
         return self._worker.pulling
 
     def train(self, batch: Any) -> dict[str, float]:
-        """Trains on a batch, and pushes what is to be pushed at once."""
+        """Trains on a batch, and sends the pushes that are due."""
         metrics = self._worker.train(batch)
         if self._worker.phase == PUSH and not self._worker.island.pulls_before_push:
             self._worker.push()

@@ -1,6 +1,5 @@
 """A worker of the simulator: joins, then pulls, computes and pushes for some clocks."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,18 +14,10 @@ from meshpar.islands.messages import (
     Values,
 )
 from meshpar.islands.simulator import Simulator
+from meshpar.islands.worker import Span
 
 Task = Callable[[str, int, Mapping[str, Values]], Mapping[str, Payload | None]]
 """(worker, clock, {range: what was read}) -> {range: what to push}."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """A time in the life of a worker: what it did from `start` to `stop`."""
-
-    kind: str
-    start: float
-    stop: float
 
 
 class SimulatedWorker:

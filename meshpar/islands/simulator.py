@@ -37,7 +37,7 @@ _DRIVER = "driver"
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """How bad the network is; times are in simulated seconds.
+    """Delays and faults of the network; times are in simulated seconds.
 
     Attributes:
       delay: shortest and longest time that a message travels.
@@ -213,7 +213,7 @@ class Simulator:
             self.send(handle(message))
 
     def _tick(self) -> None:
-        """The coordinator and the driver repeat what has no answer."""
+        """Lets the coordinator and the driver repeat unanswered messages."""
         self.send(self._coordinator.tick())
         self.send(self._client.retry())
         self.after(self._network.retry, self._tick)

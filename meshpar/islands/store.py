@@ -225,7 +225,7 @@ class Store:
         self._servers.change(joins=[server])
 
     def remove_server(self, server: str, dead: bool = False) -> None:
-        """A server leaves; if `dead`, what it held is taken from the replicas.
+        """Removes a server; if `dead`, its ranges are taken from the replicas.
 
         Raises:
           MeshparError: no such server, or no other one.

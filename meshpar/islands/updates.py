@@ -20,7 +20,7 @@ def _slot(pushed: Contribution) -> np.ndarray | slice:
 
 
 def add(values: np.ndarray, state: dict[str, np.ndarray], pushed: Contribution) -> None:
-    """Adds what is pushed: differences of weights, or steps of a worker's optimizer."""
+    """Adds pushes to a range: differences of weights, or steps of an optimizer."""
     del state
     if pushed.keys is None:
         values += pushed.values

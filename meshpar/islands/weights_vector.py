@@ -50,7 +50,7 @@ class WeightsVector:
 
 
 def weights_vector(program: TrainProgram) -> WeightsVector:
-    """The vector of what a program trains.
+    """Makes the vector of a program's trained weights.
 
     Raises:
       MeshparError: weights that are not floating point.

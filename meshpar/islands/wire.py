@@ -14,7 +14,7 @@ from meshpar.islands.messages import PLAIN, Payload
 from meshpar.islands.rules import Decoder
 
 
-class Wire:
+class PushEncoder:
     """Encodes what a worker pushes, and remembers the errors that it made.
 
     Args:

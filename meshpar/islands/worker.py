@@ -16,7 +16,7 @@ from meshpar.islands.key_range import Slice
 from meshpar.islands.message_bytes import payload_bytes
 from meshpar.islands.messages import Payload, Values
 from meshpar.islands.mode import Islands
-from meshpar.islands.wire import Wire
+from meshpar.islands.wire import PushEncoder
 
 FETCH, TRAIN, PUSH = "fetch", "train", "push"
 """The phases of a worker."""
@@ -36,7 +36,7 @@ class Endpoint(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """An activity of a worker, from `start` to `stop`, seconds of `time.monotonic`."""
+    """An activity of a worker, from `start` to `stop` in seconds of its clock."""
 
     kind: str
     start: float
@@ -74,7 +74,7 @@ class Worker:
         self.island = island
         self._spans = collections.deque[Span](maxlen=10_000)
         self._mode, self._slices, self._endpoint = mode, slices, endpoint
-        self._wire = Wire(mode.wire, mode.error_feedback)
+        self._wire = PushEncoder(mode.wire, mode.error_feedback)
         self._center_N = np.zeros(island.vector.size, np.float32)
         self._versions: dict[str, int] = {}
         self._steps, self._age = 0, 0
@@ -166,7 +166,7 @@ class Worker:
         self._seconds[kind] += stop - start
 
     def spans(self) -> list[Span]:
-        """Its newest 10,000 activities, for a picture."""
+        """The newest 10,000 activities of the worker, for a picture."""
         return list(self._spans)
 
     def snapshot(self) -> dict[str, np.ndarray]:

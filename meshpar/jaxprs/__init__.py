@@ -1,1 +1,1 @@
-"""Readers of jaxprs: straight-line programs, what depends on what, equal values."""
+"""Readers of jaxprs: interpreters, straight-line programs, value numbers, FLOPs."""

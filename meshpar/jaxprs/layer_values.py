@@ -12,14 +12,11 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax import core
-from jax.extend.core import Literal
 
-from meshpar.arrays import is_key
-from meshpar.compat import CALLS, called_jaxpr
 from meshpar.jaxprs.reach import ELEMENTWISE
+from meshpar.jaxprs.value_numbers import ValueNumbers
+from meshpar.jaxprs.walk import CALLS, Interpreter
 
 
 class Leaf(NamedTuple):
@@ -50,8 +47,8 @@ class Value(NamedTuple):
 
 
 @dataclasses.dataclass
-class ValueNumbers:
-    """Numbers the values of jaxprs; equal keys have equal numbers in all of them.
+class LayerValues(Interpreter[Value]):
+    """Numbers the values of updates, by the layers that they depend on.
 
     Attributes:
       layers: numbers of the layers.
@@ -67,12 +64,12 @@ class ValueNumbers:
     sums_layers: bool = True
 
     def __post_init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
+        self._numbers = ValueNumbers()
         self._of_stacks = False
 
     def leaf(self, leaf: Leaf) -> Value:
         """The value of an argument."""
-        return Value(self._number("leaf", leaf.role), leaf.layer)
+        return Value(self._numbers.number("leaf", leaf.role), leaf.layer)
 
     def outputs(
         self, closed: Any, leaves: Sequence[Leaf], of_stacks: bool = False
@@ -86,37 +83,17 @@ class ValueNumbers:
         """
         self._of_stacks = of_stacks
         inputs = list(map(self.leaf, leaves))
-        return [self.settled(x) for x in self.run(closed.jaxpr, closed.consts, inputs)]
-
-    def run(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value]
-    ) -> list[Value]:
-        """The values of an open jaxpr's results from those of its arguments."""
-        env = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
-        env |= zip(jaxpr.invars, inputs, strict=True)
-
-        def read(atom: Any) -> Value:
-            return self.constant(atom.val) if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env |= zip(eqn.outvars, self._equation(eqn, read), strict=True)
-        return list(map(read, jaxpr.outvars))
+        return list(map(self.settled, self.evaluate(closed, inputs)))
 
     def constant(self, value: Any) -> Value:
         """The value of a literal or a constant of a jaxpr."""
-        if isinstance(value, core.Tracer):
-            return Value(self._number("constant", id(value)))
-        data = jax.random.key_data(value) if is_key_array(value) else value
-        x = np.asarray(data)
-        return Value(self._number("constant", str(x.dtype), x.shape, x.tobytes()))
+        return Value(self._numbers.constant(value))
 
-    def _number(self, *key: Hashable) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def _equation(self, eqn: Any, read: Any) -> list[Value]:
-        name, operands = eqn.primitive.name, list(map(read, eqn.invars))
+    def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """The values of an equation's results."""
+        name = eqn.primitive.name
         if name in CALLS:
-            return self.run(*called_jaxpr(eqn), operands)
+            return self.call(eqn, operands)
         sums = self.sums_layers and not self.exact
         if sums and (total := self._sum(eqn, operands)) is not None:
             return [total]
@@ -134,11 +111,11 @@ class ValueNumbers:
         )
         if not self.exact and not any(spread):
             if name in ELEMENTWISE:
-                return name, _text(eqn.params), str(out.dtype)
+                return name, self._numbers.settings(eqn.params), str(out.dtype)
             if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
                 return name, str(out.dtype)
         shapes = (str(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        return name, _text(eqn.params), *shapes
+        return name, self._numbers.settings(eqn.params), *shapes
 
     def computed(
         self, eqn: Any, operands: list[Value], key: tuple[Hashable, ...]
@@ -146,7 +123,7 @@ class ValueNumbers:
         """The values of an equation's results."""
         layer, tagged = _joined(operands)
         return [
-            Value(self._number("equation", key, tagged, i), layer)
+            Value(self._numbers.number("equation", key, tagged, i), layer)
             for i in range(len(eqn.outvars))
         ]
 
@@ -154,7 +131,7 @@ class ValueNumbers:
         """Results of a conditional, each chosen by itself."""
         predicate, *rest = operands
         branches = [
-            map(self.settled, self.run(branch.jaxpr, branch.consts, rest))
+            map(self.settled, self.evaluate(branch, rest))
             for branch in eqn.params["branches"]
         ]
         return [
@@ -166,7 +143,7 @@ class ValueNumbers:
         """The value of one result of a conditional."""
         del eqn
         layer, tagged = _joined([predicate, *options])
-        return Value(self._number("cond", tagged), layer)
+        return Value(self._numbers.number("cond", tagged), layer)
 
     # Sums over all elements of tensors, such as those of a global norm.
 
@@ -194,12 +171,12 @@ class ValueNumbers:
         layers = {layer for _, layer in value.terms} - {None}
         if len(layers) == 1 and not self._of_stacks:
             (layer,) = layers
-            return Value(self._number("sum", self._counts(value, layer)), layer)
+            return Value(self._numbers.number("sum", self._counts(value, layer)), layer)
         whole = (0,) if self._of_stacks else self.layers
         counts = [self._counts(value, layer) for layer in whole]
         if layers and len(set(counts)) == 1:
-            return Value(self._number("sum over layers", counts[0]))
-        return Value(self._number("sum", frozenset(value.terms.items())))
+            return Value(self._numbers.number("sum over layers", counts[0]))
+        return Value(self._numbers.number("sum", frozenset(value.terms.items())))
 
     def _counts(self, value: Value, layer: int) -> frozenset:
         """The terms of a sum that belong to a layer or to none."""
@@ -216,12 +193,3 @@ def _joined(operands: Sequence[Value]) -> tuple[int | None, tuple]:
     if len(layers) > 1:
         return None, tuple((x.number, x.layer) for x in operands)
     return next(iter(layers), None), tuple(x.number for x in operands)
-
-
-def is_key_array(value: Any) -> bool:
-    """Whether a constant of a jaxpr holds random keys."""
-    return isinstance(value, jax.Array) and is_key(value)
-
-
-def _text(params: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in sorted(params.items()))

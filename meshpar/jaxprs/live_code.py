@@ -12,7 +12,7 @@ _BARRIER = "optimization_barrier"
 
 
 def without_dead_code(jaxpr: Any, through_barriers: bool = False) -> Any:
-    """A jaxpr without what its results do not need, nor those of jaxprs inside it.
+    """A jaxpr without the code that its results do not need, in inner jaxprs as well.
 
     Args:
       jaxpr: of a whole program.

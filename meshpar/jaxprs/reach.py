@@ -14,9 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
-
-from meshpar.compat import CALLS, called_jaxpr
+from meshpar.jaxprs.walk import CALLS, Interpreter
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
@@ -44,7 +42,7 @@ _LEAST_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """How far the updates of one optimizer reach.
+    """The reach of one optimizer: the elements on which its updates depend.
 
     Attributes:
       mixed: parameters whose update depends on other elements of the same tensor.
@@ -112,33 +110,25 @@ def _join(labels: Sequence[_Label]) -> _Label:
     return joined
 
 
-class _Reader:
+class _Reader(Interpreter[_Label]):
     """Follows labels through the equations of jaxprs, and adds up their traffic."""
 
     def __init__(self):
         self.reduced_bytes = 0
         self.moves = self.positional = self.branches = False
 
-    def read(self, jaxpr: Any, labels: Sequence[_Label]) -> list[_Label]:
-        """The labels of a jaxpr's results from those of its arguments."""
-        known = dict(zip(jaxpr.invars, labels, strict=True))
+    def constant(self, value: Any) -> _Label:
+        """A label of no input."""
+        return _Label()
 
-        def label(atom: Any) -> _Label:
-            literal = isinstance(atom, Literal)
-            return _Label() if literal else known.get(atom, _Label())
-
-        for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [label(atom) for atom in eqn.invars])
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return [label(atom) for atom in jaxpr.outvars]
-
-    def _equation(self, eqn: Any, labels: list[_Label]) -> list[_Label]:
+    def equation(self, eqn: Any, labels: list[_Label]) -> list[_Label]:
+        """The labels of an equation's results."""
         name = eqn.primitive.name
         if name == "cond":
             self.branches = True
             return self._cond(eqn, labels)
         if name in CALLS:
-            return self.read(called_jaxpr(eqn)[0], labels)
+            return self.call(eqn, labels)
         if name == "optimization_barrier":
             return labels
         out = eqn.outvars[0].aval if eqn.outvars else None
@@ -167,7 +157,7 @@ class _Reader:
 
     def _cond(self, eqn: Any, labels: list[_Label]) -> list[_Label]:
         predicate, *rest = labels
-        branches = [self.read(b.jaxpr, rest) for b in eqn.params["branches"]]
+        branches = [self.evaluate(branch, rest) for branch in eqn.params["branches"]]
         return [
             _join([predicate.blended(), *outs]) for outs in zip(*branches, strict=True)
         ]
@@ -193,7 +183,7 @@ def read_reach(jaxpr: Any, paths: Sequence[str], num_state: int) -> Reach:
     """Reads the reach of an update.
 
     Args:
-      jaxpr: of (gradients, state, parameters, loss) -> (updates, state), where
+      jaxpr: closed, of (gradients, state, parameters, loss) -> (updates, state), where
         gradients, parameters and updates have one leaf per path.
       paths: of the parameters, in the order of the leaves.
       num_state: leaves of the state.
@@ -203,7 +193,7 @@ def read_reach(jaxpr: Any, paths: Sequence[str], num_state: int) -> Reach:
     state = [_Label()] * num_state
     while True:  # The state carries dependencies from step to step.
         reader = _Reader()
-        out = reader.read(jaxpr, [*own, *state, *own, _Label(_LOSS)])
+        out = reader.evaluate(jaxpr, [*own, *state, *own, _Label(_LOSS)])
         carried = [a | b for a, b in zip(state, out[num:], strict=True)]
         if carried == state:
             break

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax
 from jax.extend import core
 
 from meshpar import compat
 from meshpar.arrays import Array
+from meshpar.jaxprs.value_numbers import ValueNumbers
+from meshpar.jaxprs.walk import CALLS, called_jaxpr, opened
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,12 +59,15 @@ class StraightLine:
     outputs: tuple[Atom, ...]
 
     @classmethod
-    def of(cls, closed: Any, written_out: Callable[[Any], bool]) -> "StraightLine":
+    def of(
+        cls, closed: Any, written_out: Callable[[Any], bool] = lambda _: True
+    ) -> "StraightLine":
         """The program of a jaxpr.
 
         Args:
           closed: a closed jaxpr.
-          written_out: equation of a call -> whether its inside becomes steps.
+          written_out: equation of a call -> whether its inside becomes steps; by
+            default all do.
         """
         jaxpr = closed.jaxpr
         constants = {Slot(v.aval): x for v, x in _constants(closed)}
@@ -103,7 +108,7 @@ def needed(
     known: Iterable[Slot] = (),
     with_effects: bool = False,
 ) -> tuple[Step, ...]:
-    """The steps among some that outputs need, but for what is known.
+    """The steps that compute outputs from known values.
 
     Args:
       steps: the steps.
@@ -153,60 +158,53 @@ def dependents(steps: Sequence[Step], sources: Iterable[Slot]) -> set[Slot]:
     return reached
 
 
-class Numbering:
-    """Numbers values: equal numbers are computed in the same way from the same ones.
+def value_numbers(
+    steps: Sequence[Step], known: Mapping[Slot, Hashable] | None = None
+) -> Callable[[Atom], int]:
+    """Numbers values: equal numbers are computed in the same way.
 
-    Attributes:
+    Args:
+      steps: that compute the values.
       known: {slot: what it stands for}; all other values without a step stand for
         themselves.
-
-    Source: Alpern, Wegman and Zadeck, Detecting Equality of Variables in Programs,
-      POPL 1988 (value numbers).
     """
+    numbers = ValueNumbers()
+    found = {slot: numbers.number("known", x) for slot, x in (known or {}).items()}
 
-    def __init__(
-        self, steps: Sequence[Step], known: Mapping[Slot, Hashable] | None = None
-    ) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self._of: dict[Slot, int] = {
-            slot: self._number(key) for slot, key in (known or {}).items()
-        }
-        for step in steps:
-            key = (
-                step.eqn.primitive.name,
-                tuple(sorted((k, _identity(v)) for k, v in step.eqn.params.items())),
-                tuple(self(atom) for atom in step.operands),
-            )
-            if step.eqn.effects:
-                key = (key, id(step.eqn))
-            for position, slot in enumerate(step.results):
-                self._of.setdefault(slot, self._number((key, position)))
+    def number(atom: Atom) -> int:
+        if not isinstance(atom, Slot):
+            return numbers.literal(atom)
+        if atom not in found:
+            found[atom] = numbers.new()
+        return found[atom]
 
-    def __call__(self, atom: Atom) -> int:
-        """The number of a value."""
-        if isinstance(atom, Slot):
-            if atom not in self._of:
-                self._of[atom] = self._number(atom)
-            return self._of[atom]
-        value = np.asarray(atom.val)
-        return self._number((str(atom.aval), value.tobytes()))
-
-    def _number(self, key: Hashable) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+    for step in steps:
+        results = numbers.equation(step.eqn, list(map(number, step.operands)))
+        for slot, own in zip(step.results, results, strict=True):
+            found.setdefault(slot, own)
+    return number
 
 
-def _identity(value: Any) -> Any:
-    """A value that is equal for equal parameters of equations, and can be sorted."""
-    if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-        return str(id(value))
-    if isinstance(value, tuple | list):
-        return str([_identity(x) for x in value])
-    try:
-        hash(value)
-    except TypeError:
-        return str(id(value))
-    text = repr(value)
-    return text if type(value).__module__ == "builtins" else f"{text} {hash(value)}"
+def used_inputs(fn: Callable[..., Any], params: dict[str, Any], *args: Any) -> set[str]:
+    """Keys of `params` that fn(params, *args) reads for its result.
+
+    Args:
+      fn: any function of pytrees.
+      params: {key: array or ShapeDtypeStruct}.
+      *args: pytrees of arrays or ShapeDtypeStructs; only shapes matter.
+    """
+    paths, (leaves, tree) = list(params), jax.tree.flatten(args)
+
+    def flat(*inputs: Array) -> list[Array]:
+        params = dict(zip(paths, inputs, strict=False))
+        args = jax.tree.unflatten(tree, inputs[len(params) :])
+        return jax.tree.leaves(fn(params, *args))
+
+    program = StraightLine.of(jax.make_jaxpr(flat)(*params.values(), *leaves))
+    live = set(slots_of(program.outputs))
+    for step in program.needed(program.outputs):
+        live.update(slots_of(step.operands))
+    return {path for path, x in zip(paths, program.inputs, strict=False) if x in live}
 
 
 def _constants(closed: Any) -> Iterator[tuple[Any, Any]]:
@@ -227,8 +225,8 @@ def _write_out(
 
     for eqn in jaxpr.eqns:
         operands = tuple(map(atom, eqn.invars))
-        if eqn.primitive.name in compat.CALLS and written_out(eqn):
-            body, consts = compat.called_jaxpr(eqn)
+        if eqn.primitive.name in CALLS and written_out(eqn):
+            body, consts = opened(called_jaxpr(eqn))
             inner = dict(zip(body.invars, operands, strict=True))
             for variable, value in zip(body.constvars, consts, strict=True):
                 inner[variable] = slot = Slot(variable.aval)

@@ -108,7 +108,7 @@ class Run(NamedTuple):
 
     @property
     def num_changes(self) -> int:
-        """How often activations change."""
+        """Number of times that activations change between the two uses."""
         return self.enters + self.exits
 
 

@@ -31,7 +31,6 @@ from meshpar.layouts.axes import (
     in_use,
 )
 from meshpar.layouts.context_modes import ALLGATHER, check_context_mode
-from meshpar.layouts.field_kinds import check_kinds
 from meshpar.layouts.grammar import REGEXES, check_regex, read_items, write_items
 from meshpar.layouts.layer_uses import FEATURES, canonical_layers, splits_rows
 from meshpar.layouts.offload import NONE, canonical_offload, offloaded_parts
@@ -42,7 +41,17 @@ from meshpar.layouts.refusals.reasons import check
 from meshpar.layouts.remat import canonical_remat
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
-from meshpar.layouts.zero_level import check_zero, default_zero
+
+_MAX_SIZE = 2**20
+"""Largest size of an axis, and most microbatches and virtual stages."""
+
+_LEAST = {
+    **dict.fromkeys(AXES, 1),
+    **dict.fromkeys(("microbatches", "virtual_stages", "context_heads"), 1),
+    "scan_unroll": 1,
+    "min_shard_size": 0,
+}
+"""{field that is a whole number: its least value}."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,8 +149,7 @@ class Layout:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self):
-        check_kinds(self, DEFAULTS)
-        check_zero(self.zero)
+        self._check_kinds()
         check_pipeline_options({name: getattr(self, name) for name in PIPELINE_OPTIONS})
         check_context_mode(self.context_mode)
         check_token_order(self.context_order)
@@ -153,6 +161,25 @@ class Layout:
         for name, value in (canonical | self._canonical_rules()).items():
             object.__setattr__(self, name, value)
         check(Combination(self), OF_LAYOUTS)
+
+    def _check_kinds(self) -> None:
+        """Raises LayoutError for a size out of range, or a text that is none."""
+        for name, low in _LEAST.items():
+            size = getattr(self, name)
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not whole or size < low:
+                raise LayoutError(
+                    f"{name}={size!r}: use a whole number of at least {low}"
+                )
+            if low and size > _MAX_SIZE:
+                raise LayoutError(f"{name}={size}: use at most {_MAX_SIZE:,}")
+        for name, default in DEFAULTS.items():
+            if isinstance(default, str) and not isinstance(getattr(self, name), str):
+                raise LayoutError(
+                    f"{name}={getattr(self, name)!r}: use a text, such as {default!r}"
+                )
+        if self.zero not in (None, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r}: use 1, 2 or 3 (leave fsdp=1 for 0)")
 
     def _canonical_rules(self) -> dict[str, tuple]:
         """Rules and regexes as tuples, checked; pairs of `paths` keep their order."""
@@ -173,8 +200,13 @@ class Layout:
 
     @property
     def zero_level(self) -> int:
-        """The ZeRO level in force: `zero`, or the default for this layout."""
-        return default_zero(self.pipe, self.fsdp) if self.zero is None else self.zero
+        """The ZeRO level in force: `zero`, or the default for this layout.
+
+        Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
+        """
+        if self.zero is not None:
+            return self.zero
+        return 3 if self.pipe == 1 or self.fsdp == 1 else 2
 
     @property
     def offloaded(self) -> frozenset[str]:

@@ -106,7 +106,7 @@ def canonical_mix(
 
 
 def reason_depth(option: str, value: str, depth: int, pattern: int) -> str:
-    """Why a mix does not fit a model; "" if it does.
+    """A reason why a mix does not fit a model; "" if it does.
 
     Args:
       option: the layout's option.

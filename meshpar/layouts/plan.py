@@ -31,7 +31,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """How one tensor of the training state is laid out.
+    """The plan of one tensor of the training state: its spec, dtype and bytes.
 
     Attributes:
       path: the parameter's path, or the optimizer leaf's key path.

@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 
-from meshpar.compat import equations
 from meshpar.errors import LayoutError, nearest, shown
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.mixes import average, canonical_mix, is_mix
 
 EXPERT_ROWS = "expert_rows"
@@ -55,7 +55,7 @@ _KEPT_NAMES = {
 
 
 def _policy_of(remat: str) -> Callable[..., bool]:
-    """The policy of jax: what to keep."""
+    """The rematerialization policy of jax."""
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names(*_kept_names(remat))
     if remat not in KEEPS_MATMULS:

@@ -357,7 +357,7 @@ class _LeafPlans:
 
 
 def _stack_of(keys: tuple) -> str:
-    """Path of the stack to one of whose layers a leaf of the state belongs, or ""."""
+    """Path of the stack whose layer a leaf of the state belongs to; "" for no stack."""
     entries = (key.key for key in keys if isinstance(key, DictKey))
     return next(filter(None, map(stack_of_row, entries)), "")
 

@@ -1,4 +1,4 @@
-"""Which random numbers of a loss belong to the rows of its batch."""
+"""Random numbers of a loss: which of them belong to rows of the batch."""
 
 from typing import NamedTuple
 

@@ -11,7 +11,7 @@ from meshpar.layouts.layout import DEFAULTS, Layout
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a user asks of the layouts.
+    """A user's requirements on layouts: `require` and `forbid`.
 
     Attributes:
       required: items that a layout must have, such as {"zero": 3}.

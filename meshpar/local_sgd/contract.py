@@ -18,7 +18,7 @@ from meshpar.lowering.inspection import read_collectives
 
 
 def synchronization_leaves(sync: SyncState) -> tuple[LeafPlan, ...]:
-    """The plan of what one device keeps to synchronize replicas.
+    """The plan of the arrays that one device keeps to synchronize replicas.
 
     Args:
       sync: ShapeDtypeStructs with the mesh axes as leading dims.

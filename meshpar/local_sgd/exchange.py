@@ -22,16 +22,16 @@ import optax
 from meshpar.arrays import Array, Params
 from meshpar.collectives.compression import Compression, make_compression
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, StalenessError
 from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.plan import Plan
 from meshpar.local_sgd.fragments import Fragments, shard_shapes
 from meshpar.local_sgd.gossip import mix_with_neighbours, neighbour_distances
 from meshpar.local_sgd.merges import Elastic
 from meshpar.local_sgd.mode import LocalSGD
-from meshpar.local_sgd.outer import outer_optimizer
-from meshpar.local_sgd.schedule import Schedule, Transfer
+from meshpar.local_sgd.schedule import SyncSchedule, Transfer
 from meshpar.local_sgd.sync_state import SyncState
+from meshpar.lowering.optimizer import make_optimizer
 
 
 def _at(tree: Any, *index: Any) -> Any:
@@ -69,7 +69,7 @@ class Exchange:
     def transfer_kinds(self) -> list[Transfer]:
         """Every kind of transfer that occurs during a step."""
         period = (self.mode.staleness + 1) * self.mode.fragments
-        schedule = Schedule(dataclasses.replace(self.mode, period=period))
+        schedule = SyncSchedule(dataclasses.replace(self.mode, period=period))
         steps = range(1, period * (2 + len(self.rounds)))
         transfers = [schedule.actions(step).transfer for step in steps]
         kinds = [x.kind(self.num_rounds) for x in transfers if x is not None]
@@ -276,10 +276,11 @@ def make_exchange(
       LayoutError: weights that are not floating point.
       MeshparError: a gossip graph that does not fit the number of replicas, or an
         outer optimizer that needs what a synchronization does not give it.
-      StalenessError: `outer_optimizer` refuses the mode's outer optimizer.
+      StalenessError: the mode's outer optimizer is not elementwise, or its elastic
+        pull is too strong for so many replicas.
     """
     replicas = sizes[REPLICA]
-    optimizer = outer_optimizer(mode, replicas)
+    optimizer = _outer_optimizer(mode, replicas)
     rounds = () if mode.gossip is None else tuple(mode.gossip.rounds(replicas))
     for path, leaf in plan.trained(plan.parameters).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -297,3 +298,48 @@ def make_exchange(
         piece_multiple=math.lcm(tile, compression.block),
     )
     return Exchange(mode, fragments, compression, optimizer, rounds)
+
+
+def _outer_optimizer(mode: LocalSGD, replicas: int) -> optax.GradientTransformation:
+    """The optimizer that moves the global weights, without damping.
+
+    Every replica runs it on its own pieces of the weights, so it has to be elementwise.
+
+    Args:
+      mode: the mode.
+      replicas: R.
+
+    Raises:
+      MeshparError: `mode.outer` needs what a synchronization does not give it.
+      StalenessError: it is not elementwise; or an elastic pull is too strong for so
+        many replicas.
+    """
+    if not isinstance(mode.merge, Elastic):
+        if mode.outer is not None:
+            _check_elementwise(mode.outer)
+        return mode.outer or optax.sgd(1.0)
+    beta = replicas * mode.merge.alpha
+    if beta > 1:
+        raise StalenessError(
+            f"Elastic({mode.merge.alpha}) with replica={replicas}: replicas * alpha"
+            f" = {beta:g} moves the center beyond the average; use at most "
+            f"{1 / replicas:g}"
+        )
+    return optax.sgd(beta)
+
+
+def _check_elementwise(outer: optax.GradientTransformation) -> None:
+    """Refuses optimizers that cannot run on pieces of the weights."""
+    pieces = {"piece": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    reach = make_optimizer(outer, pieces, {"piece": ("piece",)}).reach
+    for reason, holds in (
+        ("an update of this one depends on other elements", not reach.elementwise),
+        ("this one draws random numbers, the same for every piece", reach.positional),
+        ("this one uses the loss, which a synchronization has not", reach.uses_loss),
+    ):
+        if holds:
+            raise StalenessError(
+                "LocalSGD(outer=...): each replica runs the outer optimizer on pieces "
+                f"of the weights, and {reason}; use an elementwise optimizer, such as "
+                "optax.sgd with momentum"
+            )

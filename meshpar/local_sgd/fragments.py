@@ -36,7 +36,7 @@ def shard_shapes(plan: Plan, sizes: Mapping[str, int]) -> dict[str, tuple[int, .
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-    """How the shards of one device are cut into fragments, slices and pieces.
+    """The cut of one device's shards into fragments, slices and pieces.
 
     Attributes:
       shapes: {path: shape of this device's shard}, in the order of the vector.

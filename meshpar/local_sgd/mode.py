@@ -33,7 +33,7 @@ from meshpar.layouts.refusals.combination import ModeTraits
 from meshpar.local_sgd.gossip import Gossip
 from meshpar.local_sgd.merges import Elastic, Merge, Overwrite, Shift
 from meshpar.local_sgd.outer_identity import outer_identity
-from meshpar.local_sgd.schedule import Schedule
+from meshpar.local_sgd.schedule import SyncSchedule
 from meshpar.settings import Instance, Number, Switch, check, ranges, real
 
 _CHECKED_STEPS = 100_000
@@ -113,7 +113,7 @@ class LocalSGD:
             )
         self._check_gossip()
         if callable(self.period):
-            Schedule(self).check_until(_CHECKED_STEPS)
+            SyncSchedule(self).check_until(_CHECKED_STEPS)
         else:
             self.check_period(self.period)
 
@@ -171,7 +171,7 @@ class LocalSGD:
         }
         period = self.period
         if callable(period):
-            schedule = Schedule(self)
+            schedule = SyncSchedule(self)
             schedule.check_until(_IDENTITY_STEPS)
             period = schedule.starts
         outer = "average" if self.outer is None else outer_identity(self.outer)

@@ -1,4 +1,4 @@
-"""The identity of an outer optimizer: what its update computes, with all constants.
+"""The identity of an outer optimizer: a hash of the operations of its update.
 
 An optimizer is a pair of functions, whose settings are hidden in them. They appear in
 the operations of a traced update. Two optimizers of equal state, such as SGD with two
@@ -7,7 +7,6 @@ learning rates, differ there.
 
 import hashlib
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar import compat
+from meshpar.jaxprs.walk import CALLS, Interpreter
 
 
 def outer_identity(outer: optax.GradientTransformation) -> str:
@@ -34,12 +33,12 @@ def outer_identity(outer: optax.GradientTransformation) -> str:
     for trace in traces:
         operations = _Operations()
         inputs = [operations.new_name() for _ in trace.jaxpr.invars]
-        results = operations.add(trace.jaxpr, trace.consts, inputs)
+        results = operations.evaluate(trace, inputs)
         digest.update("\n".join([*operations.lines, str(results)]).encode())
     return digest.hexdigest()[:16]
 
 
-class _Operations:
+class _Operations(Interpreter[str]):
     """The operations of a trace as lines, with values numbered as they appear."""
 
     def __init__(self):
@@ -49,31 +48,18 @@ class _Operations:
     def new_name(self) -> str:
         return f"v{next(self._numbers)}"
 
-    def add(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[str]
-    ) -> list[str]:
-        """Adds a line for each operation; returns the names of the results."""
-        arguments = [*map(_constant, consts), *inputs]
-        names = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
+    def constant(self, value: Any) -> str:
+        array = np.asarray(value)
+        return f"{array.dtype}{array.tolist()}"
 
-        def name(value: Any) -> str:
-            return _constant(value.val) if hasattr(value, "val") else names[value]
-
-        for eqn in jaxpr.eqns:
-            operands = [name(value) for value in eqn.invars]
-            if eqn.primitive.name in compat.CALLS:
-                results = self.add(*compat.called_jaxpr(eqn), operands)
-            else:
-                results = [self.new_name() for _ in eqn.outvars]
-                operation = f"{eqn.primitive.name} {operands} {_settings(eqn.params)}"
-                self.lines.append(f"{results} = {operation}")
-            names |= zip(eqn.outvars, results, strict=True)
-        return [name(value) for value in jaxpr.outvars]
-
-
-def _constant(value: Any) -> str:
-    array = np.asarray(value)
-    return f"{array.dtype}{array.tolist()}"
+    def equation(self, eqn: Any, operands: list[str]) -> list[str]:
+        """Adds a line for an operation; returns the names of its results."""
+        if eqn.primitive.name in CALLS:
+            return self.call(eqn, operands)
+        results = [self.new_name() for _ in eqn.outvars]
+        operation = f"{eqn.primitive.name} {operands} {_settings(eqn.params)}"
+        self.lines.append(f"{results} = {operation}")
+        return results
 
 
 def _settings(params: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from meshpar.local_sgd.contract import (
 )
 from meshpar.local_sgd.exchange import Exchange
 from meshpar.local_sgd.mode import LocalSGD
-from meshpar.local_sgd.schedule import Actions, Schedule, Transfer
+from meshpar.local_sgd.schedule import Actions, SyncSchedule, Transfer
 from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
@@ -69,9 +69,9 @@ class LocalProgram(TrainProgram):
         return self.steps.exchange
 
     @functools.cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SyncSchedule:
         """The actions of every step."""
-        return Schedule(self.mode)
+        return SyncSchedule(self.mode)
 
     def _traced(self, fn: Callable) -> Callable:
         return self.steps.per_replica(fn)
@@ -129,7 +129,7 @@ class LocalProgram(TrainProgram):
 
     @functools.cached_property
     def _reported(self) -> Callable[[Totals], Metrics]:
-        """From the totals [R] of all replicas to metrics of the whole batch."""
+        """Metrics of the whole batch from the totals [R] of all replicas."""
         return jax.jit(
             lambda totals: totals.over_rows().reported(), out_shardings=self._whole
         )
@@ -232,7 +232,7 @@ class LocalProgram(TrainProgram):
 
     @property
     def mode_text(self) -> str:
-        """How replicas are synchronized, and the bytes that this sends."""
+        """One line about the mode: its synchronization, and the bytes that it sends."""
         return describe_mode(self.exchange)
 
     @property

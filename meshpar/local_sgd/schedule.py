@@ -86,7 +86,7 @@ class Actions(NamedTuple):
     round: int
 
 
-class Schedule:
+class SyncSchedule:
     """The actions of every step under one mode."""
 
     def __init__(self, mode: Timing):

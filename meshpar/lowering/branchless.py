@@ -5,16 +5,17 @@ their results differ, and optax does not see to that. Here all branches run, and
 results of one are selected.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
 from meshpar import compat
-from meshpar.arrays import vary
+from meshpar.arrays import Array, vary
+from meshpar.jaxprs.walk import CALLS, Interpreter
 
 
 def without_branches(fn: Callable, axes: tuple[str, ...], *args: Any) -> Any:
@@ -27,69 +28,65 @@ def without_branches(fn: Callable, axes: tuple[str, ...], *args: Any) -> Any:
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
-    results = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args), axes)
+    results = _Branchless(axes).evaluate(closed, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def _run(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], axes: tuple[str, ...]
-) -> list[Any]:
-    """The results of a jaxpr."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Branchless(Interpreter[Array]):
+    """Runs jaxprs on arrays that differ over manual axes.
 
-    def read(atom: Any) -> Any:
-        value = atom.val if isinstance(atom, Literal) else values[atom]
-        return vary(jnp.asarray(value), axes)
+    Attributes:
+      axes: the manual axes.
+    """
 
-    for eqn in jaxpr.eqns:
-        inputs = list(map(read, eqn.invars))
+    axes: tuple[str, ...]
+
+    def constant(self, value: Any) -> Array:
+        return self._marked(value)
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[Array], inputs: Sequence[Any]
+    ) -> list[Array]:
+        return super().run(jaxpr, constants, list(map(self._marked, inputs)))
+
+    def equation(self, eqn: Any, operands: list[Array]) -> list[Array]:
         if eqn.primitive.name == "cond":
-            outputs = _select(eqn.params["branches"], *inputs, axes=axes)
+            results = self._select(eqn.params["branches"], *operands)
         elif eqn.primitive.name == "scan":
-            outputs = _scan(eqn, inputs, axes)
-        elif eqn.primitive.name in compat.CALLS:
-            outputs = _run(*compat.called_jaxpr(eqn), inputs, axes)
+            results = self._scan(eqn, operands)
+        elif eqn.primitive.name in CALLS:
+            results = self.call(eqn, operands)
         else:
-            outputs = compat.bind(eqn, inputs)
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return list(map(read, jaxpr.outvars))
+            results = compat.bind(eqn, operands)
+        return list(map(self._marked, results))
 
+    def _marked(self, value: Any) -> Array:
+        return vary(jnp.asarray(value), self.axes)
 
-def _select(
-    branches: Sequence[Any], index: Any, *args: Any, axes: tuple[str, ...]
-) -> list[Any]:
-    """The results of the branch with a number."""
-    results = [_run(branch.jaxpr, branch.consts, args, axes) for branch in branches]
-    if len(branches) == 2:
-        index = index.astype(bool)
-    return [lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
+    def _select(self, branches: Sequence[Any], index: Any, *args: Any) -> list[Any]:
+        """The results of the branch with a number."""
+        results = [self.evaluate(branch, args) for branch in branches]
+        if len(branches) == 2:
+            index = index.astype(bool)
+        return [lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
 
+    def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """The results of a scan, whose body is marked as well."""
+        body, settings = eqn.params["jaxpr"], eqn.params
+        num_consts, num_carry = compat.scan_counts(eqn)
+        consts, rest = inputs[:num_consts], inputs[num_consts:]
 
-def _scan(eqn: Any, inputs: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """The results of a scan, whose body is marked as well."""
-    body, settings = eqn.params["jaxpr"], eqn.params
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.evaluate(body, [*consts, *carry, *xs])
+            return results[:num_carry], results[num_carry:]
 
-    def num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-        pairs = zip(outer, inner, strict=True)
-        return sum(x.aval.ndim > y.aval.ndim for x, y in pairs)
-
-    num_xs = num_scanned(eqn.invars, body.jaxpr.invars)
-    num_ys = num_scanned(eqn.outvars, body.jaxpr.outvars)
-    num_carry = len(eqn.outvars) - num_ys
-    xs_start = len(inputs) - num_xs
-    carry_start = xs_start - num_carry
-
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        args = [*inputs[:carry_start], *carry, *xs]
-        results = _run(body.jaxpr, body.consts, args, axes)
-        return results[:num_carry], results[num_carry:]
-
-    carry, ys = lax.scan(
-        step,
-        inputs[carry_start:xs_start],
-        inputs[xs_start:],
-        length=settings["length"],
-        reverse=settings["reverse"],
-        unroll=settings["unroll"],
-    )
-    return [*carry, *ys]
+        carry, ys = lax.scan(
+            step,
+            rest[:num_carry],
+            rest[num_carry:],
+            length=settings["length"],
+            reverse=settings["reverse"],
+            unroll=settings["unroll"],
+        )
+        return [*carry, *ys]

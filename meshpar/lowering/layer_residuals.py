@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params, num_bytes
-from meshpar.compat import equations, inner_jaxprs
 from meshpar.fsdp.layer_scan import LayerScan
 from meshpar.fsdp.rows import Rows
+from meshpar.jaxprs.walk import equations, inner_jaxprs
 from meshpar.layouts.axes import ways_of
 from meshpar.lowering.padding import tree_bytes
 from meshpar.models.layer_stack import LayeredModel

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.jaxprs.layer_values import Leaf, Value, ValueNumbers
+from meshpar.jaxprs.layer_values import LayerValues, Leaf, Value
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting, RowNumbers
 
@@ -116,7 +116,7 @@ def treats_alike(
     return alike
 
 
-class LayersAtOnce(ValueNumbers):
+class LayersAtOnce(LayerValues):
     """Runs an update of the model's own tensors, vectorized over the layers.
 
     Attributes:

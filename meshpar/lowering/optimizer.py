@@ -16,7 +16,7 @@ import optax
 
 from meshpar.arrays import Array, Params, abstract, leaves_by_path, stack_of_row
 from meshpar.errors import MeshparError
-from meshpar.jaxprs.layer_values import Leaf, ValueNumbers
+from meshpar.jaxprs.layer_values import LayerValues, Leaf
 from meshpar.jaxprs.reach import Reach, read_reach
 from meshpar.lowering.branchless import without_branches
 from meshpar.lowering.layer_rows import LayerRows, RowNumbers
@@ -187,7 +187,7 @@ def _of_trees(
     _refuse_lookahead(state)
     transformation, traced = _traced(transformation, nesting.nest(own), state)
     num_state = len(jax.tree.leaves(state))
-    reach = read_reach(traced.jaxpr, nesting.paths, num_state)
+    reach = read_reach(traced, nesting.paths, num_state)
     forms = NestedState.of(state, nesting, rows)
     stored = jax.eval_shape(forms.store, state)
     return Optimizer(
@@ -368,7 +368,7 @@ def _have_same_results(
       initial: as in `leaves_of`.
     """
     own, stacks = both
-    numbers = ValueNumbers(own.rows.layers, False, not any(own.rows.padding))
+    numbers = LayerValues(own.rows.layers, False, not any(own.rows.padding))
     leaves, whole = (leaves_of(o.nesting, o.forms, o.rows, initial) for o in both)
     each = treats_alike(numbers.outputs(traces[0], leaves), orders[0])
     whole = [Leaf(leaf.role, 0 if leaf.role in roles else None) for leaf in whole]
@@ -379,7 +379,7 @@ def _have_same_results(
 
 def _by_layers(own: Optimizer) -> Optimizer:
     """The optimizer, vectorized over the layers if it treats them alike."""
-    numbers = ValueNumbers(own.rows.layers, exact=True)
+    numbers = LayerValues(own.rows.layers, exact=True)
     leaves = leaves_of(own.nesting, own.forms, own.rows)
     values = numbers.outputs(own.traced, leaves)
     if any(map(stack_of_row, _dict_keys(own.abstract_state))):

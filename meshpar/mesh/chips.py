@@ -5,16 +5,14 @@ Figures are per jax device, which is one chip for every record.
 Source: the vendors' data sheets; for the links, bandwidths and clock rates of TPUs "How
 To Scale Your Model" (Austin et al., 2025), section "TPUs", which gives 15 GB/s of PCIe
 per chip and 32 GB/s for v6e; PCIe of GPUs by its generation, 4 or 5, of 16 lanes;
-memory of Hopper GPUs as XLA reports it (`gpu_targets.py`); read on 2026-11-22. Between
-slices 6.25 GB/s per TPU (the same book); between machines of GPUs one network card per
-GPU, of 400 Gb/s in a DGX H100 or H200 and of 200 Gb/s in a DGX A100 (NVIDIA's data
-sheets).
+memory and target configuration of Hopper GPUs as XLA prints them on such devices
+(`xla/tools/hlo_opt/gpu_specs`); read on 2026-11-22. Between slices 6.25 GB/s per TPU
+(the same book); between machines of GPUs one network card per GPU, of 400 Gb/s in a DGX
+H100 or H200 and of 200 Gb/s in a DGX A100 (NVIDIA's data sheets).
 """
 
 import dataclasses
 from typing import Any
-
-from meshpar.mesh.gpu_targets import hopper_target
 
 TPU, GPU = "tpu", "gpu"
 """Names of the chips' platforms in jax."""
@@ -89,8 +87,27 @@ def _a100(name: str, kind: str, memory: int, bandwidth: float) -> Chip:
     return _gpu(name, kind, memory, bandwidth, **figures)
 
 
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{board}"
+"""
+"""Target configuration of a Hopper GPU, with which XLA compiles ahead of time."""
+
+
 def _hopper(name: str, kind: str, memory: int, bandwidth: int) -> Chip:
-    target = hopper_target(kind, memory, bandwidth)
+    target = _HOPPER.format(board=kind, memory=memory, bandwidth=bandwidth)
     fields = {"peak_flops": 989e12, "num_links": 18, "host_bandwidth": 64e9}
     fields |= {"xla_target": target, "clock_rate": 1.98e9, "slice_bandwidth": 50e9}
     return _gpu(name, kind, memory, bandwidth, **fields)

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
@@ -131,3 +132,10 @@ def _gpus(chip: Chip, count: int, num_slices: int | None) -> list[jax.Device]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else "failed"
+
+
+def devices_of(machine: str | Sequence[jax.Device] | None) -> Sequence[jax.Device]:
+    """The devices of a topology string, given devices, or all of this machine."""
+    if machine is None:
+        return jax.devices()
+    return topology(machine) if isinstance(machine, str) else machine

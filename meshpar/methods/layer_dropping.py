@@ -66,7 +66,7 @@ def runs(
 
 
 def layers_run(schedule: Schedule, steps: int, depth: int, seed: int = 0) -> np.ndarray:
-    """Which layers run in which steps, bool [steps, depth]."""
+    """The layers that run in each step, bool [steps, depth]."""
     over_layers = jax.vmap(lambda t, i: runs(schedule, t, i, depth, seed), (None, 0))
     over_steps = jax.vmap(over_layers, (0, None))
     return np.asarray(jax.jit(over_steps)(jnp.arange(steps), jnp.arange(depth)))

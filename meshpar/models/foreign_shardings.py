@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from meshpar.compat import equations
 from meshpar.errors import LayoutError, MeshparError, nearest
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.axes import AXES, ways_of
 from meshpar.layouts.scope import Scope
 

@@ -148,11 +148,10 @@ class LayerCut:
         closed, (result, updates) = traced.jaxpr, traced.out_info
         paths = sorted(self._layer_shapes)
         variables = (*paths, *shared)
-        passed = passed_through(closed.jaxpr)
-        inputs = dict(zip(variables, closed.jaxpr.invars, strict=False))
-        num_results = len(jax.tree.leaves(result))
-        after = zip(sorted(updates), closed.jaxpr.outvars[num_results:], strict=True)
-        refuse_updates({p: v for p, v in after if passed.get(v) is not inputs[p]})
+        numbers = {path: number for number, path in enumerate(variables)}
+        sources = passed_through(closed.jaxpr)[len(jax.tree.leaves(result)) :]
+        after = zip(sorted(updates), sources, strict=True)
+        refuse_updates({p: source for p, source in after if source != numbers[p]})
         return Parts.of(
             self.named,
             marked_program(closed, self.stack.is_given),

@@ -24,6 +24,7 @@ from meshpar.jaxprs.straight_line import (
     needed,
     slots_of,
 )
+from meshpar.jaxprs.walk import equations, inner_jaxprs
 from meshpar.models.layer_call import Configuration
 
 _NAME = "meshpar_layer"
@@ -141,8 +142,8 @@ def _marks_inside(eqn: Any) -> list[Call]:
     """The calls of layers in the jaxprs that an equation runs."""
     return [
         inner.params["call"]
-        for body in compat.inner_jaxprs(eqn)
-        for inner in compat.equations(body)
+        for body in inner_jaxprs(eqn)
+        for inner in equations(body)
         if inner.primitive.name == _NAME
     ]
 

@@ -1,7 +1,7 @@
 """The parts of a loss function whose calls of layers are marked."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ from meshpar.arrays import Array, num_bytes
 from meshpar.errors import MeshparError
 from meshpar.jaxprs.straight_line import (
     Atom,
-    Numbering,
     Slot,
     StraightLine,
     dependents,
     needed,
     slots_of,
+    value_numbers,
 )
 from meshpar.metrics import LossResult
 from meshpar.models.layer_call import Column, LayerCall, Source, describe
@@ -216,7 +216,7 @@ class _Chain:
         places = [_places(named, marked, number) for number in range(period)]
         returned = _returned(named, marked, places)
         reached = dependents(marked.program.steps, shared)
-        equal = Numbering(marked.program.steps)
+        equal = value_numbers(marked.program.steps)
         others: dict[int, Source] = {}
         atoms: dict[str, list[Atom]] = {"kept": [], "fixed": []}
 
@@ -417,7 +417,7 @@ def _check_others(
     named: Named,
     marked: MarkedProgram,
     places: Sequence[tuple[int, ...]],
-    equal: Numbering,
+    equal: Callable[[Atom], int],
 ) -> None:
     """Raises MeshparError if layers of one column get different arrays."""
     for number, own in enumerate(marked.calls):

@@ -19,13 +19,13 @@ from meshpar.arrays import Array, Params, num_bytes, vary
 from meshpar.errors import MeshparError
 from meshpar.jaxprs.straight_line import (
     Atom,
-    Numbering,
     Slot,
     Step,
     dependents,
     evaluate,
     needed,
     slots_of,
+    value_numbers,
 )
 from meshpar.models.layer_marks import MarkedProgram
 
@@ -327,7 +327,7 @@ class Layers:
             for slot, (number, leaf) in sources.items()
         }
         known |= {slot: ("constant", id(x)) for slot, x in program.constants.items()}
-        numbers = Numbering(program.steps, known)
+        numbers = value_numbers(program.steps, known)
         columns: list[dict[int, Function]] = [{} for _ in range(self.period)]
         places = {}
         for slot in read:

@@ -24,7 +24,7 @@ from meshpar.models.row_problems import problem_of
 from meshpar.models.row_values import compared_values, traced_with_shape, values_of
 from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.two_traces import Differences
-from meshpar.rows.values import COUNTS, NUMBER, Fixed, Key, Mixed, Rows
+from meshpar.rows.values import COUNTS, NUMBER, Fixed, Key, Mixed, PerRow
 
 _SMALLEST = 5
 """Smallest length to trace with: smaller numbers divide most sizes of a model."""
@@ -76,7 +76,7 @@ def _check(fn: Callable, what: str, arguments: tuple, why: str) -> None:
     prime, *others = _lengths_for(params, batch)
     inputs = [
         *(Fixed() for _ in jax.tree.leaves(params)),
-        *(Rows(1) if len(x.shape) > 1 else Fixed() for x in jax.tree.leaves(batch)),
+        *(PerRow(1) if len(x.shape) > 1 else Fixed() for x in jax.tree.leaves(batch)),
         *(Key() for _ in key),
     ]
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from meshpar import compat
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
@@ -136,7 +137,7 @@ _CALLBACKS = {
 
 def _check_callbacks(jaxpr: Any) -> None:
     """Raises LayoutError if the model calls Python, which jax runs in no shard."""
-    for eqn in compat.equations(jaxpr):
+    for eqn in equations(jaxpr):
         if (name := _CALLBACKS.get(eqn.primitive.name)) is not None:
             place = compat.user_line(eqn)
             raise LayoutError(

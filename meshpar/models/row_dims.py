@@ -8,7 +8,7 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.row_values import row_values
-from meshpar.rows.values import Fixed, Rows
+from meshpar.rows.values import Fixed, PerRow
 
 NO_ROWS = -1
 
@@ -60,10 +60,10 @@ def row_dims(layered: LayeredModel, params: Any, batch: Any, why: str) -> RowDim
 
 def _dim(value: Any) -> int | None:
     """The dim that holds rows; None where rows are mixed."""
-    if isinstance(value, Rows):
+    if isinstance(value, PerRow):
         return value.dim
     return NO_ROWS if isinstance(value, Fixed) else None
 
 
 def _is_value(node: Any) -> bool:
-    return type(node).__module__ == Rows.__module__
+    return type(node).__module__ == PerRow.__module__

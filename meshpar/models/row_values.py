@@ -17,7 +17,7 @@ from meshpar.rows.values import (
     Fixed,
     Key,
     Mixed,
-    Rows,
+    PerRow,
     counts,
 )
 
@@ -53,7 +53,7 @@ def row_values(
 
     closed, shape = traced(prime)
     inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
-    inputs += [Rows(0) for _ in jax.tree.leaves(batch)]
+    inputs += [PerRow(0) for _ in jax.tree.leaves(batch)]
     inputs += [Key() for _ in jax.tree.leaves(key)]
 
     def analysis(differences: Differences) -> RowAnalysis:
@@ -135,7 +135,7 @@ def values_of(closed: Any, shape: Any, inputs: list[Any], analysis: RowAnalysis)
       analysis: evaluates the jaxpr.
     """
     try:
-        results = analysis.run_closed(closed, inputs)
+        results = analysis.evaluate(closed, inputs)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # A primitive that no rule foresees must not stop a loss with a weight.
         reason = f"it could not be followed ({type(error).__name__}: {error})"

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from meshpar.arrays import Params
 from meshpar.errors import MeshparError
@@ -73,10 +72,9 @@ def changed(
 
     inputs = {path: params[path] for path in paths}
     jaxpr = jax.make_jaxpr(lambda own: values({**params, **own}))(inputs).jaxpr
-    sources = dict(zip(sorted(inputs), jaxpr.invars, strict=True))
-    passed = passed_through(jaxpr)
+    numbers = {path: number for number, path in enumerate(sorted(inputs))}
     return {
         path: candidates[path]
-        for path, out in zip(paths, jaxpr.outvars, strict=True)
-        if isinstance(out, core.Literal) or passed.get(out, out) is not sources[path]
+        for path, source in zip(paths, passed_through(jaxpr), strict=True)
+        if source != numbers[path]
     }

@@ -133,7 +133,7 @@ class Watchdog:
         self.enter(STEP if self._step_times else FIRST_STEP)
 
     def limit(self) -> float:
-        """How long a step may take, in seconds."""
+        """The limit of a step, in seconds."""
         median = statistics.median(self._step_times) if self._step_times else 0.0
         return max(self._at_least, _FACTOR * median)
 

@@ -1,4 +1,4 @@
-"""Which keys a query of causal attention sees."""
+"""Causal attention masks: the keys that each query sees."""
 
 from typing import NamedTuple
 

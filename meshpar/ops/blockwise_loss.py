@@ -17,7 +17,7 @@ from jax import lax
 
 from meshpar.arrays import Array, vary_alike
 from meshpar.ops import vocabulary_slices
-from meshpar.ops.vocabulary_slices import Statistics
+from meshpar.ops.vocabulary_slices import LogitStatistics
 
 Head = Callable[[Array, Array], Array]
 """(x[B, C, D], w[D, K]) -> logits[B, C, K]."""
@@ -25,7 +25,7 @@ Head = Callable[[Array, Array], Array]
 
 def statistics(
     head: Head, block: int, x_BLD: Array, w_DK: Array, ids_BL: Array
-) -> Statistics:
+) -> LogitStatistics:
     """Numbers of each token over a slice of the vocabulary, float32 [B, L] each.
 
     Args:
@@ -36,7 +36,7 @@ def statistics(
       ids_BL: targets, counted from the first token of the slice.
     """
 
-    def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, Statistics]:
+    def of_block(_: None, inputs: tuple[Array, Array]) -> tuple[None, LogitStatistics]:
         return None, vocabulary_slices.statistics_of(*_logits(head, w_DK, *inputs))
 
     blocks = lax.scan(of_block, None, _blocks(block, x_BLD, ids_BL))[1]

@@ -138,7 +138,7 @@ class _KernelVjp:
         return jax.vjp(of_arrays, *arrays[: self.num])
 
     def forward(self, *arrays: Array) -> tuple[Array, list[Array]]:
-        """The result, and what else `backward` needs, each with a dim of 1 in front."""
+        """The result, and residuals for `backward`, each with a dim of 1 in front."""
         y, pull = self._vjp(arrays)
         leaves, self._structure = jax.tree.flatten(pull)
         known = *arrays, y
@@ -150,7 +150,7 @@ class _KernelVjp:
         return y, [x[None] for x, place in pairs if place is None]
 
     def backward(self, gradient: Array, *needed: Array) -> tuple[Array, ...]:
-        """Gradients of the first arguments, from what was kept and what was saved."""
+        """Gradients of the first arguments, from the kept and the saved values."""
         if not self._saves:
             return self._vjp(needed)[1](gradient)
         kept = dict(zip(self.kept, needed, strict=False))

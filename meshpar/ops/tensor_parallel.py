@@ -26,7 +26,7 @@ from meshpar.contracts.purposes import purpose
 from meshpar.layouts.remat import MATMUL
 from meshpar.layouts.scope import activation_axes, constrain, current_scope
 from meshpar.mesh.platform import traced_platform
-from meshpar.ops.tensor_split import INTO, OUT, Split
+from meshpar.ops.tensor_split import INTO, OUT, MatmulSplit
 
 Named = tuple[Array, Sequence[str]]
 """A weight, and the names of its dims."""
@@ -53,7 +53,7 @@ def column_parallel(
       y[B, L, F...] for every weight, with the whole length.
     """
     splits = [
-        None if matmul else Split.of(x_BLD, embed, features, w.shape[1])
+        None if matmul else MatmulSplit.of(x_BLD, embed, features, w.shape[1])
         for w, (embed, *features) in weights
     ]
     split = next((split for split in splits if split is not None), None)
@@ -86,7 +86,7 @@ def row_parallel(
       names: of its dims, such as ("heads", "head_dim", "embed").
       matmul: in place of that of jax; its collectives are left to the compiler.
     """
-    split = None if matmul else Split.of(y_BLF, names[-1], names[:-1], len(w_FD))
+    split = None if matmul else MatmulSplit.of(y_BLF, names[-1], names[:-1], len(w_FD))
     if split is None:
         return _matmul(y_BLF, w_FD, w_FD.ndim - 1, matmul)
     y_BLF, w_FD = _alike(y_BLF, w_FD)
@@ -134,7 +134,7 @@ def _flat_backward(
 _flat.defvjp(_flat_forward, _flat_backward)
 
 
-def _specs(split: Split) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+def _specs(split: MatmulSplit) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
     """Specs of arrays whose first, second or third dim devices split."""
     axis = split.axis
     return (
@@ -145,7 +145,7 @@ def _specs(split: Split) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _columns(split: Split, x_BLD: Array, weights: Sequence[Array]) -> list[Array]:
+def _columns(split: MatmulSplit, x_BLD: Array, weights: Sequence[Array]) -> list[Array]:
     _, second, third = _specs(split)
 
     def gathered(x_BKD: Array, weights: Sequence[Array]) -> list[Array]:
@@ -156,13 +156,13 @@ def _columns(split: Split, x_BLD: Array, weights: Sequence[Array]) -> list[Array
 
 
 def _columns_forward(
-    split: Split, x_BLD: Array, weights: Sequence[Array]
+    split: MatmulSplit, x_BLD: Array, weights: Sequence[Array]
 ) -> tuple[list[Array], tuple]:
     return _columns(split, x_BLD, weights), (x_BLD, weights)
 
 
 def _columns_backward(
-    split: Split, saved: tuple, dys: list[Array]
+    split: MatmulSplit, saved: tuple, dys: list[Array]
 ) -> tuple[Array, tuple[Array, ...]]:
     x_BLD, weights = saved
     _, second, third = _specs(split)
@@ -186,7 +186,7 @@ _columns.defvjp(_columns_forward, _columns_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row(split: Split, y_BLF: Array, w_FD: Array) -> Array:
+def _row(split: MatmulSplit, y_BLF: Array, w_FD: Array) -> Array:
     first, second, third = _specs(split)
 
     def scattered(y_BLF: Array, w_FD: Array) -> Array:
@@ -195,11 +195,13 @@ def _row(split: Split, y_BLF: Array, w_FD: Array) -> Array:
     return split.mapped(scattered, (third, first), second)(y_BLF, w_FD)
 
 
-def _row_forward(split: Split, y_BLF: Array, w_FD: Array) -> tuple[Array, tuple]:
+def _row_forward(split: MatmulSplit, y_BLF: Array, w_FD: Array) -> tuple[Array, tuple]:
     return _row(split, y_BLF, w_FD), (y_BLF, w_FD)
 
 
-def _row_backward(split: Split, saved: tuple, dx_BLD: Array) -> tuple[Array, Array]:
+def _row_backward(
+    split: MatmulSplit, saved: tuple, dx_BLD: Array
+) -> tuple[Array, Array]:
     y_BLF, w_FD = saved
     first, second, third = _specs(split)
 

@@ -1,4 +1,4 @@
-"""How devices split column- and row-parallel matmuls, and what they move for them.
+"""The split of column- and row-parallel matmuls, and its collectives.
 
 Suffixes: B sequences, L their length, K a device's part of it, D features between
 blocks, F those that devices split: one dim or more.
@@ -30,8 +30,8 @@ OUT = "activations out of row-parallel matmuls"
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-    """How devices split a matmul.
+class MatmulSplit:
+    """The split of a matmul over devices.
 
     Attributes:
       axis: the mesh axis that splits the length between blocks, and the weight.
@@ -48,7 +48,7 @@ class Split:
     @classmethod
     def of(
         cls, x: Array, embed: str, features: Sequence[str], size: int
-    ) -> "Split | None":
+    ) -> "MatmulSplit | None":
         """The split under the layout in use; None to leave it to the compiler.
 
         Args:

@@ -14,7 +14,7 @@ from meshpar.arrays import Array
 from meshpar.contracts.purposes import purpose
 
 
-class Statistics(NamedTuple):
+class LogitStatistics(NamedTuple):
     """Numbers of each token over one slice of the vocabulary or several, float32 [...].
 
     Attributes:
@@ -49,27 +49,27 @@ def is_target(ids: Array, size: int) -> Array:
     return ids[..., None] == jnp.arange(size)[(None,) * ids.ndim]
 
 
-def statistics_of(logits_K: Array, is_target_K: Array) -> Statistics:
+def statistics_of(logits_K: Array, is_target_K: Array) -> LogitStatistics:
     """Numbers of each token from a slice's logits, float32 [..., K], and targets."""
     maxima = lax.stop_gradient(jnp.max(logits_K, axis=-1))
     # All tokens of a slice may be masked by -inf.
     finite = jnp.where(jnp.isfinite(maxima), maxima, 0.0)
     sums = jnp.sum(jnp.exp(logits_K - finite[..., None]), axis=-1)
     targets = jnp.sum(jnp.where(is_target_K, logits_K, 0.0), axis=-1)
-    return Statistics(maxima, sums, targets)
+    return LogitStatistics(maxima, sums, targets)
 
 
-def joined(slices: Statistics, axis: str) -> Statistics:
+def joined(slices: LogitStatistics, axis: str) -> LogitStatistics:
     """Numbers over all slices along an axis, by two all_reduces."""
     with purpose("maxima of logits, over slices of the vocabulary"):
         maxima = lax.pmax(slices.maxima, axis)
     own = slices.sums * jnp.exp(slices.maxima - maxima)
     with purpose("sums, over slices of the vocabulary"):
         sums, targets = lax.psum(jnp.stack([own, slices.targets]), axis)
-    return Statistics(maxima, sums, targets)
+    return LogitStatistics(maxima, sums, targets)
 
 
-def losses_of(slices: Statistics, axis: str | None) -> tuple[Array, Array]:
+def losses_of(slices: LogitStatistics, axis: str | None) -> tuple[Array, Array]:
     """(losses, logs of sums of exp(logit) over the whole vocabulary), float32 [...].
 
     Args:

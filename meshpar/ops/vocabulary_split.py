@@ -23,14 +23,14 @@ from meshpar.arrays import Array, vary_alike
 from meshpar.contracts.purposes import purpose
 from meshpar.layouts.scope import current_scope
 from meshpar.ops import blockwise_loss, vocabulary_slices
-from meshpar.ops.tensor_split import Split
+from meshpar.ops.tensor_split import MatmulSplit
 from meshpar.ops.vocabulary_slices import local_ids
 
 _WHOLE = PartitionSpec()
 
 
-def split_of(ids_BL: Array, size: int) -> Split | None:
-    """How devices split a vocabulary; None to leave it to the compiler.
+def split_of(ids_BL: Array, size: int) -> MatmulSplit | None:
+    """The split of a vocabulary over devices; None to leave it to the compiler.
 
     Args:
       ids_BL: token ids.
@@ -38,10 +38,10 @@ def split_of(ids_BL: Array, size: int) -> Split | None:
     """
     if current_scope() is None or ids_BL.ndim != 2:
         return None
-    return Split.of(ids_BL, "embed", ("vocab",), size)
+    return MatmulSplit.of(ids_BL, "embed", ("vocab",), size)
 
 
-def lookup(split: Split, w_VD: Array, ids_BL: Array) -> Array:
+def lookup(split: MatmulSplit, w_VD: Array, ids_BL: Array) -> Array:
     """Rows of an embedding by token id, with their length split."""
     w_VD, ids_BL = vary_alike(w_VD, ids_BL)
     with purpose("activations of the embedding"):
@@ -49,7 +49,7 @@ def lookup(split: Split, w_VD: Array, ids_BL: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lookup(split: Split, size: int, w_VD: Array, ids_BL: Array) -> Array:
+def _lookup(split: MatmulSplit, size: int, w_VD: Array, ids_BL: Array) -> Array:
     def rows(w_KD: Array, ids_BL: Array) -> Array:
         ids_BL = local_ids(ids_BL, size, split.axis)
         row_BL, in_slice_BL = vocabulary_slices.rows_of(ids_BL, size)
@@ -61,13 +61,13 @@ def _lookup(split: Split, size: int, w_VD: Array, ids_BL: Array) -> Array:
 
 
 def _lookup_forward(
-    split: Split, size: int, w_VD: Array, ids_BL: Array
+    split: MatmulSplit, size: int, w_VD: Array, ids_BL: Array
 ) -> tuple[Array, Array]:
     return _lookup(split, size, w_VD, ids_BL), ids_BL
 
 
 def _lookup_backward(
-    split: Split, size: int, ids_BL: Array, dx_BLD: Array
+    split: MatmulSplit, size: int, ids_BL: Array, dx_BLD: Array
 ) -> tuple[Array, None]:
     def gradient(dx_BKD: Array, ids_BL: Array) -> Array:
         ids_BL = local_ids(ids_BL, size, split.axis)
@@ -84,7 +84,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def losses(
-    split: Split,
+    split: MatmulSplit,
     outer: str | None,
     block: int,
     x_BLD: Array,
@@ -106,12 +106,12 @@ def losses(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _losses(split: Split, outer: str | None, block: int, *arrays: Array) -> Array:
+def _losses(split: MatmulSplit, outer: str | None, block: int, *arrays: Array) -> Array:
     return _losses_forward(split, outer, block, *arrays)[0]
 
 
 def _losses_forward(
-    split: Split, outer: str | None, block: int, *arrays: Array
+    split: MatmulSplit, outer: str | None, block: int, *arrays: Array
 ) -> tuple[Array, tuple]:
     def forward(x_BKD: Array, w_DK: Array, ids_BL: Array) -> tuple[Any, Array]:
         x_BLD = split.whole(x_BKD)
@@ -128,7 +128,7 @@ def _losses_forward(
 
 
 def _losses_backward(
-    split: Split,
+    split: MatmulSplit,
     outer: str | None,
     block: int,
     saved: tuple[Array, ...],
@@ -162,7 +162,7 @@ def _head(x_BCD: Array, w_DK: Array) -> Array:
     return jnp.einsum("BCD,DK->BCK", x_BCD, w_DK)
 
 
-def _reduce_scattered(split: Split, x_BLD: Array) -> Array:
+def _reduce_scattered(split: MatmulSplit, x_BLD: Array) -> Array:
     """This device's part of the length of a sum over devices."""
     wire = x_BLD.astype(split.transports.wire_dtype(x_BLD.dtype))
     transport = split.transports.gradients

@@ -30,7 +30,7 @@ from meshpar.pipeline.buffers import (
     where_tree,
     zeros_like,
 )
-from meshpar.pipeline.phases import Slots, TickLoop
+from meshpar.pipeline.phases import TickLoop, TickOperations
 from meshpar.pipeline.stage import PipelineStage
 from meshpar.pipeline.tick import Carry, Edges, Row, Sums, Tick, stage_input
 from meshpar.schedules.ticks import Columns, Phase
@@ -115,7 +115,7 @@ class Executor:
         for phase in self.loop.phases:
             ticks = slice(phase.start, phase.stop)
             phase_rows = jax.tree.map(lambda x, ticks=ticks: x[ticks], rows)
-            used = Slots(*map(jnp.asarray, self.loop.used_slots(phase)))
+            used = TickOperations(*map(jnp.asarray, self.loop.used_operations(phase)))
             tick = functools.partial(self._tick, stage, phase)
             carry, _ = lax.scan(tick, carry, (phase_rows, used))
         return carry.sums
@@ -150,14 +150,18 @@ class Executor:
         )
 
     def _tick(
-        self, stage: PipelineStage, phase: Phase, carry: Carry, xs: tuple[Row, Slots]
+        self,
+        stage: PipelineStage,
+        phase: Phase,
+        carry: Carry,
+        xs: tuple[Row, TickOperations],
     ) -> tuple[Carry, None]:
         """One iteration of a phase's scan."""
         row, used = xs
         tick = Tick(
             stage=stage,
             row=row,
-            slots=self.loop.slots(phase, row.columns, used),
+            operations=self.loop.operations(phase, row.columns, used),
             sends_activations=self.loop.sends_activations(phase),
             sends_gradients=self.loop.sends_gradients(phase),
             send=self._send,

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from meshpar.schedules.ticks import Columns, Phase, Tables
 
-_SLOT_COLUMNS = "f_on", "last", "b_on", "b_first", "w_on"
-"""Columns that say whether a stage runs the operations of `Slots`, in their order."""
+_OPERATION_COLUMNS = "f_on", "last", "b_on", "b_first", "w_on"
+"""Columns that say whether a stage runs each of `TickOperations`, in their order."""
 
 
-class Slots(NamedTuple):
+class TickOperations(NamedTuple):
     """Whether each operation of a tick runs: True, False or a flag for a conditional.
 
     Attributes:
@@ -67,26 +67,32 @@ class TickLoop:
         """Ticks up to the last F, which evaluation runs."""
         return max(phase.stop for phase in self.tables.phases if phase.forward)
 
-    def used_slots(self, phase: Phase) -> Slots:
+    def used_operations(self, phase: Phase) -> TickOperations:
         """Bools [ticks of the phase]: whether any stage runs an operation."""
-        columns = (getattr(self.tables.columns, name) for name in _SLOT_COLUMNS)
-        return Slots(*(c[phase.start : phase.stop].any(axis=1) for c in columns))
+        columns = (getattr(self.tables.columns, name) for name in _OPERATION_COLUMNS)
+        return TickOperations(
+            *(c[phase.start : phase.stop].any(axis=1) for c in columns)
+        )
 
-    def slots(self, phase: Phase, columns: Columns, used: Slots) -> Slots:
+    def operations(
+        self, phase: Phase, columns: Columns, used: TickOperations
+    ) -> TickOperations:
         """Operations of one tick.
 
         Args:
           phase: the phase of the tick.
           columns: flags and numbers of one stage in the tick, traced.
-          used: one row of `used_slots`, traced.
+          used: one row of `used_operations`, traced.
         """
         if self.divergent:
-            return Slots(*(getattr(columns, name) > 0 for name in _SLOT_COLUMNS))
+            return TickOperations(
+                *(getattr(columns, name) > 0 for name in _OPERATION_COLUMNS)
+            )
         if self.uniform:
             return used._replace(weight=False)
         head = used.head if phase.head is None else phase.head
         backward = phase.backward
-        return Slots(phase.forward, head, backward, backward, phase.weight)
+        return TickOperations(phase.forward, head, backward, backward, phase.weight)
 
     def sends_activations(self, phase: Phase) -> bool:
         """Whether some stage receives an activation in a phase."""

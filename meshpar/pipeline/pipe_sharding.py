@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params, abstract, vary
 from meshpar.errors import LayoutError
-from meshpar.jaxprs.inlined import used_inputs
+from meshpar.jaxprs.straight_line import used_inputs
 from meshpar.layouts.axes import PIPE
 from meshpar.layouts.plan import LeafPlan, Plan
 from meshpar.layouts.scope import current_scope, unmarked_rows

@@ -24,8 +24,8 @@ from meshpar.arrays import Array, Params, abstract, num_bytes
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.errors import LayoutError
 from meshpar.fsdp.terms import LayerPass, local_shape
-from meshpar.jaxprs.inlined import used_inputs
 from meshpar.jaxprs.reach import Reach
+from meshpar.jaxprs.straight_line import used_inputs
 from meshpar.layouts.axes import PIPE, TENSOR
 from meshpar.layouts.plan import LeafPlan
 from meshpar.lowering.batches import batch_specs

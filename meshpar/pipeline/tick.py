@@ -21,7 +21,7 @@ from meshpar.arrays import Array, Params
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
 from meshpar.pipeline.buffers import put_slot, take_slot, where_tree
-from meshpar.pipeline.phases import Slots
+from meshpar.pipeline.phases import TickOperations
 from meshpar.pipeline.stage import PipelineStage
 from meshpar.schedules.ticks import Columns
 
@@ -105,7 +105,7 @@ class Tick:
     Attributes:
       stage: this stage's operations.
       row: its row of the schedule's tables.
-      slots: which operations run.
+      operations: which of them run.
       sends_activations: whether any stage sends an activation.
       sends_gradients: whether any stage sends a gradient.
       send: (value, step) -> the value of the stage `step` before this one.
@@ -114,7 +114,7 @@ class Tick:
 
     stage: PipelineStage
     row: Row
-    slots: Slots
+    operations: TickOperations
     sends_activations: bool
     sends_gradients: bool
     send: Callable[[Any, int], Any]
@@ -127,12 +127,12 @@ class Tick:
             last = self.send(carry.dx, -1)
             slot = self.row.columns.gradient_arrived
             carry = carry._replace(gradients=put_slot(carry.gradients, slot, last))
-        if self.slots.forward is not False:
+        if self.operations.forward is not False:
             carry, last = self._forward(carry, last)
         backward = functools.partial(self._backward, last)
-        carry = _run_if(self.slots.backward, backward, carry)
-        carry = _run_if(self.slots.embed_backward, self._embed_backward, carry)
-        return _run_if(self.slots.weight, self._weights, carry)
+        carry = _run_if(self.operations.backward, backward, carry)
+        carry = _run_if(self.operations.embed_backward, self._embed_backward, carry)
+        return _run_if(self.operations.weight, self._weights, carry)
 
     def _forward(self, carry: Carry, last: Any) -> tuple[Carry, Any]:
         """F, its send, and head and loss; also what the last of them computes."""
@@ -144,13 +144,13 @@ class Tick:
             y, saved = self.stage.forward(columns.f_chunk, columns.f_microbatch, x)
             return put_slot(buffer, columns.f_saved, saved), y
 
-        saved, y = _run_if(self.slots.forward, forward, (carry.saved, x))
+        saved, y = _run_if(self.operations.forward, forward, (carry.saved, x))
         carry = carry._replace(saved=saved)
         if self.sends_activations:
             arrived = self.send(y, 1)
             inputs = put_slot(carry.inputs, columns.arrived, arrived)
             carry, y = carry._replace(inputs=inputs), in_turn(arrived, y)
-        return _run_if(self.slots.head, self._head, (carry, y))
+        return _run_if(self.operations.head, self._head, (carry, y))
 
     def _head(self, carry_and_y: tuple[Carry, Any]) -> tuple[Carry, Any]:
         carry, y = carry_and_y

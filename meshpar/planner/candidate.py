@@ -1,4 +1,4 @@
-"""Candidates: what a layout costs in memory, traffic and time, without compiling."""
+"""Predicts memory, traffic and time of a layout, without compiling it."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from meshpar.compose import Parts, combination, make_lowering
+from meshpar.compose import LoweringArguments, combination, make_lowering
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.written import WrittenCollective
 from meshpar.errors import LayoutError
@@ -37,7 +37,7 @@ from meshpar.planner.uncertainty import Uncertainty, uncertainty_of
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One layout, and what it costs.
+    """A layout with its predicted memory, time and traffic.
 
     Attributes:
       layout: the layout.
@@ -62,7 +62,7 @@ class Candidate:
 
 
 class _Shared(NamedTuple):
-    """What layouts share that differ in `remat` alone.
+    """Predictions that layouts share if they differ in `remat` alone.
 
     Attributes:
       lowering: of one of them.
@@ -80,7 +80,7 @@ class _Shared(NamedTuple):
 
 
 class Candidates:
-    """Makes the candidates of one model on one machine."""
+    """Predicts the layouts of one model on one machine."""
 
     def __init__(self, facts: Facts, machine: Machine):
         """Makes candidates.
@@ -97,7 +97,7 @@ class Candidates:
         self._last: tuple[tuple, _Shared | None] = (), None
 
     def candidate(self, layout: Layout) -> Candidate:
-        """What a layout costs.
+        """Predicts the memory, time and traffic of a layout.
 
         Raises:
           LayoutError: devices, model or batch cannot honour it.
@@ -125,7 +125,7 @@ class Candidates:
         return Candidate(layout, memory, seconds, seconds.wire_bytes, known)
 
     def _shared(self, layout: Layout) -> _Shared:
-        """What a layout shares with those that differ in `remat` alone.
+        """The predictions that this layout shares with others that differ in `remat`.
 
         Some policies move tokens or experts again, and each run of layers with one
         policy prefetches for itself: such layouts share nothing.
@@ -156,7 +156,7 @@ class Candidates:
         mesh = self._mesh(layout)
         plan = self._plan(layout, model, mesh, spec if order else None)
         optimizer, dtype = facts.optimizer_of(model), facts.compute_dtype
-        parts = Parts(model, optimizer, plan, mesh, None, dtype)
+        parts = LoweringArguments(model, optimizer, plan, mesh, None, dtype)
         return make_lowering(ShardMapLowering.name, parts, spec, CheckedParts())
 
     def _mesh(self, layout: Layout) -> Mesh:
@@ -186,7 +186,7 @@ class Candidates:
         return plan
 
     def _declared(self, lowering: ShardMapLowering) -> Iterator[DeclaredCollective]:
-        """The formula of what a step moves, but for matmuls over `tensor`."""
+        """Collectives of a step by formula, without those of matmuls over `tensor`."""
         layout, passes = lowering.layout, lowering.runner.layer_passes
         if lowering.frame.manual_axes:
             own = lowering.runner.declared_reductions()
@@ -200,7 +200,7 @@ class Candidates:
             yield from layers_terms(lowering.frame, passes, of_policy)
 
     def _layer(self, lowering: ShardMapLowering, remat: str) -> list[WrittenCollective]:
-        """What a layer moves itself; layouts that split tokens alike share it."""
+        """Collectives inside one layer; cached for layouts that split tokens alike."""
         layout = lowering.layout
         key = (*layout.sizes.values(), layout.microbatches, layout.context_mode)
         key = *key, layout.context_order, layout.context_heads, remat
@@ -210,7 +210,7 @@ class Candidates:
         return self._moves[key]
 
     def _sends(self, lowering: ShardMapLowering) -> int:
-        """Activations and gradients that one stage sends in a step."""
+        """Number of activations and gradients that one stage sends in a step."""
         if lowering.layout.pipe == 1:
             return 0
         loop = lowering.runner.loop
@@ -218,7 +218,7 @@ class Candidates:
 
 
 def _kept(found: dict[tuple, Any], key: tuple, make: Callable[[], Any]) -> Any:
-    """What `make` returned for a key at first, or the LayoutError that it raised."""
+    """A cached result of `make`; a LayoutError that it raised is raised again."""
     if key not in found:
         try:
             found[key] = make()

@@ -1,4 +1,4 @@
-"""Candidates of a model without layers: compiled, and read back.
+"""Compiles candidate layouts of a model without layers, and reads their programs.
 
 No formula knows what such a model holds and moves under a layout, as the compiler
 inserts its collectives. Its few layouts are compiled instead, for the machine of the
@@ -66,7 +66,7 @@ class ProgramSeconds(Terms):
 
 
 class Compiled(NamedTuple):
-    """All layouts of a plan.
+    """The compiled candidates of a plan, and the layouts that have none.
 
     Attributes:
       candidates: those that were compiled.
@@ -131,7 +131,7 @@ def compiled_candidates(
 def _nearest(
     sizes: Mapping[Layout, int], failed: Mapping[Layout, str], machine: Machine
 ) -> str:
-    """The layout with the smallest state, and why it has no program; "" for none.
+    """Names the layout with the smallest state and why it failed; "" if there is none.
 
     Args:
       sizes: bytes of the state of each layout on one device.
@@ -153,7 +153,7 @@ def _nearest(
 def _space(
     model: Model, batch: Any, machine: Machine, wanted: Wanted
 ) -> Iterator[Layout]:
-    """All layouts to try."""
+    """Lists the layouts to compile."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
     length = max((shape[1] for shape in shapes if len(shape) > 1), default=1)
     return layouts(
@@ -191,14 +191,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _failed(error: Exception) -> LayoutError:
-    """Why a compiler gave no program."""
+    """A LayoutError that says why a compiler gave no program."""
     if "RESOURCE_EXHAUSTED" in (line := _first_line(error)):
         return LayoutError("the compiler finds no room for the step in a device")
     return LayoutError(f"no program: {line}")
 
 
 def read_candidate(program: TrainProgram, machine: Machine) -> Candidate:
-    """Compiles a program, and reads what it costs.
+    """Compiles a program, and reads its memory, time and traffic.
 
     Args:
       program: of a step, for the devices of the machine.
@@ -240,7 +240,7 @@ def _seconds(program: TrainProgram, machine: Machine) -> ProgramSeconds:
 
 
 def _exposed(program: TrainProgram, machine: Machine, beside: float) -> float:
-    """Seconds of the collectives, of which those beside compute hide as long as it."""
+    """Seconds of collectives that no compute hides."""
 
     def seconds(collectives: Sequence[Collective]) -> float:
         return sum(

@@ -49,7 +49,7 @@ _TOGETHER = NONE, "dots", "attention", "full"
 
 
 class Facts:
-    """What a planner knows about a model, an optimizer and a batch."""
+    """Sizes and FLOPs of a model, its optimizer and its batch, under any layout."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Facts:
 
     @property
     def layered(self) -> LayeredModel:
-        """The model layer by layer."""
+        """The model in its layered form."""
         return self.model.layered
 
     @property
@@ -124,7 +124,7 @@ class Facts:
         return jax.tree.map(resized, self.batch)
 
     def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
-        """One layer on one device, with each number of rows of `_ROWS`."""
+        """Traces one layer on one device, once for each number of rows in `_ROWS`."""
         if (remat, exchange) not in self._traces:
             policies = _TOGETHER if remat in _TOGETHER else (remat,)
             few, many = (self._trace(policies, rows, exchange) for rows in _ROWS)
@@ -184,7 +184,7 @@ class Facts:
 
     @functools.cached_property
     def flops(self) -> Flops:
-        """FLOPs of one row, counted in the traces of one layer, embedding and head."""
+        """FLOPs of one row, counted in traces of a layer, embedding and head."""
         layered = self.layered
         batch, layout = self._batch_of(_ROWS[0]), Layout()
         # Kernels are written out as matmuls there.
@@ -238,7 +238,7 @@ def constrained_names(model: Model, batch: Any, device: jax.Device) -> frozenset
 
 
 def exchange_of(layout: Layout) -> Layout:
-    """The axes of a layout along which a layer exchanges tokens, alone."""
+    """A layout with only those axes along which a layer exchanges tokens."""
     if layout.expert == layout.context == 1:
         return _NO_EXCHANGE
     if layout.context == 1:

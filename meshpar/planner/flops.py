@@ -4,7 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-from meshpar.compat import inner_jaxprs
+from meshpar.jaxprs.flops import equation_flops
+from meshpar.jaxprs.walk import inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,29 +29,22 @@ class Flops:
 
 
 def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
-    """FLOPs of the matmuls of a jaxpr, kernels aside; loops count every round.
+    """FLOPs of the matmuls and convolutions of a jaxpr, kernels aside.
+
+    Loops count every round, and conditionals the branch with the most.
 
     Args:
       jaxpr: of any function.
-      narrower_than: if given, only matmuls count that have an operand or a result whose
-        last dim is smaller.
+      narrower_than: if given, only dense matmuls count that have an operand or a result
+        whose last dim is smaller.
     """
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             continue
-        if eqn.primitive.name.startswith("ragged_dot"):
-            rows, results = eqn.invars[0].aval.shape, eqn.outvars[0].aval.size
-            total += 0.0 if narrower_than else 2.0 * results * rows[-1]
-            continue
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape
-            shared = math.prod(lhs[dim] for dim in contracted)
-            shapes = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
-            least = min((shape[-1] for shape in shapes if shape), default=0)
-            if not narrower_than or least < narrower_than:
-                total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * shared
+        if flops := equation_flops(eqn):
+            if not narrower_than or _last_dim(eqn) < narrower_than:
+                total += flops
             continue
         inner = [matmul_flops(j, narrower_than) for j in inner_jaxprs(eqn)]
         if eqn.primitive.name == "scan":
@@ -59,3 +53,11 @@ def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:
             is_branch = eqn.primitive.name == "cond"
             total += max(inner, default=0) if is_branch else sum(inner)
     return total
+
+
+def _last_dim(eqn: Any) -> float:
+    """The smallest last dim of a dense matmul's operands and result."""
+    if eqn.primitive.name != "dot_general":
+        return math.inf
+    shapes = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+    return min((shape[-1] for shape in shapes if shape), default=0)

@@ -1,4 +1,4 @@
-"""Choices per layer: the fastest that fit into some memory.
+"""Chooses a policy for each layer: the fastest policies that fit into memory.
 
 A choice is a policy of rematerialization, and what the layer uses `tensor` for.
 
@@ -16,8 +16,8 @@ from meshpar.layouts.layout import Layout
 from meshpar.planner.candidate import Candidate
 
 
-class Choice(NamedTuple):
-    """How a layer runs.
+class LayerPolicy(NamedTuple):
+    """A policy of one layer.
 
     Attributes:
       remat: its policy of rematerialization.
@@ -28,8 +28,8 @@ class Choice(NamedTuple):
     use: str = FEATURES
 
 
-class Cost(NamedTuple):
-    """What a choice costs in one layer.
+class LayerCost(NamedTuple):
+    """Time and memory of one layer under a policy.
 
     Attributes:
       seconds: that the layer takes.
@@ -41,17 +41,19 @@ class Cost(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Choices of several layers, and what they cost together."""
+    """The policies of several layers, with their total time and memory."""
 
     seconds: float
     saved: float
-    choices: tuple[Choice, ...]
+    choices: tuple[LayerPolicy, ...]
 
 
 def best_choices(
-    layers: Sequence[Mapping[Choice, Cost]], budget: float, change: float = 0.0
+    layers: Sequence[Mapping[LayerPolicy, LayerCost]],
+    budget: float,
+    change: float = 0.0,
 ) -> Chosen | None:
-    """The choice of every layer, of those that save at most `budget` bytes together.
+    """Finds the fastest policies whose layers save at most `budget` bytes together.
 
     A dynamic program over the layers. For each use that the last layer may have, it
     keeps the choices that no other one beats in both seconds and bytes. It is exact.
@@ -87,7 +89,7 @@ def best_choices(
 
 
 def _unbeaten(partials: list[Chosen]) -> list[Chosen]:
-    """Those that no other one beats in both seconds and bytes, fastest first."""
+    """The Pareto front of seconds and bytes, fastest first."""
     front, least = [], float("inf")
     for partial in sorted(partials, key=lambda partial: partial[:2]):
         if partial.saved < least:
@@ -97,7 +99,7 @@ def _unbeaten(partials: list[Chosen]) -> list[Chosen]:
 
 
 def as_options(
-    choices: Sequence[Choice], costs: Mapping[Choice, Cost]
+    choices: Sequence[LayerPolicy], costs: Mapping[LayerPolicy, LayerCost]
 ) -> dict[str, str]:
     """The values of `remat=` and `layers=` that give equal layers these choices.
 
@@ -116,7 +118,7 @@ def as_options(
 def mixed_layout(
     uniform: Sequence[Candidate], depth: int, memory: int
 ) -> Layout | None:
-    """The layout whose layers rematerialize as much as memory needs, and no more.
+    """A layout with as many rematerialized layers as memory needs, and no more.
 
     It leaves room for the largest known error of such predictions.
 
@@ -139,13 +141,13 @@ def mixed_layout(
     # Layers that split rows move activations over `tensor` at both ends alone.
     moved = (c.seconds.tensor for c in uniform if c.layout.layers == ROWS)
     change = min(moved, default=0.0) / 2
-    costs: dict[Choice, Cost] = {}
+    costs: dict[LayerPolicy, LayerCost] = {}
     rest = dict.fromkeys((c.layout.layers for c in uniform), 0)
     for candidate in uniform:
         use, memory_of = candidate.layout.layers, candidate.memory
         seconds = candidate.seconds.total - (2 * change if use == ROWS else 0.0)
-        cost = Cost(seconds / depth, memory_of.activations / depth)
-        costs[Choice(candidate.layout.remat, use)] = cost
+        cost = LayerCost(seconds / depth, memory_of.activations / depth)
+        costs[LayerPolicy(candidate.layout.remat, use)] = cost
         rest[use] = max(rest[use], memory_of.total - memory_of.activations)
     found = []
     for uses in ({FEATURES}, {ROWS}, {FEATURES, ROWS}):

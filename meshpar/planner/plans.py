@@ -24,8 +24,12 @@ from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.wanted import Wanted
 from meshpar.mesh.machine import Machine, machine_of
-from meshpar.mesh.topologies import has_compiler, parse_topology, stand_ins
-from meshpar.mesh.topologies import topology as topology_devices
+from meshpar.mesh.topologies import (
+    devices_of,
+    has_compiler,
+    parse_topology,
+    stand_ins,
+)
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate, Candidates
 from meshpar.planner.compiled import compiled_candidates
@@ -44,7 +48,7 @@ FROM_PROGRAMS = "layouts compiled, and their programs read"
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """Layouts of one model on one machine.
+    """The layouts of one model on one machine, ranked.
 
     Attributes:
       machine: the machine.
@@ -69,13 +73,13 @@ class Plans:
 
     @property
     def fitting(self) -> tuple[Candidate, ...]:
-        """All candidates that fit, fastest first."""
+        """The candidates that fit into memory, fastest first."""
         every = (*self.best, *self.others)
         return tuple(sorted(every, key=lambda c: c.seconds.total))
 
     @property
     def pareto(self) -> tuple[Candidate, ...]:
-        """Candidates that no other one beats in both time and memory, fastest first."""
+        """The Pareto front of time and memory, fastest first."""
         front: list[Candidate] = []
         for candidate in (*self.fitting, *self.too_large):
             if not any(_beats(other, candidate) for other in front):
@@ -83,7 +87,7 @@ class Plans:
         return tuple(sorted(front, key=lambda c: c.seconds.total))
 
     def why_not(self, candidate: Candidate) -> str:
-        """What lost a candidate against the best one, and whether it may not fit."""
+        """Says why a candidate is worse than the best one."""
         if (lack := candidate.memory.total - self.machine.memory_bytes) > 0:
             return f"memory: {lack / 1e9:.1f} GB too much"
         ours, best = candidate.seconds, self.best[0].seconds
@@ -97,7 +101,7 @@ class Plans:
         return "; ".join(filter(None, (slower, self.warning(candidate))))
 
     def warning(self, candidate: Candidate) -> str:
-        """That a compiled layout may not fit, though it is predicted to; or ""."""
+        """A warning if a layout may need more memory than is predicted; "" if not."""
         most, budget = candidate.most_memory, self.machine.memory_bytes
         if most <= budget or candidate.memory.total > budget:
             return ""
@@ -179,17 +183,10 @@ def abstract_batch(batch: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-def devices_of(topology: str | Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    """The devices that the argument of `plan` stands for."""
-    if topology is None:
-        return jax.devices()
-    return topology_devices(topology) if isinstance(topology, str) else topology
-
-
 def _compiling_machine(
     topology: str | Sequence[jax.Device] | None, memory: int | None, slowdown: float
 ) -> tuple[Machine, str]:
-    """A machine that this one can compile for, and how programs give predictions.
+    """The machine to compile for, and a text that says how predictions are made.
 
     Simulated CPU devices stand in for chips whose compiler is not installed. Times
     follow the chips' rates all the same.
@@ -217,7 +214,7 @@ def ranked(
     lowered: Callable[[Layout], Any] | None = None,
     nearest: str = "",
 ) -> Plans:
-    """The plans of some candidates: those that fit, fastest first, and the others.
+    """Ranks candidates: those that fit, fastest first, and those that do not.
 
     Args:
       machine: to plan for.
@@ -256,13 +253,13 @@ def ranked(
 
 
 def kinds_of(errors: Iterable[LayoutError]) -> collections.Counter[str]:
-    """{reason, without its numbers: number of errors}."""
+    """Counts errors by reason: {reason, without its numbers: number of errors}."""
     return collections.Counter(map(_kind, errors))
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collects no garbage: what a search makes, it needs until its end."""
+    """Turns the garbage collector off: a search keeps all of its objects to the end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -290,7 +287,7 @@ def predicted(
     count = len(machine.devices)
 
     def predict(layout: Layout) -> Candidate | None:
-        """The candidate of a layout; None if it is refused, which is counted."""
+        """Predicts a layout; None, and a count in `refused`, if it is refused."""
         try:
             found.append(made.candidate(layout))
         except LayoutError as error:
@@ -313,7 +310,7 @@ def predicted(
 
 
 def _kind(error: LayoutError) -> str:
-    """The first line of an error that says something, without layout and numbers."""
+    """The reason of an error: a line of its text, without layout and numbers."""
     lines = [line.strip() for line in str(error).splitlines()]
     line = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
     line = re.sub('layout "[^"]*"', "a layout", line)
@@ -326,7 +323,7 @@ def _nothing(
     refused: collections.Counter[str],
     otherwise: str,
 ) -> str:
-    """Why no layout is left, with the nearest one."""
+    """The message of an error: no layout fits, and which comes nearest."""
     count = len(machine.devices)
     lines = [f"plan: no layout of {count} {machine.chip.name} devices fits"]
     if too_large:

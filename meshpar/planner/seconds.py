@@ -52,17 +52,17 @@ _NO_TERMS = "wire_bytes", "kernels"
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Time of a step by term: every field is one, but for bytes and parts of others."""
+    """Time of a step by term; bytes, and parts of other terms, are no terms."""
 
     def slower(self, times: float) -> Self:
-        """All seconds so many times as long; the bytes stay."""
+        """Multiplies all seconds, and keeps the bytes."""
         fields = dataclasses.asdict(self)
         fields |= {n: times * x for n, x in fields.items() if n != "wire_bytes"}
         return type(self)(**fields)
 
     @property
     def by_term(self) -> dict[str, float]:
-        """{term: seconds}."""
+        """The seconds of each term, {term: seconds}."""
         fields = dataclasses.asdict(self)
         return {name: x for name, x in fields.items() if name not in _NO_TERMS}
 
@@ -180,7 +180,7 @@ def step_seconds(
 
 
 class _Passes(NamedTuple):
-    """All passes over the layers in one step, on one device.
+    """Time of all passes over the layers in one step, on one device.
 
     Attributes:
       compute: seconds that transfers may stand beside.
@@ -226,7 +226,7 @@ class _LayerSeconds(NamedTuple):
     kernels_again: float
 
     def of(self, name: str) -> tuple[float, float]:
-        """(all, in kernels) of a pass by its name."""
+        """Seconds of a named pass: (in all, in kernels)."""
         if name != "backward":
             return self.forward, self.kernels
         all_seconds = 2 * self.forward + self.again

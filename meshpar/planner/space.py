@@ -57,7 +57,7 @@ def layouts(
     wanted: Wanted,
     constrained: Callable[[], frozenset[str]] = frozenset,
 ) -> Iterator[Layout]:
-    """The layouts that fill some devices, without those that a layout itself refuses.
+    """Generates layouts that fill all devices and that are valid by themselves.
 
     Args:
       num_devices: devices to fill.
@@ -111,12 +111,12 @@ def layouts(
 
 
 def beside_layers(layout: Layout) -> tuple[Any, ...]:
-    """All fields of a layout but those by which layers may run in their own ways."""
+    """A key of all fields of a layout except those that may differ between layers."""
     return tuple(getattr(layout, name) for name in _NOT_OF_LAYERS)
 
 
 def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
-    """A layout with parts of training in host memory.
+    """Generates copies of a layout that keep parts of training in host memory.
 
     It needs less memory of the device than the layout itself, and is never faster: it
     is worth predicting where the layout does not fit.
@@ -131,7 +131,7 @@ def offloaded(layout: Layout, wanted: Wanted) -> Iterator[Layout]:
 
 
 def _dims(axis: str) -> set[str]:
-    """Names of dims of parameters that are split over an axis by default.
+    """Names of dims of parameters that an axis splits by default.
 
     That of the axis is one: rules for paths may give it to a dim.
     """
@@ -139,7 +139,7 @@ def _dims(axis: str) -> set[str]:
 
 
 def _undivided(model: Model, ways: int) -> frozenset[str]:
-    """The dims that may stay whole, and that so many ways do not divide."""
+    """Dims whose sizes this number of ways does not divide, and that may stay whole."""
     return frozenset(
         name
         for param in model.params.values()
@@ -149,7 +149,7 @@ def _undivided(model: Model, ways: int) -> frozenset[str]:
 
 
 def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """{axis: size} of all ways to fill the devices."""
+    """Generates all sizes of axes, {axis: size}, that fill the devices."""
     axes = list(most)
 
     def fill(index: int, left: int) -> Iterator[tuple[int, ...]]:
@@ -167,7 +167,7 @@ def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]
 
 
 def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
-    """The options that are tried with some axes."""
+    """Generates the options to try with sizes of axes."""
     split = sizes[DATA] * sizes[FSDP] * sizes[EXPERT]
     stages = sizes[PIPE]
     counts = [stages * n if stages > 1 else n for n in _MICROBATCHES]
@@ -190,7 +190,7 @@ def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
 
 
 def _is_possible(**fields: Any) -> bool:
-    """Whether a layout does not refuse its own fields."""
+    """Whether a layout is valid by itself."""
     try:
         Layout(**fields)
     except LayoutError:
@@ -199,7 +199,7 @@ def _is_possible(**fields: Any) -> bool:
 
 
 def _zero_levels(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The options that are tried with some axes for a model without layers.
+    """Generates ZeRO levels to try for a model without layers.
 
     zero=1 moves what zero=2 moves there, and holds more.
     """
@@ -208,7 +208,7 @@ def _zero_levels(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def _pipelines(stages: int) -> list[dict[str, Any]]:
-    """The options of a pipeline that are tried with a number of stages."""
+    """Options of a pipeline to try with a number of stages."""
     if stages == 1:
         return [{}]
     return [

@@ -1,4 +1,4 @@
-"""Predicts the time of transfers, of which compute beside them hides some."""
+"""Predicts the time of transfers that compute does not hide."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ them; fitted to llama-1b and llama2-7b on v5e and v5p (docs/planning.md)."""
 
 
 class Traffic(NamedTuple):
-    """What a step moves.
+    """The transfers of a step.
 
     Attributes:
       terms: {use of `tensor`: collectives declared exactly} of layers of this use; of
@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Compute that transfers may stand beside.
+    """Compute that may hide transfers.
 
     Attributes:
       name: of the pass over the layers.
@@ -62,7 +62,7 @@ class Beside(NamedTuple):
 def bandwidth(
     lowering: ShardMapLowering, machine: Machine, axes: tuple[str, ...]
 ) -> float:
-    """Bytes per second of a collective; axes over slices take the slow links."""
+    """Bytes per second of a collective, over links of a slice or between slices."""
     left = machine.num_slices
     if left == 1:
         return machine.link_bandwidth
@@ -80,7 +80,7 @@ def state_seconds(
     traffic: Traffic,
     compute: Mapping[Beside, float],
 ) -> float:
-    """Transfers of weights and gradients that outlast the compute beside them."""
+    """Seconds of transfers of weights and gradients that compute does not hide."""
     lasts: dict[Beside, float] = {}
     for use, terms in traffic.terms.items():
         for term in terms:
@@ -101,7 +101,7 @@ def host_seconds(
     traffic: Traffic,
     compute: Mapping[Beside, float],
 ) -> float:
-    """Transfers to and from the host that outlast the compute beside them.
+    """Seconds of transfers to and from the host that compute does not hide.
 
     Those of the update have only the update beside them, which is short; all others
     follow the layers.

@@ -1,4 +1,4 @@
-"""How far compiled programs have been from what was predicted of them.
+"""Errors of predictions, measured on compiled programs.
 
 The ranges hold for kinds of layouts, and are those of the programs in docs/planning.md,
 which `experiments.benchmarks.predictions` prints.
@@ -13,8 +13,8 @@ from meshpar.mesh.chips import GPU, TPU
 from meshpar.mesh.machine import Machine
 
 
-class Range(NamedTuple):
-    """The least and the most that was found over what was predicted."""
+class ErrorRange(NamedTuple):
+    """The least and the greatest ratio of measured to predicted."""
 
     low: float
     high: float
@@ -25,15 +25,15 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Uncertainty:
-    """Found over predicted, for one kind of layouts.
+    """Ratios of measured to predicted, for one kind of layouts.
 
     Attributes:
       memory: peak of the compiled program.
       seconds: estimate of the compiler's schedule; None where it states none.
     """
 
-    memory: Range
-    seconds: Range | None
+    memory: ErrorRange
+    seconds: ErrorRange | None
 
 
 OTHERS = "others"
@@ -41,22 +41,22 @@ OTHERS = "others"
 
 
 def kind_of(layout: Layout) -> str:
-    """The kind of a layout whose predictions err alike."""
+    """The kind of a layout; predictions of one kind have similar errors."""
     if layout.pipe > 1:
         return PIPE
     return TENSOR if layout.tensor > 1 else OTHERS
 
 
 MEASURED: dict[tuple[str, str], Uncertainty] = {
-    (TPU, OTHERS): Uncertainty(Range(0.94, 1.03), Range(0.83, 1.28)),
-    (TPU, TENSOR): Uncertainty(Range(0.96, 1.03), Range(0.89, 1.19)),
-    (TPU, PIPE): Uncertainty(Range(0.93, 1.02), Range(0.91, 2.05)),
-    (GPU, OTHERS): Uncertainty(Range(0.99, 1.01), None),
-    (GPU, TENSOR): Uncertainty(Range(1.02, 1.03), None),
+    (TPU, OTHERS): Uncertainty(ErrorRange(0.94, 1.03), ErrorRange(0.83, 1.28)),
+    (TPU, TENSOR): Uncertainty(ErrorRange(0.96, 1.03), ErrorRange(0.89, 1.19)),
+    (TPU, PIPE): Uncertainty(ErrorRange(0.93, 1.02), ErrorRange(0.91, 2.05)),
+    (GPU, OTHERS): Uncertainty(ErrorRange(0.99, 1.01), None),
+    (GPU, TENSOR): Uncertainty(ErrorRange(1.02, 1.03), None),
 }
 """{(platform, kind of layouts): found over predicted}."""
 
 
 def uncertainty_of(layout: Layout, machine: Machine) -> Uncertainty | None:
-    """How far predictions of such a layout have been off; None if none was compiled."""
+    """The errors of predictions for a layout's kind; None if none were measured."""
     return MEASURED.get((machine.chip.platform, kind_of(layout)))

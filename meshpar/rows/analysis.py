@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import core
 
 from meshpar import compat
+from meshpar.jaxprs.walk import CALLS, Interpreter, called_jaxpr, equations, opened
 from meshpar.rows import draws, indexing, loops, opaque, shapes
 from meshpar.rows.arithmetic import elementwise
 from meshpar.rows.counting import equal_constant, plain_results
@@ -28,16 +28,12 @@ from meshpar.rows.values import (
     Fixed,
     Key,
     Mixed,
-    Rows,
+    PerRow,
     counts,
     degree_by_value,
     nonlinear,
 )
 
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-    + ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-)
 _RULES: dict[str, Callable[[Any, Sequence[Any], int], Any]] = {
     "reduce_sum": shapes.reduce_sum,
     "reduce_max": shapes.reduce_other,
@@ -63,7 +59,7 @@ _RULES: dict[str, Callable[[Any, Sequence[Any], int], Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class RowAnalysis:
+class RowAnalysis(Interpreter[Any]):
     """Evaluates jaxprs of a batch whose number of rows is a prime.
 
     Attributes:
@@ -79,7 +75,15 @@ class RowAnalysis:
     drawn: draws.Drawn = dataclasses.field(default_factory=draws.Drawn)
     dim: int = 0
 
-    def constant(self, value: Any, owner: Any, index: int) -> Any:
+    def literal(self, atom: Any, owner: Any, place: int) -> Any:
+        """A literal of a jaxpr, or of an equation."""
+        return self._constant(atom.val, owner, place)
+
+    def constants(self, closed: Any) -> list[Any]:
+        """The constants of a closed jaxpr."""
+        return [self._constant(x, closed, i) for i, x in enumerate(closed.consts)]
+
+    def _constant(self, value: Any, owner: Any, index: int) -> Any:
         """A constant of a jaxpr.
 
         Args:
@@ -96,53 +100,25 @@ class RowAnalysis:
             degree = 0 if known is None else degree_by_value(known, self.prime)
         return equal_constant(value, known, degree, self.prime)
 
-    def run_closed(self, closed: Any, values: Sequence[Any]) -> list[Any]:
-        """The values of the outputs of a closed jaxpr, from those of its inputs."""
-        consts = [self.constant(x, closed, i) for i, x in enumerate(closed.consts)]
-        return self.run(closed.jaxpr, consts, values)
-
-    def run(
-        self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]
-    ) -> list[Any]:
-        """The values of the outputs of a jaxpr.
-
-        Args:
-          jaxpr: an open jaxpr.
-          consts: its constants, as values.
-          values: those of its inputs.
-        """
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, values, strict=True))
-
-        def read(atoms: Sequence[Any], owner: Any) -> list[Any]:
-            return [
-                self.constant(atom.val, owner, i)
-                if isinstance(atom, core.Literal)
-                else env[atom]
-                for i, atom in enumerate(atoms)
-            ]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, read(eqn.invars, eqn))
-            placed = (_placed(value, eqn) for value in outputs)
-            env.update(zip(eqn.outvars, placed, strict=True))
-        return read(jaxpr.outvars, jaxpr)
+    def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """The values of an equation's results."""
+        return [_placed(value, eqn) for value in self._equation(eqn, operands)]
 
     def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             if (rule := opaque.RULES.get(eqn.params.get("name"))) is not None:
                 self._note_draws(eqn, values)
                 return rule(eqn, values, self.prime)
-            return self._body(_jaxpr_of(eqn), values)
+            return self.call(eqn, values)
         if name in loops.RULES:
-            outputs = loops.RULES[name](eqn, values, self._body)
+            outputs = loops.RULES[name](eqn, values, self.evaluate)
         else:
             outputs = self._outputs(eqn, values)
         return list(map(_irregular, outputs)) if self._counts(eqn) else outputs
 
     def _counts(self, eqn: Any) -> bool:
-        """Whether an equation has a size that depends on the rows in an odd way."""
+        """Whether an equation loops over rows, or has a size that is no multiple."""
         if eqn.primitive.name == "scan" and eqn.params["length"] % self.prime == 0:
             return True
         return self.differences is not None and id(eqn) in self.differences.irregular
@@ -182,50 +158,38 @@ class RowAnalysis:
         """Takes note of draws in a function that is not followed."""
         if not any(isinstance(v, Key) for v in values):
             return
-        for inner in compat.equations(_jaxpr_of(eqn).jaxpr):
+        for inner in equations(opened(called_jaxpr(eqn))[0]):
             if inner.primitive.name == draws.BITS:
                 self.drawn.note(inner.params["shape"], self.prime, inner, False)
 
-    def _body(self, body: Any, values: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr, open or closed."""
-        if isinstance(body, core.ClosedJaxpr):
-            return self.run_closed(body, values)
-        return self.run(body, [], values)
-
-
-def _jaxpr_of(eqn: Any) -> Any:
-    """The jaxpr that a call runs."""
-    bodies = (core.ClosedJaxpr, core.Jaxpr)
-    return next(v for v in eqn.params.values() if isinstance(v, bodies))
-
 
 def _irregular(value: Any) -> Any:
-    """A result with a size that depends on the number of rows in an odd way."""
+    """A result that depends on the number of rows in another way than as a factor."""
     if isinstance(value, PLAIN):
         return Counted(NUMBER, value.known)
     return value if isinstance(value, Mixed) else Mixed(NUMBER, IN_BATCH)
 
 
 def _placed(value: Any, eqn: Any) -> Any:
-    """A value that the equation has found to be refused, with the user's line."""
+    """Adds the user's line to a value that is refused at an equation."""
     if isinstance(value, Mixed | Counted) and not value.place:
         return value._replace(place=compat.user_line(eqn))
     return value
 
 
 def _counted(values: Sequence[Any], name: str) -> Counted | None:
-    """An operand that counts rows, or one that holds the number of each row."""
+    """The first operand that counts rows or numbers them; None if there is none."""
     for value in values:
         if isinstance(value, Counted) and name not in ("concatenate", "stack"):
             return value
-        for column in value.columns if isinstance(value, Rows) else ():
+        for column in value.columns if isinstance(value, PerRow) else ():
             if isinstance(column, Counted):
                 return column
     return None
 
 
 def _of_keys(eqn: Any, values: Sequence[Any]) -> Any:
-    """The value of an operation that moves the key of the loss or keys made from it."""
+    """The result of an operation on random keys."""
     others = [v for v in values if not isinstance(v, Key)]
     if counted := next((v for v in others if isinstance(v, Counted)), None):
         return counts(counted)

@@ -22,8 +22,8 @@ from meshpar.rows.values import (
     Inverse,
     Key,
     Mixed,
+    PerRow,
     Ratio,
-    Rows,
     Summed,
     Test,
     counts,
@@ -58,25 +58,25 @@ def elementwise(name: str, values: Sequence[Any]) -> Any:
     """
     if mixed := next((v for v in values if isinstance(v, Mixed)), None):
         return mixed
-    has_rows = any(isinstance(v, Rows) for v in values)
+    has_rows = any(isinstance(v, PerRow) for v in values)
     if not any(isinstance(v, REDUCED) for v in values):
         return _of_rows(name, values)
     return _scaled(name, values) if has_rows else _of_sums(name, values)
 
 
 def _of_rows(name: str, values: Sequence[Any]) -> Any:
-    """Arithmetic of `Rows` with `Fixed`."""
-    rows = [v for v in values if isinstance(v, Rows)]
+    """Arithmetic of `PerRow` with `Fixed`."""
+    rows = [v for v in values if isinstance(v, PerRow)]
     if len({(v.dim, v.inner) for v in rows}) > 1:
         return COMBINED
     first, *_ = rows
-    plain = Rows(first.dim, first.inner)
+    plain = PerRow(first.dim, first.inner)
     if name in MOVES:
         return first._replace(columns=())
     if name in ("mul", "div"):
         signs = (1, -1 if name == "div" else 1)
         degree = sum(sign * v.degree for sign, v in zip(signs, values, strict=True))
-        ratios = [isinstance(v, Rows) and v.is_ratio for v in values]
+        ratios = [isinstance(v, PerRow) and v.is_ratio for v in values]
         if sum(ratios) > 1 or (name == "div" and ratios[1]):
             return nonlinear(name)
         return plain._replace(degree=degree, is_ratio=any(ratios))
@@ -96,28 +96,28 @@ def _of_rows(name: str, values: Sequence[Any]) -> Any:
 
 
 def _cases(values: Sequence[Any]) -> tuple[list[Any], set[tuple[int, bool]]]:
-    """The fixed cases of a selection, and the factors of those that are rows."""
+    """Sorts the cases of a selection: the fixed ones, and factors of the others."""
     which, *cases = values
-    factors = {(v.degree, v.is_ratio) for v in cases if isinstance(v, Rows)}
-    if isinstance(which, Rows) and (which.degree or which.is_ratio):
+    factors = {(v.degree, v.is_ratio) for v in cases if isinstance(v, PerRow)}
+    if isinstance(which, PerRow) and (which.degree or which.is_ratio):
         factors |= {(0, False), (1, True)}  # A choice by such a number is not linear.
     return [v for v in cases if isinstance(v, Fixed)], factors
 
 
 def _scaled(name: str, values: Sequence[Any]) -> Any:
-    """Rows divided by a sum over rows; anything else mixes rows."""
+    """Divides rows by a sum over rows; any other operand mixes rows."""
     first, second = values[0], values[-1]
-    if name == "mul" and isinstance(second, Rows):
+    if name == "mul" and isinstance(second, PerRow):
         first, second = second, first
     divides = (name == "div" and isinstance(second, Summed)) or (
         name == "mul" and isinstance(second, Inverse)
     )
-    if divides and isinstance(first, Rows) and not first.is_ratio:
+    if divides and isinstance(first, PerRow) and not first.is_ratio:
         degree = first.degree - second.degree
-        return Rows(first.dim, first.inner, degree, True)
+        return PerRow(first.dim, first.inner, degree, True)
     if name == "select_n" and isinstance(values[0], Test):
         rows = [v for v in values[1:] if not is_zero(v)]
-        ratios = {v for v in rows if isinstance(v, Rows) and v.is_ratio}
+        ratios = {v for v in rows if isinstance(v, PerRow) and v.is_ratio}
         if values[0].of_zero and len(rows) == len(ratios) == 1:
             return rows[0]
         return CHOSEN
@@ -154,7 +154,7 @@ def _of_sums(name: str, values: Sequence[Any]) -> Any:
 
 
 def _guarded(cases: Sequence[Any]) -> Any:
-    """One of several values, chosen by whether a sum is 0."""
+    """A selection between values by whether a sum is 0."""
     reduced = [case for case in cases if isinstance(case, REDUCED)]
     others = [case for case in cases if not isinstance(case, REDUCED)]
     if not reduced:
@@ -169,7 +169,7 @@ def _guarded(cases: Sequence[Any]) -> Any:
 
 
 def _weaker(first: str, second: str) -> str:
-    """The form that includes two forms."""
+    """The weaker of two forms."""
     return max(first, second, key=FORMS.index)
 
 
@@ -241,7 +241,7 @@ def _product(name: str, first: Any, second: Any) -> Any:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """The value of a number that is one of several, of equal shapes."""
+    """Joins values of equal shapes: the result may be any of them."""
     value, *others = values
     for other in others:
         value = _join(value, other)
@@ -279,11 +279,11 @@ def _join(first: Any, second: Any) -> Any:
     if kinds == {Fixed}:
         degrees = {v.degree for v in (first, second) if not is_zero(v)} or {0}
         return Fixed(None, degrees.pop()) if len(degrees) == 1 else Counted(NUMBER)
-    if kinds == {Rows, Fixed}:
-        rows, number = (first, second) if isinstance(first, Rows) else (second, first)
+    if kinds == {PerRow, Fixed}:
+        rows, number = (first, second) if isinstance(first, PerRow) else (second, first)
         if rows.degree or rows.is_ratio:
             return nonlinear("a choice")
         return _OF_NUMBER if number.degree else rows
-    if kinds == {Rows}:
+    if kinds == {PerRow}:
         return elementwise("add", (first, second))
     return _added(first, second)

@@ -1,4 +1,4 @@
-"""Values without data of the batch: which are the same in every part of it.
+"""Finds values without data of the batch that are equal in all of its parts.
 
 A part has fewer rows than the batch and counts them from 0. So what is made for each
 row has to be equal for all rows, and what the number of rows goes into has to be a
@@ -19,7 +19,7 @@ from meshpar.rows.values import (
     NUMBER,
     Counted,
     Fixed,
-    Rows,
+    PerRow,
     is_zero,
 )
 
@@ -74,16 +74,16 @@ def plain_results(
     if is_elementwise or eqn.primitive.name in _KEEP:
         return [Fixed(None, degree)] * len(held)
     rows = [_as_rows(v.aval, x, prime) for v, x in zip(eqn.invars, values, strict=True)]
-    if not any(isinstance(v, Rows) for v in rows) or None in rows:
+    if not any(isinstance(v, PerRow) for v in rows) or None in rows:
         return [Counted(COUNTS)] * len(held)
     return [
-        Fixed(None, degree) if isinstance(v, Rows) else Counted(COUNTS)
+        Fixed(None, degree) if isinstance(v, PerRow) else Counted(COUNTS)
         for v in as_rows(rows)
     ]
 
 
 def equal_constant(value: Any, known: Any, degree: int | None, prime: int) -> Any:
-    """A constant of a jaxpr.
+    """Classifies a constant of a jaxpr: fixed, or dependent on the number of rows.
 
     Args:
       value: the array.
@@ -106,7 +106,7 @@ def _as_rows(aval: Any, value: Any, prime: int) -> Any:
     if not held:
         return value
     (dim, *more) = held
-    return None if more else Rows(dim, aval.shape[dim] // prime)
+    return None if more else PerRow(dim, aval.shape[dim] // prime)
 
 
 def _equal_rows(known: Any, dim: int, prime: int) -> bool:
@@ -137,7 +137,7 @@ def _degree(eqn: Any, values: Sequence[Any], prime: int) -> int | None:
 
 
 def _of_factors(name: str, values: Sequence[Any], prime: int, eqn: Any) -> int | None:
-    """`_degree`, where operands have one."""
+    """The degree of a result, from the degrees of its operands."""
     degrees = [v.degree for v in values]
     if truncates(eqn):
         return None
@@ -170,7 +170,7 @@ def _chosen(which: Any, *cases: Any) -> Sequence[Any]:
 
 
 def _exceeds(first: Any, second: Any, prime: int) -> bool:
-    """Whether one of two values is a number per row, and for one row still larger."""
+    """Whether a value that grows with the rows exceeds the other for even one row."""
     if first.degree == 0:
         first, second = second, first
     if (first.degree, second.degree) != (1, 0) or None in (first.known, second.known):

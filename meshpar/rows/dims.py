@@ -1,4 +1,4 @@
-"""Primitives without a rule: they work row by row if they work along other dims."""
+"""Default rule of primitives: row by row, if they work along other dims only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from meshpar.rows.arithmetic import MOVES
 from meshpar.rows.shapes import row_dims
-from meshpar.rows.values import COMBINED, REDUCED, Fixed, Mixed, Rows, nonlinear
+from meshpar.rows.values import COMBINED, REDUCED, Fixed, Mixed, PerRow, nonlinear
 
 _ALONG = ("axis", "axes", "dimension", "dimensions", "split_axis", "concat_dimension")
 """Parameters that name the dims along which a primitive works."""
@@ -54,7 +54,7 @@ def other_results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
       prime: the number of rows.
     """
     name, results = eqn.primitive.name, []
-    rows = [v for v in values if isinstance(v, Rows)]
+    rows = [v for v in values if isinstance(v, PerRow)]
     if any(isinstance(v, REDUCED) for v in values):
         return [nonlinear(name)] * len(eqn.outvars)
     if any(v.degree or v.is_ratio for v in rows):
@@ -68,7 +68,7 @@ def other_results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
         if len(held) != 1:
             results.append(Mixed(f"{name} combines rows"))
         else:
-            results.append(Rows(held[0], rows[0].inner))
+            results.append(PerRow(held[0], rows[0].inner))
     return results
 
 
@@ -100,4 +100,4 @@ def _convolution(eqn: Any, values: Sequence[Any]) -> Any:
         return COMBINED
     if image.dim != numbers.lhs_spec[0]:
         return Mixed("a convolution works along rows")
-    return Rows(numbers.out_spec[0], image.inner)
+    return PerRow(numbers.out_spec[0], image.inner)

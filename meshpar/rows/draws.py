@@ -20,7 +20,7 @@ from meshpar.rows.values import (
     Fixed,
     Key,
     Mixed,
-    Rows,
+    PerRow,
     counts,
 )
 
@@ -33,7 +33,7 @@ NAMES = frozenset((BITS, SPLIT, GAMMA, FOLD, "random_unwrap"))
 
 @dataclasses.dataclass
 class Drawn:
-    """The sizes with which a loss draws from its key, as it is analysed.
+    """Sizes of the random arrays that a loss draws from its key.
 
     Attributes:
       rows: entries per row in the first dim of draws for rows.
@@ -75,10 +75,10 @@ def results(
     out = eqn.outvars[0].aval
     if isinstance(key, Key):
         return [_from_key(eqn, rest, prime, dim, drawn)]
-    if isinstance(key, Rows):
+    if isinstance(key, PerRow):
         return [_from_keys_of_rows(eqn, key, rest, prime, drawn)]
     if any(not isinstance(v, PLAIN) for v in rest):
-        rows = [v for v in rest if isinstance(v, Rows)]
+        rows = [v for v in rest if isinstance(v, PerRow)]
         return [rows[0] if rows and eqn.primitive.name == FOLD else _unread(eqn)]
     if counted := next((v for v in values if isinstance(v, Counted)), None):
         return [counted._replace(known=None)]
@@ -99,7 +99,7 @@ def _from_key(eqn: Any, rest: Sequence[Any], prime: int, dim: int, drawn: Drawn)
     if any(isinstance(v, Counted) for v in rest):
         return counts(next(v for v in rest if isinstance(v, Counted)))
     if any(not isinstance(v, Fixed) for v in rest):
-        if name != GAMMA or not isinstance(rest[0], Rows) or rest[0].dim != dim:
+        if name != GAMMA or not isinstance(rest[0], PerRow) or rest[0].dim != dim:
             return _unread(eqn)
     shape = eqn.params.get("shape", out.shape)
     if name == GAMMA:
@@ -114,7 +114,7 @@ def _from_key(eqn: Any, rest: Sequence[Any], prime: int, dim: int, drawn: Drawn)
             "that is split",
             f"draw them with that as the {_ORDINALS[dim]} dim, and move it then",
         )
-    return Rows(dim, out.shape[dim] // prime)
+    return PerRow(dim, out.shape[dim] // prime)
 
 
 _ORDINALS = ("first", "second")
@@ -124,7 +124,7 @@ def _folded(number: Any) -> Any:
     """The key of the loss, folded with a number."""
     if isinstance(number, Counted):
         return counts(number)
-    if isinstance(number, Rows):
+    if isinstance(number, PerRow):
         return number._replace(columns=())
     if isinstance(number, Fixed) and not number.degree:
         return Key()
@@ -132,14 +132,14 @@ def _folded(number: Any) -> Any:
 
 
 def _from_keys_of_rows(
-    eqn: Any, key: Rows, rest: Sequence[Any], prime: int, drawn: Drawn
+    eqn: Any, key: PerRow, rest: Sequence[Any], prime: int, drawn: Drawn
 ) -> Any:
     """A value that is made from keys, one for each row."""
     if counted := next((v for v in rest if isinstance(v, Counted)), None):
         return counts(counted)
-    rows = [v for v in rest if isinstance(v, Rows)]
+    rows = [v for v in rest if isinstance(v, PerRow)]
     same = all((v.dim, v.inner) == (key.dim, key.inner) for v in rows)
-    if not same or any(not isinstance(v, Fixed | Rows) for v in rest):
+    if not same or any(not isinstance(v, Fixed | PerRow) for v in rest):
         return _unread(eqn)
     shape = eqn.params.get("shape", ())
     if row_dims(eqn.outvars[0].aval, prime) != [key.dim]:

@@ -1,4 +1,4 @@
-"""Folding of constants: small arrays that a loss makes from literals, by numpy."""
+"""Constant folding: computes small arrays from literals by numpy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

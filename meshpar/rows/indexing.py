@@ -1,4 +1,4 @@
-"""Rows of a batch in primitives that read and write by index."""
+"""Rules for primitives that read and write by index: gather and scatter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from meshpar.rows.values import (
     Counted,
     Fixed,
     Mixed,
+    PerRow,
     Ratio,
-    Rows,
     Summed,
     counts,
     is_zero,
@@ -23,7 +23,7 @@ from meshpar.rows.values import (
 
 
 def gather(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Indexing: a lookup in a table by row, or of one entry in each row."""
+    """Rule for gather: a lookup in a table for each row, or in each row."""
     operand, indices = values
     numbers, out_rank = eqn.params["dimension_numbers"], len(eqn.outvars[0].aval.shape)
     outer = [d for d in range(out_rank) if d not in numbers.offset_dims]
@@ -38,12 +38,12 @@ def gather(eqn: Any, values: Sequence[Any], prime: int) -> Any:
             return counts(counted)
         if indices.dim >= len(outer) or indices.degree or indices.is_ratio:
             return COMBINED
-        return Rows(outer[indices.dim], indices.inner)
+        return PerRow(outer[indices.dim], indices.inner)
     dim = _dim_of_indices(eqn, operand, indices, prime)
     if counted and (dim is None or operand.dim in numbers.operand_batching_dims):
         return counts(counted)
     if dim is not None:
-        if isinstance(indices, Rows) and (indices.dim, indices.inner) != (
+        if isinstance(indices, PerRow) and (indices.dim, indices.inner) != (
             dim,
             operand.inner,
         ):
@@ -51,14 +51,14 @@ def gather(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         return operand._replace(dim=outer[dim], columns=())
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    if isinstance(indices, Rows) or sizes[operand.dim] != shape[operand.dim]:
+    if isinstance(indices, PerRow) or sizes[operand.dim] != shape[operand.dim]:
         return PICKED
     kept = [d for d in range(len(shape)) if d not in gone]
     place = numbers.offset_dims[kept.index(operand.dim)]
     return operand._replace(dim=place, columns=())
 
 
-def _dim_of_indices(eqn: Any, operand: Rows, indices: Any, prime: int) -> int | None:
+def _dim_of_indices(eqn: Any, operand: PerRow, indices: Any, prime: int) -> int | None:
     """The dim of the indices that walks through the operand's rows in order."""
     numbers = eqn.params["dimension_numbers"]
     if operand.dim in numbers.operand_batching_dims:
@@ -71,10 +71,10 @@ def _dim_of_indices(eqn: Any, operand: Rows, indices: Any, prime: int) -> int | 
 
 
 def _counted(indices: Any, but: int | None = None) -> Counted | None:
-    """The indices that count rows, or a column of them that does, but for one."""
+    """The indices, or the column of them, that count rows; None if none do."""
     if isinstance(indices, Counted):
         return indices
-    columns = indices.columns if isinstance(indices, Rows) else ()
+    columns = indices.columns if isinstance(indices, PerRow) else ()
     found = (v for i, v in enumerate(columns) if isinstance(v, Counted) and i != but)
     return next(found, None)
 
@@ -85,7 +85,7 @@ def _counting_dim(indices: Any, place: int, prime: int) -> int | None:
     if isinstance(indices, Counted) and indices.known is not None:
         column = indices.known[..., place]
         others = np.delete(indices.known, place, axis=-1)
-    elif isinstance(indices, Rows) and indices.columns:
+    elif isinstance(indices, PerRow) and indices.columns:
         if _counted(indices, place):
             return None
         column = getattr(indices.columns[place], "known", None)
@@ -102,7 +102,7 @@ def _counting_dim(indices: Any, place: int, prime: int) -> int | None:
 
 
 def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """Writes or adds entries at indices: one in each row, or all rows into a table."""
+    """Rule for scatter: writes or adds one entry in each row, or rows into a table."""
     operand, indices, updates = values
     if any(isinstance(v, REDUCED) for v in values):
         return nonlinear("writing by index")
@@ -110,8 +110,8 @@ def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         eqn.params["dimension_numbers"],
         row_dims(eqn.outvars[0].aval, prime),
     )
-    rows = [v for v in values if isinstance(v, Rows)]
-    if any(v.degree or v.is_ratio for v in (operand, indices) if isinstance(v, Rows)):
+    rows = [v for v in values if isinstance(v, PerRow)]
+    if any(v.degree or v.is_ratio for v in (operand, indices) if isinstance(v, PerRow)):
         return nonlinear("writing by index")
     counted = _counted(indices)
     if other := next((v for v in (operand, updates) if isinstance(v, Counted)), None):
@@ -121,19 +121,19 @@ def scatter(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     if not held:
         if eqn.primitive.name not in ("scatter_add", "scatter-add"):
             return Mixed("rows overwrite each other")
-        degree = updates.degree if isinstance(updates, Rows | Fixed) else 0
+        degree = updates.degree if isinstance(updates, PerRow | Fixed) else 0
         return Summed(degree, shift=None if is_zero(operand) else operand.degree)
     if len(held) > 1 or any(v.degree or v.is_ratio for v in rows):
         return COMBINED
     (dim,) = held
     if dim in numbers.operand_batching_dims:
-        return Rows(dim, rows[0].inner)
+        return PerRow(dim, rows[0].inner)
     if dim in numbers.scatter_dims_to_operand_dims:
         place = tuple(numbers.scatter_dims_to_operand_dims).index(dim)
         if _counting_dim(indices, place, prime) is not None:
-            return Rows(dim, rows[0].inner)
+            return PerRow(dim, rows[0].inner)
     elif isinstance(indices, Fixed) and row_dims(eqn.invars[2].aval, prime):
-        return Rows(dim, rows[0].inner)
+        return PerRow(dim, rows[0].inner)
     return counts(counted) if counted else PICKED
 
 

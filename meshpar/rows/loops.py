@@ -1,11 +1,11 @@
-"""Loops and choices: what their results depend on, once their bodies are evaluated."""
+"""Rules for control flow: scan, while, cond and switch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshpar import compat
 from meshpar.rows.arithmetic import elementwise, joined, same
-from meshpar.rows.values import PLAIN, Counted, Fixed, Mixed, Rows, Test
+from meshpar.rows.values import PLAIN, Counted, Fixed, Mixed, PerRow, Test
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]
 """(jaxpr, values of its inputs) -> values of its outputs."""
@@ -15,7 +15,7 @@ _MAX_ROUNDS = 8
 
 
 def scan(eqn: Any, values: list[Any], run: Run) -> list[Any]:
-    """A loop over slices."""
+    """Rule for scan."""
     num_consts, num_carry = compat.scan_counts(eqn)
     consts, carry = values[:num_consts], values[num_consts:][:num_carry]
     slices = [_slice(v) for v in values[num_consts + num_carry :]]
@@ -28,7 +28,7 @@ def scan(eqn: Any, values: list[Any], run: Run) -> list[Any]:
 
 
 def loop(eqn: Any, values: list[Any], run: Run) -> list[Any]:
-    """A `while` loop."""
+    """Rule for while."""
     params, num = eqn.params, eqn.params["cond_nconsts"]
     held, rest = values[:num], values[num:]
     consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
@@ -46,7 +46,7 @@ def loop(eqn: Any, values: list[Any], run: Run) -> list[Any]:
 
 
 def choice(eqn: Any, values: list[Any], run: Run) -> list[Any]:
-    """A `cond` or a `switch`."""
+    """Rule for cond and switch."""
     which, *operands = values
     branches = [run(body, operands) for body in eqn.params["branches"]]
     cases = list(zip(*branches, strict=True))
@@ -66,7 +66,7 @@ RULES = {"scan": scan, "while": loop, "cond": choice}
 
 
 def _settled(step: Callable[[list[Any]], list[Any]], carry: list[Any]) -> list[Any]:
-    """The outputs of a loop's body once its carry stays as it is."""
+    """Iterates a loop's body until its carry no longer changes (a fixed point)."""
     for _ in range(_MAX_ROUNDS):
         outputs = step(carry)
         new = [joined(pair) for pair in zip(carry, outputs, strict=False)]
@@ -78,10 +78,10 @@ def _settled(step: Callable[[list[Any]], list[Any]], carry: list[Any]) -> list[A
 
 
 def _slice(value: Any) -> Any:
-    """One step's part of a value that a loop runs over."""
+    """The slice of one round of a value that a scan runs over."""
     if isinstance(value, PLAIN):
         return value._replace(known=None)
-    if isinstance(value, Rows):
+    if isinstance(value, PerRow):
         if value.dim == 0:
             return Mixed("a loop runs over rows")
         return value._replace(dim=value.dim - 1, columns=())
@@ -89,9 +89,9 @@ def _slice(value: Any) -> Any:
 
 
 def _stacked(value: Any) -> Any:
-    """The results of all steps of a loop."""
+    """The stacked results of all rounds of a scan."""
     if isinstance(value, PLAIN):
         return value._replace(known=None)
-    if isinstance(value, Rows):
+    if isinstance(value, PerRow):
         return value._replace(dim=value.dim + 1, columns=())
     return value

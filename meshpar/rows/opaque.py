@@ -1,4 +1,4 @@
-"""Functions that the row analysis takes at their word, in place of following them.
+"""Functions that the row analysis trusts instead of following them.
 
 A mixture of experts sorts the tokens of all rows, and its statistics are sums over the
 whole batch that no part computes alone. Each row of its output follows from the same
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshpar.rows.values import Counted, Fixed, Key, Mixed, Rows, counts, nonlinear
+from meshpar.rows.values import Counted, Fixed, Key, Mixed, PerRow, counts, nonlinear
 
 NAME = "split_as_arguments"
 """Name of the jitted function by which the analysis knows `split_as_arguments`."""
@@ -32,7 +32,7 @@ def is_analysed() -> bool:
 
 
 def split_as_arguments(fn: Callable[..., Any], *args: Any) -> Any:
-    """fn(*args) of a function that follows the layout, however a batch is split.
+    """Calls fn(*args), whose results the analysis takes to split as its arguments do.
 
     Args:
       fn: returns a pytree of arrays. Those with the dim along which its arguments are
@@ -63,14 +63,14 @@ def results(eqn: Any, values: Sequence[Any], prime: int) -> list[Any]:
     if counted := next((v for v in values if isinstance(v, Counted)), None):
         return [counts(counted)] * len(eqn.outvars)
     split = {v for v in values if not isinstance(v, Fixed | Key)}
-    dims = {v.dim for v in split if isinstance(v, Rows)}
-    if len(dims) > 1 or any(v != Rows(v.dim) for v in split if isinstance(v, Rows)):
+    dims = {v.dim for v in split if isinstance(v, PerRow)}
+    if len(dims) > 1 or any(v != PerRow(v.dim) for v in split if isinstance(v, PerRow)):
         return [Mixed("arguments are split along several dims")] * len(eqn.outvars)
-    if any(not isinstance(v, Rows) for v in split):
+    if any(not isinstance(v, PerRow) for v in split):
         return [nonlinear("a function of ops")] * len(eqn.outvars)
     dim = dims.pop() if dims else 0
     shapes = (getattr(v.aval, "shape", ()) for v in eqn.outvars)
-    return [Rows(dim) if s[dim : dim + 1] == (prime,) else Fixed() for s in shapes]
+    return [PerRow(dim) if s[dim : dim + 1] == (prime,) else Fixed() for s in shapes]
 
 
 RULES = {NAME: results}

@@ -1,4 +1,4 @@
-"""Where the rows of the batch are after a primitive that moves or contracts dims."""
+"""Rules for primitives that move, reduce or contract dims."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from meshpar.rows.values import (
     Counted,
     Fixed,
     Mixed,
+    PerRow,
     Ratio,
-    Rows,
     Summed,
     counts,
     nonlinear,
@@ -32,19 +32,19 @@ def row_dims(aval: Any, prime: int) -> list[int]:
     ]
 
 
-def _moved(value: Rows, dim: int) -> Rows:
+def _moved(value: PerRow, dim: int) -> PerRow:
     return value._replace(dim=dim, columns=())
 
 
 def reduce_sum(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """A sum over dims, which may hold rows."""
+    """Rule for reduce_sum; the dims may hold rows."""
     (value,), axes = values, eqn.params["axes"]
     held = [d for d in row_dims(eqn.invars[0].aval, prime) if d in axes]
     if isinstance(value, Summed) and value.shift is not None:
         value = value._replace(shift=value.shift + len(held))
     if isinstance(value, Summed | Ratio):
         return value._replace(degree=value.degree + len(held))
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerRow):
         return nonlinear("sum")
     if value.dim not in axes:
         dim = value.dim - sum(axis < value.dim for axis in axes)
@@ -54,17 +54,17 @@ def reduce_sum(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 
 
 def reduce_other(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """A maximum, product or another reduction of each operand."""
+    """Rule for all other reductions, such as a maximum or a product."""
     del prime
     name, axes = eqn.primitive.name, eqn.params["axes"]
     for value in values:
-        if isinstance(value, Rows):
+        if isinstance(value, PerRow):
             if value.dim in axes:
                 return Mixed(f"{name} runs over rows")
             if value.degree or value.is_ratio:
                 return nonlinear(name)
     value = next(v for v in values if not isinstance(v, Fixed))
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerRow):
         return nonlinear(name)
     return _moved(value, value.dim - sum(axis < value.dim for axis in axes))
 
@@ -72,7 +72,7 @@ def reduce_other(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 def reshape(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     """Splits and merges dims; the rows keep their place in row-major order."""
     value, old = values[0], eqn.invars[0].aval.shape
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerRow):
         return value
     new = eqn.outvars[0].aval.shape
     stride = value.inner * math.prod(old[value.dim + 1 :])
@@ -89,7 +89,7 @@ def broadcast_in_dim(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     """Adds dims."""
     del prime
     value = values[0]
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerRow):
         return value
     return _moved(value, eqn.params["broadcast_dimensions"][value.dim])
 
@@ -98,7 +98,7 @@ def transpose(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     """Permutes dims."""
     del prime
     value = values[0]
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerRow):
         return value
     return _moved(value, tuple(eqn.params["permutation"]).index(value.dim))
 
@@ -107,7 +107,7 @@ def squeeze(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     """Removes dims of size 1."""
     del prime
     value = values[0]
-    if not isinstance(value, Rows):
+    if not isinstance(value, PerRow):
         return value
     dims = eqn.params["dimensions"]
     return _moved(value, value.dim - sum(dim < value.dim for dim in dims))
@@ -119,7 +119,7 @@ def take_part(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     value, *starts = values
     if any(not isinstance(v, Fixed) for v in starts):
         return Mixed(f"{eqn.primitive.name} starts where the batch says")
-    if isinstance(value, Rows):
+    if isinstance(value, PerRow):
         old, new = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
         if old[value.dim] != new[value.dim]:
             return PICKED
@@ -134,7 +134,7 @@ def update_part(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         return Mixed(f"{eqn.primitive.name} starts where the batch says")
     if any(isinstance(v, REDUCED) for v in (operand, update)):
         return nonlinear(eqn.primitive.name)
-    rows = [v for v in (operand, update) if isinstance(v, Rows)]
+    rows = [v for v in (operand, update) if isinstance(v, PerRow)]
     held = [row_dims(v.aval, prime) for v in eqn.invars[:2]]
     if held != [[rows[0].dim]] * 2 or len({v.inner for v in rows}) > 1:
         return PICKED
@@ -146,7 +146,7 @@ def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     del prime
     is_stack = eqn.primitive.name == "stack"
     dim = eqn.params["axis" if is_stack else "dimension"]
-    rows = [v for v in values if isinstance(v, Rows)]
+    rows = [v for v in values if isinstance(v, PerRow)]
     counted = next((v for v in values if isinstance(v, Counted)), None)
     if any(isinstance(v, REDUCED) for v in values):
         return nonlinear(eqn.primitive.name) if rows else joined(values)
@@ -168,18 +168,18 @@ def concatenate(eqn: Any, values: Sequence[Any], prime: int) -> Any:
 
 
 def _column(value: Any, is_stack: bool) -> Any:
-    """One of the values that are joined along the last dim, without that dim."""
+    """A value that is joined along the last dim, without that dim."""
     if isinstance(value, PLAIN) and value.known is not None and not is_stack:
         return value._replace(known=value.known[..., 0])
     return _without_columns(value)
 
 
 def _without_columns(value: Any) -> Any:
-    return value._replace(columns=()) if isinstance(value, Rows) else value
+    return value._replace(columns=()) if isinstance(value, PerRow) else value
 
 
 def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
-    """A matrix product, which may contract rows."""
+    """Rule for dot_general, which may contract rows."""
     (contracted, batched) = eqn.params["dimension_numbers"]
     if any(isinstance(v, REDUCED) for v in values):
         sums = [v for v in values if isinstance(v, REDUCED)]
@@ -193,7 +193,7 @@ def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
         if len(held) > 1:
             return COMBINED
         dims.append(held[0] if held else None)
-    rows = [v for v in values if isinstance(v, Rows)]
+    rows = [v for v in values if isinstance(v, PerRow)]
     degree, ratios = sum(v.degree for v in values), sum(v.is_ratio for v in rows)
     if len({v.inner for v in rows}) > 1:
         return COMBINED
@@ -214,11 +214,11 @@ def dot_general(eqn: Any, values: Sequence[Any], prime: int) -> Any:
     }
     if len(found) > 1:
         return COMBINED
-    return Rows(found.pop(), rows[0].inner, degree, bool(ratios))
+    return PerRow(found.pop(), rows[0].inner, degree, bool(ratios))
 
 
 def _place_after(side: int, dim: int, contracted: Any, batched: Any, eqn: Any) -> int:
-    """Where a dim of one operand is in the result of a matrix product."""
+    """The dim of a matrix product's result that stems from a dim of an operand."""
     if dim in batched[side]:
         return tuple(batched[side]).index(dim)
 

@@ -1,4 +1,4 @@
-"""How a function's program depends on the number of rows: two traces, side by side.
+"""Compares two traces of a function, to find numbers that depend on the rows.
 
 The same function is traced with two primes of rows. A number that differs between the
 traces comes from the number of rows: its degree tells a factor, as in a mean, from
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from meshpar import compat
+from meshpar.jaxprs.walk import equations
 
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
 _NO_SIZES = ("integer_pow",)
@@ -43,7 +43,7 @@ class UnlikeError(Exception):
 
 @dataclasses.dataclass
 class Differences:
-    """The numbers that differ between two traces, by their place in the first one.
+    """Literals and constants that differ between two traces.
 
     Attributes:
       primes: the numbers of rows of both traces.
@@ -73,7 +73,7 @@ class Differences:
         return found
 
     def compared_with(self, first: Any, other: Any, rows: int) -> "Differences":
-        """These differences, held to a trace with another number of rows.
+        """Checks these differences on a third trace with another number of rows.
 
         A number that does not go on as these differences say, such as min(rows, 8),
         comes from the number of rows in an odd way.
@@ -193,7 +193,7 @@ class Differences:
 
 
 class _Held(Differences):
-    """Holds differences to another trace: what does not go on is odd."""
+    """Compares differences with a third trace; those that do not continue are odd."""
 
     def _note(self, owner: Any, index: int, first: Any, second: Any) -> None:
         degree = self.degree(owner, index)
@@ -202,7 +202,7 @@ class _Held(Differences):
 
 
 def unlike_work(first: Any, second: Any) -> Any:
-    """The first equation with which two closed jaxprs do not do the same; or None.
+    """The first equation in which two closed jaxprs differ; None if there is none.
 
     Moves of numbers, which depend on whether a dim is of size 1, do not count.
     """
@@ -214,7 +214,7 @@ def unlike_work(first: Any, second: Any) -> Any:
 
 
 def _work(jaxpr: Any) -> Iterator[Any]:
-    for eqn in compat.equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name not in _MOVES:
             yield eqn
 

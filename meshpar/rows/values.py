@@ -1,10 +1,10 @@
-"""How a number inside a loss depends on the rows of the batch.
+"""Abstract values of the row analysis: how a number depends on rows of the batch.
 
 A value is `Fixed` (the same in every part of the batch), `Counted` (it holds no data of
 the batch, but parts would make it otherwise), `Key` (the random key of the loss),
-`Rows` (one entry per row), `Summed` (added up over rows), `Ratio` (a sum over a sum) or
-`Mixed` (anything else). A degree is a power of the number of rows: a sum over rows has
-degree 0, their mean degree -1.
+`PerRow` (one entry per row), `Summed` (added up over rows), `Ratio` (a sum over a sum)
+or `Mixed` (anything else). A degree is a power of the number of rows: a sum over rows
+has degree 0, their mean degree -1.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Key(NamedTuple):
     """
 
 
-class Rows(NamedTuple):
+class PerRow(NamedTuple):
     """A value whose rows depend on the same rows of the batch alone.
 
     Attributes:
@@ -147,7 +147,7 @@ CHOSEN = Mixed(
 
 
 def counts(value: Counted) -> Mixed:
-    """Data of the batch, once it meets a value that counts rows."""
+    """The refused value of an operation on data and a value that counts rows."""
     remedy = OWN_KEY_REMEDY if value.cause == OWN_KEY else IN_BATCH
     return Mixed(value.cause, remedy, value.place)
 
@@ -171,7 +171,7 @@ def is_zero(value: Any) -> bool:
 
 
 def degree_by_value(known: Any, prime: int) -> int:
-    """The power of the number of rows in a constant, as far as its value tells."""
+    """The degree of a constant, guessed from its value."""
     if not known.size or known.dtype.kind not in "iufV":
         return 0
     number = abs(float(known.flat[0]))

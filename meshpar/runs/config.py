@@ -44,7 +44,7 @@ _LOCAL = Number(0, 10**9, "steps", "0 for checkpoint_every")
 
 @dataclasses.dataclass(frozen=True)
 class WatchdogConfig:
-    """How long the sections of a run may take, in seconds; 0 for any time.
+    """Limits of the sections of a run, in seconds; 0 for any time.
 
     A section that takes longer ends the run, to be started again. Steps have a limit of
     their own, `watchdog_seconds`.
@@ -185,7 +185,7 @@ class Setting(NamedTuple):
 def _settings_in(
     kind: type, defaults: Any, prefix: str = ""
 ) -> Iterator[tuple[str, Setting]]:
-    """(key, setting) of every field of a dataclass and of those inside it."""
+    """Generates (key, setting) of a dataclass's fields, nested ones included."""
     known, texts, hints = ranges(kind), helps(kind), typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name, default = field.name, getattr(defaults, field.name, None)
@@ -221,7 +221,7 @@ def check_setting(
 
 
 def values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every field of a dataclass and of those inside it."""
+    """Generates (key, value) of a dataclass's fields, nested ones included."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):

@@ -87,7 +87,7 @@ def parse(text: str, whole: Layout, num_processes: int) -> Fallbacks:
 
 
 def _accumulating(layout: Layout, words: str, whole: Layout) -> Layout:
-    """The layout with microbatches that hold no more rows than those of `whole`."""
+    """The layout with microbatches of at most as many rows as `whole` has."""
     if "microbatches" in grammar.read_items(words, DEFAULTS):
         return layout
     ways, before = (ways_of(BATCH_AXES, x.sizes) for x in (layout, whole))

@@ -111,14 +111,14 @@ def read(folder: pathlib.Path) -> PlannedLayout | None:
 
 
 def step_over_predicted(folder: pathlib.Path) -> float | None:
-    """Median of the steps of a run over what was predicted; None for too few steps."""
+    """Ratio of measured to predicted step time in one run; None for too few steps."""
     rows = metrics.read(folder / metrics.METRICS)
     ratios = [row[STEP_OVER_PREDICTED] for row in rows if STEP_OVER_PREDICTED in row]
     return statistics.median(ratios) if len(ratios) >= _FEWEST else None
 
 
 def measured(folders: Sequence[str], device_kind: str) -> float:
-    """Steps of runs over what was predicted: the geometric mean over the runs.
+    """Ratio of measured to predicted step time: the geometric mean over runs.
 
     Args:
       folders: of the runs.

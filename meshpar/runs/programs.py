@@ -25,7 +25,7 @@ def compute_dtype(config: RunConfig) -> Any:
 
 
 def make_mode(config: RunConfig) -> Mode | None:
-    """How replicas or islands train apart; None in synchronous training.
+    """The mode of replicas or islands; None in synchronous training.
 
     Raises:
       ConfigError: settings that do not exist, or settings of a mode that is not used.

@@ -81,7 +81,7 @@ class RunRecord:
 
 
 def _older_run(folder: pathlib.Path) -> str:
-    """The traces of checkpoints in a folder; those of runs without a record, too."""
+    """Names the traces of an earlier run in a folder; "" if there are none."""
     record = folder / RECORD
     if record.exists():
         never_saved = json.dumps({_SAVED: False}).encode()

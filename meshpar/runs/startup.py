@@ -47,7 +47,7 @@ _IMPORTED = time.time()
 
 
 class Startup:
-    """The clock of a startup, which hears of what jax traces and compiles.
+    """The clock of a startup, which listens to events of jax (traces, compilations).
 
     It begins in `IMPORTS`, is a context, and listens until the first step is done or
     the context ends. Until then Python collects no garbage: what is imported and traced
@@ -149,7 +149,7 @@ def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> 
 
 
 def _process_start() -> float:
-    """When this process began; when this file was imported if the system hides it."""
+    """The start time of this process; of this import, if the system hides it."""
     try:
         stat = pathlib.Path("/proc/self/stat").read_text()
         # Field 22, in ticks since the machine started; a name in brackets is field 2.

@@ -37,7 +37,7 @@ def _missing(schedule: Schedule) -> Iterator[str]:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[str]:
-    """Operations that do not exist, and ticks that are no tick."""
+    """Operations that do not exist, and ticks that are no whole numbers from 0."""
     wanted = set(schedule.ops())
     for kind, op, tick in schedule.placed():
         if op not in wanted:

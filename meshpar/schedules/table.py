@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: in which tick every stage runs which operation.
+"""A pipeline schedule as a table: the operation of every stage in every tick.
 
 F(m, v) is the forward pass of microbatch m through chunk v of a stage's layers, and B
 its backward pass. W is the gradient of the weights, where a schedule splits it off B. A
@@ -30,7 +30,7 @@ Ticks = Mapping[Op, int]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When every operation of one training step runs.
+    """A pipeline schedule: the tick of every operation of one training step.
 
     Attributes:
       name: as in `schedule=NAME` of a layout.
@@ -66,13 +66,13 @@ class Schedule:
                     yield Op(microbatch, chunk, stage)
 
     def placed(self) -> Iterator[tuple[str, Op, int]]:
-        """(kind, operation, tick) of everything that runs; the kind is F, B or W."""
+        """Generates (kind, operation, tick) of all operations; kinds are F, B and W."""
         for kind, ticks in (("F", self.forward), ("B", self.backward)):
             yield from ((kind, op, tick) for op, tick in ticks.items())
         yield from (("W", op, tick) for op, tick in self.weight.items())
 
     def before(self, op: Op) -> Op | None:
-        """The operation whose output this F reads; None reads the embedding."""
+        """The operation whose output this F reads; None if it is the embedding."""
         if op.stage:
             return Op(op.microbatch, op.chunk, op.stage - 1)
         if op.chunk:
@@ -80,7 +80,7 @@ class Schedule:
         return None
 
     def after(self, op: Op) -> Op | None:
-        """The operation that reads the output of this F; None is the head."""
+        """The operation that reads the output of this F; None if it is the head."""
         if op.stage < self.num_stages - 1:
             return Op(op.microbatch, op.chunk, op.stage + 1)
         if op.chunk < self.num_chunks - 1:

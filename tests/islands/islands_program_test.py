@@ -14,8 +14,7 @@ import meshpar
 from meshpar.checkpoint import Checkpoints
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.islands import ASP, BSP, SSP, Islands
-from meshpar.islands.packing import unpacked
-from meshpar.islands.program import IslandsProgram
+from meshpar.islands.program import IslandsProgram, unpacked
 
 BASE = Islands(
     2, consistency=BSP(), server_optimizer="sgd", learning_rate=0.05, momentum=0.0

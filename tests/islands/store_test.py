@@ -8,9 +8,9 @@ from meshpar.errors import MeshparError
 from meshpar.islands import ASP, BSP, SSP, KeyRange, Payload, Store, split, updates
 from meshpar.islands.consistency import parse_consistency
 from meshpar.islands.coordinator import RangeLostError
+from meshpar.islands.hash_ring import chains
 from meshpar.islands.optax_update import as_update
-from meshpar.islands.ring import chains
-from meshpar.islands.wire import Wire, decoders
+from meshpar.islands.wire import PushEncoder, decoders
 
 
 def gradients(steps=3, size=6):
@@ -117,7 +117,7 @@ def test_few_ranges_move_when_a_server_joins_and_the_load_is_even():
 
 
 def test_wires_keep_their_errors_for_the_next_push():
-    wire, sent = Wire("int4"), np.zeros(300, np.float32)
+    wire, sent = PushEncoder("int4"), np.zeros(300, np.float32)
     values = np.random.default_rng(1).normal(size=300).astype(np.float32)
     for _ in range(8):
         payload = wire.encode("k", values)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.jaxprs.straight_line import Numbering, StraightLine, dependents
+from meshpar.jaxprs.straight_line import StraightLine, dependents, value_numbers
 
 X = np.linspace(0.1, 0.9, 6).reshape(2, 3).astype(np.float32)
 TABLE = np.arange(6.0).reshape(2, 3).astype(np.float32)
@@ -67,7 +67,7 @@ def test_equal_numbers_are_computed_in_the_same_way():
 
     for inlined in (True, False):
         program = straight(fn, X, inlined=inlined)
-        number = Numbering(program.steps)
+        number = value_numbers(program.steps)
         first, second, third, shifts, others, again = map(number, program.outputs)
         assert first == second != third
         assert shifts != others
@@ -76,5 +76,5 @@ def test_equal_numbers_are_computed_in_the_same_way():
 
 def test_numbers_of_known_slots():
     program = straight(lambda x, y: (jnp.sin(x), jnp.sin(y)), X, X)
-    number = Numbering(program.steps, dict.fromkeys(program.inputs, "same"))
+    number = value_numbers(program.steps, dict.fromkeys(program.inputs, "same"))
     assert len(set(map(number, program.outputs))) == 1

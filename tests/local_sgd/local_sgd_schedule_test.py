@@ -10,7 +10,7 @@ from support.regression import NESTEROV, SGD, lower, train
 import meshpar
 from meshpar import local_sgd
 from meshpar.errors import StalenessError
-from meshpar.local_sgd.schedule import Schedule, check_arrival
+from meshpar.local_sgd.schedule import SyncSchedule, check_arrival
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ MODES = [
 @pytest.mark.parametrize("period, s, fragments, graph", MODES)
 def test_every_snapshot_arrives_in_time_and_whole(period, s, fragments, graph):
     mode = meshpar.LocalSGD(period, s, fragments, gossip=graph)
-    schedule, launched, arrivals = Schedule(mode), {}, 0
+    schedule, launched, arrivals = SyncSchedule(mode), {}, 0
     scattered, gathered = {}, {}
     for step in range(1, 6 * period + 1):
         transfer, arrive, launch, at_once, _ = schedule.actions(step)
@@ -116,13 +116,13 @@ def test_every_snapshot_arrives_in_time_and_whole(period, s, fragments, graph):
 
 def test_a_late_arrival_stops_the_run(monkeypatch):
     """Broken on purpose: a snapshot is merged one step after the bound."""
-    actions = Schedule.actions
+    actions = SyncSchedule.actions
 
     def one_step_late(self, step):
         arrive = actions(self, step - 1).arrive if step > 1 else None
         return actions(self, step)._replace(arrive=arrive)
 
-    monkeypatch.setattr(Schedule, "actions", one_step_late)
+    monkeypatch.setattr(SyncSchedule, "actions", one_step_late)
     mode = meshpar.LocalSGD(4, staleness=2)
     with pytest.raises(StalenessError, match="step 7: fragment 0.*step 4.*bound is s"):
         train(lower("replica=2", SGD, mode=mode))

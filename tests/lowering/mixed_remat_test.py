@@ -12,9 +12,9 @@ from support.tiny_models import batch, lower, model, plain_model
 
 import meshpar
 from meshpar import layouts
-from meshpar.compat import equations
 from meshpar.errors import LayoutError
 from meshpar.generation.layouts import generation_layouts
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.scope import current_scope
 from meshpar.models.model_scope import model_scope
 

@@ -15,8 +15,8 @@ from support.marks import slow
 from support.tiny_models import batch, lower, model, plain_model
 
 import meshpar
-from meshpar.compat import equations
 from meshpar.errors import LayoutError
+from meshpar.jaxprs.walk import equations
 
 WHY = "activations, between split rows and split length"
 

@@ -10,7 +10,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType
 
 from meshpar import layouts
-from meshpar.compat import equations
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.remat import CUDNN, wrap_remat
 from meshpar.layouts.token_order import CONTIGUOUS, STRIPED, ZIGZAG, device_order
 from meshpar.mesh import platform

@@ -155,13 +155,13 @@ def test_fewer_kv_heads_than_devices():
 
 
 def test_an_extra_gather_shows_beside_those_of_megatron(monkeypatch):
-    gathered = tensor_split.Split.gathered
+    gathered = tensor_split.MatmulSplit.gathered
 
     def twice(self, x_BKD, weights):
         ys, x_BLD = gathered(self, x_BKD, weights)
         return [y + 0 * jnp.sum(self.whole(2 * x_BKD)) for y in ys], x_BLD
 
-    monkeypatch.setattr(tensor_split.Split, "gathered", twice)
+    monkeypatch.setattr(tensor_split.MatmulSplit, "gathered", twice)
     runs, size = tensor_traffic(lower("fsdp=2,tensor=4,remat=full", TINY))["all_gather"]
     assert size == BATCH // 2 * LENGTH * EMBED * 4
     assert runs > 2 * FORWARD + BACKWARD
@@ -179,8 +179,8 @@ def test_elsewhere_the_compiler_moves_activations(monkeypatch, layout, lowering)
     def by_hand(*_):
         raise AssertionError("by hand")
 
-    monkeypatch.setattr(tensor_split.Split, "gathered", by_hand)
-    monkeypatch.setattr(tensor_split.Split, "scattered", by_hand)
+    monkeypatch.setattr(tensor_split.MatmulSplit, "gathered", by_hand)
+    monkeypatch.setattr(tensor_split.MatmulSplit, "scattered", by_hand)
     options = {"lowering": lowering} if lowering else {}
     assert lower(layout, TINY, **options).lowered.as_text()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshpar import schedules
-from meshpar.pipeline.phases import Slots, TickLoop
+from meshpar.pipeline.phases import TickLoop, TickOperations
 from meshpar.schedules.ticks import Phase, compile_schedule
 
 STAGES, MICROBATCHES = 4, 8
@@ -30,7 +30,7 @@ def test_phases_cover_every_tick_and_its_operations(name, uniform):
     starts, stops = zip(*((p.start, p.stop) for p in loop.phases), strict=True)
     assert starts == (0, *stops[:-1]) and stops[-1] == schedule.num_ticks
     for phase in loop.phases:
-        used = loop.used_slots(phase)
+        used = loop.used_operations(phase)
         assert all(len(flags) == phase.stop - phase.start for flags in used)
         assert phase.forward or not used.forward.any()
         assert phase.backward or not used.backward.any()
@@ -74,20 +74,22 @@ def test_only_split_weight_gradients_make_stages_diverge():
     _, loop = tick_loop("zb_h1")
     assert loop.divergent and len(loop.phases) == 1
     first_stage = type(loop.tables.columns)(*(c[0, 0] for c in loop.tables.columns))
-    slots = loop.slots(loop.phases[0], first_stage, None)
-    assert slots == Slots(True, False, False, False, False)  # F alone in tick 0.
+    operations = loop.operations(loop.phases[0], first_stage, None)
+    forward = TickOperations(True, False, False, False, False)
+    assert operations == forward  # F alone in tick 0.
 
 
-def test_slots_of_a_tick_are_constants_except_where_conditionals_select():
-    used = Slots(*np.array([True, False, True, False, False]))
+def test_operations_of_a_tick_are_constants_except_where_conditionals_select():
+    used = TickOperations(*np.array([True, False, True, False, False]))
     _, loop = tick_loop("1f1b")
-    assert loop.slots(loop.phases[0], None, used) == (True, False, False, False, False)
+    fixed = loop.operations(loop.phases[0], None, used)
+    assert fixed == (True, False, False, False, False)
     _, uniform = tick_loop("1f1b", uniform=True)
-    slots = uniform.slots(uniform.phases[0], None, used)
-    assert slots == used and slots.weight is False
+    operations = uniform.operations(uniform.phases[0], None, used)
+    assert operations == used and operations.weight is False
     _, interleaved = tick_loop("interleaved")
     (phase,) = (phase for phase in interleaved.phases if phase.head is None)
-    assert interleaved.slots(phase, None, used).head is used.head
+    assert interleaved.operations(phase, None, used).head is used.head
 
 
 @pytest.mark.parametrize("stages, buffers", [(2, 2), (4, 1)])

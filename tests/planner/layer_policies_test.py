@@ -16,8 +16,8 @@ from meshpar.planner import plans
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.layer_policies import (
-    Choice,
-    Cost,
+    LayerCost,
+    LayerPolicy,
     as_options,
     best_choices,
     mixed_layout,
@@ -40,10 +40,10 @@ def total(layers, choices, change):
 def test_the_dynamic_program_equals_trying_all(depth, policies, uses):
     rng = np.random.default_rng(depth)
     choices = list(itertools.product(POLICIES[:policies], USES[:uses]))
-    choices = [Choice(*choice) for choice in choices]
+    choices = [LayerPolicy(*choice) for choice in choices]
     for _ in range(10):
         layers = [
-            {c: Cost(*map(float, rng.integers(1, 20, 2))) for c in choices}
+            {c: LayerCost(*map(float, rng.integers(1, 20, 2))) for c in choices}
             for _ in range(depth)
         ]
         budget, change = map(float, rng.integers(1, (20 * depth, 12)))
@@ -61,13 +61,13 @@ def test_the_dynamic_program_equals_trying_all(depth, policies, uses):
 
 def test_layers_that_save_least_come_first_among_those_of_one_use():
     costs = {
-        Choice(remat, use): Cost(0, saved)
+        LayerPolicy(remat, use): LayerCost(0, saved)
         for use in USES
         for remat, saved in (("none", 9), ("dots", 5), ("full", 1))
     }
 
     def options(*choices):
-        return as_options([Choice(*choice) for choice in choices], costs)
+        return as_options([LayerPolicy(*choice) for choice in choices], costs)
 
     assert options(("none",), ("full",), ("dots",), ("full",)) == {
         "remat": "2*full+1*dots+1*none",

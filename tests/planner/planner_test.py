@@ -29,7 +29,7 @@ from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.space import layouts
-from meshpar.planner.uncertainty import MEASURED, Range
+from meshpar.planner.uncertainty import MEASURED, ErrorRange
 from meshpar.runs import programs
 from meshpar.runs.config import with_settings
 
@@ -229,7 +229,7 @@ def test_a_prediction_has_a_range_and_says_if_it_may_not_fit():
         )
         plans = dataclasses.replace(roomy, machine=tight)
         assert "may need up to" in plans.why_not(candidate)
-    assert str(Range(0.9, 1.25)) == "-10% to +25%"
+    assert str(ErrorRange(0.9, 1.25)) == "-10% to +25%"
     # No CPU program was held against its prediction.
     assert plan().best[0].uncertainty is None
 

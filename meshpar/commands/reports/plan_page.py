@@ -24,7 +24,7 @@ def _candidates(plans: Plans, candidates: Sequence[Candidate]) -> str:
 
 
 def _compiled(plans: Plans, compiled: Sequence[Explanation]) -> str:
-    """Predictions beside what was compiled, with a line for all that is wrong."""
+    """A table of predictions and compiled figures, with a line for each fault."""
     if not compiled:
         return ""
     wrong = [f"{e.layout}: {line}" for e in compiled for line in faults(plans, e)]

@@ -12,7 +12,7 @@ from meshpar.commands.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
-from meshpar.planner.uncertainty import Range
+from meshpar.planner.uncertainty import ErrorRange
 
 
 def _candidates(
@@ -29,7 +29,7 @@ def _candidates(
 
 
 def candidate_row(plans: Plans, candidate: Candidate) -> tuple[str, ...]:
-    """Layout, time, memory, bytes sent, largest terms, and what lost it."""
+    """A row: layout, time, memory, bytes sent, largest terms, why not the best."""
     known, seconds = candidate.uncertainty, candidate.seconds.total
     return (
         str(candidate.layout),
@@ -41,7 +41,7 @@ def candidate_row(plans: Plans, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _with_range(predicted: str, found: Range | None) -> str:
+def _with_range(predicted: str, found: ErrorRange | None) -> str:
     """A prediction, and how far compiled programs were from such, where it is known."""
     return f"{predicted}\n{found}" if found else predicted
 
@@ -64,7 +64,7 @@ COMPILED = "layout", "memory", "compiled", "error", "step", "estimated", "verdic
 def compiled_rows(
     plans: Plans, compiled: Sequence[Explanation]
 ) -> list[tuple[str, ...]]:
-    """Predictions beside what was compiled, by layout."""
+    """Rows of predictions and compiled figures, by layout."""
     rows = []
     for candidate, explanation in zip(plans.best, compiled, strict=False):
         memory, peak = candidate.memory.total, explanation.compiled_bytes["peak"]
@@ -84,7 +84,7 @@ def compiled_rows(
 
 
 def faults(plans: Plans, explanation: Explanation) -> list[str]:
-    """Where a compiled layout breaks its contract or needs too much memory."""
+    """Faults of a compiled layout: its contract is broken, or memory is too small."""
     peak, budget = explanation.compiled_bytes["peak"], plans.machine.memory_bytes
     lines = list(explanation.violations)
     if peak > budget:
@@ -108,7 +108,7 @@ def summary(plans: Plans) -> str:
 
 
 def print_plans(plans: Plans, compiled: Sequence[Explanation], top: int) -> None:
-    """Prints the best layouts, the Pareto front, what was refused and compiled.
+    """Prints the best layouts, the Pareto front, refusals and compiled figures.
 
     Args:
       plans: the plans.

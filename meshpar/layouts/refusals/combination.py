@@ -83,7 +83,7 @@ def _no_pipeline(layout: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """What is asked for together.
+    """A layout, model, mode and lowering that are asked for together.
 
     Attributes:
       layout: a `Layout`.
@@ -135,7 +135,7 @@ class Combination:
         ]
 
     def altered(self, changes: dict[str, Any]) -> "Combination":
-        """The same beside a layout with other fields, which nothing has checked."""
+        """A copy with a layout whose fields are changed, unchecked."""
         layout = object.__new__(type(self.layout))
         for name in _defaults(type(self.layout)):
             value = changes.get(name, getattr(self.layout, name))

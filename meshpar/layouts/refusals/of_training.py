@@ -1,4 +1,4 @@
-"""Refusals of a layout beside a model, a lowering, a schedule and a mode."""
+"""Refusals of a layout with a model, a lowering, a schedule or a mode."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -96,7 +96,7 @@ def _rules(c: Combination, kind: str, names: Iterable[str]) -> str:
 
 
 def _depth(c: Combination) -> str:
-    """Why a mix does not name the layers of the model."""
+    """A reason why a mix does not name the layers of the model."""
     if not c.layered:
         return ""
     problems = (

@@ -96,7 +96,7 @@ def first_reason(combination: Combination, table: Sequence[Refusal]) -> str:
 def possible_lowerings(
     combination: Combination, table: Sequence[Refusal]
 ) -> tuple[str, ...]:
-    """Those lowerings of a combination that the table does not refuse."""
+    """The lowerings that the table does not refuse for a combination."""
     names = combination.lowerings
     return tuple(name for name in names if not any(_met(combination, table, name)))
 
@@ -149,7 +149,7 @@ def fitting(
 def _met(
     combination: Combination, table: Sequence[Refusal], lowering: str
 ) -> Iterator[Reason]:
-    """The reasons that hold under one lowering alone; "" gives those of all."""
+    """Reasons that hold under one lowering alone; "" for reasons under all."""
     for refusal in table:
         if refusal.lowering == lowering and (given := refusal.given(combination)):
             yield Reason(refusal, given)

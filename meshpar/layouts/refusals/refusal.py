@@ -62,7 +62,7 @@ class Refusal:
 
 
 def both(settings: Iterable[str], others: Iterable[str]) -> str:
-    """The settings of one side beside those of the other; "" unless there are both."""
+    """Names the settings of two sides; "" unless both have some."""
     left, right = ", ".join(settings), ", ".join(others)
     return f"{left} with {right}" if left and right else ""
 

@@ -1,4 +1,4 @@
-"""Filters: what a worker and a server leave out of their packets.
+"""Filters: data that workers and servers leave out of their packets.
 
 Source: Li et al., Communication Efficient Distributed Machine Learning with the
   Parameter Server, NeurIPS 2014, section 3.3; Li et al., OSDI 2014, section 3.7.

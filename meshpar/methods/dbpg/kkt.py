@@ -18,7 +18,7 @@ from meshpar.methods.dbpg.packet import KEY_BYTES, VALUE_BYTES
 
 
 def violations(weights: np.ndarray, gradients: np.ndarray, l1: float) -> np.ndarray:
-    """How far each weight is from satisfying the KKT conditions, [keys]."""
+    """The distance of each weight from the KKT conditions, [keys]."""
     at_zero = np.maximum(np.abs(gradients) - l1, 0)
     elsewhere = np.abs(gradients + l1 * np.sign(weights))
     return np.where(weights == 0, at_zero, elsewhere)

@@ -75,7 +75,7 @@ class Filter(abc.ABC):
         """The packet that was given to `encode`, up to what the filter drops."""
 
     def forget(self, channel: str) -> bool:
-        """Forgets what a receiver should know; whether the filter relies on that."""
+        """Forgets the receiver's assumed state; True if the filter relies on one."""
         del channel
         return False
 
@@ -108,5 +108,5 @@ class Link:
         return packet
 
     def forget(self, channel: str) -> bool:
-        """Forgets what a receiver should know; whether there was a filter that did."""
+        """Forgets the receiver's assumed state; True if any filter relies on one."""
         return any([part.forget(channel) for part in self.filters])

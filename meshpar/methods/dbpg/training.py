@@ -43,7 +43,7 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedBytes:
     """Bytes that one filter saved, in one direction or in both.
 
     Attributes:
@@ -70,7 +70,7 @@ class Result:
 
     weights: np.ndarray
     passes: list[Pass]
-    filters: list[Saved]
+    filters: list[SavedBytes]
     sent: int
 
 
@@ -276,10 +276,10 @@ class Training:
     def _sent(self) -> int:
         return self.filters.pushes.sent + self.filters.answers.sent
 
-    def _saved(self) -> list[Saved]:
+    def _saved(self) -> list[SavedBytes]:
         kkt = self.filters.kkt
-        saved = [Saved("both", kkt.name, kkt.saved)] if kkt else []
+        saved = [SavedBytes("both", kkt.name, kkt.saved)] if kkt else []
         for direction in ("pushes", "answers"):
             for part in getattr(self.filters, direction).filters:
-                saved.append(Saved(direction, part.name, part.saved))
+                saved.append(SavedBytes(direction, part.name, part.saved))
         return saved

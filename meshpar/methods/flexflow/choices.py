@@ -19,7 +19,6 @@ from meshpar.layouts.axes import BATCH_AXES, DATA, EXPERT, FSDP, TENSOR
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.param import Param
 from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES
-from meshpar.methods.flexflow.path_rules import path_kind, path_rules
 
 SPLITTING = (FSDP, EXPERT, TENSOR)
 """Axes that may split the dims of a parameter without names.
@@ -33,6 +32,8 @@ SEARCHED = (DATA, *SPLITTING)
 
 _NAMED = (FSDP, TENSOR)
 """Axes that may split a dim with a name."""
+
+_NUMBER = re.compile(r"\d+")
 
 State = tuple[int, ...]
 """The option that is taken of each choice."""
@@ -96,7 +97,7 @@ class Choices:
                 continue
             if not any(re.search(regex, path) for regex in given):
                 options = tuple(self._path_options(param, axes))
-                yield Choice(path, "", options, path_kind(path, param))
+                yield Choice(path, "", options, _path_kind(path, param))
 
     def _path_options(self, param: Param, axes: list[str]) -> Iterator[tuple]:
         """Names for the dims of one parameter: each axis splits one dim, or none."""
@@ -198,3 +199,39 @@ class Choices:
 def _is_one(name: Any) -> bool:
     """Whether a dim has one name; several, or none, are no choice."""
     return isinstance(name, str)
+
+
+def _path_kind(path: str, param: Param) -> str:
+    """A key, equal for parameters that are laid out alike in most layers.
+
+    These are parameters of one shape whose paths differ by numbers alone, and all
+    vectors of one size, such as biases and scales.
+    """
+    name = _NUMBER.sub("N", path) if len(param.shape) > 1 else "vector"
+    return f"{name} {param.shape}"
+
+
+def path_rules(
+    names: Mapping[str, tuple], params: Mapping[str, Param]
+) -> Iterator[tuple[str, tuple]]:
+    """(regex, dim names) pairs, one for all parameters with the same names.
+
+    Paths that differ by numbers alone share a regex, unless it matched others.
+
+    Args:
+      names: {path: dim names} of parameters that the model left unnamed.
+      params: {path: Param} of the model.
+    """
+    unnamed = [path for path, param in params.items() if param.names is None]
+    groups: dict[tuple, list[str]] = {}
+    for path, dims in names.items():
+        groups.setdefault(dims, []).append(path)
+    for dims, paths in groups.items():
+        alternatives: dict[str, None] = {}
+        for path in paths:
+            pattern = r"\d+".join(map(re.escape, _NUMBER.split(path)))
+            alike = [other for other in unnamed if re.fullmatch(pattern, other)]
+            shared = all(names.get(other) == dims for other in alike)
+            alternatives[pattern if shared else re.escape(path)] = None
+        one, *more = alternatives
+        yield f"^({'|'.join(alternatives)})$" if more else f"^{one}$", dims

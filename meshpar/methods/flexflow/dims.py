@@ -144,7 +144,7 @@ def _broadcast(eqn: Any, operands: Shapes, results: Shapes) -> Factors:
 
 
 def _reshape(eqn: Any, operands: Shapes, results: Shapes) -> Factors:
-    """The first dims of a group that is regrouped keep what splits them."""
+    """Rule for reshape: the first dims of a regrouped group keep their axes."""
     operand, result = [WHOLE] * len(operands[0]), [WHOLE] * len(results[0])
     for factor, (before, after) in enumerate(_groups(operands[0], results[0])):
         operand[before] = result[after] = factor

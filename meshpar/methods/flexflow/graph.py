@@ -1,4 +1,4 @@
-"""The operator graph of a training step: what computes, what is stored, what it reads.
+"""The operator graph of a training step: operators, and the tensors between them.
 
 It is read from the jaxpr of the loss and its gradients, so that forward and backward
 operators, rematerialized ones and the gradient of each parameter are operators alike.
@@ -8,9 +8,7 @@ Source: Jia et al., arXiv:1807.05358, section 3 (operator graphs).
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
-from typing import Any
 
 from meshpar.methods.flexflow.dims import ELEMENTWISE, DimRule
 
@@ -213,7 +211,7 @@ class Graph:
 
     @functools.cached_property
     def sources(self) -> tuple[frozenset[int], ...]:
-        """For each tensor: the stored tensors from which its readers compute it."""
+        """The stored tensors from which readers compute each tensor."""
         found: list[frozenset[int]] = [frozenset()] * len(self.tensors)
         for tensor in self.stored:
             found[tensor] = frozenset((tensor,))
@@ -226,7 +224,7 @@ class Graph:
 
     @functools.cached_property
     def read_bytes(self) -> tuple[int, ...]:
-        """For each tensor: bytes that an operator reads for it."""
+        """Bytes that an operator reads for each tensor."""
         return tuple(
             sum(self.tensors[t].size for t in sources) for sources in self.sources
         )
@@ -252,21 +250,3 @@ class Graph:
     def boundary(self) -> int:
         """The operator that makes the loss; the backward pass follows."""
         return self.makers.get(self.loss, len(self.operators) - 1)
-
-
-def matmul_flops(eqn: Any) -> float:
-    """FLOPs of a matmul or a convolution; 0 for all else.
-
-    A convolution over rows with holes, as of the gradient of strided ones, counts no
-    products with the zeros in the holes.
-    """
-    params, out = eqn.params, math.prod(eqn.outvars[0].aval.shape) if eqn.outvars else 0
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        return 2.0 * out * math.prod(lhs[dim] for dim in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        spec = params["dimension_numbers"].rhs_spec
-        kernel = [eqn.invars[1].aval.shape[dim] for dim in spec[1:]]
-        return 2.0 * out * math.prod(kernel) / math.prod(params["lhs_dilation"])
-    return 0.0

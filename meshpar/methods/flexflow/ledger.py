@@ -1,4 +1,4 @@
-"""The ledger of a plan: what each parameter costs in memory, by how its dims are split.
+"""The ledger of a plan: memory of each parameter, by the split of its dims.
 
 Every entry is the resolver's own answer for one parameter, so that what a layout
 refuses is refused here, and bytes are exact. A search asks for the same entries again.

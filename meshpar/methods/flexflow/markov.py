@@ -134,7 +134,7 @@ class MarkovSearch:
         return state
 
     def _redrawn(self, state: State, group: Sequence[int]) -> State:
-        """A state with another option for a choice, or any for those of a group."""
+        """A neighbour of a state: a choice, or a group of them, has another option."""
         options = len(self.choices[group[0]].options)
         if len(group) > 1:
             return _changed(state, group, self._random.randrange(options))

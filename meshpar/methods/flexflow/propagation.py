@@ -1,4 +1,4 @@
-"""How one operator runs on a mesh, given how its operands are laid out.
+"""Propagates the layouts of an operator's operands to its results.
 
 An axis that splits operands along one factor splits the operator along it. Where an
 axis splits operands along different factors, the one that moves the fewest bytes is
@@ -23,9 +23,9 @@ from meshpar.methods.flexflow.transfers import (
     GATHER,
     NOTHING,
     REDUCE,
-    Held,
     Split,
     Target,
+    TensorLayout,
     Transfer,
     Transfers,
     dim_of,
@@ -45,7 +45,7 @@ class Step:
       moved: bytes that a device reads and writes.
     """
 
-    results: tuple[Held, ...]
+    results: tuple[TensorLayout, ...]
     before: tuple[Transfer, ...]
     after: tuple[Transfer, ...]
     ways: int
@@ -79,11 +79,11 @@ class Propagation:
     def step(
         self,
         index: int,
-        operands: tuple[Held, ...],
+        operands: tuple[TensorLayout, ...],
         target: Target | None = None,
         wanted: Split | None = None,
     ) -> Step:
-        """How one operator runs.
+        """Propagates layouts through one operator.
 
         Args:
           index: of the operator.
@@ -101,7 +101,7 @@ class Propagation:
         return self._steps[key]
 
     def _constrained(
-        self, op: Operator, operands: tuple[Held, ...], target: Target
+        self, op: Operator, operands: tuple[TensorLayout, ...], target: Target
     ) -> Step:
         """A constraint of the model: its dims are split as it says."""
         (tensor,), (held,) = op.operands, operands
@@ -110,10 +110,13 @@ class Propagation:
             for now, asked in zip(held.split, target, strict=True)
         )
         moves = self.transfers.resolved(tensor, held, split, op.times)
-        return Step((Held(split),), tuple(moves), (), 1, 0.0)
+        return Step((TensorLayout(split),), tuple(moves), (), 1, 0.0)
 
     def _step(
-        self, op: Operator, operands: tuple[Held, ...], wanted: Split | None = None
+        self,
+        op: Operator,
+        operands: tuple[TensorLayout, ...],
+        wanted: Split | None = None,
     ) -> Step:
         if op.name in self._linear_names and any(held.partial for held in operands):
             if (summed := self._linear(op, operands)) is not None:
@@ -137,8 +140,8 @@ class Propagation:
         return self._finished(op, chosen, splits, before, work)
 
     def _gathered(
-        self, op: Operator, operands: tuple[Held, ...]
-    ) -> tuple[tuple[Held, ...], list[Transfer]]:
+        self, op: Operator, operands: tuple[TensorLayout, ...]
+    ) -> tuple[tuple[TensorLayout, ...], list[Transfer]]:
         """Operands with weights whole over fsdp; zero=3 gathers stacks row by row."""
         held, before = list(operands), []
         for place, tensor in enumerate(op.operands):
@@ -150,7 +153,7 @@ class Propagation:
                 bare = without_axis(bare, axis)
             times = self.graph.tensors[tensor].times
             before += self.transfers.resolved(tensor, held[place], bare, times)
-            held[place] = Held(bare)
+            held[place] = TensorLayout(bare)
         return tuple(held), before
 
     @functools.cached_property
@@ -178,10 +181,10 @@ class Propagation:
         summed = NOTHING.union(*lost)
         for tensor, dims in zip(op.results, op.rule.results, strict=True):
             split = tuple(chosen.get(factor, NOTHING) for factor in dims)
-            held = Held(split, summed)
+            held = TensorLayout(split, summed)
             if summed and tensor not in self._deferred:
                 after += self.transfers.resolved(tensor, held, split, op.times)
-                held = Held(split)
+                held = TensorLayout(split)
             results.append(held)
         moved = 0.0
         if any(tensor in graph.stored for tensor in op.results):
@@ -196,7 +199,7 @@ class Propagation:
     def _factor(
         self,
         op: Operator,
-        operands: tuple[Held, ...],
+        operands: tuple[TensorLayout, ...],
         axis: str,
         chosen: dict[int, frozenset[str]],
     ) -> int | None:
@@ -215,7 +218,7 @@ class Propagation:
     def _wanted_factor(
         self,
         op: Operator,
-        operands: tuple[Held, ...],
+        operands: tuple[TensorLayout, ...],
         axis: str,
         chosen: dict[int, frozenset[str]],
         wanted: Split,
@@ -237,7 +240,7 @@ class Propagation:
         return op.rule.sizes[factor] % ways == 0
 
     def _cost(
-        self, op: Operator, operands: tuple[Held, ...], axis: str, factor: int
+        self, op: Operator, operands: tuple[TensorLayout, ...], axis: str, factor: int
     ) -> float:
         """Bytes sent if an axis splits a factor: of operands, and of partial sums."""
         n, total = self.sizes[axis], 0.0
@@ -260,19 +263,19 @@ class Propagation:
                 total += cost.wire_bytes(REDUCE, size, n)
         return total
 
-    def _linear(self, op: Operator, operands: tuple[Held, ...]) -> Step | None:
+    def _linear(self, op: Operator, operands: tuple[TensorLayout, ...]) -> Step | None:
         """Passes partial sums through an operator that keeps sums, if it does here."""
         partial = {held.partial for held in operands}
         if len(partial) > 1 or len({held.split for held in operands}) > 1:
             return None
-        bare = tuple(Held(held.split) for held in operands)
+        bare = tuple(TensorLayout(held.split) for held in operands)
         step = self._step(op, bare)
         if step.before or step.after:
             return None
         (axes,) = partial
         results, after = [], []
         for tensor, held in zip(op.results, step.results, strict=True):
-            summed = Held(held.split, axes)
+            summed = TensorLayout(held.split, axes)
             if tensor not in self._deferred:
                 after += self.transfers.resolved(tensor, summed, held.split, op.times)
                 summed = held

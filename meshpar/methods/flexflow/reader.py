@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import num_bytes
-from meshpar.compat import CALLS, called_jaxpr, inner_jaxprs, scan_counts
+from meshpar.compat import scan_counts
+from meshpar.jaxprs.flops import equation_flops
+from meshpar.jaxprs.walk import CALLS, Interpreter, equations
 from meshpar.methods.flexflow.dims import WHOLE, DimRule, dim_rule, paired
 from meshpar.methods.flexflow.graph import (
     CARRY,
@@ -22,69 +23,65 @@ from meshpar.methods.flexflow.graph import (
     Graph,
     Operator,
     Tensor,
-    matmul_flops,
 )
 
-_INLINED = CALLS | {"shard_map", "custom_vjp_call_jaxpr", "remat_call"}
+_INLINED = CALLS | {"shard_map"}
 
 
-class _Reader:
-    """Numbers values and operators in the order in which they run."""
+class _Reader(Interpreter[int]):
+    """Numbers values and operators in the order in which they run.
+
+    Attributes:
+      tensors: the values.
+      operators: the operators.
+      loops: (first, last) operator of each loop.
+      times: executions per step of the equations that are read.
+    """
 
     def __init__(self):
         self.tensors: list[Tensor] = []
         self.operators: list[Operator] = []
         self.loops: list[tuple[int, int]] = []
+        self.times = 1
 
-    def tensor(self, aval: Any, times: int) -> int:
+    def tensor(self, aval: Any, times: int = 1) -> int:
         """The number of a new tensor."""
         size = num_bytes(aval) if hasattr(aval, "shape") else 0
         shape = tuple(getattr(aval, "shape", ()))
         self.tensors.append(Tensor(shape, size, times))
         return len(self.tensors) - 1
 
-    def read(self, jaxpr: Any, inputs: Sequence[int], times: int) -> list[int]:
-        """Adds the operators of a jaxpr; tensors of its outputs."""
-        names = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var in jaxpr.constvars:
-            names[var] = self.tensor(var.aval, 1)
+    def constant(self, value: Any) -> int:
+        """The number of a constant."""
+        return self.tensor(jax.typeof(value))
 
-        def number(var: Any) -> int:
-            if isinstance(var, Literal) or var not in names:
-                return self.tensor(var.aval, 1)
-            return names[var]
+    def literal(self, atom: Any, owner: Any, place: int) -> int:
+        """The number of a literal."""
+        return self.tensor(atom.aval)
 
-        for eqn in jaxpr.eqns:
-            operands = [number(var) for var in eqn.invars]
-            results = self.equation(eqn, operands, times)
-            names.update(zip(eqn.outvars, results, strict=True))
-        return [number(var) for var in jaxpr.outvars]
-
-    def equation(self, eqn: Any, operands: list[int], times: int) -> list[int]:
+    def equation(self, eqn: Any, operands: list[int]) -> list[int]:
         """Adds one equation; tensors of its results."""
         kind = eqn.primitive.name
         if kind == "scan":
-            return self.scan(eqn, operands, times)
+            return self.scan(eqn, operands)
         if kind == "while":
-            return self.loop(eqn, operands, times)
+            return self.loop(eqn, operands)
         if kind == "cond":
-            branches = [branch.jaxpr for branch in eqn.params["branches"]]
-            heaviest = max(branches, key=_flops)
-            return self.read(heaviest, operands[1:], times)
+            heaviest = max(eqn.params["branches"], key=_flops)
+            return self.evaluate(heaviest, operands[1:])
         if kind in _INLINED:
-            jaxpr = called_jaxpr(eqn)[0]
-            return self.read(jaxpr, operands[-len(jaxpr.invars) :], times)
-        return self.operator(eqn, operands, times, kind, dim_rule(eqn))
+            return self.call(eqn, operands)
+        return self.operator(eqn, operands, kind, dim_rule(eqn))
 
     def operator(
-        self, eqn: Any, operands: list[int], times: int, kind: str, rule: DimRule
+        self, eqn: Any, operands: list[int], kind: str, rule: DimRule
     ) -> list[int]:
         """Adds an operator."""
-        results = [self.tensor(var.aval, times) for var in eqn.outvars]
-        flops, target = matmul_flops(eqn), None
+        results = [self.tensor(var.aval, self.times) for var in eqn.outvars]
+        flops, target = equation_flops(eqn), None
         if kind == "sharding_constraint":
             target = _target(eqn.params["sharding"], len(eqn.outvars[0].aval.shape))
-        self._add(kind, operands, results, rule, flops, times, target)
+        self._add(kind, operands, results, rule, flops, self.times, target)
         return results
 
     def _add(
@@ -102,27 +99,30 @@ class _Reader:
         )
         self.operators.append(op)
 
-    def scan(self, eqn: Any, operands: list[int], times: int) -> list[int]:
-        """Adds the body of a scan once, and what takes rows from and to its stacks."""
+    def scan(self, eqn: Any, operands: list[int]) -> list[int]:
+        """Adds the body of a scan once, and operators that cut and fill its stacks."""
         num_consts, num_carry = scan_counts(eqn)
-        body, rounds = eqn.params["jaxpr"].jaxpr, times * eqn.params["length"]
+        body, times = eqn.params["jaxpr"], self.times
+        rounds = times * eqn.params["length"]
         first = num_consts + num_carry
         start, inputs = len(self.operators), operands[:first]
         if num_carry:
             inputs[num_consts:] = self._carry(inputs[num_consts:], rounds)
-        for var, stack in zip(body.invars[first:], operands[first:], strict=True):
-            row = self.tensor(var.aval, rounds)
-            dims = tuple(range(len(var.aval.shape)))
-            rule = _shifted(((WHOLE, *dims),), (dims,), var.aval.shape)
+        for aval, stack in zip(body.in_avals[first:], operands[first:], strict=True):
+            row = self.tensor(aval, rounds)
+            dims = tuple(range(len(aval.shape)))
+            rule = _shifted(((WHOLE, *dims),), (dims,), aval.shape)
             self._add(ROW, [stack], [row], rule, 0.0, rounds)
             inputs.append(row)
-        made = self.read(body, inputs, rounds)
+        self.times = rounds
+        made = self.evaluate(body, inputs)
+        self.times = times
         results = made[:num_carry]
         if num_carry:
             carry = dataclasses.replace(self.operators[start], back=tuple(results))
             self.operators[start] = carry
         for var, row in zip(eqn.outvars[num_carry:], made[num_carry:], strict=True):
-            stack = self.tensor(var.aval, 1)
+            stack = self.tensor(var.aval)
             shape = var.aval.shape[1:]
             dims = tuple(range(len(shape)))
             rule = _shifted((dims,), ((WHOLE, *dims),), shape)
@@ -132,7 +132,7 @@ class _Reader:
         return results
 
     def _carry(self, values: list[int], rounds: int) -> list[int]:
-        """What every round starts with, of what the first one starts with."""
+        """Adds the carry of a scan: the values with which each round starts."""
         shapes = [self.tensors[value].shape for value in values]
         rule = paired(shapes)
         results = []
@@ -142,11 +142,10 @@ class _Reader:
         self._add(CARRY, values, results, rule, 0.0, 1)
         return results
 
-    def loop(self, eqn: Any, operands: list[int], times: int) -> list[int]:
+    def loop(self, eqn: Any, operands: list[int]) -> list[int]:
         """Adds the body of a while loop once: nothing says how often it runs."""
         start, skipped = len(self.operators), eqn.params["cond_nconsts"]
-        body = eqn.params["body_jaxpr"].jaxpr
-        results = self.read(body, operands[skipped:], times)
+        results = self.evaluate(eqn.params["body_jaxpr"], operands[skipped:])
         self.loops.append((start, len(self.operators) - 1))
         return results
 
@@ -164,9 +163,8 @@ def _shifted(operands: tuple, results: tuple, shape: tuple[int, ...]) -> DimRule
 
 
 def _flops(jaxpr: Any) -> float:
-    """FLOPs of a jaxpr's matmuls, once."""
-    inner = (_flops(j) for eqn in jaxpr.eqns for j in inner_jaxprs(eqn))
-    return sum(map(matmul_flops, jaxpr.eqns)) + sum(inner)
+    """FLOPs of the matmuls of a closed jaxpr, once."""
+    return sum(map(equation_flops, equations(jaxpr.jaxpr)))
 
 
 def _target(sharding: Any, rank: int) -> tuple[tuple[str, ...] | None, ...]:
@@ -198,8 +196,8 @@ def read_graph(
         number; both may be left out.
     """
     reader = _Reader()
-    arguments = [reader.tensor(var.aval, 1) for var in jaxpr.jaxpr.invars]
-    made = reader.read(jaxpr.jaxpr, arguments, 1)
+    arguments = list(map(reader.tensor, jaxpr.in_avals))
+    made = reader.evaluate(jaxpr, arguments)
     loss = outputs.get("loss")
     graph = Graph(
         tensors=tuple(reader.tensors),

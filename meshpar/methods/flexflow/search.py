@@ -26,7 +26,7 @@ from meshpar.lowering.memory import Memory
 from meshpar.lowering.optimizer import optimizer_of
 from meshpar.mesh.machine import Machine, machine_of
 from meshpar.mesh.mesh import make_mesh
-from meshpar.mesh.topologies import topology as topology_devices
+from meshpar.mesh.topologies import devices_of
 from meshpar.methods.flexflow.choices import SEARCHED, Choices, State
 from meshpar.methods.flexflow.graph import Graph
 from meshpar.methods.flexflow.ledger import Ledger
@@ -59,7 +59,7 @@ _RULES = ("params", "activations", "paths", "allow", "min_shard_size", "zero", "
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """One layout, and what its simulated step costs.
+    """One layout, with memory and time of its simulated step.
 
     Attributes:
       layout: the layout.
@@ -131,8 +131,7 @@ def search(
             "out layers= where the model is made"
         )
     wanted = Wanted.of(require, forbid)
-    devices = jax.devices() if topology is None else topology
-    devices = topology_devices(devices) if isinstance(devices, str) else devices
+    devices = devices_of(topology)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     machine = machine_of(devices, memory, slowdown)
     found, refused = _proposals(model, optimizer, batch, compute_dtype, machine, wanted)
@@ -155,7 +154,7 @@ def search(
 def _nothing(
     machine: Machine, too_large: Sequence[Proposal], refused: Sequence[LayoutError]
 ) -> str:
-    """Why no layout is left, with the nearest one."""
+    """The message of an error: no layout fits, and which comes nearest."""
     lines = [f"flexflow: no layout of {len(machine.devices)} devices fits"]
     if too_large:
         nearest, budget = too_large[0], machine.memory_bytes

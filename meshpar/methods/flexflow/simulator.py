@@ -24,9 +24,9 @@ from meshpar.methods.flexflow.propagation import Propagation, Step
 from meshpar.methods.flexflow.transfers import (
     EXCHANGE,
     GATHER,
-    Held,
     Split,
     Target,
+    TensorLayout,
     Transfer,
 )
 
@@ -76,7 +76,7 @@ class StepSeconds:
 
 
 class Strategy(NamedTuple):
-    """How the tensors of a step are laid out that a layout decides about.
+    """A strategy: the layouts of weights, batch and constrained tensors.
 
     Attributes:
       weights: {path: axes per dim} of the parameters between steps, and of the
@@ -160,10 +160,13 @@ class _Run:
     def __init__(self, simulator: Simulator, strategy: Strategy):
         graph = simulator.graph
         self.simulator, self.graph, self.strategy = simulator, graph, strategy
-        self.held: dict[int, Held] = {
-            graph.params[path]: Held(split) for path, split in strategy.weights.items()
+        self.held: dict[int, TensorLayout] = {
+            graph.params[path]: TensorLayout(split)
+            for path, split in strategy.weights.items()
         }
-        self.held |= dict(zip(graph.batch, map(Held, strategy.batch), strict=True))
+        self.held |= dict(
+            zip(graph.batch, map(TensorLayout, strategy.batch), strict=True)
+        )
         self.there: dict[int, float] = {}
         self.waits_for: dict[int, str] = {}
         self.computes = self.sends = self.wire = 0.0
@@ -171,7 +174,7 @@ class _Run:
         self.waited = dict.fromkeys((_WEIGHTS, _ACTIVATIONS, _GRADIENTS), 0.0)
         self.is_held, self.summed = True, 0.0
         self.wanted = simulator.wanted(strategy)
-        self.copies: dict[tuple[int, Held], list] = {}
+        self.copies: dict[tuple[int, TensorLayout], list] = {}
 
     def finished(self, update: float) -> Simulated:
         """Runs all operators, and waits for the sums of gradients."""
@@ -187,9 +190,11 @@ class _Run:
         )
         return Simulated(seconds, *self._memory(), self.is_held)
 
-    def _held(self, tensor: int) -> Held:
+    def _held(self, tensor: int) -> TensorLayout:
         known = self.held.get(tensor)
-        return known or Held((frozenset(),) * len(self.graph.tensors[tensor].shape))
+        return known or TensorLayout(
+            (frozenset(),) * len(self.graph.tensors[tensor].shape)
+        )
 
     def _operator(self, index: int) -> None:
         op = self.graph.operators[index]
@@ -222,25 +227,25 @@ class _Run:
             end = self._send(transfer, index, _GRADIENTS)
             self.summed = max(self.summed, end)
 
-    def _step(self, index: int, held: Callable[[int], Held]) -> Step:
-        """How an operator runs, with its operands laid out as `held` says."""
+    def _step(self, index: int, held: Callable[[int], TensorLayout]) -> Step:
+        """Propagates through an operator, with its operands laid out as `held` says."""
         operands = tuple(map(held, self.graph.operators[index].operands))
         target = self.strategy.targets.get(index)
         wanted = self.wanted.get(index)
         return self.simulator.propagation.step(index, operands, target, wanted)
 
     def _carried(self, index: int, op: Operator) -> Step:
-        """What a loop passes on starts as a round ends, which one round shows."""
+        """Lays out the carry of a loop as its first round leaves it."""
         seen = dict(zip(op.results, map(self._held, op.operands), strict=True))
 
-        def held(tensor: int) -> Held:
+        def held(tensor: int) -> TensorLayout:
             return seen.get(tensor) or self._held(tensor)
 
         makers = self.graph.makers
         for inner in range(index + 1, max(makers.get(t, index) for t in op.back) + 1):
             results = self.graph.operators[inner].results
             seen.update(zip(results, self._step(inner, held).results, strict=True))
-        after = tuple(Held(held(tensor).split) for tensor in op.back)
+        after = tuple(TensorLayout(held(tensor).split) for tensor in op.back)
         before: list[Transfer] = []
         resolved = self.simulator.propagation.transfers.resolved
         for tensor, end in zip(op.operands, after, strict=True):
@@ -264,7 +269,7 @@ class _Run:
             self.computes = until
 
     def _send(self, transfer: Transfer, index: int, term: str) -> float:
-        """When a transfer has ended; one that was done for another reader costs 0.
+        """The end of a transfer; one that was done for another reader costs 0.
 
         Without overlap nothing is computed meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Strategies of one mesh: the states of a search, and what each of them costs."""
+"""Strategies of one mesh: the states of a search, and their costs."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ _READ_AND_WRITTEN = 2
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one state costs.
+    """The cost of one state of the search.
 
     Attributes:
       seconds: of a step.
@@ -77,7 +77,7 @@ class Strategies:
         self._costs: dict[State, Cost | None] = {}
 
     def cost(self, state: State) -> Cost | None:
-        """What a state costs; None for one that no layout can be."""
+        """The cost of a state; None if it is no layout."""
         if state not in self._costs:
             self._costs[state] = self._cost(state)
         return self._costs[state]

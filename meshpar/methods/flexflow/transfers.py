@@ -22,8 +22,8 @@ Target = tuple[frozenset[str] | None, ...]
 """Axes that a constraint asks for in each dim; None leaves a dim as it is."""
 
 
-class Held(NamedTuple):
-    """How a tensor is laid out.
+class TensorLayout(NamedTuple):
+    """The layout of one tensor: its split, and axes over which it is a partial sum.
 
     Attributes:
       split: axes that split each dim.
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
     kind: str
     axis: str
     tensor: int
-    becomes: Held
+    becomes: TensorLayout
     payload: float
     times: int
 
@@ -77,7 +77,7 @@ class Transfers:
         return math.prod(self.sizes[axis] for axes in split for axis in axes)
 
     def resolved(
-        self, tensor: int, held: Held, split: Split, times: int
+        self, tensor: int, held: TensorLayout, split: Split, times: int
     ) -> list[Transfer]:
         """The transfers that bring a tensor into a layout without partial sums.
 
@@ -96,7 +96,7 @@ class Transfers:
             if dim is not None:
                 now = with_axis(now, dim, axis)
             kind = SCATTER if dim is not None and self.reduces_late else REDUCE
-            held = Held(now, held.partial - {axis})
+            held = TensorLayout(now, held.partial - {axis})
             transfers.append(Transfer(kind, axis, tensor, held, payload, times))
         for axis in self.sizes:
             before = dim_of(held.split, axis)
@@ -109,7 +109,7 @@ class Transfers:
             if after is not None:
                 kind, now = EXCHANGE, with_axis(bare, after, axis)
                 payload /= self.sizes[axis]
-            held = Held(now)
+            held = TensorLayout(now)
             transfers.append(Transfer(kind, axis, tensor, held, payload, times))
         return transfers
 

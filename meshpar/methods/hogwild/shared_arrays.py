@@ -17,7 +17,7 @@ from meshpar.errors import MeshparError
 _SHARED_FOLDER = "/dev/shm"
 
 
-class Segment(NamedTuple):
+class SharedArray(NamedTuple):
     """One array in shared memory, in a form that another process can be sent.
 
     Attributes:
@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 @contextlib.contextmanager
 def share(
     arrays: Mapping[str, np.ndarray],
-) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Segment]]]:
+) -> Iterator[tuple[dict[str, np.ndarray], dict[str, SharedArray]]]:
     """Copies arrays to shared memory, which is removed at the end of the context.
 
     Args:
@@ -53,7 +53,7 @@ def share(
         for name, array in arrays.items():
             memory = shared_memory.SharedMemory(create=True, size=max(1, array.nbytes))
             opened.append(memory)
-            segments[name] = Segment(memory.name, array.shape, array.dtype.name)
+            segments[name] = SharedArray(memory.name, array.shape, array.dtype.name)
             shared[name] = _view(memory, segments[name])
             shared[name][...] = array
         yield shared, segments
@@ -66,7 +66,7 @@ def share(
 
 
 @contextlib.contextmanager
-def attach(segments: Mapping[str, Segment]) -> Iterator[dict[str, np.ndarray]]:
+def attach(segments: Mapping[str, SharedArray]) -> Iterator[dict[str, np.ndarray]]:
     """Opens arrays that another process shares.
 
     Args:
@@ -88,7 +88,7 @@ def attach(segments: Mapping[str, Segment]) -> Iterator[dict[str, np.ndarray]]:
             memory.close()
 
 
-def _view(memory: shared_memory.SharedMemory, segment: Segment) -> np.ndarray:
+def _view(memory: shared_memory.SharedMemory, segment: SharedArray) -> np.ndarray:
     return np.ndarray(segment.shape, segment.dtype, memory.buf)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from meshpar.errors import MeshparError
-from meshpar.methods.hogwild.shared_arrays import Segment, attach, share
+from meshpar.methods.hogwild.shared_arrays import SharedArray, attach, share
 
 ROWS_BETWEEN_LOOKS = 256
 """Rows after which a worker looks whether its parent still lives."""
@@ -150,7 +150,7 @@ def _result(arrays: Mapping[str, np.ndarray]) -> Result:
     return Result(weights, lost, float(arrays["seconds"].max()))
 
 
-def _run_workers(segments: Mapping[str, Segment], settings: Settings) -> None:
+def _run_workers(segments: Mapping[str, SharedArray], settings: Settings) -> None:
     """Runs all workers to their end; ends the others as soon as one of them fails."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(settings.processes)
@@ -182,7 +182,7 @@ def _run_workers(segments: Mapping[str, Segment], settings: Settings) -> None:
 
 
 def _work(
-    segments: Mapping[str, Segment],
+    segments: Mapping[str, SharedArray],
     settings: Settings,
     rank: int,
     barrier: synchronize.Barrier,

@@ -200,7 +200,7 @@ class Trials:
     def _one_step(
         self, values: Values, state: TrainState, batch: Any
     ) -> tuple[TrainState, Array]:
-        """One step of one trial, as a run of its own would make it."""
+        """One step of one trial, equal to that of a separate run."""
         trained = self._trained(state.params)
 
         def loss_fn(part: Params) -> Array:

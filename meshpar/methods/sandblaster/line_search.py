@@ -141,7 +141,7 @@ class LineSearch:
 
 
 def _secant(here: _Point, there: _Point) -> float:
-    """Where the slope is zero if it is linear between two points."""
+    """The zero of the slope by the secant through two points."""
     share = here.slope / (here.slope - there.slope)
     return here.step + share * (there.step - here.step)
 

@@ -19,8 +19,8 @@ from meshpar.errors import MeshparError
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Who did what.
+class Portions:
+    """The workers, order and time of the portions of one batch.
 
     Attributes:
       seconds: from the start until the last portion is done.
@@ -35,7 +35,7 @@ class Schedule:
     backups: int
 
 
-def schedule(work: Sequence[float], speeds: Sequence[float], backup: bool) -> Schedule:
+def schedule(work: Sequence[float], speeds: Sequence[float], backup: bool) -> Portions:
     """Simulates one batch.
 
     Args:
@@ -72,4 +72,4 @@ def schedule(work: Sequence[float], speeds: Sequence[float], backup: bool) -> Sc
         end = now + work[chosen] / speeds[worker]
         running.setdefault(chosen, []).append(end)
         heapq.heappush(events, (end, worker, chosen))
-    return Schedule(now, [owner[p] for p in range(len(work))], order, backups)
+    return Portions(now, [owner[p] for p in range(len(work))], order, backups)

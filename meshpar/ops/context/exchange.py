@@ -33,7 +33,7 @@ def num_ranks() -> int:
 
 
 def spec_of(x: Array) -> PartitionSpec:
-    """How automatic axes split x[..., B, L, N, H], or x[B, L].
+    """The spec by which automatic axes split x[..., B, L, N, H], or x[B, L].
 
     Raises:
       LayoutError: a dim that does not divide over its axes.

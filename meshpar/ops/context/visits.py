@@ -44,7 +44,7 @@ class Places:
     def visit(
         self, hops: Any, length: int, segments: Sequence[Array], window: int
     ) -> "Visit":
-        """This device's queries beside the keys that have made some hops.
+        """The visit of keys to this device's queries after some hops.
 
         Args:
           hops: their number; the int 0 for the device's own keys.
@@ -131,7 +131,7 @@ class Visit:
         return _take(x, at[1], self.num_keys, 2)
 
     def seen_at(self, at: Array) -> Array:
-        """Which keys of a pair its queries see: bool [B or 1, L, M]."""
+        """The mask of a pair: the keys that its queries see, bool [B or 1, L, M]."""
         queries = _tokens_at(self.queries, at[0], self.num_queries)
         keys = _tokens_at(self.keys, at[1], self.num_keys)
         return is_seen(queries, keys, self.window)

@@ -94,7 +94,7 @@ def balanced(
 
 
 def _follow_loads(rate: float) -> optax.GradientTransformation:
-    """Steps by the sign of what is missing to the mean load."""
+    """Steps by the sign of the difference from the mean load."""
 
     def update(loads: Any, params: Any) -> Any:
         del params

@@ -31,7 +31,7 @@ def run_with_capacity(
     exchange: Exchange,
     run: RunExperts,
 ) -> tuple[Array, Lost]:
-    """(outputs y[T, D], what was lost) of one device's tokens.
+    """Runs one device's tokens; returns (outputs y[T, D], the lost choices).
 
     Communication: that of `slots_of`; the slots of all experts go to the experts'
     devices and back, each with (n-1)/n of num_slots * D numbers.

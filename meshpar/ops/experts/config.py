@@ -14,7 +14,7 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class MixtureConfig:
-    """How a mixture of experts routes its tokens. No field depends on a layout.
+    """Settings of a mixture of experts. No field depends on a layout.
 
     Attributes:
       num_experts: E.

@@ -56,7 +56,7 @@ def _sent(expert: Array, config: MixtureConfig, ways: int) -> _Sent:
 
 
 class _Received(NamedTuple):
-    """Where the rows of a device's experts go.
+    """The places of the rows that a device's experts receive.
 
     Attributes:
       place: [slots] the row of each slot of the buffer, or of each choice, among those
@@ -95,7 +95,7 @@ def run_dropless(
     exchange: Exchange,
     run: RunExperts,
 ) -> tuple[Array, Lost]:
-    """(outputs y[T, D], what was lost) of one device's tokens.
+    """Runs one device's tokens; returns (outputs y[T, D], the lost choices).
 
     Communication: tokens to all devices and outputs back, each (n-1)/n of n * T * D
     numbers; experts and weights of tokens, n * T * X numbers each. Where a bound allows

@@ -84,7 +84,7 @@ _Collective = Callable[[Array], Array]
 
 
 def _transport() -> Transport:
-    """How tokens move: around rings on TPUs, which pad parts of a reduce_scatter."""
+    """The transport of tokens: rings on TPUs, which pad parts of a reduce_scatter."""
     if (scope := current_scope()) is None:
         return ONE_SHOT
     return transports_for(scope.mesh, (EXPERT,)).gradients

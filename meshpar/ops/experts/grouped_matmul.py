@@ -291,7 +291,7 @@ def _spec(*dims: tuple[str, ...]) -> PartitionSpec:
 
 
 def _summed(x: Array, axes: tuple[str, ...]) -> Array:
-    """The sum over axes that split what x is a sum of."""
+    """Sums x over the axes that split the contracted dim."""
     with purpose("rows of experts, summed over their mlp dim"):
         for axis in axes:
             x = sum_varying(x, axis)

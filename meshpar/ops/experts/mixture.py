@@ -129,7 +129,8 @@ def _dispatched(
     (mlp_axes,) = activation_axes(scope, ["mlp"], _CALL)
     if scope.manual_axes:
         sizes = scope.mesh.shape
-        token_axes = in_use(scope.manual_axes.intersection(TOKEN_AXES), sizes)
+        # In the order of the mesh: the order of a set differs between processes.
+        token_axes = in_use((a for a in TOKEN_AXES if a in scope.manual_axes), sizes)
         ways = config.num_experts // len(experts.up)
         run = _OnShards(config, activation, token_axes, ways, mlp_axes)
         _check_divides(experts, config, run, scope)

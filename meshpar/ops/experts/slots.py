@@ -95,7 +95,7 @@ def _places(experts_BLX: Array, group: int, num_experts: int) -> Array:
 
 
 def _queue(chosen: Array, counts: Array, num_experts: int) -> Array:
-    """How many choices that count stand before each one in the queue of its expert.
+    """The number of counted choices before each choice in its expert's queue.
 
     Args:
       chosen: [groups, choices] experts.

@@ -1,4 +1,4 @@
-"""Statistics of a mixture of experts: losses that balance it, and what it dropped.
+"""Statistics of a mixture of experts: balancing losses, and dropped tokens.
 
 Counts and scores are summed over all tokens of a batch, on all devices, before they are
 multiplied: a mean of products of local means would change with the layout.

@@ -10,8 +10,8 @@ from support.graph_models import machine
 import meshpar
 from meshpar.layouts.resolve import make_plan
 from meshpar.methods import flexflow
+from meshpar.methods.flexflow.choices import path_rules
 from meshpar.methods.flexflow.markov import ILLEGAL, MarkovSearch, exhaustive
-from meshpar.methods.flexflow.path_rules import path_rules
 from meshpar.methods.flexflow.step_trace import trace_step
 
 B = 32
