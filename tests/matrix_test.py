@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from support.equality import start
 from support.tiny_models import (
     batch,
     host,
@@ -170,7 +171,7 @@ class Trained:
 
 def train(layout, of, lowering=""):
     program = lower_standard(layout, MODELS[of], lowering=lowering)
-    state, metrics = program.init(0), []
+    state, metrics = start(program), []
     initial, gradients = host(program.in_model_order(state).params), None
     for step in range(STEPS):
         state, values = program.step(state, batch(step))
