@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import jaxlib
@@ -13,6 +14,11 @@ import jaxlib
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 if jaxlib.__version__.startswith("0.10."):  # Later ones have no other emitters.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+# Programs are small: passes over parts of them cost more than they save.
+os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+# Otherwise every child process parses every module of meshpar anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Workers and child processes share one compilation cache for as long as tests run.
@@ -31,6 +37,7 @@ import meshpar
 meshpar.simulate(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 assert jax.device_count() == 8, jax.devices()
+sys.dont_write_bytecode = False  # pytest keeps what it made of the tests' files.
 
 # Traces make many objects that live long: with the defaults, a tenth of the time goes
 # into looking for circles among them, most of all among those of the modules.

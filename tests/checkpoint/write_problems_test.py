@@ -1,11 +1,7 @@
 """Writes that fail: one error with the cause and its remedy, and nothing beside it."""
 
 import contextlib
-import errno
-import pathlib
 import resource
-import subprocess
-import sys
 
 import pytest
 from checkpoint_test import on_devices, restore, trained
@@ -14,8 +10,6 @@ from meshpar.checkpoint import write_problems
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import CheckpointError
 from meshpar.multihost import HUNG, MissingError
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -101,24 +95,6 @@ def test_each_cause_has_its_remedy(text, remedy, tmp_path):
 def test_a_folder_that_the_write_made_anew_is_not_said_to_be_unchanged(tmp_path):
     error = write_problems.failed_write(tmp_path, ValueError("No ArrayMetadata"), [1])
     assert "mount or restore" in str(error) and "unchanged" not in str(error)
-
-
-@pytest.mark.parametrize(
-    "number, remedy",
-    [(errno.ENOSPC, "make room"), (errno.EROFS, "mount the disk for writing")],
-)
-def test_a_command_names_the_remedy_of_a_disk(number, remedy):
-    program = (
-        "from experiments import command_line\n"
-        f"def main(_): raise OSError({number}, 'broken')\n"
-        "command_line.run(main)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert f"{remedy} and run the same command again" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

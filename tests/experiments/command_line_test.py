@@ -32,13 +32,19 @@ def ended(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "error, remedy",
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "make room"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "make room and run the same",
+        ),
         (OSError(errno.EDQUOT, "Quota exceeded"), "make room"),
         (PermissionError(errno.EACCES, "Permission denied", "/a"), "choose a path"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "a"), "choose a path"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "/"), "choose a path"),
         (OSError(errno.EFBIG, "File too large", "/a"), "make room and run the same"),
-        (OSError(errno.EROFS, "Read-only file system", "/a"), "mount the disk"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/a"),
+            "mount the disk for writing and run the same command again",
+        ),
         (MemoryError("cannot allocate 8 TiB"), "use a smaller model"),
         (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), "use a smaller model"),
         (ConfigError("x=1: use 2"), "x=1: use 2"),
@@ -52,7 +58,7 @@ def test_what_a_user_can_mend_ends_with_the_remedy(error, remedy, ended):
     code, said = ended(main)
     assert code == 2
     assert said.startswith("error: ") and remedy in said, said
-    assert str(error) in said and "Traceback" not in said
+    assert str(error) in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(errno.ENOEXEC, "bad")])

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import re
+import statistics
 
 import jax
 import optax
@@ -27,25 +28,23 @@ PLAN = "--recipe=tiny", "--devices=4", "--set=model.vocab=64", "--forbid=pipe"
 
 def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
     picture, page = tmp_path / "plan.png", tmp_path / "plan.html"
-    done = command(*PLAN, "--top=3", f"--png={picture}", f"--html={page}")
+    words = *PLAN, "--top=2", "--require=zero=3,fsdp=4"
+    done = command(*words, f"--png={picture}", f"--html={page}")
     assert done.code == 0, done.err
     assert "predicted to be fastest" in done.out and "refused" in done.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert "<h1>tiny, " in text and ", forbid=pipe</h1>" in text and "<svg" in text
-    found = json.loads(command(*PLAN, "--top=3", "--json").out)
-    for candidate in found["best"]:
-        assert f"<td>{candidate['layout']}</td>" in text
-    for reason, count in found["refused"].items():
-        assert f'<td class="number">{count}</td><td>{html.escape(reason)}</td>' in text
-    done = command(*PLAN, "--top=2", "--json", "--require=zero=3,fsdp=4")
-    plans = json.loads(done.out)
-    assert len(plans["best"]) == 2 and plans["devices"] == 4
+    assert "<h1>tiny, " in text and ", forbid=pipe, require=" in text and "<svg" in text
+    plans = json.loads(command(*words, "--json").out)
+    assert len(plans["best"]) == 2 and plans["devices"] == 4 and plans["refused"]
     for candidate in plans["best"]:
+        assert f"<td>{candidate['layout']}</td>" in text
         assert "zero=3" in candidate["layout"]
         assert sum(candidate["seconds"].values()) == pytest.approx(
             2 * candidate["seconds"]["total"]
         )
+    for reason, count in plans["refused"].items():
+        assert f'<td class="number">{count}</td><td>{html.escape(reason)}</td>' in text
 
 
 def test_a_page_says_what_is_wrong_with_compiled_layouts(tmp_path):
@@ -110,23 +109,23 @@ def test_a_run_takes_the_planners_layout_and_goes_on_with_it(auto, tmp_path, com
     assert json.loads((tmp_path / "run" / planned_layout.FILE).read_text())["facts"]
     again = auto("--steps=13")
     assert f"layout=auto goes on with {took}: predicted" in again.out, again.err
-    ratio = re.search(r"its steps took (\S+) times as long", again.out)[1]
+    assert float(re.search(r"its steps took (\S+) times as long", again.out)[1]) > 0
     # Other facts: another plan, and what has changed is said.
     other = auto("--steps=14", "--batch_size=4")
     assert other.code == 0, other.err
     assert "layout=auto plans again: batch_size was " in other.out
     # The planner takes the measured steps as they are.
     small = (
-        "--recipe=tiny",
-        "--devices=2",
-        "--set=model.vocab=64",
-        "--forbid=pipe,tensor",
+        *("--recipe=tiny", "--devices=2", "--set=model.vocab=64"),
+        *("--forbid=pipe,tensor,context", "--require=remat=none"),
     )
     plain, slower = (
-        json.loads(command(*small, "--forbid=pipe,tensor", "--json", *more).out)
+        json.loads(command(*small, "--json", *more).out)
         for more in ([], [f"--measured={tmp_path / 'run'}"])
     )
-    assert slower["slowdown"] == pytest.approx(float(ratio), rel=0.2)
+    rows = metrics.read(tmp_path / "run" / metrics.METRICS)
+    ratios = [x["step_over_predicted"] for x in rows if "step_over_predicted" in x]
+    assert slower["slowdown"] == pytest.approx(statistics.median(ratios))
     for before, after in zip(plain["best"], slower["best"], strict=True):
         assert before["layout"] == after["layout"]
         seconds = slower["slowdown"] * before["seconds"]["total"]

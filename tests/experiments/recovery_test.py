@@ -147,9 +147,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up(text, tmp_path, monkey
 
 
 @pytest.mark.parametrize("trace", ["run.json", "metrics.jsonl", "corrupt", "run_id"])
-def test_a_folder_whose_checkpoints_are_gone_is_not_started_anew(
-    trace, finished, text, capsys
-):
+def test_a_folder_whose_checkpoints_are_gone_is_refused(trace, finished, text):
     """The record, or in runs without one anything else, shows the older run."""
     run = finished / "run"
     run_id = (run / "checkpoints/run_id").read_bytes()
@@ -167,10 +165,26 @@ def test_a_folder_whose_checkpoints_are_gone_is_not_started_anew(
             train(config(text, run))
     if trace == "metrics.jsonl":
         assert (run / "metrics.jsonl").read_bytes() == rows
+
+
+@pytest.mark.parametrize("only_id_is_left", [False, True])
+def test_start_anew_trains_in_a_folder_whose_checkpoints_are_gone(
+    only_id_is_left, finished, text, capsys
+):
+    run = finished / "run"
+    rows = (run / "metrics.jsonl").read_bytes()
+    for path in (run / "checkpoints").iterdir():
+        if path.name != "run_id":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if only_id_is_left:
+        for name in ("run.json", "metrics.jsonl"):
+            (run / name).unlink()
+    else:
+        shutil.rmtree(run / "checkpoints")
     assert train(config(text, run, "steps=2"), start_anew=True) == 0
     assert saved(run) == {2}
     assert [*by_step(run, "loss")] == [1, 2]  # Not the older run's.
-    if trace == "metrics.jsonl":
+    if not only_id_is_left:
         assert (run / "metrics.jsonl").read_bytes().startswith(rows)
     assert train(config(text, run), start_anew=True) == 0
     assert "going on from step 2" in capsys.readouterr().out

@@ -16,7 +16,9 @@ from meshpar.runs.trainer import RESTART
 
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):
     """The metrics log may be ahead of the checkpoint, and its last line torn."""
-    process = subprocess.Popen(command(text, tmp_path), cwd=ROOT)
+    process = subprocess.Popen(
+        command(text, tmp_path, "--set=sample_tokens=0"), cwd=ROOT
+    )
     log = tmp_path / "metrics.jsonl"
     while max(losses(tmp_path), default=0) < 6 and process.poll() is None:
         time.sleep(0.01)
@@ -47,11 +49,11 @@ def test_real_processes_go_on_where_one_stopped(
     """launch/local.sh: one mesh over all, the losses of the single process."""
     workdir, logs = tmp_path / "run", tmp_path / "logs"
     with monkeypatch.context() as patch:
-        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert train(config(text, workdir), "fsdp=2") == RESTART
     stopped = max(losses(workdir))
     launch = ["launch/local.sh", f"--log_dir={logs}", str(num), "--"]
-    run = command(text, workdir, f"--layout={layout}")
+    run = command(text, workdir, f"--layout={layout}", "--set=sample_tokens=0")
     done = subprocess.run(
         [*launch, *run],
         cwd=ROOT,
@@ -72,16 +74,16 @@ def test_real_processes_go_on_where_one_stopped(
 
 
 def test_launch_local_names_the_process_with_another_config(text, tmp_path):
-    """One process of three has another seed: all stop before the first collective."""
+    """One process of two has another seed: both stop before the first collective."""
     logs = tmp_path / "logs"
     script = 'exec "$@" --seed=$((MESHPAR_PROCESS_ID == 1 ? 7 : 0))'
-    run = command(text, tmp_path / "run", "--layout=data=3", "--batch_size=12")
-    launch = ["launch/local.sh", f"--log_dir={logs}", "3", "--", "bash", "-c", script]
+    run = command(text, tmp_path / "run", "--layout=data=2")
+    launch = ["launch/local.sh", f"--log_dir={logs}", "2", "--", "bash", "-c", script]
     done = subprocess.run(
         [*launch, "bash", *run], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    said = [(logs / f"{process}.log").read_text() for process in range(3)]
+    said = [(logs / f"{process}.log").read_text() for process in range(2)]
     named = ["config: process 1 has" in log and "seed=7" in log for log in said]
     # The launcher stops the others when the first has ended, perhaps before they speak.
     told = r"process (\d) ended with code 2; stopping the others"
@@ -107,6 +109,7 @@ def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
     workdir = tmp_path / "run"
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
     run = command(text, workdir, "--layout=fsdp=2", "--steps=2000")
+    run += ["--set=sample_tokens=0", "--set=evaluate_every=2000"]
     process = subprocess.Popen(
         [*launch, *run],
         cwd=ROOT,

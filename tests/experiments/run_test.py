@@ -11,6 +11,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from support import commands
+from support.marks import slow
 from support.tiny_runs import ROOT, config, losses, stop_after, train
 
 import meshpar
@@ -39,7 +40,7 @@ def test_a_run_learns_and_leaves_everything(unbroken, text):
 
 
 @pytest.mark.parametrize(
-    "number, layout", [(signal.SIGTERM, "fsdp=4"), (signal.SIGINT, "data=1")]
+    "number, layout", [(signal.SIGTERM, "fsdp=4"), slow(signal.SIGINT, "data=1")]
 )
 def test_a_signal_saves_and_another_layout_goes_on(
     number, layout, unbroken, text, tmp_path, monkeypatch

@@ -1,6 +1,7 @@
 """The support matrix: refused cells are refused, and the page shows the matrix."""
 
 import dataclasses
+import functools
 import pathlib
 
 import pytest
@@ -17,13 +18,20 @@ PLAIN = plain_model()
 
 
 def lowered(cell):
-    options = {"lowering": cell.strategy.lowering}
-    if cell.feature.replicas:
+    """The layout of the lowered program; cells recommend few layouts."""
+    strategy, feature = cell.strategy, cell.feature
+    kind = strategy.lowering, strategy.layered, feature.replicas, feature.clips
+    return lowered_as(cell.layout, *kind)
+
+
+@functools.cache
+def lowered_as(layout, lowering, layered, replicas, clips):
+    options = {"lowering": lowering}
+    if replicas:
         options["mode"] = meshpar.LocalSGD()
-    if cell.feature.clips:
+    if clips:
         options["clip_norm"] = 1.0
-    of = DEEP if cell.strategy.layered else PLAIN
-    return lower(cell.layout, of, **options)
+    return lower(layout, DEEP if layered else PLAIN, **options).layout
 
 
 def recommended(error):
@@ -47,7 +55,7 @@ def test_a_refused_cell_is_refused_with_its_reason_and_a_layout_that_lowers(cell
         with pytest.raises(UnsupportedError) as error:
             lowered(dataclasses.replace(cell, layout=fitting))
         fitting = recommended(error.value)
-    layout = lowered(dataclasses.replace(cell, layout=fitting)).layout
+    layout = lowered(dataclasses.replace(cell, layout=fitting))
     assert str(layout) == fitting
 
 
@@ -57,7 +65,7 @@ def test_a_refused_cell_is_refused_with_its_reason_and_a_layout_that_lowers(cell
 def test_a_supported_cell_lowers(feature):
     cells = [c for c in support_cells() if c.feature.name == feature and not c.reasons]
     for cell in cells:
-        assert lowered(cell).layout == meshpar.layouts.parse(cell.layout)
+        assert lowered(cell) == meshpar.layouts.parse(cell.layout)
 
 
 def test_the_matrix_has_all_cells_and_both_answers():

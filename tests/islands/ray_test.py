@@ -12,39 +12,53 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(what, timeout):
+def run(timeout, *cases):
+    """The words and the errors of a process that ran these cases in one Ray."""
     pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
     script = ROOT / "tests" / "support" / "killed_in_ray.py"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # With a cache of jax's, islands do not share compiled programs.
     environment = {k: v for k, v in os.environ.items() if k != CACHE}
-    done = subprocess.run(
-        [sys.executable, script, what],
+    return subprocess.run(
+        [sys.executable, script, *cases],
         env=environment | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-4000:]
-    return done.stdout
 
 
-def test_a_server_is_killed_and_no_answered_push_is_lost():
-    run("server", 240)
+CASES = ["server", "ahead", "trials_of_islands"]
+IN_LINUX = ["ports", "zygote"]  # The last one kills the process that forks workers.
 
 
-def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others():
-    run("ahead", 120)
+@pytest.fixture(scope="module")
+def ended():
+    """All cases, one after the other: to start Ray takes longer than most of them."""
+    return run(400, *CASES, *(IN_LINUX if sys.platform == "linux" else []))
 
 
-def test_a_trial_whose_process_is_killed_alone_is_run_again():
-    run("trials_of_islands", 120)
+def check(ended, case):
+    assert f"{case} done" in ended.stdout, ended.stderr[-4000:]
+
+
+def test_a_server_is_killed_and_no_answered_push_is_lost(ended):
+    check(ended, "server")
+
+
+def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others(ended):
+    check(ended, "ahead")
+
+
+def test_a_trial_whose_process_is_killed_alone_is_run_again(ended):
+    check(ended, "trials_of_islands")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a zygote")
-def test_workers_are_forked_and_nothing_stays_behind():
-    printed = run("zygote", 120)
-    (line,) = (x for x in printed.splitlines() if x.startswith("left"))
+def test_workers_are_forked_and_nothing_stays_behind(ended):
+    check(ended, "zygote")
+    assert ended.returncode == 0
+    (line,) = (x for x in ended.stdout.splitlines() if x.startswith("left"))
     _, folder, *pids = line.split()
     deadline = time.monotonic() + 30
     while left := [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]:
@@ -54,10 +68,12 @@ def test_workers_are_forked_and_nothing_stays_behind():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address")
-def test_ray_listens_on_the_loopback_alone():
-    run("ports", 120)
+def test_ray_listens_on_the_loopback_alone(ended):
+    check(ended, "ports")
 
 
 @pytest.mark.slow
 def test_islands_and_servers_are_killed_and_training_goes_on():
-    print(run("islands", 900))
+    done = run(900, "islands")
+    print(done.stdout)
+    check(done, "islands")

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.equality import first_step, start
 from support.marks import slow
 from support.tiny_models import host, relative_error
 
@@ -82,7 +83,7 @@ def lowered(layout, lowering=""):
     layout = meshpar.layouts.parse(layout)
     return meshpar.lower(
         MODEL,
-        optax.sgd(0.1),
+        optax.sgd(0.1, momentum=0.9),
         layout,
         rows(),
         devices=jax.devices()[: layout.num_devices],
@@ -92,9 +93,8 @@ def lowered(layout, lowering=""):
 
 def results(program):
     """Metrics, gradients and metrics of evaluation."""
-    state = program.init(0)
-    metrics, gradients = program.gradients(state, rows())
-    return host((metrics, gradients, program.evaluate(state, rows())))
+    evaluated = host(program.evaluate(start(program), rows()))
+    return *first_step(program, rows()), evaluated
 
 
 @functools.cache

@@ -35,7 +35,8 @@ def test_a_run_with_offload_equals_the_run_without_it_bit_for_bit(layout):
 
     With it XLA:CPU rounds a sum of products once or twice, by how a loop is vectorized.
     """
-    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
+    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX "
+    flags += "--xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, ROOT / "tests/support/offloaded_runs.py", layout],
         env=environment()

@@ -137,10 +137,17 @@ PADDED = "pipe=3,data=2,microbatches=2"
 REORDERED = "pipe=2,data=2,schedule=interleaved,virtual_stages=2,microbatches=4"
 
 
+DEFAULT = {
+    *("clip", "decay of matrices", "adafactor", "MultiSteps of muon"),
+    *("rates by layer", "noise", "sharpness-aware"),
+}
+"""Optimizers of every way of an update; `-m slow` runs all others."""
+
+
 @pytest.mark.parametrize(
     "layout", ["data=8", slow(PADDED), slow(REORDERED), slow("data=1")]
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [n if n in DEFAULT else slow(n) for n in OPTIMIZERS])
 def test_trains_the_weights_of_a_plain_loop(name, layout):
     how, optimizer = OPTIMIZERS[name]
     program = lowered(optimizer, layout)
@@ -153,7 +160,7 @@ def test_trains_the_weights_of_a_plain_loop(name, layout):
     check_weights(program, state, trained_plainly(optimizer, batches)[0])
 
 
-@pytest.mark.parametrize("name", ["muon", "lamb", "first layers frozen"])
+@pytest.mark.parametrize("name", ["muon", slow("lamb"), "first layers frozen"])
 def test_replicas_that_train_apart_do_so_as_plain_loops(name):
     """Local SGD: two replicas average their weights after every second step."""
     _, optimizer = OPTIMIZERS[name]
@@ -171,7 +178,7 @@ def test_replicas_that_train_apart_do_so_as_plain_loops(name):
     check_weights(program, state, mean)
 
 
-@pytest.mark.parametrize("name", ["muon", "lamb", "first layers frozen"])
+@pytest.mark.parametrize("name", ["muon", slow("lamb"), "first layers frozen"])
 def test_islands_train_as_plain_loops(name):
     """DiLoCo: the store's weights go half of the way that islands went in two steps."""
     _, optimizer = OPTIMIZERS[name]

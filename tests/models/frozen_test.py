@@ -35,7 +35,7 @@ def assert_trains_its_own(program, steps=3):
 @pytest.mark.parametrize(
     "layout, options",
     [
-        ("data=4", {}),
+        slow("data=4", {}),
         slow("fsdp=4,zero=2,microbatches=2", {}),
         ("fsdp=4,zero=3", {}),
         ("fsdp=4", {"lowering": "jit"}),
@@ -96,7 +96,7 @@ def test_no_gradient_of_a_frozen_parameter_is_sent(zero):
 @pytest.mark.parametrize(
     "layout, trained",
     [
-        ("fsdp=4,zero=1", "head"),
+        slow("fsdp=4,zero=1", "head"),
         ("fsdp=4,zero=2,microbatches=2", "norm|head"),
         ("fsdp=4,zero=3", "head"),
         ("fsdp=4,zero=3", "embed"),

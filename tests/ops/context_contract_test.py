@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from support import equality
+from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
 import meshpar
@@ -30,11 +31,11 @@ HOP = KV / WAYS
 @pytest.mark.parametrize(
     ("options", "wire", "merged"),
     [
-        ("context_mode=allgather", 2 * SENT, 0),
+        slow("context_mode=allgather", 2 * SENT, 0),
         ("context_mode=allgather,remat=full", 3 * SENT, 0),
-        ("context_mode=ulysses", 2 * EXCHANGED, 0),
+        slow("context_mode=ulysses", 2 * EXCHANGED, 0),
         ("context_mode=ulysses,remat=dots", 3 * EXCHANGED, 0),
-        ("context_mode=ring", 2 * SENT + KV, 0),
+        slow("context_mode=ring", 2 * SENT + KV, 0),
         ("context_mode=ring,context_order=striped", 2 * SENT + KV, 0),
         ("context_mode=ring,remat=full", 3 * SENT + KV, HOP),
     ],

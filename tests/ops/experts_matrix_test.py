@@ -13,7 +13,6 @@ from support.marks import slow
 from support.tiny_models import batch, lower, model
 
 from meshpar import layouts
-from meshpar.explain import verify
 from meshpar.lowering.jit import JitLowering
 from meshpar.ops import experts
 
@@ -68,10 +67,8 @@ def program(layout, routing, depth, lowering=""):
 @functools.cache
 def one_device(routing, depth, microbatches):
     layout = f"data=1,microbatches={microbatches}"
-    alone, batches = program(layout, routing, depth), [batch(i) for i in range(STEPS)]
-    if routing == "dropless":
-        return list(verify.record(alone, batches))
-    return equality.record(alone, batches)
+    batches = [batch(i) for i in range(STEPS)]
+    return equality.record(program(layout, routing, depth), batches)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -83,9 +80,7 @@ def test_every_layout_equals_one_device(case):
     assert isinstance(tested.lowering, JitLowering) == (lowering == ["jit"])
     reference = one_device(routing, depth, layout.microbatches)
     batches = [batch(i) for i in range(STEPS)]
-    # Loads are among the gradients, and no moment holds them: a bias follows them.
-    compare = verify.verify if routing == "dropless" else equality.compare
-    report = compare(tested, reference, batches)
+    report = equality.compare(tested, reference, batches)
     assert report.ok, report.problem
     names = {row.tensor: row for row in report.comparisons if row.kind == "metric"}
     assert {"experts_dropped", "experts_overflow", "experts_load"} <= names.keys()
@@ -95,6 +90,7 @@ def test_every_layout_equals_one_device(case):
         if group.kind == "metric" and "experts_dropped" in group.tensors
     }
     assert (dropped > 0) == (routing == "capacity")
+    # Loads are among the gradients, and no moment holds them: the bias follows them.
     biases = [row for row in report.comparisons if row.kind == "state"]
     assert len(biases) == STEPS * (routing == "dropless")
     assert all(row.error < 1e-6 for row in biases)

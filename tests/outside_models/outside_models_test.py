@@ -79,16 +79,13 @@ LAYOUTS = {
 
 DEFAULT = {
     ("lm1b", "data=2,fsdp=2,tensor=2", "adam"),
-    ("lm1b_tied", "fsdp=8,zero=1", "sgd"),
     ("gpt2", f"tensor=2,{GPT2_PATHS}", "sgd"),
-    ("mixer", "data=8", "sgd"),
     ("vit", "data=2,microbatches=4", "sgd"),
     ("gemma", "pipe=2,microbatches=4", "sgd"),
     ("stacked", "fsdp=8,zero=3", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
     ("stacked_jit", "fsdp=8,zero=3", "adam"),
     ("resnet", f"fsdp=8,zero=3,{RESNET_PATHS}", "sgd"),
-    ("resnet_nnx", "data=8", "adam"),
 }
 """Rows that run by default; `-m slow` runs all others."""
 

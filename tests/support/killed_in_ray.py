@@ -1,6 +1,7 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py server|islands|ahead|zygote|ports|trials_of_islands
+python killed_in_ray.py CASE..., with server, islands, ahead, zygote, ports or
+trials_of_islands as cases: prints "CASE done" for each that went well.
 """
 
 import functools
@@ -12,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 
 import numpy as np
@@ -192,8 +194,18 @@ def trials_of_islands():
     assert sorted(runs) == [*"01233", *"4567"], runs
 
 
-if __name__ == "__main__":
+def main(*names):
     ray_start.start_ray()
     cases = server, islands, ahead, zygote, ports, trials_of_islands
-    {case.__name__: case for case in cases}[sys.argv[1]]()
-    print("done", flush=True)
+    by_name = {case.__name__: case for case in cases}
+    for name in names:
+        try:
+            by_name[name]()
+        except Exception:
+            print(f"{name} failed", traceback.format_exc(), file=sys.stderr, flush=True)
+        else:
+            print(name, "done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

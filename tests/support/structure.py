@@ -42,6 +42,38 @@ class Source:
         return ast.parse(self.text)
 
     @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def docstrings(self) -> set[int]:
+        """The ids of string nodes that stand as statements."""
+        return {
+            id(node.value)
+            for node in self.nodes
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        }
+
+    @functools.cached_property
+    def imported(self) -> list[tuple[str, str]]:
+        """(module, name from it, or "") of everything that is imported anywhere."""
+        pairs = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                pairs += [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    is_package = self.path.endswith("__init__.py")
+                    parents = self.name.split(".")
+                    kept = len(parents) + is_package - node.level
+                    base = ".".join([*parents[:kept], *filter(None, [base])])
+                pairs += [(base, alias.name) for alias in node.names]
+        return pairs
+
+    @functools.cached_property
     def room(self) -> str:
         """First name below the package: a sub-package, or a module beside them."""
         return ".".join(self.name.split(".")[1:2])
@@ -65,19 +97,9 @@ def read_package(folder: pathlib.Path) -> dict[str, Source]:
 def imports(source: Source, names: Collection[str]) -> set[str]:
     """Returns the modules among `names` that a file imports, anywhere in it."""
     modules = set()
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                is_package = source.path.endswith("__init__.py")
-                parents = source.name.split(".")
-                kept = len(parents) + is_package - node.level
-                base = ".".join([*parents[:kept], *filter(None, [base])])
-            for alias in node.names:
-                module = f"{base}.{alias.name}"
-                modules.add(module if module in names else base)
+    for base, name in source.imported:
+        module = f"{base}.{name}"
+        modules.add(module if name and module in names else base)
     return {module for module in modules & set(names) if module != source.name}
 
 
@@ -154,17 +176,6 @@ def upward_imports(
     return problems
 
 
-def docstrings(tree: ast.AST) -> set[int]:
-    """Returns the ids of string nodes that stand as statements."""
-    return {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
-
-
 def literals(
     sources: Mapping[str, Source], words: Collection[str], homes: Sequence[str]
 ) -> list[str]:
@@ -173,10 +184,10 @@ def literals(
     for name, source in sources.items():
         if any(name == home or name.startswith(home + ".") for home in homes):
             continue
-        prose = docstrings(source.tree)
+        prose = source.docstrings
         problems += [
             f"{source.path}:{node.lineno}: {node.value!r}"
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and node.value in words
@@ -191,8 +202,8 @@ def code_lines(source: Source) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type not in LAYOUT_TOKENS:
             lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Expr) and id(node.value) in docstrings(node):
+    for node in source.nodes:
+        if isinstance(node, ast.Expr) and id(node.value) in source.docstrings:
             lines -= set(range(node.lineno, node.end_lineno + 1))
     return lines
 
@@ -202,7 +213,7 @@ def long_functions(sources: Mapping[str, Source], limit: int) -> list[str]:
     problems = []
     for source in sources.values():
         lines = code_lines(source)
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = len(lines & set(range(node.lineno, node.end_lineno + 1)))
                 if size > limit:
