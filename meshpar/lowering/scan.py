@@ -112,7 +112,8 @@ class ScanRunner(Runner):
         num = self.frame.layout.microbatches
         batches = split_microbatches(batch, num)
         first = jax.tree.map(lambda x: x[0], batches)
-        totals, grads = jax.eval_shape(gradients, first, key, True)
+        key_of_first = for_microbatch(key, jnp.int32(0), num)
+        totals, grads = jax.eval_shape(gradients, first, key_of_first, True)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), grads)
         empty = jax.tree.map(self.frame.vary, (totals.empty(), zeros))
 

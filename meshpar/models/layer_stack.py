@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
-from meshpar.errors import MeshparError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.mesh.order import computed, in_turn
 from meshpar.metrics import LossResult, masked
 from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
@@ -68,6 +68,24 @@ def refuse_updates(updates: Params) -> None:
             "without layers, or use another layer (LayerNorm or GroupNorm in place of "
             "BatchNorm)"
         )
+
+
+def check_floating(x: Any, moves: str) -> None:
+    """Refuses activations that have no gradient to move back.
+
+    Args:
+      x: what `embed` returns.
+      moves: the setting that moves it, and where to, for errors.
+
+    Raises:
+      LayoutError: it holds anything but floating-point arrays.
+    """
+    for leaf in jax.tree.leaves(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise LayoutError(
+                f"{moves}, and gradients of it back, but it holds {leaf.dtype}: "
+                "return floating-point activations alone"
+            )
 
 
 def _no_context(shared: Params, batch: Any, key: Key) -> tuple:

@@ -1,5 +1,7 @@
 """Traces of a function with other numbers of rows, and what its results depend on."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,41 +28,54 @@ _OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
 """Rows of the second trace: about twice as many, which every dtype tells apart."""
 
 
-def row_values(
-    fn: Callable,
-    params: Any,
-    batch: Any,
-    key: Any,
-    drawn: Drawn | None = None,
-    rows: Sequence[int] = (),
-) -> Any:
-    """The result of fn(params, batch, key) with a value of `rows.values` in each leaf.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowTraces:
+    """Traces of fn(params, batch, key) with several numbers of rows, each made once.
 
-    Args:
-      fn: a function of pytrees; traced with other numbers of rows.
+    Attributes:
+      fn: a function of pytrees.
       params: {path: ShapeDtypeStruct}.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...].
       key: abstract random key.
-      drawn: takes note of what it draws from the key.
-      rows: the numbers of rows with which it will run. A function that does other
-        things with them, such as one that branches on their number, is found by them.
     """
-    prime, *others = _primes_for(params, batch)
 
-    def traced(rows: int) -> tuple[Any, Any]:
-        arguments = params, jax.tree.map(lambda x: with_rows(x, rows), batch), key
-        return traced_with_shape(fn, *arguments)
+    fn: Callable
+    params: Any
+    batch: Any
+    key: Any
+    _made: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
-    closed, shape = traced(prime)
-    inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
-    inputs += [Rows(0) for _ in jax.tree.leaves(batch)]
-    inputs += [Key() for _ in jax.tree.leaves(key)]
+    def of(self, rows: int) -> tuple[Any, Any]:
+        """(jaxpr, shapes of the result) with a number of rows."""
+        if rows not in self._made:
+            batch = jax.tree.map(lambda x: with_rows(x, rows), self.batch)
+            self._made[rows] = traced_with_shape(self.fn, self.params, batch, self.key)
+        return self._made[rows]
+
+
+def row_values(
+    traces: RowTraces, drawn: Drawn | None = None, rows: Sequence[int] = ()
+) -> Any:
+    """The result of a function with a value of `rows.values` in each leaf.
+
+    Args:
+      traces: of the function.
+      drawn: takes note of what it draws from the key.
+      rows: the numbers of rows with which it will run, the first one that of the batch.
+        A function that does other things with them, such as one that branches on their
+        number, is found by them.
+    """
+    prime, *others = _primes_for(traces.params, traces.batch)
+    runs = [(n, traces.of(n)[0]) for n in rows]
+    closed, shape = traces.of(prime)
+    inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(traces.params)]
+    inputs += [Rows(0) for _ in jax.tree.leaves(traces.batch)]
+    inputs += [Key() for _ in jax.tree.leaves(traces.key)]
 
     def analysis(differences: Differences) -> RowAnalysis:
         return RowAnalysis(prime, differences, drawn or Drawn())
 
-    seconds = ((n, traced(n)[0]) for n in others)
-    runs = [(n, traced(n)[0]) for n in rows]
+    seconds = itertools.chain(runs[:1], ((n, traces.of(n)[0]) for n in others))
     return compared_values(closed, shape, inputs, prime, seconds, analysis, runs)
 
 
@@ -150,12 +165,12 @@ def with_rows(x: Any, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def _primes_for(params: Any, batch: Any) -> tuple[int, int, int]:
-    """Primes that divide no dim of the model and of one row: one, and two others.
+    """Primes that divide no size of the model and of the batch: one, and two others.
 
     The third one is close to the first, for programs that change with sizes.
     """
     sizes = {size for x in jax.tree.leaves(params) for size in x.shape}
-    sizes |= {size for x in jax.tree.leaves(batch) for size in x.shape[1:]}
+    sizes |= {size for x in jax.tree.leaves(batch) for size in x.shape}
     usable = [
         [p for p in primes if all(size % p for size in sizes if size)]
         for primes in (_PRIMES, _OTHERS)
