@@ -32,6 +32,12 @@ def _needed(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0]
 
 
+def inputs_read(closed: Any) -> list[bool]:
+    """For each input of a closed jaxpr, whether its results need it."""
+    needed = [True] * len(closed.jaxpr.outvars)
+    return partial_eval.dce_jaxpr(closed.jaxpr, needed)[1]
+
+
 def compute_the_same(first: Any, second: Any) -> bool:
     """Whether two closed jaxprs have the same live code and the same constants.
 

@@ -24,7 +24,6 @@ from meshpar.models.row_check import (
     check_draws,
     check_losses,
 )
-from meshpar.rows.draws import Drawn
 
 
 def check_step(model: Model, scope: Scope, jaxpr: Any, by_hand: bool) -> None:
@@ -103,13 +102,13 @@ def check_parts(
     if not splits:
         _check_evaluation(model, layout, mesh, batch)
         return CheckedParts()
-    state, drawn = check_losses(model, batch, Split.by(splits), evaluates)
-    if not evaluates and (drawn != Drawn() or model.evaluates_apart):
+    found = check_losses(model, batch, Split.by(splits), evaluates)
+    if not evaluates and (found.reads_key or model.evaluates_apart):
         _check_evaluation(model, layout, mesh, batch)
     averaged: frozenset[str] = frozenset()
     if (num := layout.microbatches) > 1:
-        averaged = averaged_state(state, Split.by({"microbatches": num}))
-    if drawn is None:
+        averaged = averaged_state(found.state, Split.by({"microbatches": num}))
+    if (drawn := found.drawn) is None:
         return CheckedParts(averaged)
     rows = jax.tree.leaves(batch)[0].shape[0]
     own = {axis: num for axis, num in splits.items() if axis != TENSOR}
@@ -122,7 +121,7 @@ def check_parts(
 def _check_evaluation(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
     """Traces the loss of evaluation, where no check of its rows does.
 
-    A loss that draws nothing from its key runs as in training.
+    A loss that reads no key runs as in training.
 
     Raises:
       MeshparError: it needs a random key, or its layers cannot be taken out.

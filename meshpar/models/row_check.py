@@ -15,13 +15,11 @@ import jax
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, MeshparError
-from meshpar.jaxprs.live_code import compute_the_same
+from meshpar.jaxprs.live_code import compute_the_same, inputs_read
 from meshpar.metrics import LossResult
-from meshpar.models.foreign_shardings import explained_errors
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of, reason_no_mean
 from meshpar.models.row_values import RowTraces, row_values
-from meshpar.models.unbound_names import explained_names
 from meshpar.rows.draws import Drawn
 from meshpar.rows.values import Fixed, Mixed
 
@@ -33,10 +31,12 @@ class Checked(NamedTuple):
       state: {path: how its new value depends on the rows} of the state that training
         changes.
       drawn: what the loss draws from its key; None if it could not be followed.
+      reads_key: whether the loss depends on its key.
     """
 
     state: dict[str, Any]
     drawn: Drawn | None
+    reads_key: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Che
         for fn in (model.loss, evaluation_loss)
     )
     found = _check(training, "the loss", split)
-    if evaluates and not (found.drawn is not None and _same(training, evaluation)):
+    if evaluates and not _same(training, evaluation):
         _check(evaluation, "the evaluation loss", split)
     return found
 
@@ -153,17 +153,16 @@ def _check(traces: RowTraces, what: str, split: Split) -> Checked:
         drawn = None
     if problem := problem_of(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
-    return Checked(result.state, drawn)
+    *_, reads_key = inputs_read(traces.of(_rows(traces.batch))[0])
+    return Checked(result.state, drawn, reads_key)
 
 
 def _of_one_part(traces: RowTraces, what: str, split: Split, error: Exception) -> Any:
     """The result for the rows of one part, about which nothing else is known."""
     num = _rows(traces.batch)
-    with explained_errors(), explained_names():
-        traces.of(num)  # Its error is no matter of parts.
+    traces.of(num)  # Its error is no matter of parts.
     try:
-        with explained_names():
-            _, shape = traces.of(num // split.parts)
+        _, shape = traces.of(num // split.parts)
     except MeshparError:
         raise  # It has the cause and the remedy.
     except Exception as error:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 
 from meshpar import compat
+from meshpar.models.foreign_shardings import explained_errors
+from meshpar.models.unbound_names import explained_names
 from meshpar.rows import opaque
 from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.draws import Drawn
@@ -49,7 +51,9 @@ class RowTraces:
         """(jaxpr, shapes of the result) with a number of rows."""
         if rows not in self._made:
             batch = jax.tree.map(lambda x: with_rows(x, rows), self.batch)
-            self._made[rows] = traced_with_shape(self.fn, self.params, batch, self.key)
+            arguments = self.params, batch, self.key
+            with explained_errors(), explained_names():
+                self._made[rows] = traced_with_shape(self.fn, *arguments)
         return self._made[rows]
 
 
