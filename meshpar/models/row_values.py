@@ -27,7 +27,8 @@ from meshpar.rows.values import (
 
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
 _OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
-"""Rows of the second trace: about twice as many, which every dtype tells apart."""
+"""Rows of a second trace, where that of the batch has other equations: about twice as
+many, which every dtype tells apart."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
