@@ -93,10 +93,6 @@ def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
     return ()
 
 
-def _unchanged(x: Any, shared: Params) -> tuple[Any, Params]:
-    return x, shared
-
-
 def _none_kept(x: Any) -> tuple:
     del x
     return ()
@@ -165,28 +161,29 @@ class LayeredModel:
         pairs = zip(sorted(shared), jaxpr.invars, strict=True)
         return frozenset(path for path, x in pairs if id(x) not in needed)
 
-    def loss(
-        self,
-        params: Params,
-        batch: Any,
-        key: Key,
-        scan: Callable[[Layer, Params, Any, Key, Any], Any] = scan_layers,
-        before_head: Callable[[Any, Params], tuple[Any, Params]] = _unchanged,
-    ) -> LossResult:
+    def loss(self, params: Params, batch: Any, key: Key) -> LossResult:
         """The loss of the whole model; its gradient is 0 where its weight is 0.
 
         Args:
           params: {path: array}.
           batch: the batch.
           key: random key, or None for evaluation.
-          scan: runs the stack, with the arguments of `scan_layers`.
-          before_head: (x, shared parameters) -> what the head gets in their place.
         """
         shared, stack = self.split(params)
         x = self.embed(shared, batch, key)
         context = self.context(shared, batch, key)
-        x = scan(self.layer, stack, x, fold_key(key, LAYERS_KEY), context)
-        x, shared = before_head(x, shared)
+        x = scan_layers(self.layer, stack, x, fold_key(key, LAYERS_KEY), context)
+        return self.head(shared, x, batch, key)
+
+    def head(self, shared: Params, x: Any, batch: Any, key: Key) -> LossResult:
+        """The loss after the layers, whose backward pass begins when the head's ends.
+
+        Args:
+          shared: {path: array}.
+          x: activations after the layers.
+          batch: as in `loss`.
+          key: as in `loss`.
+        """
         x, shared, carrier = _join_gradients((x, shared, _carrier(x)))
         result = self.head_loss(shared, x, batch, key)
         loss, weight = result.loss, result.weight

@@ -25,10 +25,12 @@ from meshpar.rows.values import (
     counts,
 )
 
-_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
-_OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
-"""Rows of a second trace, where that of the batch has other equations: about twice as
-many, which every dtype tells apart."""
+_PRIMES = (
+    (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061),
+    (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081),
+    (4001, 4003, 4007, 4013, 4019, 4021, 4027, 4049, 4051, 4057),
+)
+"""Rows to trace with: every dtype tells numbers apart of which one is twice another."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,12 +174,14 @@ def with_rows(x: Any, rows: int) -> jax.ShapeDtypeStruct:
 def _primes_for(params: Any, batch: Any) -> tuple[int, int, int]:
     """Primes that divide no size of the model and of the batch: one, and two others.
 
-    The third one is close to the first, for programs that change with sizes.
+    The first one is at most half of the rows of the batch, or at least twice as many.
+    The third one is close to it, for programs that change with sizes.
     """
-    sizes = {size for x in jax.tree.leaves(params) for size in x.shape}
-    sizes |= {size for x in jax.tree.leaves(batch) for size in x.shape}
-    usable = [
-        [p for p in primes if all(size % p for size in sizes if size)]
-        for primes in (_PRIMES, _OTHERS)
-    ]
-    return usable[0][0], usable[1][0], usable[0][1]
+    leaves = *jax.tree.leaves(params), *jax.tree.leaves(batch)
+    sizes = {size for x in leaves for size in x.shape if size}
+    low, middle, high = (
+        [p for p in primes if all(size % p for size in sizes)] for primes in _PRIMES
+    )
+    rows = leaves[-1].shape[0]
+    first = high if low[0] / 2 < rows < 2 * low[0] else low
+    return first[0], middle[0], first[1]
