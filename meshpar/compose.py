@@ -42,7 +42,8 @@ from meshpar.lowering.train_program import TrainProgram, make_train_program
 from meshpar.mesh.mesh import make_mesh
 from meshpar.models import whole_model
 from meshpar.models.model import Model
-from meshpar.models.model_checks import CheckedParts, check_parts, check_trace
+from meshpar.models.model_checks import CheckedParts, check_parts, check_step
+from meshpar.models.model_scope import model_scope
 from meshpar.models.row_dims import RowDims, row_dims
 from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.pipedream import PipeDreamRunner
@@ -132,23 +133,28 @@ def lower(
         plan = offloaded_plan(plan, model, optimizer)
     names, why = _lowering_names(combined), spec.why if spec else ""
     by_hand = ShardMapLowering.name in names
-    check_trace(model, layout, mesh, step_batch, by_hand)
     state = abstract_state(params, optimizer_state, plan, mesh)
     parts = LoweringArguments(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     with jax.set_mesh(mesh):
-        checked = check_parts(model, layout, by_hand, abstract_batch)
+        checked = check_parts(model, layout, mesh, by_hand, abstract_batch)
         dims = None
         if splits_rows(layout.layers):
             why_split = f"layers={layout.layers}"
             dims = row_dims(model.layered, params, abstract_batch, why_split)
     lowerings = [make_lowering(name, parts, spec, checked, dims) for name in names]
     if mode is not None:
-        make = MODES[type(mode)]
-        return make(lowerings[0], mode, state, abstract_batch, step_batch, why)
-    programs = [
-        make_train_program(candidate, state, abstract_batch, order, why)
-        for candidate in lowerings
-    ]
+        make, only = MODES[type(mode)], lowerings[0]
+        programs = [make(only, mode, state, abstract_batch, step_batch, why)]
+    else:
+        programs = [
+            make_train_program(candidate, state, abstract_batch, order, why)
+            for candidate in lowerings
+        ]
+    for program in programs:
+        with model_scope(layout, mesh) as scope:
+            jaxpr = program.inspection.traced.jaxpr
+        by_hand = isinstance(program.lowering, ShardMapLowering)
+        check_step(model, scope, jaxpr, by_hand)
     return programs[0] if len(programs) == 1 else pick_lowering(programs)
 
 

@@ -102,17 +102,18 @@ def _by_shard_map(program: meshpar.TrainProgram) -> Callable[..., Any]:
             for path, x in params.items()
         }
 
-    def scan(layer: Callable, stack: Any, x: Any, key: Any) -> Any:
-        def body(x: Any, params: Any) -> Any:
-            return layer(gather(params, 1), x, key), None
-
-        full = program.layout.remat == "full"
-        return jax.lax.scan(jax.checkpoint(body) if full else body, x, stack)[0]
-
     def local(params: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> jax.Array:
             shared, stack = layered.split(_cast(program, params))
-            loss = layered.loss({**gather(shared, 0), **stack}, batch, None, scan)[0]
+            shared = gather(shared, 0)
+            context = layered.context(shared, batch, None)
+
+            def body(x: Any, params: Any) -> Any:
+                return layered.layer(gather(params, 1), x, None, context), None
+
+            body = jax.checkpoint(body) if program.layout.remat == "full" else body
+            x = jax.lax.scan(body, layered.embed(shared, batch, None), stack)[0]
+            loss = layered.head(shared, x, batch, None).loss
             return loss / program.layout.fsdp
 
         with meshpar.layouts.use(program.layout, program.mesh, used):

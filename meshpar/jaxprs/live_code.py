@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -29,6 +30,24 @@ def _needed(jaxpr: Any) -> Any:
     """A jaxpr without the equations that its results do not need."""
     needed = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0]
+
+
+def inputs_read(closed: Any) -> list[bool]:
+    """For each input of a closed jaxpr, whether its results need it."""
+    needed = [True] * len(closed.jaxpr.outvars)
+    return partial_eval.dce_jaxpr(closed.jaxpr, needed)[1]
+
+
+def compute_the_same(first: Any, second: Any) -> bool:
+    """Whether two closed jaxprs have the same live code and the same constants.
+
+    If it says no, they may compute the same in other words.
+    """
+    codes = [str(_needed(closed.jaxpr)) for closed in (first, second)]
+    constants = [
+        [np.asarray(x).tobytes() for x in closed.consts] for closed in (first, second)
+    ]
+    return codes[0] == codes[1] and constants[0] == constants[1]
 
 
 def _with_results_read(jaxpr: Any) -> Any:

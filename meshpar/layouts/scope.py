@@ -52,6 +52,14 @@ class Scope:
     looped_flops: list[float] = dataclasses.field(default_factory=list)
     marks_rows: bool = True
 
+    def note(self, inner: "Scope") -> None:
+        """Takes note of what the model used in a scope inside this one."""
+        self.names_used |= inner.names_used
+        self.vocabulary_used |= inner.vocabulary_used
+        self.remat_used |= inner.remat_used
+        self.remat_outside |= inner.remat_outside
+        self.experts_used |= inner.experts_used
+
 
 _scope = jax.make_user_context(default_value=None)
 
@@ -59,8 +67,11 @@ _scope = jax.make_user_context(default_value=None)
 @contextlib.contextmanager
 def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator[Scope]:
     """Makes `constrain` and `remat` follow a layout while a model is traced."""
+    around = _scope.value
     with _scope(scope := Scope(layout, mesh, frozenset(manual_axes))):
         yield scope
+    if around is not None:
+        around.note(scope)
 
 
 @contextlib.contextmanager
@@ -99,8 +110,7 @@ def policy_of(remat: str) -> Iterator[None]:
     layout = dataclasses.replace(scope.layout, remat=remat)
     with _scope(own := dataclasses.replace(scope, layout=layout)):
         yield
-    scope.remat_used |= own.remat_used
-    scope.experts_used |= own.experts_used
+    scope.note(own)
 
 
 def with_policy(layer: Callable, remat: str, **options: Any) -> Callable:

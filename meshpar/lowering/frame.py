@@ -45,6 +45,7 @@ from meshpar.lowering.totals import Totals
 from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
+from meshpar.rows import opaque
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +292,10 @@ class Frame:
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
         params, rows = abstract(self.plan.weights), jax.tree.map(shard, batch)
-        x = jax.eval_shape(lambda p, b: self.layered.embed(p, b, None), params, rows)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        # As the check of rows traces the model, so that jax knows the trace.
+        with jax.set_mesh(self.mesh), opaque.analysed():
+            x = jax.eval_shape(self.layered.embed, params, rows, key)
         return [
             leaf.update(dtype=self.transports.wire_dtype(leaf.dtype))
             for leaf in jax.tree.leaves(x)

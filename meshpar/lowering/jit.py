@@ -116,7 +116,9 @@ class JitLowering(Lowering):
             totals = sums.totals.added(totals.last_where(m == num - 1))
             return Gradients(totals, self.shard(grads, specs), state), None
 
-        shapes = jax.eval_shape(microbatch, first, key)
+        shapes = jax.eval_shape(
+            microbatch, first, for_microbatch(keys, jnp.int32(0), num)
+        )
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         state = {path: jnp.zeros(x.shape, x.dtype) for path, x in shapes.state.items()}
         sums = Gradients(shapes.totals.empty(), self.shard(zeros, specs), state)

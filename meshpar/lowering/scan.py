@@ -26,7 +26,7 @@ from meshpar.lowering.row_terms import bounded_exchanges, declared_weights
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.totals import Totals
 from meshpar.metrics import LossResult
-from meshpar.models.layer_stack import Key
+from meshpar.models.layer_stack import LAYERS_KEY, Key, fold_key
 from meshpar.models.row_dims import RowDims
 
 
@@ -112,7 +112,8 @@ class ScanRunner(Runner):
         num = self.frame.layout.microbatches
         batches = split_microbatches(batch, num)
         first = jax.tree.map(lambda x: x[0], batches)
-        totals, grads = jax.eval_shape(gradients, first, key, True)
+        key_of_first = for_microbatch(key, jnp.int32(0), num)
+        totals, grads = jax.eval_shape(gradients, first, key_of_first, True)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), grads)
         empty = jax.tree.map(self.frame.vary, (totals.empty(), zeros))
 
@@ -166,16 +167,11 @@ class ScanRunner(Runner):
             lambda: layered.read_by_head_alone(unread(), batch, key),
         )
         whole = self.zero.shared(*late.split(shared, shared_constants))
-
-        def scan(_: Any, stack: Params, x: Any, key: Key, context: Any) -> Any:
-            run = differentiable(*self._segments(key, context))
-            x = self.zero.after(whole, jax.tree.map(self.frame.vary, x))
-            return run(stack, stack_constants, x)
-
-        def before_head(x: Any, shared: Params) -> tuple[Any, Params]:
-            x, own = late.before_head(x, whole)
-            return x, {**shared, **self.frame.cast(own)}
-
         placeholders = unread() if late.leaves else {}
-        params = {**placeholders, **self.frame.cast(whole), **stack}
-        return layered.loss(params, batch, key, scan, before_head)
+        params = placeholders | self.frame.cast(whole)
+        x = layered.embed(params, batch, key)
+        context = layered.context(params, batch, key)
+        run = differentiable(*self._segments(fold_key(key, LAYERS_KEY), context))
+        x = self.zero.after(whole, jax.tree.map(self.frame.vary, x))
+        x, own = late.before_head(run(stack, stack_constants, x), whole)
+        return layered.head(params | self.frame.cast(own), x, batch, key)

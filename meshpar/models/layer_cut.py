@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshpar.arrays import Array, Params, vary
 from meshpar.errors import MeshparError
+from meshpar.jaxprs.live_code import compute_the_same
 from meshpar.jaxprs.passed_through import passed_through
 from meshpar.layouts.param import Param
 from meshpar.metrics import LossResult, loss_result
@@ -233,15 +233,6 @@ class _Output(NamedTuple):
     tree: Any
     code: Any
 
-    def is_of(self, other: "_Output") -> bool:
-        """Whether two layers compute the same."""
-        constants = [
-            [np.asarray(x).tobytes() for x in output.code.consts]
-            for output in (self, other)
-        ]
-        same = str(self.code.jaxpr) == str(other.code.jaxpr)
-        return same and constants[0] == constants[1]
-
 
 class _Marks:
     """Takes the place of the layers in a trace."""
@@ -267,7 +258,8 @@ class _Marks:
             self._columns[column] = own, output
         first, output = self._columns[column]
         if own == first and own.own != first.own:
-            if not output.is_of(self._output(column, own, args, kwargs)):
+            other = self._output(column, own, args, kwargs)
+            if not compute_the_same(output.code, other.code):
                 raise self._computes_otherwise(number, own, first)
         leaves, tree = jax.tree.flatten((args, kwargs))
         flags = {i: leaf for i, leaf in enumerate(leaves) if not is_array(leaf)}

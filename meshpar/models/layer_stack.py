@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
-from meshpar.errors import MeshparError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.mesh.order import computed, in_turn
 from meshpar.metrics import LossResult, masked
 from meshpar.models.scan_layers import Key, Layer, fold_key, scan_layers
@@ -70,13 +70,27 @@ def refuse_updates(updates: Params) -> None:
         )
 
 
+def check_floating(x: Any, moves: str) -> None:
+    """Refuses activations that have no gradient to move back.
+
+    Args:
+      x: what `embed` returns.
+      moves: the setting that moves it, and where to, for errors.
+
+    Raises:
+      LayoutError: it holds anything but floating-point arrays.
+    """
+    for leaf in jax.tree.leaves(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise LayoutError(
+                f"{moves}, and gradients of it back, but it holds {leaf.dtype}: "
+                "return floating-point activations alone"
+            )
+
+
 def _no_context(shared: Params, batch: Any, key: Key) -> tuple:
     del shared, batch, key
     return ()
-
-
-def _unchanged(x: Any, shared: Params) -> tuple[Any, Params]:
-    return x, shared
 
 
 def _none_kept(x: Any) -> tuple:
@@ -147,28 +161,29 @@ class LayeredModel:
         pairs = zip(sorted(shared), jaxpr.invars, strict=True)
         return frozenset(path for path, x in pairs if id(x) not in needed)
 
-    def loss(
-        self,
-        params: Params,
-        batch: Any,
-        key: Key,
-        scan: Callable[[Layer, Params, Any, Key, Any], Any] = scan_layers,
-        before_head: Callable[[Any, Params], tuple[Any, Params]] = _unchanged,
-    ) -> LossResult:
+    def loss(self, params: Params, batch: Any, key: Key) -> LossResult:
         """The loss of the whole model; its gradient is 0 where its weight is 0.
 
         Args:
           params: {path: array}.
           batch: the batch.
           key: random key, or None for evaluation.
-          scan: runs the stack, with the arguments of `scan_layers`.
-          before_head: (x, shared parameters) -> what the head gets in their place.
         """
         shared, stack = self.split(params)
         x = self.embed(shared, batch, key)
         context = self.context(shared, batch, key)
-        x = scan(self.layer, stack, x, fold_key(key, LAYERS_KEY), context)
-        x, shared = before_head(x, shared)
+        x = scan_layers(self.layer, stack, x, fold_key(key, LAYERS_KEY), context)
+        return self.head(shared, x, batch, key)
+
+    def head(self, shared: Params, x: Any, batch: Any, key: Key) -> LossResult:
+        """The loss after the layers, whose backward pass begins when the head's ends.
+
+        Args:
+          shared: {path: array}.
+          x: activations after the layers.
+          batch: as in `loss`.
+          key: as in `loss`.
+        """
         x, shared, carrier = _join_gradients((x, shared, _carrier(x)))
         result = self.head_loss(shared, x, batch, key)
         loss, weight = result.loss, result.weight

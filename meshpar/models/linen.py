@@ -95,7 +95,10 @@ def from_linen(
     )
     model = dataclasses.replace(own.model(), plain=plain)
     model = with_axis(model, axis_name)
-    return with_arguments(model, [loss_fn], evaluation_loss_fn)
+    model = with_arguments(model, [loss_fn], evaluation_loss_fn)
+    if evaluation_module is None:
+        return model
+    return dataclasses.replace(model, evaluates_apart=True)
 
 
 def _example(inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -105,9 +105,10 @@ def with_arguments(
     Raises:
       MeshparError: the model has a variable of that path.
     """
-    evaluates = [evaluation_loss_fn] if evaluation_loss_fn is not None else fns
+    apart = evaluation_loss_fn is not None
+    evaluates = [evaluation_loss_fn] if apart else fns
     asks = any(asks_for(fn, "key") for fn in evaluates)
-    model = dataclasses.replace(model, asks_for_key=asks)
+    model = dataclasses.replace(model, asks_for_key=asks, evaluates_apart=apart)
     if not any(asks_for(fn, "step") for fn in (*fns, *evaluates)):
         return model
     if STEP in model.params:

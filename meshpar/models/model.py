@@ -62,6 +62,7 @@ class Model:
         given as an instance; None starts from `init`.
       cached: the model with a cache, for generation; None if it gives none.
       asks_for_key: whether the evaluation loss has an argument `key`, which is None.
+      evaluates_apart: whether evaluation has a loss function or a module of its own.
     """
 
     params: Mapping[str, Param]
@@ -77,6 +78,7 @@ class Model:
     given: Mapping[str, Any] | None = None
     cached: CachedModel | None = None
     asks_for_key: bool = False
+    evaluates_apart: bool = False
 
     @property
     def traits(self) -> ModelTraits:

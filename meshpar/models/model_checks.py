@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshpar import compat
@@ -15,6 +14,7 @@ from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.remat import check_marks
 from meshpar.layouts.row_draws import Draws
+from meshpar.layouts.scope import Scope
 from meshpar.models.foreign_shardings import check_divides
 from meshpar.models.length_check import check_positions
 from meshpar.models.model import Model
@@ -27,37 +27,21 @@ from meshpar.models.row_check import (
 )
 
 
-def check_trace(
-    model: Model, layout: Layout, mesh: Mesh, batch: Any, by_hand: bool
-) -> None:
-    """Traces the loss once and holds the layout to the names that the model used.
+def check_step(model: Model, scope: Scope, jaxpr: Any, by_hand: bool) -> None:
+    """Holds a layout to the names that the model used in a step.
 
     Args:
       model: the model.
-      layout: the layout.
-      mesh: the device mesh.
-      batch: abstract batch of one step.
+      scope: in which the step was traced.
+      jaxpr: of the step.
       by_hand: whether each device sees its part of the batch alone (shard_map).
 
     Raises:
       LayoutError: a rule or an option that the model does not honour, or a call of
         Python from a device's part of the program.
-      MeshparError: the loss needs a random key, and is that of evaluation, too.
     """
-    params = abstract(model.params)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
-        layered = model.layered
-        # Evaluation is cut here, too, unless `check_parts` traces it for its rows.
-        if layered is not None and layered.evaluates and layout.pipe == 1:
-            jax.eval_shape(layered.embed, params, batch, None)
-        jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
-        if model.asks_for_key:
-            jax.eval_shape(model.evaluation_loss, params, batch)
-        check_divides(jaxpr, scope)
-        if layout.pipe > 1 or splits_rows(layout.layers):
-            x = jax.eval_shape(model.layered.embed, params, batch, key)
-            _check_dtypes(layout, x)
+    layout = scope.layout
+    check_divides(jaxpr, scope)
     for name, _ in layout.activations:
         if name not in scope.names_used:
             known = nearest(name, (n for n in scope.names_used if n))
@@ -71,7 +55,10 @@ def check_trace(
             "vocabulary.token_losses or vocabulary.head_losses for its loss "
             "(meshpar.ops.vocabulary)"
         )
-    check_marks(layout.remat, jaxpr, scope.remat_used, scope.remat_outside)
+    # Runners rematerialize the layers that they run.
+    has_layers = by_hand and bool(model.layered.split(model.params)[1])
+    marked = scope.remat_used or has_layers
+    check_marks(layout.remat, jaxpr, marked, scope.remat_outside)
     if by_hand and layout.num_devices > layout.tensor:
         _check_callbacks(jaxpr.jaxpr)
 
@@ -89,18 +76,21 @@ class CheckedParts(NamedTuple):
 
 
 def check_parts(
-    model: Model, layout: Layout, by_hand: bool, batch: Any
+    model: Model, layout: Layout, mesh: Mesh, by_hand: bool, batch: Any
 ) -> CheckedParts:
-    """Checks the losses of a split batch.
+    """Checks the loss of evaluation, and the losses of a split batch.
 
     Args:
       model: the model.
       layout: the layout.
+      mesh: the device mesh.
       by_hand: whether each device sees its part of the batch alone (shard_map).
-      batch: abstract batch of one replica.
+      batch: abstract batch of all replicas.
 
     Raises:
       LayoutError: a loss or metric that the parts of a split batch cannot give.
+      MeshparError: the loss of evaluation needs a random key, or does not call its
+        layers one after the other.
     """
     axes, evaluates = {REPLICA}, layout.pipe > 1 or layout.replica > 1
     if by_hand:
@@ -111,12 +101,15 @@ def check_parts(
     if layout.microbatches > 1:
         splits["microbatches"] = layout.microbatches
     if not splits:
+        _check_evaluation(model, layout, mesh, batch)
         return CheckedParts()
-    state, drawn = check_losses(model, batch, Split.by(splits), evaluates)
+    found = check_losses(model, batch, Split.by(splits), evaluates)
+    if not evaluates and (found.reads_key or model.evaluates_apart):
+        _check_evaluation(model, layout, mesh, batch)
     averaged: frozenset[str] = frozenset()
     if (num := layout.microbatches) > 1:
-        averaged = averaged_state(state, Split.by({"microbatches": num}))
-    if drawn is None:
+        averaged = averaged_state(found.state, Split.by({"microbatches": num}))
+    if (drawn := found.drawn) is None:
         return CheckedParts(averaged)
     rows = jax.tree.leaves(batch)[0].shape[0]
     own = {axis: num for axis, num in splits.items() if axis != TENSOR}
@@ -124,6 +117,22 @@ def check_parts(
         check_draws(drawn, rows, Split.by(parts))
     draws = Draws(frozenset(drawn.rows), frozenset(drawn.keys))
     return CheckedParts(averaged, draws)
+
+
+def _check_evaluation(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> None:
+    """Traces the loss of evaluation, where no check of its rows does.
+
+    A loss that reads no key runs as in training.
+
+    Raises:
+      MeshparError: it needs a random key, or its layers cannot be taken out.
+    """
+    params, layered = abstract(model.params), model.layered
+    with jax.set_mesh(mesh), model_scope(layout, mesh):
+        if layered is not None and layered.evaluates:
+            jax.eval_shape(layered.embed, params, batch, None)
+        if model.asks_for_key:
+            jax.eval_shape(model.evaluation_loss, params, batch)
 
 
 _CALLBACKS = {
@@ -146,19 +155,3 @@ def _check_callbacks(jaxpr: Any) -> None:
                 "(shard_map): leave it out, return the number as a metric "
                 "(aux), or look at it under lowering=jit without pipe="
             )
-
-
-def _check_dtypes(layout: Layout, x: Any) -> None:
-    """Raises LayoutError if activations that move have no gradient to move back."""
-    kinds = {leaf.dtype for leaf in jax.tree.leaves(x)}
-    odd = [dtype for dtype in kinds if not jnp.issubdtype(dtype, jnp.floating)]
-    if not odd:
-        return
-    if layout.pipe > 1:
-        moves = f"pipe={layout.pipe} sends what `embed` returns from stage to stage"
-    else:
-        moves = f"layers={layout.layers} moves what `embed` returns between devices"
-    raise LayoutError(
-        f"{moves}, and gradients of it back, but it holds {odd[0]}: return "
-        "floating-point activations alone"
-    )

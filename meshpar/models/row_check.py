@@ -8,18 +8,18 @@ depend on the batch.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, MeshparError
+from meshpar.jaxprs.live_code import compute_the_same, inputs_read
 from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of, reason_no_mean
-from meshpar.models.row_values import row_values, with_rows
-from meshpar.models.unbound_names import explained_names
+from meshpar.models.row_values import RowTraces, row_values
 from meshpar.rows.draws import Drawn
 from meshpar.rows.values import Fixed, Mixed
 
@@ -31,10 +31,12 @@ class Checked(NamedTuple):
       state: {path: how its new value depends on the rows} of the state that training
         changes.
       drawn: what the loss draws from its key; None if it could not be followed.
+      reads_key: whether the loss depends on its key.
     """
 
     state: dict[str, Any]
     drawn: Drawn | None
+    reads_key: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +70,29 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Che
     Raises:
       LayoutError: a loss or a metric that the parts cannot give, with the remedy.
     """
-    params, key = abstract(model.params), jax.eval_shape(lambda: jax.random.key(0))
-
-    def loss(params: Any, batch: Any, key: Any) -> LossResult:
-        return model.loss(params, batch, key)
 
     def evaluation_loss(params: Any, batch: Any, _: Any) -> LossResult:
         return model.evaluation_loss(params, batch)
 
-    if evaluates:
-        _check(evaluation_loss, "the evaluation loss", params, batch, key, split)
-    return _check(loss, "the loss", params, batch, key, split)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    training, evaluation = (
+        RowTraces(fn, abstract(model.params), batch, key)
+        for fn in (model.loss, evaluation_loss)
+    )
+    found = _check(training, "the loss", split)
+    if evaluates and not _same(training, evaluation):
+        _check(evaluation, "the evaluation loss", split)
+    return found
+
+
+def _same(first: RowTraces, second: RowTraces) -> bool:
+    """Whether two functions compute the same of the whole batch."""
+    rows = _rows(first.batch)
+    return compute_the_same(first.of(rows)[0], second.of(rows)[0])
+
+
+def _rows(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
@@ -126,39 +140,29 @@ def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
             )
 
 
-def _check(
-    fn: Callable, what: str, params: Any, batch: Any, key: Any, split: Split
-) -> Checked:
+def _check(traces: RowTraces, what: str, split: Split) -> Checked:
     drawn: Drawn | None = Drawn()
     try:
-        whole = jax.tree.leaves(batch)[0].shape[0]
+        whole = _rows(traces.batch)
         # One row alone may be written otherwise: its last row is no slice of it.
         part = max(whole // split.parts, 2 if whole > 2 else 1)
         rows = [n for n in (whole, part) if n]
-        result = row_values(fn, params, batch, key, drawn, rows)
+        result = row_values(traces, drawn, rows)
     except Exception as error:
-        result = _of_one_part(fn, what, params, batch, key, split, error)
+        result = _of_one_part(traces, what, split, error)
         drawn = None
     if problem := problem_of(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
-    return Checked(result.state, drawn)
+    *_, reads_key = inputs_read(traces.of(_rows(traces.batch))[0])
+    return Checked(result.state, drawn, reads_key)
 
 
-def _of_one_part(
-    fn: Callable,
-    what: str,
-    params: Any,
-    batch: Any,
-    key: Any,
-    split: Split,
-    error: Exception,
-) -> Any:
+def _of_one_part(traces: RowTraces, what: str, split: Split, error: Exception) -> Any:
     """The result for the rows of one part, about which nothing else is known."""
-    (num, *_) = (x.shape[0] for x in jax.tree.leaves(batch))
-    part = jax.tree.map(lambda x: with_rows(x, num // split.parts), batch)
+    num = _rows(traces.batch)
+    traces.of(num)  # Its error is no matter of parts.
     try:
-        with explained_names():
-            shape = jax.eval_shape(fn, params, part, key)
+        _, shape = traces.of(num // split.parts)
     except MeshparError:
         raise  # It has the cause and the remedy.
     except Exception as error:

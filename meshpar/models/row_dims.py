@@ -6,8 +6,8 @@ import jax
 
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
-from meshpar.models.layer_stack import LayeredModel
-from meshpar.models.row_values import row_values
+from meshpar.models.layer_stack import LayeredModel, check_floating
+from meshpar.models.row_values import RowTraces, row_values
 from meshpar.rows.values import Fixed, PerRow
 
 NO_ROWS = -1
@@ -43,7 +43,12 @@ def row_dims(layered: LayeredModel, params: Any, batch: Any, why: str) -> RowDim
         return layered.embed(params, batch, key), layered.context(params, batch, key)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    x, context = row_values(made, shared, batch, key)
+    whole = jax.tree.leaves(batch)[0].shape[0]
+    traces = RowTraces(made, shared, batch, key)
+    x, context = row_values(traces, rows=[whole])
+    check_floating(
+        traces.of(whole)[1][0], f"{why} moves what `embed` returns between devices"
+    )
     dims = RowDims(*(jax.tree.map(_dim, t, is_leaf=_is_value) for t in (x, context)))
     for name, tree in dims._asdict().items():
         for keys, dim in jax.tree.leaves_with_path(tree):

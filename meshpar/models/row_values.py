@@ -1,11 +1,15 @@
 """Traces of a function with other numbers of rows, and what its results depend on."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from meshpar import compat
+from meshpar.models.foreign_shardings import explained_errors
+from meshpar.models.unbound_names import explained_names
 from meshpar.rows import opaque
 from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.draws import Drawn
@@ -21,46 +25,64 @@ from meshpar.rows.values import (
     counts,
 )
 
-_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
-_OTHERS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
-"""Rows of the second trace: about twice as many, which every dtype tells apart."""
+_PRIMES = (
+    (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061),
+    (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081),
+    (4001, 4003, 4007, 4013, 4019, 4021, 4027, 4049, 4051, 4057),
+)
+"""Rows to trace with: every dtype tells numbers apart of which one is twice another."""
 
 
-def row_values(
-    fn: Callable,
-    params: Any,
-    batch: Any,
-    key: Any,
-    drawn: Drawn | None = None,
-    rows: Sequence[int] = (),
-) -> Any:
-    """The result of fn(params, batch, key) with a value of `rows.values` in each leaf.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowTraces:
+    """Traces of fn(params, batch, key) with several numbers of rows, each made once.
 
-    Args:
-      fn: a function of pytrees; traced with other numbers of rows.
+    Attributes:
+      fn: a function of pytrees.
       params: {path: ShapeDtypeStruct}.
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...].
       key: abstract random key.
-      drawn: takes note of what it draws from the key.
-      rows: the numbers of rows with which it will run. A function that does other
-        things with them, such as one that branches on their number, is found by them.
     """
-    prime, *others = _primes_for(params, batch)
 
-    def traced(rows: int) -> tuple[Any, Any]:
-        arguments = params, jax.tree.map(lambda x: with_rows(x, rows), batch), key
-        return traced_with_shape(fn, *arguments)
+    fn: Callable
+    params: Any
+    batch: Any
+    key: Any
+    _made: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
-    closed, shape = traced(prime)
-    inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(params)]
-    inputs += [PerRow(0) for _ in jax.tree.leaves(batch)]
-    inputs += [Key() for _ in jax.tree.leaves(key)]
+    def of(self, rows: int) -> tuple[Any, Any]:
+        """(jaxpr, shapes of the result) with a number of rows."""
+        if rows not in self._made:
+            batch = jax.tree.map(lambda x: with_rows(x, rows), self.batch)
+            arguments = self.params, batch, self.key
+            with explained_errors(), explained_names():
+                self._made[rows] = traced_with_shape(self.fn, *arguments)
+        return self._made[rows]
+
+
+def row_values(
+    traces: RowTraces, drawn: Drawn | None = None, rows: Sequence[int] = ()
+) -> Any:
+    """The result of a function with a value of `rows.values` in each leaf.
+
+    Args:
+      traces: of the function.
+      drawn: takes note of what it draws from the key.
+      rows: the numbers of rows with which it will run, the first one that of the batch.
+        A function that does other things with them, such as one that branches on their
+        number, is found by them.
+    """
+    prime, *others = _primes_for(traces.params, traces.batch)
+    runs = [(n, traces.of(n)[0]) for n in rows]
+    closed, shape = traces.of(prime)
+    inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(traces.params)]
+    inputs += [PerRow(0) for _ in jax.tree.leaves(traces.batch)]
+    inputs += [Key() for _ in jax.tree.leaves(traces.key)]
 
     def analysis(differences: Differences) -> RowAnalysis:
         return RowAnalysis(prime, differences, drawn or Drawn())
 
-    seconds = ((n, traced(n)[0]) for n in others)
-    runs = [(n, traced(n)[0]) for n in rows]
+    seconds = itertools.chain(runs[:1], ((n, traces.of(n)[0]) for n in others))
     return compared_values(closed, shape, inputs, prime, seconds, analysis, runs)
 
 
@@ -150,14 +172,16 @@ def with_rows(x: Any, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def _primes_for(params: Any, batch: Any) -> tuple[int, int, int]:
-    """Primes that divide no dim of the model and of one row: one, and two others.
+    """Primes that divide no size of the model and of the batch: one, and two others.
 
-    The third one is close to the first, for programs that change with sizes.
+    The first one is at most half of the rows of the batch, or at least twice as many.
+    The third one is close to it, for programs that change with sizes.
     """
-    sizes = {size for x in jax.tree.leaves(params) for size in x.shape}
-    sizes |= {size for x in jax.tree.leaves(batch) for size in x.shape[1:]}
-    usable = [
-        [p for p in primes if all(size % p for size in sizes if size)]
-        for primes in (_PRIMES, _OTHERS)
-    ]
-    return usable[0][0], usable[1][0], usable[0][1]
+    leaves = *jax.tree.leaves(params), *jax.tree.leaves(batch)
+    sizes = {size for x in leaves for size in x.shape if size}
+    low, middle, high = (
+        [p for p in primes if all(size % p for size in sizes)] for primes in _PRIMES
+    )
+    rows = leaves[-1].shape[0]
+    first = high if low[0] / 2 < rows < 2 * low[0] else low
+    return first[0], middle[0], first[1]

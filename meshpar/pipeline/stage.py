@@ -20,7 +20,13 @@ from meshpar.layouts.axes import PIPE
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.order import in_turn
 from meshpar.metrics import LossResult, masked
-from meshpar.models.layer_stack import LAYERS_KEY, Key, LayeredModel, fold_key
+from meshpar.models.layer_stack import (
+    LAYERS_KEY,
+    Key,
+    LayeredModel,
+    check_floating,
+    fold_key,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +118,8 @@ class PipelineStage:
         key = self._key(microbatch)
         shared = self._shared_constants | shared
         x = self.layered.embed(shared, self._batch(microbatch), key)
+        stages = f"{PIPE}={lax.axis_size(PIPE)}"
+        check_floating(x, f"{stages} sends what `embed` returns from stage to stage")
         return jax.tree.map(self.vary, x)
 
     def embed_backward(self, microbatch: Array, dx: Any, on: Array) -> Params:

@@ -1,7 +1,7 @@
 """Abstract interpretation of a loss: how each result depends on the rows of the batch.
 
 The loss is traced with a prime number of rows, which shows in shapes, and its jaxpr is
-evaluated on the values of `rows.values`. A second trace with another prime shows which
+evaluated on the values of `rows.values`. A second trace with other rows shows which
 of its numbers come from the number of rows. Nothing is allocated or compiled.
 """
 

@@ -1,8 +1,8 @@
 """Compares two traces of a function, to find numbers that depend on the rows.
 
-The same function is traced with two primes of rows. A number that differs between the
-traces comes from the number of rows: its degree tells a factor, as in a mean, from
-anything else, such as n - 1 or the root of n.
+The same function is traced with two numbers of rows, a prime and another. A number that
+differs between the traces comes from the rows: its degree tells a factor, as in a mean,
+from anything else, such as n - 1 or the root of n.
 """
 
 import dataclasses
@@ -46,14 +46,14 @@ class Differences:
     """Literals and constants that differ between two traces.
 
     Attributes:
-      primes: the numbers of rows of both traces.
+      numbers: the numbers of rows of both traces, the first one a prime.
       opaque: names of the jitted functions whose bodies are not compared.
       degrees: {(id of an equation or a jaxpr, index of its literal or constant): power
         of the number of rows that it is a multiple of; None for anything else}.
       irregular: ids of the equations with a size that is no multiple of the rows.
     """
 
-    primes: tuple[int, int]
+    numbers: tuple[int, int]
     opaque: frozenset[str] = frozenset()
     degrees: dict[tuple[int, int], int | None] = dataclasses.field(default_factory=dict)
     irregular: set[int] = dataclasses.field(default_factory=set)
@@ -61,14 +61,14 @@ class Differences:
 
     @classmethod
     def between(
-        cls, first: Any, second: Any, primes: tuple[int, int], opaque: frozenset[str]
+        cls, first: Any, second: Any, numbers: tuple[int, int], opaque: frozenset[str]
     ) -> "Differences":
         """The differences between two closed jaxprs.
 
         Raises:
           UnlikeError: they do not hold the same equations.
         """
-        found = cls(primes, opaque)
+        found = cls(numbers, opaque)
         found._compare(first, second, None)
         return found
 
@@ -87,9 +87,9 @@ class Differences:
           UnlikeError: they do not hold the same equations.
         """
         degrees, irregular = dict(self.degrees), set(self.irregular)
-        held = _Held((self.primes[0], rows), self.opaque, degrees, irregular)
+        held = _Held((self.numbers[0], rows), self.opaque, degrees, irregular)
         held._compare(first, other, None)
-        return Differences(self.primes, self.opaque, degrees, irregular, held._seen)
+        return Differences(self.numbers, self.opaque, degrees, irregular, held._seen)
 
     def degree(self, owner: Any, index: int) -> int | None:
         """The power of the number of rows of one literal or constant; None if odd."""
@@ -169,7 +169,7 @@ class Differences:
             return 0
         is_float = jnp.issubdtype(first.dtype, jnp.floating)
         tolerance = 4 * float(jnp.finfo(first.dtype).eps) if is_float else 1e-12
-        factor = self.primes[1] / self.primes[0]
+        factor = self.numbers[1] / self.numbers[0]
         for power in powers:
             if power and np.allclose(
                 other, one * factor**power, rtol=tolerance, atol=0
@@ -188,8 +188,8 @@ class Differences:
         return len(sizes[0]) == len(sizes[1]) and all(map(self._is_size, *sizes))
 
     def _is_size(self, first: int, second: int) -> bool:
-        times, rest = divmod(first, self.primes[0])
-        return first == second or (not rest and second == times * self.primes[1])
+        times, rest = divmod(first, self.numbers[0])
+        return first == second or (not rest and second == times * self.numbers[1])
 
 
 class _Held(Differences):

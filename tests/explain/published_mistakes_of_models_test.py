@@ -29,6 +29,7 @@ from meshpar.lowering.frame import Frame
 from meshpar.lowering.optimizer import Optimizer
 from meshpar.lowering.portable import PortableState
 from meshpar.models import model_checks
+from meshpar.models.row_check import Checked
 from meshpar.ops import vocabulary_slices
 from meshpar.pipeline.stage import PipelineStage
 
@@ -123,7 +124,8 @@ def test_batch_statistics_of_a_shard():
     options = {"lowering": "shard_map"}
     with pytest.raises(MeshparError, match="rows|batch"):
         lower("data=2", **options)
-    with mistakes_at((model_checks, "check_losses", lambda _: lambda *_: {})):
+    unchecked = Checked({}, drawn=None, reads_key=False)
+    with mistakes_at((model_checks, "check_losses", lambda _: lambda *_: unchecked)):
         report = verify(lower("data=2", **options), None, [batch])
     assert kinds(report) >= {"loss", "gradient"}
 

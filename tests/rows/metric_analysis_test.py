@@ -104,9 +104,8 @@ def test_metrics_are_means_or_name_their_kind(metric, plain, weighted):
 
 def test_the_value_of_each_kind_is_told():
     def values(loss):
-        result = row_values.row_values(
-            made(loss).loss, abstract_params(), BATCH, jax.random.key(0)
-        )
+        arguments = made(loss).loss, abstract_params(), BATCH, jax.random.key(0)
+        result = row_values.row_values(row_values.RowTraces(*arguments))
         return result.loss
 
     assert values(cross_entropy) == Summed(-1) and values(plain_sum) == Summed(0)
