@@ -186,7 +186,9 @@ def test_commands_name_modules_and_layouts_that_exist(page):
 
 
 def test_the_page_of_commands_has_every_flag():
-    code = "".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
+    folders = ROOT / "experiments", ROOT / "meshpar/commands"
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    code = "".join(path.read_text() for path in files)
     defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', code))
     defined |= set(re.findall(r'"--([a-z0-9_]+)"[,)]', code))  # Of argparse.
     page = (ROOT / "docs/commands.md").read_text()

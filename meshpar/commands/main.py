@@ -46,7 +46,7 @@ def main() -> None:
             raise
         print(
             f"error: the commands need {error.name}; install them with "
-            'pip install "meshpar[commands]"',
+            "the extra: meshpar[commands]",
             file=sys.stderr,
         )
         sys.exit(2)
