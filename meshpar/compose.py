@@ -143,19 +143,23 @@ def lower(
             dims = row_dims(model.layered, params, abstract_batch, why_split)
     lowerings = [make_lowering(name, parts, spec, checked, dims) for name in names]
     if mode is not None:
-        make, only = MODES[type(mode)], lowerings[0]
-        programs = [make(only, mode, state, abstract_batch, step_batch, why)]
-    else:
-        programs = [
-            make_train_program(candidate, state, abstract_batch, order, why)
-            for candidate in lowerings
-        ]
-    for program in programs:
-        with model_scope(layout, mesh) as scope:
-            jaxpr = program.inspection.traced.jaxpr
-        by_hand = isinstance(program.lowering, ShardMapLowering)
-        check_step(model, scope, jaxpr, by_hand)
+        make = MODES[type(mode)]
+        only = make(lowerings[0], mode, state, abstract_batch, step_batch, why)
+        return _checked(only)
+    programs = [
+        _checked(make_train_program(candidate, state, abstract_batch, order, why))
+        for candidate in lowerings
+    ]
     return programs[0] if len(programs) == 1 else pick_lowering(programs)
+
+
+def _checked(program: TrainProgram) -> TrainProgram:
+    """A program whose step is traced, and whose layout fits the names used in it."""
+    with model_scope(program.layout, program.mesh) as scope:
+        jaxpr = program.inspection.traced.jaxpr
+    by_hand = isinstance(program.lowering, ShardMapLowering)
+    check_step(program.model, scope, jaxpr, by_hand)
+    return program
 
 
 def _layered(model: Model, lowering: str) -> Model:

@@ -155,11 +155,7 @@ def activation_axes(
             )
         scope.names_used.add(name)
         entries.append(
-            tuple(
-                a
-                for a in rules.get(name, ())
-                if (sizes.get(a, 1) > 1 or a not in AXES) and a not in scope.manual_axes
-            )
+            [a for a in rules.get(name, ()) if sizes.get(a, 1) > 1 or a not in AXES]
         )
     flat = [axis for axes in entries for axis in axes]
     if len(set(flat)) != len(flat):
@@ -169,7 +165,9 @@ def activation_axes(
             f"{call}: two dims on axis {twice!r}; map one of them to none, as in "
             f"activations.{first}=none"
         )
-    return tuple(entries)
+    return tuple(
+        tuple(a for a in axes if a not in scope.manual_axes) for axes in entries
+    )
 
 
 def activation_spec(

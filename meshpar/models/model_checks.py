@@ -5,10 +5,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from meshpar import compat
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
-from meshpar.jaxprs.walk import equations
 from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
@@ -22,6 +20,7 @@ from meshpar.models.model_scope import model_scope
 from meshpar.models.row_check import (
     Split,
     averaged_state,
+    check_callbacks,
     check_draws,
     check_losses,
 )
@@ -59,8 +58,13 @@ def check_step(model: Model, scope: Scope, jaxpr: Any, by_hand: bool) -> None:
     has_layers = by_hand and bool(model.layered.split(model.params)[1])
     marked = scope.remat_used or has_layers
     check_marks(layout.remat, jaxpr, marked, scope.remat_outside)
-    if by_hand and layout.num_devices > layout.tensor:
-        _check_callbacks(jaxpr.jaxpr)
+    if _runs_on_shards(layout, by_hand):
+        check_callbacks(jaxpr)
+
+
+def _runs_on_shards(layout: Layout, by_hand: bool) -> bool:
+    """Whether each device has a part of the batch or of the layers (shard_map)."""
+    return by_hand and layout.num_devices > layout.tensor
 
 
 class CheckedParts(NamedTuple):
@@ -103,7 +107,8 @@ def check_parts(
     if not splits:
         _check_evaluation(model, layout, mesh, batch)
         return CheckedParts()
-    found = check_losses(model, batch, Split.by(splits), evaluates)
+    on_shards = _runs_on_shards(layout, by_hand)
+    found = check_losses(model, batch, Split.by(splits), evaluates, on_shards)
     if not evaluates and (found.reads_key or model.evaluates_apart):
         _check_evaluation(model, layout, mesh, batch)
     averaged: frozenset[str] = frozenset()
@@ -133,25 +138,3 @@ def _check_evaluation(model: Model, layout: Layout, mesh: Mesh, batch: Any) -> N
             jax.eval_shape(layered.embed, params, batch, None)
         if model.asks_for_key:
             jax.eval_shape(model.evaluation_loss, params, batch)
-
-
-_CALLBACKS = {
-    "debug_print": "jax.debug.print",
-    "debug_callback": "jax.debug.callback",
-    "pure_callback": "jax.pure_callback",
-    "io_callback": "jax.experimental.io_callback",
-}
-"""{primitive that calls Python: the function that a user calls}."""
-
-
-def _check_callbacks(jaxpr: Any) -> None:
-    """Raises LayoutError if the model calls Python, which jax runs in no shard."""
-    for eqn in equations(jaxpr):
-        if (name := _CALLBACKS.get(eqn.primitive.name)) is not None:
-            place = compat.user_line(eqn)
-            raise LayoutError(
-                f"the model calls {name}{place and f' at {place}'}, which jax does not "
-                "run where each device has a part of the batch or of the layers "
-                "(shard_map): leave it out, return the number as a metric "
-                "(aux), or look at it under lowering=jit without pipe="
-            )

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from meshpar import compat
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.jaxprs.live_code import compute_the_same, inputs_read
+from meshpar.jaxprs.walk import equations
 from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of, reason_no_mean
@@ -58,7 +60,31 @@ class Split:
         return cls(math.prod(settings.values()), why)
 
 
-def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Checked:
+_CALLBACKS = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+}
+"""{primitive that calls Python: the function that a user calls}."""
+
+
+def check_callbacks(closed: Any) -> None:
+    """Raises LayoutError if the model calls Python, which jax runs in no shard."""
+    for eqn in equations(closed.jaxpr):
+        if (name := _CALLBACKS.get(eqn.primitive.name)) is not None:
+            place = compat.user_line(eqn)
+            raise LayoutError(
+                f"the model calls {name}{place and f' at {place}'}, which jax does not "
+                "run where each device has a part of the batch or of the layers "
+                "(shard_map): leave it out, return the number as a metric "
+                "(aux), or look at it under lowering=jit without pipe="
+            )
+
+
+def check_losses(
+    model: Model, batch: Any, split: Split, evaluates: bool, on_shards: bool = False
+) -> Checked:
     """Checks the losses of a model whose batch is split into parts.
 
     Args:
@@ -66,6 +92,7 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Che
       batch: abstract batch before it is split.
       split: its parts.
       evaluates: whether evaluation splits the batch, too.
+      on_shards: whether parts are on devices of their own (shard_map).
 
     Raises:
       LayoutError: a loss or a metric that the parts cannot give, with the remedy.
@@ -79,6 +106,8 @@ def check_losses(model: Model, batch: Any, split: Split, evaluates: bool) -> Che
         RowTraces(fn, abstract(model.params), batch, key)
         for fn in (model.loss, evaluation_loss)
     )
+    if on_shards:
+        check_callbacks(training.of(_rows(batch))[0])
     found = _check(training, "the loss", split)
     if evaluates and not _same(training, evaluation):
         _check(evaluation, "the evaluation loss", split)

@@ -54,6 +54,23 @@ def test_constrain_errors(shape, names, words):
         assert word in str(error.value)
 
 
+def test_two_dims_on_one_axis_are_refused_where_the_axis_is_manual():
+    layout = layouts.parse("fsdp=2,tensor=4,activations.mlp=fsdp")
+    with layouts.use(layout, make_mesh(layout), manual_axes=("fsdp",)):
+        with pytest.raises(LayoutError, match="two dims on axis 'fsdp'"):
+            layouts.constrain(jnp.ones((8, 4)), "batch", "mlp")
+
+
+def test_names_used_in_a_scope_are_those_of_the_scope_around_it():
+    layout = layouts.parse("fsdp=8")
+    mesh = make_mesh(layout)
+    with layouts.use(layout, mesh) as outer:
+        with layouts.use(layout, mesh, manual_axes=("fsdp",)):
+            layouts.constrain(jnp.ones((8, 4)), "batch", "mlp")
+            layouts.remat(abs)
+    assert outer.names_used == {"batch", "mlp"} and outer.remat_used
+
+
 def test_jitted_functions_inside_a_model_follow_each_layout():
     inner = jax.jit(lambda x_BLF: layouts.constrain(x_BLF, "batch", "length", "mlp"))
     specs = []
