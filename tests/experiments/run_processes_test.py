@@ -16,9 +16,7 @@ from experiments.training.trainer import RESTART
 
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):
     """The metrics log may be ahead of the checkpoint, and its last line torn."""
-    process = subprocess.Popen(
-        command(text, tmp_path, "--set=sample_tokens=0"), cwd=ROOT
-    )
+    process = subprocess.Popen(command(text, tmp_path), cwd=ROOT)
     log = tmp_path / "metrics.jsonl"
     while max(losses(tmp_path), default=0) < 6 and process.poll() is None:
         time.sleep(0.01)
@@ -53,7 +51,7 @@ def test_real_processes_go_on_where_one_stopped(
         assert train(config(text, workdir), "fsdp=2") == RESTART
     stopped = max(losses(workdir))
     launch = ["launch/local.sh", f"--log_dir={logs}", str(num), "--"]
-    run = command(text, workdir, f"--layout={layout}", "--set=sample_tokens=0")
+    run = command(text, workdir, f"--layout={layout}")
     done = subprocess.run(
         [*launch, *run],
         cwd=ROOT,
@@ -109,7 +107,7 @@ def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
     workdir = tmp_path / "run"
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
     run = command(text, workdir, "--layout=fsdp=2", "--steps=2000")
-    run += ["--set=sample_tokens=0", "--set=evaluate_every=2000"]
+    run += ["--set=evaluate_every=2000"]
     process = subprocess.Popen(
         [*launch, *run],
         cwd=ROOT,
