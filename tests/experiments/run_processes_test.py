@@ -72,16 +72,16 @@ def test_real_processes_go_on_where_one_stopped(
 
 
 def test_launch_local_names_the_process_with_another_config(text, tmp_path):
-    """One process of two has another seed: both stop before the first collective."""
+    """One process of three has another seed: all stop before the first collective."""
     logs = tmp_path / "logs"
     script = 'exec "$@" --seed=$((MESHPAR_PROCESS_ID == 1 ? 7 : 0))'
-    run = command(text, tmp_path / "run", "--layout=data=2")
-    launch = ["launch/local.sh", f"--log_dir={logs}", "2", "--", "bash", "-c", script]
+    run = command(text, tmp_path / "run", "--layout=data=3", "--batch_size=12")
+    launch = ["launch/local.sh", f"--log_dir={logs}", "3", "--", "bash", "-c", script]
     done = subprocess.run(
         [*launch, "bash", *run], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    said = [(logs / f"{process}.log").read_text() for process in range(2)]
+    said = [(logs / f"{process}.log").read_text() for process in range(3)]
     named = ["config: process 1 has" in log and "seed=7" in log for log in said]
     # The launcher stops the others when the first has ended, perhaps before they speak.
     told = r"process (\d) ended with code 2; stopping the others"
