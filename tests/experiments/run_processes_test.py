@@ -9,9 +9,11 @@ import time
 import numpy as np
 import pytest
 from support import processes
+from support.marks import slow
 from support.tiny_runs import ROOT, command, config, losses, stop_after, train
 
 from experiments.training.trainer import RESTART
+from meshpar import layouts
 
 
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):
@@ -35,10 +37,9 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_pa
 @pytest.mark.parametrize(
     "num, layout",
     [
-        (2, "data=2,fsdp=2,tensor=2"),
-        pytest.param(
-            *(4, "pipe=2,data=2,fsdp=2,microbatches=2"), marks=pytest.mark.slow
-        ),
+        (2, "data=2,fsdp=2"),
+        slow(2, "data=2,fsdp=2,tensor=2"),
+        slow(4, "pipe=2,data=2,fsdp=2,microbatches=2"),
     ],
 )
 def test_real_processes_go_on_where_one_stopped(
@@ -61,7 +62,8 @@ def test_real_processes_go_on_where_one_stopped(
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"on 8 cpu device(s), {num} process(es)" in done.stdout
+    devices = layouts.parse(layout).num_devices
+    assert f"on {devices} cpu device(s), {num} process(es)" in done.stdout
     assert f"going on from step {stopped}" in done.stdout
     assert (logs / "0.log").exists() and (logs / "1.log").exists()
     found = losses(workdir)
