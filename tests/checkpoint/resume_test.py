@@ -12,6 +12,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from support.equality import start
 from support.processes import environment
 from support.tiny_models import batch, host, lower_standard
 
@@ -56,7 +57,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def save(layout):
         before, folder = program(layout), tmp_path_factory.mktemp("run") / "c"
-        state = before.init(0)
+        state = start(before)
         for step in range(1, SAVED + 1):
             state, _ = before.step(state, batch(step))
         portable = before.in_model_order(state)

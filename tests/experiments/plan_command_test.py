@@ -28,18 +28,19 @@ PLAN = "--recipe=tiny", "--devices=4", "--set=model.vocab=64", "--forbid=pipe"
 
 def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
     picture, page = tmp_path / "plan.png", tmp_path / "plan.html"
-    words = *PLAN, "--top=2", "--require=zero=3,fsdp=4"
+    words = *PLAN, "--top=2", "--require=zero=3,remat=full"
     done = command(*words, f"--png={picture}", f"--html={page}")
     assert done.code == 0, done.err
     assert "predicted to be fastest" in done.out and "refused" in done.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert "<h1>tiny, " in text and ", forbid=pipe, require=" in text and "<svg" in text
+    assert "<h1>tiny, " in text and "<svg" in text
+    assert ", require=zero=3,remat=full, forbid=pipe</h1>" in text
     plans = json.loads(command(*words, "--json").out)
     assert len(plans["best"]) == 2 and plans["devices"] == 4 and plans["refused"]
     for candidate in plans["best"]:
         assert f"<td>{candidate['layout']}</td>" in text
-        assert "zero=3" in candidate["layout"]
+        assert "remat=full" in candidate["layout"]
         assert sum(candidate["seconds"].values()) == pytest.approx(
             2 * candidate["seconds"]["total"]
         )

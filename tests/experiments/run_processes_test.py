@@ -9,16 +9,16 @@ import time
 import numpy as np
 import pytest
 from support import processes
+from support.marks import slow
 from support.tiny_runs import ROOT, command, config, losses, stop_after, train
 
+from meshpar import layouts
 from meshpar.runs.trainer import RESTART
 
 
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):
     """The metrics log may be ahead of the checkpoint, and its last line torn."""
-    process = subprocess.Popen(
-        command(text, tmp_path, "--set=sample_tokens=0"), cwd=ROOT
-    )
+    process = subprocess.Popen(command(text, tmp_path), cwd=ROOT)
     log = tmp_path / "metrics.jsonl"
     while max(losses(tmp_path), default=0) < 6 and process.poll() is None:
         time.sleep(0.01)
@@ -37,10 +37,9 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_pa
 @pytest.mark.parametrize(
     "num, layout",
     [
-        (2, "data=2,fsdp=2,tensor=2"),
-        pytest.param(
-            *(4, "pipe=2,data=2,fsdp=2,microbatches=2"), marks=pytest.mark.slow
-        ),
+        (2, "data=2,fsdp=2"),
+        slow(2, "data=2,fsdp=2,tensor=2"),
+        slow(4, "pipe=2,data=2,fsdp=2,microbatches=2"),
     ],
 )
 def test_real_processes_go_on_where_one_stopped(
@@ -53,7 +52,7 @@ def test_real_processes_go_on_where_one_stopped(
         assert train(config(text, workdir), "fsdp=2") == RESTART
     stopped = max(losses(workdir))
     launch = ["launch/local.sh", f"--log_dir={logs}", str(num), "--"]
-    run = command(text, workdir, f"--layout={layout}", "--set=sample_tokens=0")
+    run = command(text, workdir, f"--layout={layout}")
     done = subprocess.run(
         [*launch, *run],
         cwd=ROOT,
@@ -63,7 +62,8 @@ def test_real_processes_go_on_where_one_stopped(
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"on 8 cpu device(s), {num} process(es)" in done.stdout
+    devices = layouts.parse(layout).num_devices
+    assert f"on {devices} cpu device(s), {num} process(es)" in done.stdout
     assert f"going on from step {stopped}" in done.stdout
     assert (logs / "0.log").exists() and (logs / "1.log").exists()
     found = losses(workdir)
@@ -74,16 +74,16 @@ def test_real_processes_go_on_where_one_stopped(
 
 
 def test_launch_local_names_the_process_with_another_config(text, tmp_path):
-    """One process of two has another seed: both stop before the first collective."""
+    """One process of three has another seed: all stop before the first collective."""
     logs = tmp_path / "logs"
     script = 'exec "$@" --seed=$((MESHPAR_PROCESS_ID == 1 ? 7 : 0))'
-    run = command(text, tmp_path / "run", "--layout=data=2")
-    launch = ["launch/local.sh", f"--log_dir={logs}", "2", "--", "bash", "-c", script]
+    run = command(text, tmp_path / "run", "--layout=data=3", "--batch_size=12")
+    launch = ["launch/local.sh", f"--log_dir={logs}", "3", "--", "bash", "-c", script]
     done = subprocess.run(
         [*launch, "bash", *run], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    said = [(logs / f"{process}.log").read_text() for process in range(2)]
+    said = [(logs / f"{process}.log").read_text() for process in range(3)]
     named = ["config: process 1 has" in log and "seed=7" in log for log in said]
     # The launcher stops the others when the first has ended, perhaps before they speak.
     told = r"process (\d) ended with code 2; stopping the others"
@@ -109,7 +109,7 @@ def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
     workdir = tmp_path / "run"
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
     run = command(text, workdir, "--layout=fsdp=2", "--steps=2000")
-    run += ["--set=sample_tokens=0", "--set=evaluate_every=2000"]
+    run += ["--set=evaluate_every=2000"]
     process = subprocess.Popen(
         [*launch, *run],
         cwd=ROOT,

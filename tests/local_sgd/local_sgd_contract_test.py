@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support import tiny_models
+from support.marks import slow
 from support.regression import ADAM, NESTEROV, SGD, lower, rows
 
 import meshpar
@@ -16,8 +17,8 @@ from meshpar.local_sgd.exchange import make_exchange
     "options, ratio",
     [
         (dict(), 1),
-        (dict(staleness=3), 1),
-        (dict(wire="bf16"), 1 / 2),
+        slow(dict(staleness=3), 1),
+        slow(dict(wire="bf16"), 1 / 2),
         (dict(wire="int8"), 1 / 4),
         (dict(wire="int4", staleness=2, fragments=2), 1 / 8),
     ],

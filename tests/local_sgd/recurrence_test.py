@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny_models
+from support.marks import slow
 from support.regression import (
     ADAM,
     MODEL,
@@ -94,7 +95,7 @@ def test_equals_the_recurrence(name):
 
 @pytest.mark.parametrize(
     "inner",
-    [SGD, MOMENTUM, optax.sgd(0.05, 0.9, nesterov=True)],
+    [slow(SGD), MOMENTUM, slow(optax.sgd(0.05, 0.9, nesterov=True))],
     ids=["sgd", "momentum", "nesterov"],
 )
 def test_period_1_is_synchronous_training(inner):
@@ -129,9 +130,9 @@ def one_device():
     "layout, lowering",
     [
         ("replica=2,fsdp=2,tensor=2", "shard_map"),
-        ("replica=2,fsdp=2,context=2", "shard_map"),
+        slow("replica=2,fsdp=2,context=2", "shard_map"),
         ("replica=2,pipe=2,fsdp=2,microbatches=2", "shard_map"),
-        ("replica=2,data=2,fsdp=2,zero=2,microbatches=2", "jit"),
+        slow("replica=2,data=2,fsdp=2,zero=2,microbatches=2", "jit"),
     ],
 )
 def test_any_layout_inside_a_replica(layout, lowering):

@@ -118,12 +118,13 @@ def test_each_layer_draws_its_own_noise(make):
 def test_dropout_runs_in_training_alone(cut):
     """Linen: the layers get their mode from the call, not from `module.init`."""
     whole, layered = cut.make(""), cut.make(cut.layers)
-    params = whole.init(jax.random.key(0))
+    params = jax.jit(whole.init)(jax.random.key(0))
     stacked = layered.stack_variables(params)
-    want = whole.evaluation_loss(params, batch()).loss
-    got = layered.evaluation_loss(stacked, batch()).loss
+    want = jax.jit(whole.evaluation_loss)(params, batch()).loss
+    got = jax.jit(layered.evaluation_loss)(stacked, batch()).loss
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    losses = [layered.loss(stacked, batch(), jax.random.key(k)).loss for k in (0, 1)]
+    loss = jax.jit(layered.loss)
+    losses = [loss(stacked, batch(), jax.random.key(k)).loss for k in (0, 1)]
     assert len({float(x) for x in (*losses, want)}) == 3
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.marks import slow
 
 import meshpar
 from meshpar import layouts
@@ -74,10 +75,18 @@ def assert_equal(results, wanted):
         assert error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("mode", CONTEXT_MODES)
+BESIDE = "data=2,context=2,tensor=2"
+
+
 @pytest.mark.parametrize(
-    ("layout", "kv_heads"),
-    [("context=2", 1), ("context=8", 2), ("data=2,context=2,tensor=2", 4)],
+    ("mode", "layout", "kv_heads"),
+    [
+        *((mode, "context=8", 2) for mode in CONTEXT_MODES),
+        *(slow(mode, "context=2", 1) for mode in CONTEXT_MODES),
+        ("allgather", BESIDE, 4),
+        slow("ulysses", BESIDE, 4),
+        slow("ring", BESIDE, 4),
+    ],
 )
 def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
     run = mapped(context.attention, f"{layout},context_mode={mode}")
@@ -117,7 +126,7 @@ SEGMENTS = np.repeat([[0, 1, 2, 2], [3, 3, 4, 1]], [5, 9, 11, 7], axis=1)
 """Documents that end inside of parts, [B, L]."""
 
 
-@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("window", [slow(0), 6])
 @pytest.mark.parametrize(
     "options",
     [

@@ -19,13 +19,13 @@ from meshpar.ops import experts
 STEPS = 2
 
 LAYOUTS = [
-    "capacity fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert",
+    slow("capacity fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert"),
     slow("dropless data=2,expert=4,remat=full"),
-    "dropless pipe=2,fsdp=2,expert=2,microbatches=4",
+    slow("dropless pipe=2,fsdp=2,expert=2,microbatches=4"),
     slow("capacity fsdp=2,expert=2,context=2"),
     slow("dropless expert=2,context=4,remat=full"),
     slow("capacity expert=8"),
-    slow("dropless fsdp=2,expert=2,tensor=2,microbatches=2"),
+    "dropless fsdp=2,expert=2,tensor=2,microbatches=2",
     slow("capacity data=2,expert=2 jit"),
     slow("capacity pipe=2,expert=2,context=2,microbatches=4"),
     slow("capacity pipe=2,fsdp=2,expert=2,microbatches=4"),
@@ -37,9 +37,7 @@ LAYOUTS = [
     slow("capacity data=2,tensor=2"),
     slow("capacity pipe=2,data=2,microbatches=2"),
     slow("capacity pipe=2,expert=2,tensor=2,microbatches=4,save=residuals"),
-    slow(
-        "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert"
-    ),
+    "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert",
     slow("dropless expert=8"),
     slow("dropless expert=2,fsdp=4,zero=2"),
     slow("dropless fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert jit"),

@@ -12,7 +12,7 @@ import runpy
 import sys
 import time
 
-import grain  # noqa: F401  Its flags stay defined.
+import grain  # noqa: F401  It defines its flags once: not inside a command.
 import jax
 from absl import app, flags
 from absl.testing import flagsaver

@@ -1,4 +1,4 @@
-"""Short runs of the recipe "tiny", in this process or in others."""
+"""Short runs of the recipe "tiny", in this process or in others; they print no text."""
 
 import dataclasses
 import pathlib
@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def config(text, workdir, **changes):
     tiny = with_settings(
-        recipes.get("tiny"), [f"data.path={text}", "steps=12", "sample_tokens=5"]
+        recipes.get("tiny"), [f"data.path={text}", "steps=12", "sample_tokens=0"]
     )
     return dataclasses.replace(tiny, workdir=str(workdir), **changes)
 
@@ -39,7 +39,7 @@ def losses(workdir):
 def command(text, workdir, *more):
     return [
         *(sys.executable, "-m", "experiments.run", "--recipe=tiny", "--steps=12"),
-        *(f"--data={text}", f"--workdir={workdir}", "--set=sample_tokens=5", *more),
+        *(f"--data={text}", f"--workdir={workdir}", "--set=sample_tokens=0", *more),
     ]
 
 
