@@ -10,19 +10,27 @@ from meshpar.arrays import Array
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the last dim, computed in float32."""
+    """RMSNorm or LayerNorm over the last dims, computed in float32."""
 
-    def __init__(self, config: DecoderConfig, **dim: int):
+    def __init__(self, config: DecoderConfig, **dims: int):
         self.centered, self.eps = config.norm == "layernorm", config.norm_eps
-        (name,), size = dim, tuple(dim.values())
-        self.scale = nnx.Param(jnp.ones(size), out_sharding=(name,))
-        zeros = nnx.Param(jnp.zeros(size), out_sharding=(name,))
+        self.plus_one = config.norm_plus_one
+        names, sizes = tuple(dims), tuple(dims.values())
+        self.dims = tuple(range(-len(dims), 0))
+        ones = jnp.zeros(sizes) if self.plus_one else jnp.ones(sizes)
+        self.scale = nnx.Param(ones, out_sharding=names)
+        zeros = nnx.Param(jnp.zeros(sizes), out_sharding=names)
         self.bias = zeros if self.centered else None
 
     def __call__(self, x: Array) -> Array:
-        """Normalizes x[..., D]."""
+        """Normalizes x over its last dims."""
         y = x.astype(jnp.float32)
         if self.centered:
-            y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
-        return plus(times(y.astype(x.dtype), self.scale), self.bias)
+            y = y - jnp.mean(y, self.dims, keepdims=True)
+        square = jnp.mean(jnp.square(y), self.dims, keepdims=True)
+        y = y * jax.lax.rsqrt(square + self.eps)
+        if self.plus_one:  # In float32: bfloat16 would round small scales away.
+            y = y + times(y, self.scale)
+        else:
+            y = times(y.astype(x.dtype), self.scale)
+        return plus(y.astype(x.dtype), self.bias)

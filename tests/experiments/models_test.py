@@ -10,9 +10,9 @@ from support.marks import slow
 from support.tiny_models import LENGTH, batch, lower, model, relative_error
 
 from experiments import data, recipes
-from experiments.models.attention import rotate
 from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
+from experiments.models.rope import Rope, rotate
 from experiments.recipes import sampling
 
 
@@ -74,7 +74,9 @@ def test_rope_sees_only_distances():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 8)).astype(np.float32)
     q_BLNH, k_BLNH = (
-        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), jnp.arange(12)[None], 100.0)[0, :, 0]
+        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), jnp.arange(12)[None], Rope(100.0))[
+            0, :, 0
+        ]
         for x in (q, k)
     )
     scores = q_BLNH @ k_BLNH.T
