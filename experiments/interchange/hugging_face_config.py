@@ -287,8 +287,11 @@ def _llama_fields(kind: str, description: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _WINDOWS and description.get("sliding_window", 0) is not None:
         fields["window"] = get("sliding_window", _WINDOWS[kind])
     if kind == "llama" and switch(description, "mlp_bias"):
-        check_values(description, {"attention_bias": (True,)})  # `bias` is of both.
-        fields |= {"bias": True, "attention_bias": "none"}
+        if not fields.pop("attention_bias", None):
+            raise ConfigError(
+                f"{CONFIG}: mlp_bias=True is supported beside attention_bias=True alone"
+            )
+        fields["bias"] = True
     if kind == "qwen2":
         fields["attention_bias"] = "qkv"
     if kind in ("qwen3", "qwen3_moe"):

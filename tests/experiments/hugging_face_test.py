@@ -171,11 +171,15 @@ def test_old_files_without_prefix_and_with_buffers_and_shards(tmp_path):
 @pytest.mark.parametrize(
     "kind, changes, words",
     [
-        ("gpt2", {"model_type": "bert"}, "model_type='bert'.*known: gpt2, llama"),
+        (
+            "gpt2",
+            {"model_type": "bert"},
+            "model_type='bert'.*known: gemma3_text, gpt2, llama",
+        ),
         ("gpt2", {"activation_function": "relu"}, "'relu': only 'gelu_new' is"),
         ("llama", {"attention_bias": True}, r"lacks .*self_attn\.k_proj\.bias"),
         ("llama", {"attention_bias": 2}, "attention_bias=2: use true or false"),
-        ("llama", {"mlp_bias": True}, "attention_bias=False: only True is"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is supported beside attention_"),
         ("llama", {"head_dim": 8}, r"q_proj.weight is \(16, 16\), not \(32, 16\)"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "of another kind"),
         ("llama", {"intermediate_size": 44}, r"gate_proj.weight is \(40, 16\), not"),
@@ -194,6 +198,44 @@ def test_what_ours_cannot_be_is_an_error(kind, changes, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(said | changes))
     with pytest.raises(ConfigError, match=words):
         ours(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, words",
+    [
+        ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: only"),
+        ("llama3", {"rope_parameters": {"factor": 2.0, "beta": 1}}, "of another kind"),
+        ("llama3", {"rope_parameters": {"rope_type": ["yarn"]}}, "of another kind"),
+        ("llama3", {"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ("llama3", {"layer_types": ["sliding_attention"] * 2}, "layer_types=.* only"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "of another kind than"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75: only"),
+        ("phi3", {"num_key_value_heads": 4}, r"has 32 outputs, not 48"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0: use a whole number"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: only False"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping=30.0: only None"),
+        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional.*only False"),
+        ("gemma3", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh' is"),
+        (
+            "gemma3",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types=.* only .'full_attention', 'full_attention'",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "lacks 'factor'",
+        ),
+    ],
+)
+def test_what_a_family_may_not_have_is_an_error(kind, changes, words, tmp_path):
+    folder = with_weights(kind, tmp_path)
+    said = json.loads((folder / "config.json").read_text())
+    if "rope_scaling" in changes:
+        del said["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(said | changes))
+    with pytest.raises(ConfigError, match=words):
+        ours(folder)
 
 
 def test_a_folder_that_is_none(tmp_path):
