@@ -153,8 +153,11 @@ class DecoderConfig:
             raise ValueError(
                 f"global_every={self.global_every}, window=0: use a window beside it"
             )
-        if self.qk_norm_joint and not self.qk_norm:
-            raise ValueError("qk_norm_joint=True: use qk_norm=True beside it")
+        if self.qk_norm_joint and not (self.qk_norm and self.norm == "rmsnorm"):
+            raise ValueError(
+                f"qk_norm_joint=True, qk_norm={self.qk_norm}, norm={self.norm}: use "
+                "qk_norm=True and norm=rmsnorm beside it"
+            )
         if self.rope_low >= self.rope_high:
             raise ValueError(
                 f"rope_low={self.rope_low}, rope_high={self.rope_high}: use a lower "

@@ -7,30 +7,34 @@ from flax import nnx
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.weights import plus, times
 from meshpar.arrays import Array
+from meshpar.ops.joint_norm import rms_normalized
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the last dims, computed in float32."""
+    """RMSNorm or LayerNorm over the last dim, or RMSNorm over several; in float32."""
 
     def __init__(self, config: DecoderConfig, **dims: int):
         self.centered, self.eps = config.norm == "layernorm", config.norm_eps
-        self.plus_one = config.norm_plus_one
-        names, sizes = tuple(dims), tuple(dims.values())
-        self.dims = tuple(range(-len(dims), 0))
+        self.plus_one, self.names = config.norm_plus_one, tuple(dims)
+        sizes = tuple(dims.values())
         ones = jnp.zeros(sizes) if self.plus_one else jnp.ones(sizes)
-        self.scale = nnx.Param(ones, out_sharding=names)
-        zeros = nnx.Param(jnp.zeros(sizes), out_sharding=names)
+        self.scale = nnx.Param(ones, out_sharding=self.names)
+        zeros = nnx.Param(jnp.zeros(sizes), out_sharding=self.names)
         self.bias = zeros if self.centered else None
 
     def __call__(self, x: Array) -> Array:
-        """Normalizes x over its last dims."""
-        y = x.astype(jnp.float32)
-        if self.centered:
-            y = y - jnp.mean(y, self.dims, keepdims=True)
-        square = jnp.mean(jnp.square(y), self.dims, keepdims=True)
-        y = y * jax.lax.rsqrt(square + self.eps)
+        """Normalizes x[..., D]; over several dims x[B, L, ...]."""
+        y = self._normalized(x.astype(jnp.float32))
         if self.plus_one:  # In float32: bfloat16 would round small scales away.
             y = y + times(y, self.scale)
         else:
             y = times(y.astype(x.dtype), self.scale)
         return plus(y.astype(x.dtype), self.bias)
+
+    def _normalized(self, y: Array) -> Array:
+        if len(self.names) > 1:
+            names = "batch", "length", *self.names
+            return rms_normalized(y, names, len(self.names), self.eps)
+        if self.centered:
+            y = y - jnp.mean(y, -1, keepdims=True)
+        return y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
