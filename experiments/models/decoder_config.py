@@ -77,7 +77,8 @@ class DecoderConfig:
       z_loss: weight of the loss on the router's logits.
       window: tokens that each token sees in attention, itself among them; 0 for all.
       global_every: every so many layers one sees whole sequences, in place of the
-        window; 0 for none. Unless it divides the depth, all layers are one pattern.
+        window; 0 for none. If it does not divide the depth, all layers are one pattern,
+        which no pipeline can split.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
       float8: whether layers multiply by weights in float8, as in `meshpar.ops.float8`.
     """
@@ -108,7 +109,7 @@ class DecoderConfig:
     rope_length: Annotated[int, _ROPE_LENGTH] = 0
     rope_low: Annotated[float, real(0, 1e6, above=True)] = 1.0
     rope_high: Annotated[float, real(0, 1e6, above=True)] = 4.0
-    window_rope_theta: Annotated[float, real(0, 1e12, note="0 for that of others")] = 0
+    window_rope_theta: Annotated[float, real(0, 1e12, note="0 for that of others")] = 0.0
     norm_eps: Annotated[float, real(SMALLEST, 1)] = 1e-5
     init_std: Annotated[float, real(0, 100, note="0 for 1/sqrt(fan_in)")] = 0.0
     window: Annotated[int, Number(0, 2**24, "tokens", "0 for whole sequences")] = 0
