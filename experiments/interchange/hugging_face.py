@@ -13,18 +13,21 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from experiments.interchange.hugging_face_config import (
-    CONFIG,
-    config_json,
-    decoder_config,
-)
+from experiments.interchange.hugging_face_config import config_json, decoder_config
 from experiments.interchange.hugging_face_files import (
     WEIGHTS,
     read_json,
     read_weights,
     weight_files,
 )
-from experiments.interchange.hugging_face_tensors import Tensor, prefix_of, tensors_of
+from experiments.interchange.hugging_face_kinds import PHI3
+from experiments.interchange.hugging_face_tensors import (
+    Tensor,
+    parts_of,
+    prefix_of,
+    tensors_of,
+)
+from experiments.interchange.hugging_face_values import CONFIG
 from experiments.models.decoder_config import DecoderConfig
 from meshpar.errors import ConfigError, shown
 
@@ -156,4 +159,27 @@ def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
             continue
         complete = name.startswith((prefix, "lm_head."))
         full[name if complete else prefix + name] = array
+    if description["model_type"] == PHI3:
+        full = _separated(full, config)
     return config, full
+
+
+def _separated(
+    arrays: Mapping[str, np.ndarray], config: DecoderConfig
+) -> dict[str, np.ndarray]:
+    """The tensors of a Llama, from those of Phi-3, which joins some along the outputs.
+
+    Raises:
+      ConfigError: a matrix with another number of outputs.
+    """
+    separated = {}
+    for name, array in arrays.items():
+        parts = parts_of(name, config)
+        if len(array) != sum(parts.values()) and len(parts) > 1:
+            raise ConfigError(
+                f"{name} has {len(array)} outputs, not {sum(parts.values())}; {CONFIG} "
+                "belongs to other weights"
+            )
+        ends = np.cumsum(list(parts.values()))[:-1]
+        separated |= zip(parts, np.split(array, ends), strict=True)
+    return separated

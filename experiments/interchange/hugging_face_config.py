@@ -1,20 +1,43 @@
-"""Hugging Face's config.json, to and from `DecoderConfig`.
-
-For GPT-2, Llama, Mixtral and Qwen3-MoE.
-"""
+"""Hugging Face's config.json, to and from `DecoderConfig`."""
 
 import functools
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.interchange.hugging_face_kinds import KINDS, kind_of
+from experiments.interchange.hugging_face_kinds import KINDS, PHI3, kind_of
+from experiments.interchange.hugging_face_rope import rope_fields, rope_json
+from experiments.interchange.hugging_face_values import (
+    CONFIG,
+    check_values,
+    number,
+    switch,
+)
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.recipes.config import Config
 from meshpar.errors import ConfigError, nearest, shown
 from meshpar.runs.config import check_setting
 
-CONFIG = "config.json"
+GEMMA3 = "gemma3_text"
 _MIXTURES = ("mixtral", "qwen3_moe")
+_BIASED = ("llama", "qwen3", "qwen3_moe", "olmo2", GEMMA3)
+"""Kinds with a switch for biases of attention."""
+
+_WINDOWS = {"mistral": 4096, PHI3: 0, GEMMA3: 4096}
+"""{kind: its default of sliding_window, 0 for none}."""
+
+_WINDOW_THETAS = {GEMMA3: 10_000.0}
+"""{kind: its default base of rotary positions in layers with a window}."""
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    GEMMA3: "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
@@ -48,42 +71,51 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         head_dim=config.head_dim,
-        hidden_act="silu",
         rms_norm_eps=config.norm_eps,
-        rope_theta=config.rope_theta,
+        **rope_json(config),
         **_own_json(kind, config),
     )
 
 
 def _own_json(kind: str, config: DecoderConfig) -> dict[str, Any]:
     """The fields in which Llama and its kin differ."""
-    if kind == "llama":
-        return dict(
-            architectures=["LlamaForCausalLM"],
-            intermediate_size=config.mlp,
-            attention_bias=False,
-            mlp_bias=False,
+    own = {"architectures": [_ARCHITECTURES[kind]], "hidden_act": "silu"}
+    if kind == "qwen3_moe":
+        own |= dict(
+            moe_intermediate_size=config.mlp,
+            num_experts=config.num_experts,
+            norm_topk_prob=config.normalize_weights,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
         )
+    else:
+        own["intermediate_size"] = config.mlp
     if kind == "mixtral":
-        return dict(
-            architectures=["MixtralForCausalLM"],
-            intermediate_size=config.mlp,
-            num_local_experts=config.num_experts,
-            num_experts_per_tok=config.experts_per_token,
-            sliding_window=None,
-        )
-    return dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        moe_intermediate_size=config.mlp,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.experts_per_token,
-        norm_topk_prob=config.normalize_weights,
-        attention_bias=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=False,
-    )
+        own["num_local_experts"] = config.num_experts
+    if kind in _MIXTURES:
+        own["num_experts_per_tok"] = config.experts_per_token
+    if kind in _WINDOWS:
+        own["sliding_window"] = config.window or None
+    if kind in _BIASED:
+        own["attention_bias"] = config.bias or config.attention_bias != "none"
+    if kind == "llama":
+        own["mlp_bias"] = config.bias
+    if kind.startswith("qwen"):
+        own["use_sliding_window"] = False
+    if kind == GEMMA3:
+        own["hidden_activation"] = own.pop("hidden_act") and "gelu_pytorch_tanh"
+        own["query_pre_attn_scalar"] = config.score_width or config.head_dim
+        own["layer_types"] = _layer_types(config)
+    return own
 
+
+def _layer_types(config: DecoderConfig) -> list[str]:
+    """What the attention of every layer sees, in the words of transformers."""
+    windows = config.windows * (config.depth // len(config.windows))
+    return ["sliding_attention" if size else "full_attention" for size in windows]
+
+
+_SILU = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
 
 _SUPPORTED: dict[str, dict[str, tuple]] = {
     "gpt2": {
@@ -92,21 +124,39 @@ _SUPPORTED: dict[str, dict[str, tuple]] = {
         "scale_attn_by_inverse_layer_idx": (False,),
         "tie_word_embeddings": (True,),
     },
-    "llama": {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
+    "llama": _SILU,
+    "qwen2": _SILU | {"use_sliding_window": (False,)},
+    "qwen3": _SILU | {"use_sliding_window": (False,)},
+    "mistral": _SILU,
+    PHI3: _SILU | {"attention_bias": (False,)},
+    "olmo2": _SILU,
+    GEMMA3: {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+        "partial_rotary_factor": (1, None),
     },
-    "mixtral": {"hidden_act": ("silu",), "sliding_window": (None,)},
-    "qwen3_moe": {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
+    "mixtral": _SILU | {"sliding_window": (None,)},
+    "qwen3_moe": _SILU
+    | {
         "use_sliding_window": (False,),
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([], None),
     },
 }
 """{kind: {name in config.json: the values that the decoder supports}}."""
+
+_QWEN = dict(
+    vocab_size=151_936,
+    max_position_embeddings=32_768,
+    num_hidden_layers=32,
+    hidden_size=4096,
+    num_key_value_heads=32,
+    intermediate_size=22016,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+)
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": dict(
@@ -117,6 +167,49 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         intermediate_size=11008,
         rms_norm_eps=1e-6,
         rope_theta=10_000.0,
+    ),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | dict(head_dim=128),
+    "mistral": dict(
+        vocab_size=32000,
+        max_position_embeddings=131_072,
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+    ),
+    PHI3: dict(
+        vocab_size=32064,
+        max_position_embeddings=4096,
+        num_hidden_layers=32,
+        hidden_size=3072,
+        intermediate_size=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+    ),
+    "olmo2": dict(
+        vocab_size=50304,
+        max_position_embeddings=2048,
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+    ),
+    GEMMA3: dict(
+        vocab_size=262_208,
+        max_position_embeddings=131_072,
+        num_hidden_layers=26,
+        hidden_size=2304,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        intermediate_size=9216,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
     ),
     "mixtral": dict(
         vocab_size=32000,
@@ -146,38 +239,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """{kind: {name in config.json: the default of transformers}}."""
 
 
-def _check_values(
-    description: Mapping[str, Any], supported: Mapping[str, tuple]
-) -> None:
-    """Raises ConfigError for a value that the decoder does not support."""
-    for name, values in supported.items():
-        if name in description and description[name] not in values:
-            raise ConfigError(
-                f"{name}={shown(repr(description[name]))}: only {values[0]!r} is "
-                "supported"
-            )
-
-
-def _number(description: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A number of a config.json; null stands for the default.
-
-    Raises:
-      ConfigError: another kind of value, or a size below 1.
-    """
-    value = description.get(name)
-    if value is None:
-        return default
-    whole = isinstance(default, int)
-    is_number = isinstance(value, int if whole else (int, float))
-    if not is_number or isinstance(value, bool) or (whole and value < 1):
-        kind = "a whole number of at least 1" if whole else "a number"
-        raise ConfigError(f"{CONFIG}: {name}={shown(repr(value))}: use {kind}")
-    return value if whole else float(value)
-
-
 def _gpt2_fields(description: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `DecoderConfig`; the defaults are those of transformers."""
-    get = functools.partial(_number, description)
+    get = functools.partial(number, description)
     embed = get("n_embd", 768)
     return dict(
         vocab=get("vocab_size", 50257),
@@ -197,19 +261,12 @@ def _llama_fields(kind: str, description: Mapping[str, Any]) -> dict[str, Any]:
     defaults = _DEFAULTS[kind]
 
     def get(name: str, default: Any = None) -> Any:
-        return _number(description, name, defaults.get(name, default))
+        return number(description, name, defaults.get(name, default))
 
     heads, embed = get("num_attention_heads", 32), get("hidden_size")
     head_dim = get("head_dim", max(1, embed // heads))
-    rope = description.get("rope_parameters") or description.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"{CONFIG}: rope_parameters={shown(repr(rope))}: use a table")
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ConfigError(
-            f"rotary positions of another kind than the default are not supported: "
-            f"{shown(repr(rope))}"
-        )
     width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    tied = description.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))
     fields = dict(
         vocab=get("vocab_size"),
         length=get("max_position_embeddings"),
@@ -219,20 +276,60 @@ def _llama_fields(kind: str, description: Mapping[str, Any]) -> dict[str, Any]:
         kv_heads=get("num_key_value_heads", heads),
         head_width=0 if head_dim * heads == embed else head_dim,
         mlp=get(width),
-        tied=description.get("tie_word_embeddings") or False,
+        tied=tied or False,
         norm_eps=get("rms_norm_eps"),
-        rope_theta=_number(rope, "rope_theta", get("rope_theta")),
+        **rope_fields(
+            description, defaults["rope_theta"], _WINDOW_THETAS.get(kind, 0.0)
+        ),
     )
+    if kind in _BIASED and switch(description, "attention_bias"):
+        fields["attention_bias"] = "qkvo"
+    if kind in _WINDOWS and description.get("sliding_window", 0) is not None:
+        fields["window"] = get("sliding_window", _WINDOWS[kind])
+    if kind == "llama" and switch(description, "mlp_bias"):
+        if not fields.pop("attention_bias", None):
+            raise ConfigError(
+                f"{CONFIG}: mlp_bias=True is supported beside attention_bias=True alone"
+            )
+        fields["bias"] = True
+    if kind == "qwen2":
+        fields["attention_bias"] = "qkv"
+    if kind in ("qwen3", "qwen3_moe"):
+        fields["qk_norm"] = True
+    if kind == "olmo2":
+        fields |= {"qk_norm": True, "qk_norm_joint": True, "norm_place": "after"}
+    if kind == GEMMA3:
+        fields |= _gemma3_fields(description, embed, head_dim)
     if kind not in _MIXTURES:
         return fields
     written = [x for x in ("num_experts", "num_local_experts") if x in description]
     normalize = description.get("norm_topk_prob") or False
     return fields | dict(
-        qk_norm=kind == "qwen3_moe",
-        num_experts=_number(description, "".join(written[:1]), defaults["experts"]),
+        num_experts=number(description, "".join(written[:1]), defaults["experts"]),
         experts_per_token=get("num_experts_per_tok"),
         normalize_weights=normalize if kind == "qwen3_moe" else True,
         routing="dropless",
+    )
+
+
+def _gemma3_fields(
+    description: Mapping[str, Any], embed: int, head_dim: int
+) -> dict[str, Any]:
+    """The fields in which Gemma 3 differs from Llama."""
+    every = number(description, "sliding_window_pattern", 6)
+    layers = description.get("layer_types")
+    if isinstance(layers, list):
+        is_global = "full_attention" in layers
+        every = layers.index("full_attention") + 1 if is_global else 0
+    width = number(description, "query_pre_attn_scalar", 256)
+    return dict(
+        global_every=every,
+        qk_norm=True,
+        norm_place="both",
+        norm_plus_one=True,
+        activation="geglu",
+        embedding_scale=embed**0.5,
+        score_width=0 if width == head_dim else width,
     )
 
 
@@ -255,12 +352,15 @@ def decoder_config(description: Any) -> DecoderConfig:
         raise ConfigError(
             f"model_type={shown(repr(kind))} ({nearest(shown(str(kind)), KINDS)})"
         )
-    _check_values(description, _SUPPORTED[kind])
+    check_values(description, _SUPPORTED[kind])
     is_gpt2 = kind == "gpt2"
     fields = _gpt2_fields(description) if is_gpt2 else _llama_fields(kind, description)
     for name, value in fields.items():
         check_setting(f"model.{name}", value, kind=Config)
     try:
-        return DecoderConfig(**fields)
+        config = DecoderConfig(**fields)
     except ValueError as error:
         raise ConfigError(f"{CONFIG}: {error}") from error
+    if description.get("layer_types"):
+        check_values(description, {"layer_types": (_layer_types(config),)})
+    return config

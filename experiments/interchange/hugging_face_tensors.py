@@ -57,7 +57,6 @@ def _gpt2() -> dict[str, Tensor]:
 
 
 _MLP = {
-    "llama": {f"mlp.{x}_proj": f"mlp/{x}" for x in ("gate", "up", "down")},
     "mixtral": {
         "block_sparse_moe.gate": "mlp/router",
         "block_sparse_moe.experts.{}.w1": "mlp/gate",
@@ -71,6 +70,27 @@ _MLP = {
 }
 """{kind: {matrix of a feed-forward layer: parameter}}; {} stands for the expert."""
 
+_DENSE = {f"mlp.{x}_proj": f"mlp/{x}" for x in ("gate", "up", "down")}
+"""{matrix of a feed-forward layer without experts: parameter}."""
+
+_NORMS = {
+    "before": {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "mlp_norm",
+    },
+    "after": {
+        "post_attention_layernorm": "attention_post_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    },
+    "both": {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    },
+}
+"""{place of norms: {norm of a layer: parameter}}."""
+
 
 def _llama(kind: str, config: DecoderConfig) -> dict[str, Tensor]:
     """{name: tensor} of Llama and its kin; {} in a name: the layer, then the expert."""
@@ -80,27 +100,40 @@ def _llama(kind: str, config: DecoderConfig) -> dict[str, Tensor]:
     }
     if not config.tied:
         tensors["lm_head.weight"] = Tensor(("head",), 1, True)
-    norms = {
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "mlp_norm",
-    }
+    norms = dict(_NORMS[config.norm_place])
     if config.qk_norm:
         norms |= {f"self_attn.{x}_norm": f"attention/{x}_norm" for x in "qk"}
     for module, param in norms.items():
         name = f"model.layers.{{}}.{module}.weight"
         tensors[name] = Tensor((f"blocks/{param}/scale",))
-    modules = {f"self_attn.{x}_proj": f"attention/{x}" for x in "qkvo"} | _MLP[kind]
-    for module, param in modules.items():
+    attention = {f"self_attn.{x}_proj": f"attention/{x}" for x in "qkvo"}
+    mlp = _MLP.get(kind, _DENSE)
+    for module, param in (attention | mlp).items():
         inputs = 2 if param == "attention/o" else 1
         name = f"model.layers.{{}}.{module}.weight"
         tensors[name] = Tensor((f"blocks/{param}",), inputs, True)
+    biased = "qkvo" if config.bias else config.attention_bias.replace("none", "")
+    modules = {f"self_attn.{x}_proj": f"attention/{x}" for x in biased}
+    for module, param in (modules | (mlp if config.bias else {})).items():
+        name = f"model.layers.{{}}.{module}.bias"
+        tensors[name] = Tensor((f"blocks/{param}_bias",))
     return tensors
+
+
+def _of_layer(tensor: Tensor, index: tuple[int, ...], period: int) -> tuple:
+    """A tensor of layers in a pattern of some period, and its index in their stack."""
+    if period == 1 or not index:
+        return tensor, index
+    row, number = divmod(index[0], period)
+    prefix = f"blocks/layers/{number}/"
+    paths = tuple(path.replace("blocks/", prefix, 1) for path in tensor.paths)
+    return dataclasses.replace(tensor, paths=paths), (row, *index[1:])
 
 
 def tensors_of(config: DecoderConfig) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     """{name: (tensor, its index in the stack of its parameters)} of a decoder.
 
-    The index is (layer, expert), (layer,) or ().
+    The index is (row, expert), (row,) or (); a row is a layer, or a run of the pattern.
 
     Args:
       config: the decoder.
@@ -109,12 +142,30 @@ def tensors_of(config: DecoderConfig) -> dict[str, tuple[Tensor, tuple[int, ...]
       ConfigError: transformers has no such decoder.
     """
     kind, tensors = kind_of(config), {}
-    ranges = range(config.depth), range(config.num_experts)
+    ranges, period = (config.depth, config.num_experts), len(config.windows)
     patterns = _gpt2() if kind == "gpt2" else _llama(kind, config)
     for name, tensor in patterns.items():
-        for index in itertools.product(*ranges[: name.count("{}")]):
-            tensors[name.format(*index)] = tensor, index
+        for index in itertools.product(*map(range, ranges[: name.count("{}")])):
+            tensors[name.format(*index)] = _of_layer(tensor, index, period)
     return tensors
+
+
+def parts_of(name: str, config: DecoderConfig) -> dict[str, int]:
+    """{name: outputs} of the matrices of a Llama that a matrix of Phi-3 joins.
+
+    Args:
+      name: of the tensor; one that joins nothing is its own part, of 0 outputs.
+      config: the decoder.
+    """
+    heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    joined = {
+        "qkv_proj": {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads},
+        "gate_up_proj": {"gate_proj": config.mlp, "up_proj": config.mlp},
+    }
+    before, module, after = (*name.rsplit(".", 2), "", "")[:3]
+    if module not in joined:
+        return {name: 0}
+    return {f"{before}.{part}.{after}": n for part, n in joined[module].items()}
 
 
 def prefix_of(config: DecoderConfig) -> str:

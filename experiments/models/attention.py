@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from flax import nnx
 
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.norm import Norm
+from experiments.models.rope import rotate
 from experiments.models.weights import bias, plus, weight
 from meshpar import layouts
 from meshpar.arrays import Array
@@ -81,28 +81,12 @@ def _attend(
     )
 
 
-def rotate(x_BLNH: Array, positions: Array, theta: float) -> Array:
-    """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
-
-    Args:
-      x_BLNH: queries or keys.
-      positions: of the tokens, integer [1, L] or [B, L].
-      theta: base of the wavelengths.
-    """
-    dim = x_BLNH.shape[-1]
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = positions.astype(jnp.float32)[..., None] * frequency[None, None]
-    sin, cos = jnp.sin(angle)[:, :, None], jnp.cos(angle)[:, :, None]
-    first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x_BLNH.dtype)
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention, perhaps with normalized queries and keys.
 
     Source: Ainslie et al., GQA, arXiv:2305.13245; Dehghani et al., arXiv:2302.05442,
-      section 2 (normalized queries and keys).
+      section 2 (normalized queries and keys); OLMo Team, OLMo 2, arXiv:2501.00656,
+      section 3.2 (over all heads).
     """
 
     def __init__(self, config: DecoderConfig, window: int, rngs: nnx.Rngs):
@@ -113,12 +97,17 @@ class Attention(nnx.Module):
         self.v = weight(rngs, config, d, embed=d, kv_heads=k, head_dim=h)
         out_scale = (2 * config.depth) ** -0.5
         self.o = weight(rngs, config, d, out_scale, heads=n, head_dim=h, embed=d)
-        self.q_bias = bias(config, heads=n, head_dim=h)
-        self.k_bias = bias(config, kv_heads=k, head_dim=h)
-        self.v_bias = bias(config, kv_heads=k, head_dim=h)
-        self.o_bias = bias(config, embed=d)
-        self.q_norm = Norm(config, head_dim=h) if config.qk_norm else None
-        self.k_norm = Norm(config, head_dim=h) if config.qk_norm else None
+        biased = config.bias or config.attention_bias != "none"
+        self.q_bias = bias(biased, heads=n, head_dim=h)
+        self.k_bias = bias(biased, kv_heads=k, head_dim=h)
+        self.v_bias = bias(biased, kv_heads=k, head_dim=h)
+        self.o_bias = bias(config.bias or config.attention_bias == "qkvo", embed=d)
+        joint = config.qk_norm_joint
+        q_dims, k_dims = (dict(heads=n), dict(kv_heads=k)) if joint else ({}, {})
+        self.q_norm = Norm(config, **q_dims, head_dim=h) if config.qk_norm else None
+        self.k_norm = Norm(config, **k_dims, head_dim=h) if config.qk_norm else None
+        # Attention divides by the root of the width of a head.
+        self.q_scale = (h / (config.score_width or h)) ** 0.5
 
     def __call__(self, x_BLD: Array, tokens: Tokens) -> Array:
         q_BLNH, k_BLKH, v_BLKH = column_parallel(
@@ -135,8 +124,11 @@ class Attention(nnx.Module):
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.config.position == "rope":
             positions = positions_of(x_BLD.shape[1], tokens)
-            q_BLNH = rotate(q_BLNH, positions, self.config.rope_theta)
-            k_BLKH = rotate(k_BLKH, positions, self.config.rope_theta)
+            rope = self.config.rope(self.window)
+            q_BLNH = rotate(q_BLNH, positions, rope)
+            k_BLKH = rotate(k_BLKH, positions, rope)
+        if self.q_scale != 1:
+            q_BLNH *= self.q_scale
         q_BLNH = layouts.constrain(q_BLNH, "batch", "length", "heads", "head_dim")
         k_BLKH = layouts.constrain(k_BLKH, "batch", "length", "kv_heads", "head_dim")
         v_BLKH = layouts.constrain(v_BLKH, "batch", "length", "kv_heads", "head_dim")

@@ -80,7 +80,7 @@ class _Token:
     def over_embed(self) -> Iterator[DeclaredCollective]:
         """Sums over a split embed dim: norms, and matmuls that begin with it."""
         config, axes, rows = self.config, self.axes("embed"), self.rows
-        norms = 2 * config.depth + 1
+        norms = (4 if config.norm_place == "both" else 2) * config.depth + 1
         sums = 2 if config.norm == "layernorm" else 1
         why = "sums of norms over the embed dim"
         yield from self.term("all_reduce", axes, rows * _FLOAT, norms * sums, why)
@@ -92,6 +92,14 @@ class _Token:
         )
         size = rows * self.part(config.vocab, "vocab") * self.item
         yield from self.term("all_reduce", axes, size, 1, "logits")
+
+    def joint_norms(self) -> Iterator[DeclaredCollective]:
+        """Sums of norms over all heads."""
+        times = self.config.depth if self.config.qk_norm_joint else 0
+        for dim in ("heads", "kv_heads"):
+            why = "sums of norms over the heads"
+            size = self.rows * _FLOAT
+            yield from self.term("all_reduce", self.axes(dim), size, times, why)
 
     def attention(self) -> Iterator[DeclaredCollective]:
         """Moves between new tokens and the cache (`ops.cached_attention`)."""
@@ -128,7 +136,7 @@ class _Token:
         """The feed-forward layers of some width that all tokens go through."""
         config = self.config
         size = self.rows * self.part(width, "mlp") * self.item
-        size *= 2 if config.activation == "swiglu" else 1
+        size *= 2 if config.gated else 1
         axes, depth = self.axes("embed"), config.depth
         yield from self.term("all_reduce", axes, size, depth, "hidden of the mlp")
         yield from self.output(self.axes("mlp"), "outputs of the mlp")
@@ -141,7 +149,7 @@ class _Token:
         tokens, rows = self.rows * ways, self.rows * config.embed * self.item
         matrix = config.num_experts // ways * config.embed * self.item
         matrix *= self.part(config.mlp, "mlp")
-        matrices = 3 if config.activation == "swiglu" else 2
+        matrices = 3 if config.gated else 2
         choices = tokens * config.experts_per_token * _FLOAT
         gathers = [
             (embed, matrix, matrices, "weights of experts"),
@@ -181,6 +189,7 @@ def declared(
         *token.output(vocab, "lookup in the split vocabulary", times=1),
         *token.term("all_gather", vocab, size, 1, "logits of all tokens"),
         *token.over_embed(),
+        *token.joint_norms(),
         *token.attention(),
     ]
     dense = config.mlp * (config.shared_experts if config.num_experts else 1)

@@ -39,13 +39,24 @@ def _residual(x_BLD: Array) -> Array:
     return layouts.constrain(x_BLD, "batch", "residual_length", "embed")
 
 
+def _normed(x_BLD: Array, norm: Norm | None) -> Array:
+    return x_BLD if norm is None else norm(x_BLD)
+
+
 class Block(nnx.Module):
-    """One pre-norm transformer layer, whose attention may have a window."""
+    """One transformer layer, whose attention may have a window.
+
+    Source: OLMo Team, OLMo 2, arXiv:2501.00656, section 3.1 (norms after); Gemma Team,
+      Gemma 2, arXiv:2408.00118, section 2 (norms before and after).
+    """
 
     def __init__(self, config: DecoderConfig, window: int, rngs: nnx.Rngs):
-        self.attention_norm = Norm(config, embed=config.embed)
+        before, after = config.norm_place != "after", config.norm_place != "before"
+        self.attention_norm = Norm(config, embed=config.embed) if before else None
         self.attention = Attention(config, window, rngs)
-        self.mlp_norm = Norm(config, embed=config.embed)
+        self.attention_post_norm = Norm(config, embed=config.embed) if after else None
+        self.mlp_norm = Norm(config, embed=config.embed) if before else None
+        self.mlp_post_norm = Norm(config, embed=config.embed) if after else None
         self.has_experts = config.num_experts > 0
         self.mlp = (ExpertMlp if self.has_experts else Mlp)(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
@@ -53,14 +64,18 @@ class Block(nnx.Module):
     def __call__(self, x: Any, tokens: Tokens = None) -> Any:
         """Runs x_BLD; with experts (x_BLD, statistics of the layers before)."""
         x_BLD, *earlier = x if self.has_experts else (x,)
-        y_BLD = self.attention(self.attention_norm(x_BLD), tokens)
-        x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
-        y_BLD = self.mlp(self.mlp_norm(x_BLD))
+        y_BLD = self.attention(_normed(x_BLD, self.attention_norm), tokens)
+        x_BLD = self._plus(x_BLD, y_BLD, self.attention_post_norm)
+        y_BLD = self.mlp(_normed(x_BLD, self.mlp_norm))
         if not earlier:
-            return _residual(x_BLD + self.dropout(_residual(y_BLD)))
+            return self._plus(x_BLD, y_BLD, self.mlp_post_norm)
         y_BLD, statistics = y_BLD
-        x_BLD = _residual(x_BLD + self.dropout(_residual(y_BLD)))
+        x_BLD = self._plus(x_BLD, y_BLD, self.mlp_post_norm)
         return x_BLD, statistics.after(*earlier)
+
+    def _plus(self, x_BLD: Array, y_BLD: Array, norm: Norm | None) -> Array:
+        """The residual stream with what attention or mlp adds to it."""
+        return _residual(x_BLD + self.dropout(_normed(_residual(y_BLD), norm)))
 
 
 class Pattern(nnx.Module):
@@ -167,6 +182,8 @@ class Decoder(nnx.Module):
         # move activations instead, which are fewer where one token is decoded.
         w_VD = layouts.constrain(self.embedding[...], "vocab", "embed")
         x_BLD = vocabulary.lookup(w_VD, tokens_BL)
+        if self.config.embedding_scale != 1:
+            x_BLD *= self.config.embedding_scale
         if self.positions is not None:
             x_BLD += self.positions[...][positions_of(tokens_BL.shape[1], tokens)]
         x_BLD = _residual(self.dropout(x_BLD))

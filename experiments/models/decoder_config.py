@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from experiments.data import MAX_VOCABULARY
+from experiments.models.rope import Rope
 from meshpar.ops import float8
 from meshpar.ops.experts.config import ROUTINGS, SCORES, MixtureConfig
 from meshpar.settings import SMALLEST, Choice, Number, Switch, check, real
@@ -12,6 +13,7 @@ from meshpar.settings import SMALLEST, Choice, Number, Switch, check, real
 _VOCAB = Number(0, MAX_VOCABULARY, "token ids", "0 takes those of the data")
 _HEADS = Number(1, 2**14, "heads")
 _GROUP = Number(0, 2**24, "tokens", "0 for the whole sequence")
+_ROPE_LENGTH = Number(0, 2**24, "tokens", "0 for all wavelengths")
 _NODES = Number(1, 2**10, "groups of experts")
 
 
@@ -28,14 +30,31 @@ class DecoderConfig:
       kv_heads: number of key and value heads (grouped-query attention).
       head_width: width of one head; 0 for embed / heads.
       qk_norm: whether queries and keys of every head are normalized.
+      qk_norm_joint: whether that norm is one over all heads.
+      score_width: scores of attention are divided by its square root; 0 for the width
+        of one head.
       mlp: width of the feed-forward layer.
       position: "rope" or "learned".
       norm: "rmsnorm" or "layernorm".
-      activation: "swiglu" or "gelu".
-      bias: whether linear layers have biases.
+      norm_place: where attention and mlp have norms: "before" them, "after" them, on
+        what they add to the residual stream, or "both".
+      norm_plus_one: whether norms multiply by one plus their scale.
+      activation: "swiglu", "geglu" or "gelu".
+      bias: whether all linear layers have biases.
+      attention_bias: matrices of attention that have biases without `bias`: "none",
+        "qkv" or "qkvo".
       tied: whether the head is the transposed embedding.
       dropout: rate after the embedding, attention and mlp.
+      embedding_scale: factor of the embedding of tokens.
       rope_theta: base of the rotary wavelengths.
+      rope_factor: how many times as long rotary wavelengths are, for sequences that are
+        longer than those of pretraining; 1 for no change.
+      rope_length: tokens that sequences of pretraining had; wavelengths that turn often
+        in so many stay as they are. 0 changes all of them.
+      rope_low: wavelengths of fewer turns in `rope_length` change by the whole factor.
+      rope_high: wavelengths of more turns in `rope_length` stay as they are.
+      window_rope_theta: base of rotary wavelengths, none of which change, in layers
+        with a window; 0 for the wavelengths of the other layers.
       norm_eps: added to the mean square before its root, in norms.
       init_std: standard deviation of initial weights; 0 for 1/sqrt(fan_in).
       num_experts: experts of each layer, of width `mlp` each; 0 for a dense model.
@@ -58,7 +77,8 @@ class DecoderConfig:
       z_loss: weight of the loss on the router's logits.
       window: tokens that each token sees in attention, itself among them; 0 for all.
       global_every: every so many layers one sees whole sequences, in place of the
-        window; 0 for none.
+        window; 0 for none. If it does not divide the depth, all layers are one pattern,
+        which no pipeline can split.
       loss_block: tokens of a sequence whose logits are in memory at once; 0 for all.
       float8: whether layers multiply by weights in float8, as in `meshpar.ops.float8`.
     """
@@ -71,14 +91,25 @@ class DecoderConfig:
     kv_heads: Annotated[int, _HEADS] = 2
     head_width: Annotated[int, Number(0, 2**14, note="0 for embed / heads")] = 0
     qk_norm: Annotated[bool, Switch()] = False
+    qk_norm_joint: Annotated[bool, Switch()] = False
+    score_width: Annotated[int, Number(0, 2**20, note="0 for that of one head")] = 0
     mlp: Annotated[int, Number(1, 2**22)] = 384
     position: Annotated[str, Choice(("rope", "learned"))] = "rope"
     norm: Annotated[str, Choice(("rmsnorm", "layernorm"))] = "rmsnorm"
-    activation: Annotated[str, Choice(("swiglu", "gelu"))] = "swiglu"
+    norm_place: Annotated[str, Choice(("before", "after", "both"))] = "before"
+    norm_plus_one: Annotated[bool, Switch()] = False
+    activation: Annotated[str, Choice(("swiglu", "geglu", "gelu"))] = "swiglu"
     bias: Annotated[bool, Switch()] = False
+    attention_bias: Annotated[str, Choice(("none", "qkv", "qkvo"))] = "none"
     tied: Annotated[bool, Switch()] = False
     dropout: Annotated[float, real(0, 1, below=True)] = 0.0
+    embedding_scale: Annotated[float, real(0, 1e6, above=True)] = 1.0
     rope_theta: Annotated[float, real(1, 1e12)] = 10_000.0
+    rope_factor: Annotated[float, real(1, 1e6)] = 1.0
+    rope_length: Annotated[int, _ROPE_LENGTH] = 0
+    rope_low: Annotated[float, real(0, 1e6, above=True)] = 1.0
+    rope_high: Annotated[float, real(0, 1e6, above=True)] = 4.0
+    window_rope_theta: Annotated[float, real(0, 1e12, note="0 for that of others")] = 0.0
     norm_eps: Annotated[float, real(SMALLEST, 1)] = 1e-5
     init_std: Annotated[float, real(0, 100, note="0 for 1/sqrt(fan_in)")] = 0.0
     window: Annotated[int, Number(0, 2**24, "tokens", "0 for whole sequences")] = 0
@@ -119,10 +150,19 @@ class DecoderConfig:
                 f"loss_block={self.loss_block}: use a divisor of length={self.length}, "
                 "or 0 for all at once"
             )
-        if self.global_every and (not self.window or self.depth % self.global_every):
+        if self.global_every and not self.window:
             raise ValueError(
-                f"global_every={self.global_every}, window={self.window}, "
-                f"depth={self.depth}: use a window, and a divisor of the depth"
+                f"global_every={self.global_every}, window=0: use a window beside it"
+            )
+        if self.qk_norm_joint and not (self.qk_norm and self.norm == "rmsnorm"):
+            raise ValueError(
+                f"qk_norm_joint=True, qk_norm={self.qk_norm}, norm={self.norm}: use "
+                "qk_norm=True and norm=rmsnorm beside it"
+            )
+        if self.rope_low >= self.rope_high:
+            raise ValueError(
+                f"rope_low={self.rope_low}, rope_high={self.rope_high}: use a lower "
+                "rope_low or a higher rope_high"
             )
         if self.num_experts:
             self._check_experts()
@@ -174,11 +214,25 @@ class DecoderConfig:
         return self.head_width or self.embed // self.heads
 
     @property
+    def gated(self) -> bool:
+        """Whether feed-forward layers multiply by a gate."""
+        return self.activation != "gelu"
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """The windows of the layers of one pattern, which repeats through the depth."""
-        if not self.global_every:
+        every = self.global_every
+        if not every:
             return (self.window,)
-        return (*[self.window] * (self.global_every - 1), 0)
+        length = self.depth if self.depth % every else every
+        return tuple(self.window if n % every else 0 for n in range(1, length + 1))
+
+    def rope(self, window: int) -> Rope:
+        """The rotary positions of layers with some window."""
+        if window and self.window_rope_theta:
+            return Rope(self.window_rope_theta)
+        stretch = self.rope_factor, self.rope_length, self.rope_low, self.rope_high
+        return Rope(self.rope_theta, *stretch)
 
     def flops_per_token(self) -> float:
         """Training FLOPs per token, forward and backward.
@@ -188,7 +242,7 @@ class DecoderConfig:
         Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
         """
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
-        mlp = self.embed * self.mlp * (3 if self.activation == "swiglu" else 2)
+        mlp = self.embed * self.mlp * (3 if self.gated else 2)
         if self.num_experts:
             mlp *= self.experts_per_token + self.shared_experts
             mlp += self.embed * self.num_experts
@@ -198,6 +252,13 @@ class DecoderConfig:
         return 6 * weights + 12 * self.heads * self.head_dim * seen
 
 
+_PLAIN = dict(
+    score_width=0,
+    norm_place="before",
+    norm_plus_one=False,
+    attention_bias="none",
+    embedding_scale=1.0,
+)
 GPT2_KIND = dict(
     position="learned",
     norm="layernorm",
@@ -205,5 +266,6 @@ GPT2_KIND = dict(
     bias=True,
     tied=True,
     qk_norm=False,
+    **_PLAIN,
 )
 """Fields of `DecoderConfig` that make a GPT-2; the defaults make a Llama."""

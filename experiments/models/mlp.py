@@ -12,30 +12,34 @@ from experiments.models.weights import bias, plus, weight
 from meshpar import layouts
 from meshpar.arrays import Array
 from meshpar.ops import experts
-from meshpar.ops.activations import gelu, swiglu
+from meshpar.ops.activations import geglu, gelu, swiglu
 from meshpar.ops.tensor_parallel import column_parallel, row_parallel
+
+_GATED = {"swiglu": swiglu, "geglu": geglu}
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layer: SwiGLU (Shazeer, arXiv:2002.05202) or GELU."""
+    """Feed-forward layer: SwiGLU, GEGLU (Shazeer, arXiv:2002.05202) or GELU."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, f = config.embed, config.mlp
         self.matmul = config.matmul
-        gated = config.activation == "swiglu"
-        self.gate = weight(rngs, config, d, embed=d, mlp=f) if gated else None
+        self.activation = _GATED.get(config.activation, gelu)
+        self.gate = weight(rngs, config, d, embed=d, mlp=f) if config.gated else None
         self.up = weight(rngs, config, d, embed=d, mlp=f)
         out_scale = (2 * config.depth) ** -0.5
         self.down = weight(rngs, config, f, out_scale, mlp=f, embed=d)
-        self.up_bias = bias(config, mlp=f)
-        self.down_bias = bias(config, embed=d)
+        self.gate_bias = bias(config.bias and config.gated, mlp=f)
+        self.up_bias = bias(config.bias, mlp=f)
+        self.down_bias = bias(config.bias, embed=d)
 
     def __call__(self, x_BLD: Array) -> Array:
         weights = [w for w in (self.up, self.gate) if w is not None]
         named = ((w[...], ("embed", "mlp")) for w in weights)
         h_BLF, *gate_BLF = column_parallel(x_BLD, *named, matmul=self.matmul)
         h_BLF = plus(h_BLF, self.up_bias)
-        h_BLF = swiglu(*gate_BLF, h_BLF) if gate_BLF else gelu(h_BLF)
+        gate_BLF = [plus(x, self.gate_bias) for x in gate_BLF]
+        h_BLF = self.activation(*gate_BLF, h_BLF)
         h_BLF = layouts.constrain(h_BLF, "batch", "length", "mlp")
         h_BLF = checkpoint_name(h_BLF, "mlp_hidden")
         y_BLD = row_parallel(h_BLF, self.down[...], ("mlp", "embed"), self.matmul)
@@ -50,7 +54,8 @@ class ExpertMlp(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.mixture, self.gated = config.mixture, config.activation == "swiglu"
+        self.mixture, self.gated = config.mixture, config.gated
+        self.activation = jax.nn.silu if config.activation == "swiglu" else jax.nn.gelu
         self.deterministic = False  # NNX sets it in evaluation mode.
         d, f, e = config.embed, config.mlp, config.num_experts
         router = jax.random.normal(rngs.params(), (d, e)) * d**-0.5
@@ -78,7 +83,7 @@ class ExpertMlp(nnx.Module):
                 self.gate[...] if self.gated else None,
             ),
             self.mixture,
-            activation=jax.nn.silu if self.gated else jax.nn.gelu,
+            activation=self.activation,
             bias_E=None if self.router_bias is None else self.router_bias[...],
             key=self.rngs() if jitters else None,
         )

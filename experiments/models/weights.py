@@ -17,9 +17,9 @@ def weight(
     return nnx.Param(value, out_sharding=tuple(dims))
 
 
-def bias(config: DecoderConfig, **dims: int) -> nnx.Param | None:
-    """A bias of zeros; None if the configuration has none."""
-    if not config.bias:
+def bias(exists: bool, **dims: int) -> nnx.Param | None:
+    """A bias of zeros, or None."""
+    if not exists:
         return None
     return nnx.Param(jnp.zeros(tuple(dims.values())), out_sharding=tuple(dims))
 

@@ -24,6 +24,11 @@ def swiglu(gate: Array, up: Array) -> Array:
     return _swiglu(gate, up) if traced_platform() is CPU else jax.nn.silu(gate) * up
 
 
+def geglu(gate: Array, up: Array) -> Array:
+    """gelu(gate) * up (Shazeer, arXiv:2002.05202)."""
+    return gelu(gate) * up
+
+
 @jax.custom_vjp
 def _gelu(x: Array) -> Array:
     return jax.nn.gelu(x)

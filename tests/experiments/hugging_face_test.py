@@ -1,6 +1,7 @@
 """Weights under the names of transformers: same logits, and back bit for bit.
 
-The models in tests/data are transformers' own, random (make_hugging_face.py).
+The models in tests/data are transformers' own, of random weights or of those of a
+formula (make_hugging_face.py).
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support import commands
+from support import commands, formula_weights
 
 from experiments.interchange import hugging_face
 from experiments.interchange.hugging_face_config import config_json, decoder_config
@@ -24,10 +25,35 @@ from meshpar.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe")
+BY_FORMULA = (
+    "llama3",
+    "llama_attention_bias",
+    "llama_bias",
+    "qwen2",
+    "qwen3",
+    "qwen3_bias",
+    "mistral",
+    "olmo2",
+    "gemma3",
+    "gemma3_odd",
+    "phi3",
+)
 
 
 def folder_of(kind):
     return ROOT / "tests/data" / f"hugging_face_{kind}"
+
+
+def with_weights(kind, tmp_path):
+    """A folder of theirs with all its files."""
+    if kind in KINDS:
+        return folder_of(kind)
+    return formula_weights.write(folder_of(kind), tmp_path / "theirs")
+
+
+def logits_of(config, params, tokens):
+    model = language_model(config)
+    return np.asarray(jax.jit(lambda p, t: model.bind(p)(t))(params, tokens))
 
 
 def ours(folder):
@@ -48,30 +74,62 @@ def assert_same(got, want):
         np.testing.assert_array_equal(got[name], tensor)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *BY_FORMULA[:-1]))
 def test_same_logits_and_back_bit_for_bit(kind, tmp_path):
-    config, model, params = ours(folder_of(kind))
+    folder, out = with_weights(kind, tmp_path), tmp_path / "out"
+    config, _, params = ours(folder)
     with np.load(folder_of(kind) / "logits.npz") as known:
         tokens, want = known["tokens"], known["logits"]
-    got = np.asarray(jax.jit(lambda p, t: model.bind(p)(t))(params, tokens))
     assert np.abs(want).max() > 1
+    got = logits_of(config, params, tokens)
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
-    hugging_face.write(tmp_path, config, params)
-    assert_same(stored(tmp_path), stored(folder_of(kind)))
-    theirs = json.loads((folder_of(kind) / "config.json").read_text())
-    written = json.loads((tmp_path / "config.json").read_text())
+    hugging_face.write(out, config, params)
+    assert_same(stored(out), stored(folder))
+    theirs = json.loads((folder / "config.json").read_text())
+    written = json.loads((out / "config.json").read_text())
     shared = written.keys() & theirs.keys() - {"bos_token_id", "eos_token_id"}
     assert len(shared) > 8 and all(written[key] == theirs[key] for key in shared)
     assert decoder_config(written) == config
 
 
+def test_phi3_becomes_a_mistral(tmp_path):
+    config, _, params = ours(with_weights("phi3", tmp_path))
+    with np.load(folder_of("phi3") / "logits.npz") as known:
+        tokens, want = known["tokens"], known["logits"]
+    hugging_face.write(tmp_path / "out", config, params)
+    said = json.loads((tmp_path / "out/config.json").read_text())
+    assert (said["model_type"], said["sliding_window"]) == ("mistral", 5)
+    config, _, params = ours(tmp_path / "out")
+    got = logits_of(config, params, tokens)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BY_FORMULA)
+def test_shards_of_bfloat16_as_transformers_writes_them(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    folder, out = with_weights(kind, tmp_path), tmp_path / "out"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    load(folder, dtype=torch.bfloat16).save_pretrained(out, max_shard_size="4KB")
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    config, _, params = ours(out)
+    tokens = np.random.default_rng(1).integers(0, 24, (2, 12))
+    with torch.no_grad():
+        theirs = load(out, dtype=torch.float32).eval()
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+    got = logits_of(config, params, tokens)
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", (*KINDS, *BY_FORMULA))
 def test_transformers_loads_what_we_write(kind, tmp_path):
     """Compares with transformers and torch themselves, where they are installed."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    config = dataclasses.replace(ours(folder_of(kind))[0], depth=3, vocab=50)
+    config = ours(with_weights(kind, tmp_path))[0]
+    config = dataclasses.replace(config, depth=3, vocab=50)
     model = language_model(config)
     params = jax.device_get(model.init(jax.random.key(1)))
     tokens = np.random.default_rng(1).integers(0, 50, (2, 9))
@@ -113,9 +171,15 @@ def test_old_files_without_prefix_and_with_buffers_and_shards(tmp_path):
 @pytest.mark.parametrize(
     "kind, changes, words",
     [
-        ("gpt2", {"model_type": "bert"}, "model_type='bert'.*known: gpt2, llama"),
+        (
+            "gpt2",
+            {"model_type": "bert"},
+            "model_type='bert'.*known: gemma3_text, gpt2, llama",
+        ),
         ("gpt2", {"activation_function": "relu"}, "'relu': only 'gelu_new' is"),
-        ("llama", {"attention_bias": True}, "attention_bias=True: only False is"),
+        ("llama", {"attention_bias": True}, r"lacks .*self_attn\.k_proj\.bias"),
+        ("llama", {"attention_bias": 2}, "attention_bias=2: use true or false"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is supported beside attention_"),
         ("llama", {"head_dim": 8}, r"q_proj.weight is \(16, 16\), not \(32, 16\)"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "of another kind"),
         ("llama", {"intermediate_size": 44}, r"gate_proj.weight is \(40, 16\), not"),
@@ -136,6 +200,44 @@ def test_what_ours_cannot_be_is_an_error(kind, changes, words, tmp_path):
         ours(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "kind, changes, words",
+    [
+        ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: only"),
+        ("llama3", {"rope_parameters": {"factor": 2.0, "beta": 1}}, "of another kind"),
+        ("llama3", {"rope_parameters": {"rope_type": ["yarn"]}}, "of another kind"),
+        ("llama3", {"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ("llama3", {"layer_types": ["sliding_attention"] * 2}, "layer_types=.* only"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "of another kind than"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75: only"),
+        ("phi3", {"num_key_value_heads": 4}, r"has 32 outputs, not 48"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0: use a whole number"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: only False"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping=30.0: only None"),
+        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional.*only False"),
+        ("gemma3", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh' is"),
+        (
+            "gemma3",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types=.* only .'full_attention', 'full_attention'",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "lacks 'factor'",
+        ),
+    ],
+)
+def test_what_a_family_may_not_have_is_an_error(kind, changes, words, tmp_path):
+    folder = with_weights(kind, tmp_path)
+    said = json.loads((folder / "config.json").read_text())
+    if "rope_scaling" in changes:
+        del said["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(said | changes))
+    with pytest.raises(ConfigError, match=words):
+        ours(folder)
+
+
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(ConfigError, match="give a folder with config.json and"):
         hugging_face.read(tmp_path)
@@ -143,7 +245,7 @@ def test_a_folder_that_is_none(tmp_path):
 
 def test_a_decoder_that_they_do_not_have():
     with pytest.raises(ConfigError, match="gpt2 has no position='rope'.*llama has no"):
-        config_json(DecoderConfig(bias=True))
+        config_json(DecoderConfig(norm="layernorm"))
 
 
 def test_experts_that_drop_tokens_are_not_theirs():

@@ -5,14 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import equality
 from support.equality import first_step
 from support.marks import slow
-from support.tiny_models import LENGTH, batch, lower, model, relative_error
+from support.tiny_models import (
+    GEMMA3,
+    LENGTH,
+    OLMO2,
+    batch,
+    lower,
+    lower_standard,
+    model,
+    relative_error,
+)
 
+import meshpar
 from experiments import data, recipes
-from experiments.models.attention import rotate
 from experiments.models.decoder_config import GPT2_KIND
 from experiments.models.loss import cross_entropy
+from experiments.models.rope import Rope, rotate
 from experiments.recipes import sampling
 
 
@@ -74,7 +85,9 @@ def test_rope_sees_only_distances():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 8)).astype(np.float32)
     q_BLNH, k_BLNH = (
-        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), jnp.arange(12)[None], 100.0)[0, :, 0]
+        rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), jnp.arange(12)[None], Rope(100.0))[
+            0, :, 0
+        ]
         for x in (q, k)
     )
     scores = q_BLNH @ k_BLNH.T
@@ -135,6 +148,28 @@ def test_a_chunked_loss_is_the_loss_in_less_memory(layout):
     # `tensor` the backward pass computes the half of a device again in any case.
     logits = 4 * 16 * 4096 * 4
     assert memory[0] - memory[2] > (logits // 8 if "tensor" in layout else logits)
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        (OLMO2, "fsdp=2,tensor=2"),
+        (GEMMA3 | dict(depth=4), "pipe=2,fsdp=2,microbatches=2,remat=full"),
+        slow(GEMMA3 | dict(depth=4), "data=2,context=2,tensor=2"),
+        slow(GEMMA3 | dict(depth=3), "fsdp=2,tensor=2,remat=full"),
+        slow(OLMO2, "pipe=2,data=2,tensor=2,microbatches=2"),
+        slow(OLMO2, "context=2,fsdp=2,tensor=2"),
+        slow(dict(bias=True), "fsdp=2,tensor=2"),
+    ],
+)
+def test_other_kinds_train_alike(kind, layout):
+    of, num = model(**kind), meshpar.layouts.parse(layout).microbatches
+    program = lower_standard(layout, of)
+    batches = [batch(0), batch(1)]
+    one = lower_standard(f"data=1,microbatches={num}", of)
+    report = equality.compare(program, one, batches)
+    assert report.ok, report.problem
+    assert program.violations() == []
 
 
 def test_sampling_equals_a_plain_loop_beyond_the_window():

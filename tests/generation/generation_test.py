@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support.marks import slow
-from support.tiny_models import model
+from support.tiny_models import GEMMA3, OLMO2, model
 
 import meshpar
 from experiments.models.decoder_config import GPT2_KIND
@@ -19,6 +19,9 @@ KINDS = {
     "grouped": dict(kv_heads=2, qk_norm=True),
     "gpt2": GPT2_KIND,
     "windows": dict(kv_heads=4, window=3, global_every=2),
+    "olmo2": OLMO2,
+    "gemma3": GEMMA3,
+    "gemma3_odd": GEMMA3 | dict(depth=3),
     "experts": dict(
         kv_heads=4, num_experts=4, mlp=32, shared_experts=1, capacity_factor=8.0
     ),
@@ -27,6 +30,10 @@ SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
 ROWS_OF_TABLE = [
     ("grouped", "fsdp=2,tensor=4"),
     ("gpt2", "pipe=2,context=2,tensor=2,microbatches=2"),
+    ("olmo2", "fsdp=2,tensor=4"),
+    ("gemma3", "context=2,fsdp=2,tensor=2"),
+    slow("gemma3_odd", "context=2,fsdp=2,tensor=2"),
+    slow("olmo2", "context=2,fsdp=2,tensor=2"),
     slow("experts", "fsdp=2,expert=2,tensor=2"),
     slow("experts", "expert=4"),
     slow("experts", "data=2,fsdp=4"),

@@ -52,7 +52,7 @@ IMPORTS = {
     "kv_heads": "kv_heads=3.*must divide",
     "tied": "model.tied='no': use",
     "mlp": r"intermediate_size=\[16\]: use",
-    "other": "characters.*known: gpt2",
+    "other": "characters.*known: gemma3_text, gpt2",
     "f8": "model.norm.weight is F8_E4M3; convert",
     "i8": "model.norm.weight is I8; convert",
     "torn_weights": "cannot be read",

@@ -15,6 +15,33 @@ from experiments.recipes.config import Config
 LENGTH, BATCH = 16, 16
 
 
+OLMO2 = dict(
+    kv_heads=4,
+    attention_bias="qkv",
+    qk_norm=True,
+    qk_norm_joint=True,
+    norm_place="after",
+)
+"""Norms over all heads and after the layers, as OLMo 2 has, and biases of Qwen2."""
+
+GEMMA3 = dict(
+    kv_heads=4,
+    tied=True,
+    activation="geglu",
+    embedding_scale=32**0.5,
+    norm_place="both",
+    norm_plus_one=True,
+    qk_norm=True,
+    score_width=12,
+    window=3,
+    global_every=2,
+    window_rope_theta=50.0,
+    rope_factor=4.0,
+    rope_length=64,
+)
+"""All that Gemma 3 has, with the rotary positions of Llama 3."""
+
+
 def config(framework: str = "nnx", **model) -> Config:
     tiny = recipes.tiny()
     sizes = dict(
