@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
+from jax.random import key_data
 
+from meshpar.arrays import is_key
 from meshpar.compat import scan_counts
 
 _BARRIER = "optimization_barrier"
@@ -45,7 +47,8 @@ def compute_the_same(first: Any, second: Any) -> bool:
     """
     codes = [str(_with_counts(_needed(closed.jaxpr))) for closed in (first, second)]
     constants = [
-        [np.asarray(x).tobytes() for x in closed.consts] for closed in (first, second)
+        [np.asarray(key_data(x) if is_key(x) else x).tobytes() for x in closed.consts]
+        for closed in (first, second)
     ]
     return codes[0] == codes[1] and constants[0] == constants[1]
 
