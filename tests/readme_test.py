@@ -170,7 +170,9 @@ def test_links_lead_somewhere(page):
 @every_page
 def test_files_that_are_named_exist(page):
     text = re.sub(r"\]\([^)]*\)", "", page.read_text())
-    rooms = r"(?<![\w/.])(?:meshpar|experiments|tests|launch|docs)/[\w./-]*[\w/]"
+    rooms = (
+        r"(?<![\w/.])(?:meshpar|experiments|examples|tests|launch|docs)/[\w./-]*[\w/]"
+    )
     missing = [path for path in re.findall(rooms, text) if not (ROOT / path).exists()]
     assert not missing
 

@@ -20,7 +20,12 @@ def unpacked(tmp_path_factory):
     checkout = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
-    for name in ("meshpar", "experiments", "tests"):  # Only one of them belongs in.
+    for name in (
+        "meshpar",
+        "experiments",
+        "examples",
+        "tests",
+    ):  # Only one of them belongs in.
         shutil.copytree(
             ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__")
         )

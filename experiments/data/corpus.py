@@ -19,9 +19,10 @@ from experiments.data.files import (
     read_tokens,
     standard_library,
 )
+from experiments.data.row_files import READERS, read_rows, suffix_of
 from experiments.data.tokenizers import Decode, decode_bytes, decode_ids, load_tokenizer
 from meshpar.errors import DataError
-from meshpar.settings import Number, Path, Switch, real
+from meshpar.settings import Number, Path, Switch, Text, real
 
 _HELD_OUT = real(0, 1, note="a fraction of the tokens", above=True, below=True)
 
@@ -31,13 +32,15 @@ class DataConfig:
     """The data of a run.
 
     Attributes:
-      path: text file, folder, glob, or a .npy/.bin file of token ids; empty for the
-        text of Python's own standard library.
+      path: text, or rows as JSON lines, parquet or csv: a file, a folder or a glob; or
+        a .npy/.bin file of token ids; empty for the text of Python's own standard
+        library.
       tokenizer: a tokenizer.json; empty for bytes.
       held_out: fraction of the tokens that is kept for evaluation.
       pack: whether samples are packed with whole documents, which do not see each
         other, in place of windows of the stream.
       separator: token id that ends a document of a file of token ids; -1 for none.
+      field: the field that holds the text of every row; a row is a document.
     """
 
     path: Annotated[str, Path()] = ""
@@ -45,6 +48,7 @@ class DataConfig:
     held_out: Annotated[float, _HELD_OUT] = 0.05
     pack: Annotated[bool, Switch()] = False
     separator: Annotated[int, Number(-1, MAX_VOCABULARY, "", "-1 for none")] = -1
+    field: Annotated[str, Text(1000)] = "text"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,7 @@ def load(config: DataConfig) -> Corpus:
         if config.separator >= 0:
             raise DataError(
                 f"data.separator={config.separator} is for files of token ids; leave "
-                "it out, as every text file is a document"
+                "it out, as every text file and every row is a document"
             )
         tokens, starts, vocab, decode = _text(config)
     name = config.path or "Python's standard library"
@@ -183,14 +187,31 @@ def _token_file(path: str) -> pathlib.Path:
 
 
 def _text(config: DataConfig) -> _Stream:
-    """The stream of text files."""
-    files = find_files(config.path) if config.path else standard_library()
-    documents = read_documents(files)
+    """The stream of text files or of files of rows."""
+    documents = _documents(config)
     if config.tokenizer:
         return _tokenize(documents, config.tokenizer)
     tokens = np.frombuffer(SEPARATOR.join(documents), np.uint8)
     starts = _starts(len(text) + len(SEPARATOR) for text in documents)
     return tokens, starts, 256, decode_bytes
+
+
+def _documents(config: DataConfig) -> list[bytes]:
+    """The documents of text files or of files of rows.
+
+    Raises:
+      DataError: files of both kinds, or of two kinds of rows.
+    """
+    files = find_files(config.path) if config.path else standard_library()
+    kinds = {READERS.get(suffix_of(file)): file for file in files}
+    if len(kinds) > 1:
+        first, second, *_ = sorted(kinds.values())
+        raise DataError(
+            f"--data={config.path} names files of {len(kinds)} kinds, such as {first} "
+            f"and {second}; give a glob of one kind, such as "
+            f"'{first.parent}/*{first.suffix}'"
+        )
+    return read_documents(files) if None in kinds else read_rows(files, config.field)
 
 
 def _starts(sizes: Iterable[int]) -> np.ndarray:

@@ -105,7 +105,8 @@ def read_documents(files: Sequence[pathlib.Path]) -> list[bytes]:
         if SEPARATOR in content:
             raise DataError(
                 f"{path} looks binary (it contains a zero byte); give text files, a "
-                "glob such as 'folder/*.txt', or token ids as .npy or .bin"
+                "glob such as 'folder/*.txt', rows as .jsonl or .parquet, or token ids "
+                "as .npy or .bin"
             )
         if content.strip():
             documents.append(content)

@@ -24,7 +24,10 @@ from meshpar.runs.config import NEUTRAL, OF_MODEL, RunConfig, settings_of
 from meshpar.runs.run import Run
 from meshpar.settings import Choice, Number
 
-_NEUTRAL = {"sample_tokens", "model.loss_block", "data.path", "data.tokenizer"}
+_NEUTRAL = {
+    *("sample_tokens", "model.loss_block"),
+    *("data.path", "data.tokenizer", "data.field"),
+}
 """Fields that change no step; the fingerprint of the data compares its content."""
 _TRAINING_ONLY = {"model.dropout", "model.init_std"}
 """Fields of the model that change its training, but no evaluation of its weights."""
