@@ -1,5 +1,6 @@
 """Files of transformers: JSON, the index of weights, and safetensors, read strictly."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -59,20 +60,44 @@ def read_json(path: pathlib.Path) -> Any:
         raise ValueError(f"{path.name} is nested too deeply") from error
 
 
-def read_weights(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, without buffers.
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, which is read when it is needed.
+
+    Attributes:
+      path: the file.
+      name: of the tensor in the file.
+      shape: of `rows`.
+      rows: (the first, the one after the last) of those that are meant; None for all.
+    """
+
+    path: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+
+    def read(self) -> np.ndarray:
+        """The rows, in the dtype of the file."""
+        with safetensors.safe_open(self.path, framework="numpy") as opened:
+            if self.rows is None:
+                return opened.get_tensor(self.name)
+            return opened.get_slice(self.name)[slice(*self.rows)]
+
+
+def stored_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """{name: tensor} of a file, without buffers.
 
     Raises:
       ConfigError: a dtype that holds no float weights.
     """
-    arrays = {}
+    tensors = {}
     with safetensors.safe_open(path, framework="numpy") as opened:
         for name in filter(lambda name: not _BUFFERS.fullmatch(name), opened.keys()):
-            dtype = str(opened.get_slice(name).get_dtype())
-            if dtype not in _DTYPES:
+            header = opened.get_slice(name)
+            if (dtype := str(header.get_dtype())) not in _DTYPES:
                 raise ConfigError(
                     f"{path}: {shown(name)} is {dtype}; convert the weights to one of "
                     f"{', '.join(_DTYPES)}"
                 )
-            arrays[name] = opened.get_tensor(name)
-    return arrays
+            tensors[name] = StoredTensor(path, name, tuple(header.get_shape()))
+    return tensors

@@ -116,12 +116,11 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
     corpus = data.load(config.data)
     config, program = _on_one_device(config.fitted(corpus))
     shapes = {path: param.shape for path, param in program.model.params.items()}
-    params = hugging_face.imported(config.model, shapes, tensors)
+    weights = hugging_face.imported(config.model, shapes, tensors)
     state = program.init(config.seed)
-    params = {
-        path: jax.device_put(x, state.params[path].sharding)
-        for path, x in params.items()
-    }
+    params = state.params
+    for path, x in weights:  # Each takes the place of a random one.
+        params[path] = jax.device_put(x, params[path].sharding)
     metadata = {
         "position": 0,
         "layout": ONE_DEVICE,
@@ -131,7 +130,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
         "seed": config.seed,
     }
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
-        checkpoints.save(0, state._replace(params=params), metadata)
+        checkpoints.save(0, state, metadata)
     RunRecord(run).saved()
     changes = [
         f"--set model.{field.name}={getattr(model, field.name)}"
