@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
 from experiments.interchange.hugging_face_config import config_json, decoder_config
 from experiments.interchange.hugging_face_files import (
@@ -21,6 +20,7 @@ from experiments.interchange.hugging_face_files import (
     read_json,
     stored_tensors,
     weight_files,
+    write_weights,
 )
 from experiments.interchange.hugging_face_kinds import PHI3
 from experiments.interchange.hugging_face_tensors import (
@@ -36,8 +36,8 @@ from meshpar.errors import ConfigError, shown
 
 def exported(
     config: DecoderConfig, params: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """The tensors of transformers {name: array} of a decoder.
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of transformers (name, array) of a decoder, one by one.
 
     Args:
       config: the decoder.
@@ -50,16 +50,14 @@ def exported(
     def export(tensor: Tensor, index: tuple[int, ...]) -> np.ndarray:
         parts = []
         for path in tensor.paths:
-            x = np.asarray(params[path])[index]
+            x = np.asarray(params[path], np.float32)[index]
             parts.append(x.reshape(*x.shape[: tensor.inputs], -1))
         joined = np.concatenate(parts, axis=-1)
         matrix = joined.reshape(-1, joined.shape[-1]) if tensor.inputs else joined
         return np.ascontiguousarray(matrix.T if tensor.transposed else matrix)
 
-    return {
-        name: export(tensor, index)
-        for name, (tensor, index) in tensors_of(config).items()
-    }
+    tensors = tensors_of(config).items()
+    return ((name, export(tensor, index)) for name, (tensor, index) in tensors)
 
 
 def imported(
@@ -89,7 +87,11 @@ def imported(
             )
     names_of: dict[str, list[str]] = {path: [] for path in shapes}
     for name, (tensor, index) in tensors.items():
-        _check_shape(name, tensor, index, shapes, stored[name].shape)
+        found, shape = stored[name].shape, _shape_of(tensor, index, shapes)
+        if found != shape:
+            raise ConfigError(
+                f"{name} is {found}, not {shape}; {CONFIG} belongs to other weights"
+            )
         for path in tensor.paths:
             names_of[path].append(name)
 
@@ -109,26 +111,20 @@ def imported(
     return ((path, weight(path)) for path in shapes)
 
 
-def _check_shape(
-    name: str,
-    tensor: Tensor,
-    index: tuple[int, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-    found: tuple[int, ...],
-) -> None:
-    """Raises ConfigError unless a tensor has the shape that its parameters need."""
+def _shape_of(
+    tensor: Tensor, index: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The shape of a tensor that is made of parameters of some shapes."""
     own = [shapes[path][len(index) :] for path in tensor.paths]
     rows = [math.prod(own[0][: tensor.inputs])] if tensor.inputs else []
     shape = (*rows, sum(math.prod(each[tensor.inputs :]) for each in own))
-    expected = shape[::-1] if tensor.transposed else shape
-    if found != expected:
-        raise ConfigError(
-            f"{name} is {found}, not {expected}; {CONFIG} belongs to other weights"
-        )
+    return shape[::-1] if tensor.transposed else shape
 
 
 def write(
-    folder: pathlib.Path, config: DecoderConfig, params: Mapping[str, np.ndarray]
+    folder: pathlib.Path,
+    config: DecoderConfig,
+    params: Mapping[str, np.ndarray],
 ) -> list[str]:
     """Writes a folder that `transformers` loads; returns the names of its tensors.
 
@@ -141,10 +137,13 @@ def write(
       ConfigError: transformers has no such decoder.
     """
     description, arrays = config_json(config), exported(config, params)
+    own = {path: x.shape for path, x in params.items()}
+    tensors = tensors_of(config).items()
+    shapes = {name: _shape_of(*made, own) for name, made in tensors}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    write_weights(folder / WEIGHTS, shapes, (array for _, array in arrays))
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
-    return list(arrays)
+    return list(shapes)
 
 
 def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, StoredTensor]]:

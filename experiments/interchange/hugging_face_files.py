@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
+import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -101,3 +104,29 @@ def stored_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
                 )
             tensors[name] = StoredTensor(path, name, tuple(header.get_shape()))
     return tensors
+
+
+def write_weights(
+    path: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Iterable[np.ndarray],
+) -> None:
+    """Writes a file of safetensors, of which one tensor is in memory at a time.
+
+    Args:
+      path: the file.
+      shapes: {name: shape}.
+      arrays: the tensors in this order, float32.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    first = 0
+    for name, shape in shapes.items():
+        end = first + 4 * math.prod(shape)
+        header[name] = dict(dtype="F32", shape=shape, data_offsets=[first, end])
+        first = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # The numbers begin at a multiple of 8.
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays:
+            file.write(array.astype("<f4", copy=False).data)
