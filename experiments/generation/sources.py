@@ -23,6 +23,7 @@ from meshpar.checkpoint import StoredCheckpoint, find_checkpoints, read_params
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.layouts.axes import DATA, REPLICA
 from meshpar.layouts.offload import PARAMETERS
+from meshpar.lowering.given_params import place_params
 from meshpar.runs import programs
 from meshpar.runs.config import with_mode
 from meshpar.runs.modes import SYNCHRONOUS
@@ -147,7 +148,10 @@ def _of_transformers(
     shapes = {path: param.shape for path, param in model.params.items()}
 
     def load(generator: meshpar.generation.Generator) -> Params:
-        return generator.place(hugging_face.imported(decoder, shapes, tensors))
+        like, params = generator.program.abstract_params, {}
+        for path, x in hugging_face.imported(decoder, shapes, tensors):
+            params |= place_params({path: x}, like)
+        return params
 
     return Source(
         name=str(folder),

@@ -1,8 +1,12 @@
 """Files of transformers: JSON, the index of weights, and safetensors, read strictly."""
 
+import dataclasses
 import json
+import math
 import pathlib
 import re
+import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,20 +63,70 @@ def read_json(path: pathlib.Path) -> Any:
         raise ValueError(f"{path.name} is nested too deeply") from error
 
 
-def read_weights(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, without buffers.
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, which is read when it is needed.
+
+    Attributes:
+      path: the file.
+      name: of the tensor in the file.
+      shape: of `rows`.
+      rows: (the first, the one after the last) of those that are meant; None for all.
+    """
+
+    path: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+
+    def read(self) -> np.ndarray:
+        """The rows, in the dtype of the file."""
+        with safetensors.safe_open(self.path, framework="numpy") as opened:
+            if self.rows is None:
+                return opened.get_tensor(self.name)
+            return opened.get_slice(self.name)[slice(*self.rows)]
+
+
+def stored_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """{name: tensor} of a file, without buffers.
 
     Raises:
       ConfigError: a dtype that holds no float weights.
     """
-    arrays = {}
+    tensors = {}
     with safetensors.safe_open(path, framework="numpy") as opened:
         for name in filter(lambda name: not _BUFFERS.fullmatch(name), opened.keys()):
-            dtype = str(opened.get_slice(name).get_dtype())
-            if dtype not in _DTYPES:
+            header = opened.get_slice(name)
+            if (dtype := str(header.get_dtype())) not in _DTYPES:
                 raise ConfigError(
                     f"{path}: {shown(name)} is {dtype}; convert the weights to one of "
                     f"{', '.join(_DTYPES)}"
                 )
-            arrays[name] = opened.get_tensor(name)
-    return arrays
+            tensors[name] = StoredTensor(path, name, tuple(header.get_shape()))
+    return tensors
+
+
+def write_weights(
+    path: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Iterable[np.ndarray],
+) -> None:
+    """Writes a file of safetensors, of which one tensor is in memory at a time.
+
+    Args:
+      path: the file.
+      shapes: {name: shape}.
+      arrays: the tensors in this order, float32.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    first = 0
+    for name, shape in shapes.items():
+        end = first + 4 * math.prod(shape)
+        header[name] = dict(dtype="F32", shape=shape, data_offsets=[first, end])
+        first = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # The numbers begin at a multiple of 8.
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays:
+            file.write(array.astype("<f4", copy=False).data)

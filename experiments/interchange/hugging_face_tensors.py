@@ -154,7 +154,7 @@ def parts_of(name: str, config: DecoderConfig) -> dict[str, int]:
     """{name: outputs} of the matrices of a Llama that a matrix of Phi-3 joins.
 
     Args:
-      name: of the tensor; one that joins nothing is its own part, of 0 outputs.
+      name: of the tensor; one that joins nothing has no parts.
       config: the decoder.
     """
     heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -163,9 +163,8 @@ def parts_of(name: str, config: DecoderConfig) -> dict[str, int]:
         "gate_up_proj": {"gate_proj": config.mlp, "up_proj": config.mlp},
     }
     before, module, after = (*name.rsplit(".", 2), "", "")[:3]
-    if module not in joined:
-        return {name: 0}
-    return {f"{before}.{part}.{after}": n for part, n in joined[module].items()}
+    parts = joined.get(module, {})
+    return {f"{before}.{part}.{after}": size for part, size in parts.items()}
 
 
 def prefix_of(config: DecoderConfig) -> str:

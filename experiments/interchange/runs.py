@@ -14,11 +14,10 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
 from meshpar.checkpoint import persistent
 from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.checkpoint.checksums import changed_tensor
+from meshpar.checkpoint.weights import read_params
 from meshpar.commands import outputs
-from meshpar.errors import CheckpointError, ConfigError, shown
+from meshpar.errors import CheckpointError, ConfigError
 from meshpar.layouts.axes import DATA
-from meshpar.lowering import replicas
 from meshpar.runs.config import with_mode
 from meshpar.runs.modes import SYNCHRONOUS
 from meshpar.runs.run_record import RunRecord
@@ -48,7 +47,6 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
       MeshparError: a checkpoint that cannot be read, or a decoder that transformers
         does not have.
     """
-    metadata = checkpoint.metadata
     config = recipes.of_decoder(stored_config(checkpoint, recipes.CATALOG))
     if config.framework != "nnx":
         raise ConfigError(
@@ -58,27 +56,12 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
     hugging_face.config_json(config.model)  # An error now is none after the reading.
     outputs.check_folder(folder, "--to")
     config, program = _on_one_device(config)
-    num_replicas = metadata.get(persistent.REPLICAS, 1)
-    one_replica = program.portable_state
-    abstract = replicas.with_replicas(one_replica, 1, num_replicas)
-    path = checkpoint.path
-    try:
-        state, _ = persistent.read_checkpoint(path.absolute(), abstract, None)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {shown(str(error))}; restore the folder, or "
-            "delete this checkpoint to use the one before it"
-        ) from error
-    if reason := changed_tensor(state, None, metadata):
-        raise CheckpointError(
-            f"{path} is corrupt: {reason}; delete it to use the one before it"
-        )
-    state = replicas.converted(state, num_replicas, one_replica, 1)
-    names = hugging_face.write(folder, config.model, jax.device_get(state.params))
+    params = read_params(checkpoint, program.portable_state.params)
+    names = hugging_face.write(folder, config.model, jax.device_get(params))
     tokenizer = pathlib.Path(config.data.tokenizer)
     if tokenizer.is_file():
         shutil.copy(tokenizer, folder / TOKENIZER)
-    print(f"wrote {len(names)} tensors of step {int(state.step)} to {folder}")
+    print(f"wrote {len(names)} tensors of step {checkpoint.step} to {folder}")
 
 
 def _imported_model(decoder: DecoderConfig, recipe: DecoderConfig) -> DecoderConfig:
@@ -116,12 +99,11 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
     corpus = data.load(config.data)
     config, program = _on_one_device(config.fitted(corpus))
     shapes = {path: param.shape for path, param in program.model.params.items()}
-    params = hugging_face.imported(config.model, shapes, tensors)
+    weights = hugging_face.imported(config.model, shapes, tensors)
     state = program.init(config.seed)
-    params = {
-        path: jax.device_put(x, state.params[path].sharding)
-        for path, x in params.items()
-    }
+    params = state.params
+    for path, x in weights:  # Each takes the place of a random one.
+        params[path] = jax.device_put(x, params[path].sharding)
     metadata = {
         "position": 0,
         "layout": ONE_DEVICE,
@@ -131,7 +113,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
         "seed": config.seed,
     }
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
-        checkpoints.save(0, state._replace(params=params), metadata)
+        checkpoints.save(0, state, metadata)
     RunRecord(run).saved()
     changes = [
         f"--set model.{field.name}={getattr(model, field.name)}"

@@ -13,8 +13,8 @@ from meshpar.settings import SMALLEST, Choice, Number, Switch, check, real
 _VOCAB = Number(0, MAX_VOCABULARY, "token ids", "0 takes those of the data")
 _HEADS = Number(1, 2**14, "heads")
 _GROUP = Number(0, 2**24, "tokens", "0 for the whole sequence")
-_WINDOW_ROPE = real(0, 1e12, note="0 for that of others")
 _ROPE_LENGTH = Number(0, 2**24, "tokens", "0 for all wavelengths")
+_WINDOW_THETA = real(0, 1e12, note="0 for that of the other layers")
 _NODES = Number(1, 2**10, "groups of experts")
 
 
@@ -110,7 +110,7 @@ class DecoderConfig:
     rope_length: Annotated[int, _ROPE_LENGTH] = 0
     rope_low: Annotated[float, real(0, 1e6, above=True)] = 1.0
     rope_high: Annotated[float, real(0, 1e6, above=True)] = 4.0
-    window_rope_theta: Annotated[float, _WINDOW_ROPE] = 0.0
+    window_rope_theta: Annotated[float, _WINDOW_THETA] = 0.0
     norm_eps: Annotated[float, real(SMALLEST, 1)] = 1e-5
     init_std: Annotated[float, real(0, 100, note="0 for 1/sqrt(fan_in)")] = 0.0
     window: Annotated[int, Number(0, 2**24, "tokens", "0 for whole sequences")] = 0

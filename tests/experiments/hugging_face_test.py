@@ -61,7 +61,7 @@ def ours(folder):
     config, tensors = hugging_face.read(folder)
     model = language_model(config)
     shapes = {path: param.shape for path, param in model.params.items()}
-    return config, model, hugging_face.imported(config, shapes, tensors)
+    return config, model, dict(hugging_face.imported(config, shapes, tensors))
 
 
 def stored(folder):
