@@ -200,7 +200,7 @@ def identity(row):
         for row in ROWS
     ],
 )
-def test_every_layout(row):
+def test_a_layout_equals_one_device_and_keeps_its_contract(row):
     run = train(row.layout, row.of, row.lowering)
     check_lowering(row, run.program)
     check_equality(run, one_device(row.of))

@@ -129,7 +129,7 @@ def check_logits(kind, generator, params):
 
 
 @pytest.mark.parametrize("kind, layout", ROWS_OF_TABLE)
-def test_every_layout(kind, layout):
+def test_a_generator_equals_the_forward_pass_and_one_device(kind, layout):
     generator = make(kind, layout)
     params = generator.place(weights(kind))
     check_logits(kind, generator, params)

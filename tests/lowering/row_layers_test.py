@@ -87,7 +87,7 @@ def test_each_change_of_uses_is_one_all_to_all_each_way():
     "layout",
     ["tensor=4,remat=dots,layers=fsdp", slow("fsdp=2,tensor=4,remat=dots,layers=fsdp")],
 )
-def test_they_keep_their_contract_with_and_without_fsdp(layout):
+def test_layers_that_split_rows_keep_their_contract(layout):
     program = lower(layout, model(depth=4))
     assert program.violations() == []
     tensor = [t for t in program.contract.terms if t.axes == ("tensor",)]

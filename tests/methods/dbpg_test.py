@@ -49,7 +49,7 @@ def test_the_reference_solvers_agree(problem, minimum):
 
 
 @pytest.mark.parametrize("delay", [0, 3])
-def test_it_reaches_the_minimum(problem, minimum, delay):
+def test_delayed_proximal_gradients_reach_the_minimum(problem, minimum, delay):
     result = train(problem, delay=delay)
     last = result.passes[-1]
     assert minimum * (1 - 1e-6) < last.objective < minimum * (1 + 5e-4)

@@ -75,7 +75,7 @@ def test_the_number_of_ranges_changes_rounding_alone():
     np.testing.assert_allclose(*values, rtol=1e-12)
 
 
-def test_it_stops_at_the_tolerance_and_at_the_minimum():
+def test_lbfgs_stops_at_the_tolerance_and_at_the_minimum():
     function, size = logistic()
     cut = [lbfgs.VectorRange(0, size)]
 

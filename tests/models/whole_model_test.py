@@ -76,7 +76,7 @@ def first_step(program):
         slow("data=2,fsdp=4,zero=1", mean, 0.0),
     ],
 )
-def test_it_trains_as_the_compiler_s_program(layout, loss, rate):
+def test_a_model_without_layers_trains_as_the_compiler_s_program(layout, loss, rate):
     ours = lower(layout, loss, rate=rate)
     assert ours.lowering.name == "shard_map" and ours.violations() == []
     assert not any(term.bound for term in ours.contract.terms if term.kind == "any")

@@ -124,7 +124,9 @@ def lower(of, layout):
     ids=lambda parts: next(iter(parts.values())).__name__,
 )
 @pytest.mark.parametrize("layout", [LAYOUT, slow(f"{LAYOUT},tensor=2")])
-def test_they_train_as_on_one_device_and_keep_their_contracts(layout, parts):
+def test_models_with_a_split_vocabulary_equal_one_device_and_keep_contracts(
+    layout, parts
+):
     program = lower(make(**parts), layout)
     assert program.violations() == []
     _, want = first_step(lower(make(**parts), "data=1"), batch())
