@@ -131,7 +131,8 @@ def batches_of(samples: Sequence[Any], place: Place) -> Batches:
     """
     import grain
 
-    own = grain.MapDataset.source(_BatchRows(samples, place)).batch(len(place.rows))
+    own = grain.MapDataset.source(_BatchRows(samples, place))
+    own = own.batch(len(place.rows), batch_fn=stacked)
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return Batches(iter(own.to_iter_dataset(options)))
 
@@ -163,8 +164,18 @@ def spread_batches(samples: Sequence[Any], place: Place, limit: int) -> list[Any
 
 
 def stacked(samples: Sequence[Any]) -> Any:
-    """Samples as one batch."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+    """Samples as one batch.
+
+    Raises:
+      DataError: they have different leaves or shapes.
+    """
+    try:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+    except ValueError as error:
+        raise DataError(
+            f"samples of one batch differ: {shown(str(error), 300)}; give samples with "
+            "the same leaves and shapes, padded or cut to one length"
+        ) from error
 
 
 def _abstract(sample: Any, batch_size: int) -> Any:

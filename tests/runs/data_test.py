@@ -139,6 +139,7 @@ def uneven(part, number, position):
         (endless_scalars, r"of shape \(\), and batch_size=8; give that many rows"),
         (lambda *_: iter([]), "gives no batch"),
         ({"x": np.ones(3)}, "hold 3 samples, fewer than one batch of 8"),
+        ([np.ones(2 + i // 4) for i in range(9)], "samples of one batch differ"),
         (grain.MapDataset.source([1, 2]), "hold 2 samples, fewer than one batch"),
         (None, "give {name: array}, a sequence of samples"),
     ],
