@@ -1,7 +1,8 @@
 """Losses and metrics of a part of a batch: means with a weight, sums, maxima, last.
 
 A batch may be split into parts: microbatches, and the shards of `data` and `fsdp`. The
-kind of a number says how the numbers of the parts become the number of the batch.
+kind of a number says how the numbers of the parts become the number of the batch. A
+metric may be an array, such as one number for each class: its entries are numbers.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshpar.arrays import Array
@@ -68,7 +70,7 @@ class Last(NamedTuple):
 
 
 KINDS = (Mean, Sum, Max, Last)
-"""Kinds of metrics; other scalars are means, weighted as the loss is."""
+"""Kinds of metrics; others are means, weighted as the loss is."""
 
 
 def weight_name(name: str) -> str:
@@ -81,7 +83,7 @@ class LossResult(NamedTuple):
 
     Attributes:
       loss: a scalar; the mean over this part.
-      aux: {name: scalar or kind}. "weight", if there is one, is the weight of `loss`
+      aux: {name: array or kind}. "weight", if there is one, is the weight of `loss`
         against the losses of other parts: a `Sum` if the loss was a `Mean`, whose
         weight it is, a scalar if the user gave it. `STATE`, if it is there, is `state`.
     """
@@ -106,7 +108,7 @@ class LossResult(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """{name: scalar or kind}, without the weight and the state."""
+        """{name: array or kind}, without the weight and the state."""
         rest = (WEIGHT, STATE)
         return {name: x for name, x in self.aux.items() if name not in rest}
 
@@ -133,7 +135,7 @@ def loss_result(result: Any) -> LossResult:
       result: loss, (loss, aux) or a LossResult; the loss is a scalar or a `Mean`.
 
     Raises:
-      MeshparError: a loss or a metric that is not a scalar, a second result that is no
+      MeshparError: a loss or a weight that is not a scalar, a second result that is no
         dict, two weights, or a metric with a name that is taken.
     """
     loss, aux = result, {}
@@ -142,7 +144,7 @@ def loss_result(result: Any) -> LossResult:
             kinds = ", ".join(type(x).__name__ for x in result)
             raise MeshparError(
                 f"loss_fn returned a tuple of ({kinds}); return a loss, or (loss, aux) "
-                "with a dict of scalars as aux, such as {'accuracy': accuracy}"
+                "with a dict of numbers as aux, such as {'accuracy': accuracy}"
             )
         loss, aux = result[0], dict(result[1])
     if isinstance(loss, Mean):
@@ -151,7 +153,12 @@ def loss_result(result: Any) -> LossResult:
                 "loss_fn returned a meshpar.metrics.Mean, which has a weight, and "
                 "aux['weight']; leave out one of them"
             )
-        _check_scalars("the loss", loss)
+        for x in loss:
+            if jnp.ndim(x):
+                raise MeshparError(
+                    f"the loss has shape {jnp.shape(x)}; return "
+                    "meshpar.metrics.Mean(total, weight) of scalars"
+                )
         weight = lax.stop_gradient(jnp.asarray(loss.weight))
         loss = divided(jnp.asarray(loss.total), weight)
         return LossResult(loss, {**_checked(aux), WEIGHT: Sum(weight)})
@@ -176,28 +183,28 @@ def _checked(aux: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_metric(name: str, value: Any, aux: dict[str, Any]) -> None:
-    """Raises MeshparError if a metric's name is taken or its value is no scalar."""
+    """Raises MeshparError if a metric's name is taken or its value is no number."""
     if name in RESERVED:
         raise MeshparError(
             f"aux[{name!r}] has the name of a metric that every step reports; rename it"
         )
-    if name == WEIGHT and isinstance(value, KINDS):
+    if name == WEIGHT and (isinstance(value, KINDS) or jnp.ndim(value)):
+        kind = type(value).__name__
+        what = f"a {kind}" if isinstance(value, KINDS) else f"of {jnp.shape(value)}"
         raise MeshparError(
-            f"aux['weight'] is a meshpar.{type(value).__name__}; give the weight of "
-            "the loss as a scalar"
+            f"aux['weight'] is {what}; give the weight of the loss as a scalar"
         )
     if isinstance(value, Mean) and weight_name(name) in aux:
         raise MeshparError(
             f"aux[{weight_name(name)!r}] has the name of the weight of aux[{name!r}]; "
             "rename it"
         )
-    _check_scalars(f"aux[{name!r}]", value)
-
-
-def _check_scalars(what: str, value: Any) -> None:
-    for x in value if isinstance(value, KINDS) else (value,):
-        if jnp.ndim(x):
-            raise MeshparError(f"{what} has shape {jnp.shape(x)}; aux holds scalars")
+    shapes = [jnp.shape(x) for x in value] if isinstance(value, Mean) else [()]
+    if len(set(shapes)) > 1 and shapes[1] != ():
+        raise MeshparError(
+            f"aux[{name!r}] is a Mean of a total of shape {shapes[0]} and a weight of "
+            f"shape {shapes[1]}; give both the same shape, or a scalar weight"
+        )
 
 
 class MetricSums:
@@ -221,21 +228,21 @@ class MetricSums:
         """
         self._kinds = dict(kinds or {})
         self._pending: Mapping[str, Any] | None = None
-        self._totals: dict[str, float] = {}
-        self._weights: dict[str, float] = {}
+        self._totals: dict[str, Any] = {}
+        self._weights: dict[str, Any] = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of one step or evaluation.
 
         Args:
-          metrics: {name: scalar}, with the same names each time.
+          metrics: {name: number or array}, with the same names each time.
         """
         previous, self._pending = self._pending, dict(metrics)
         if previous is not None:
             self._add(previous)
 
-    def result(self) -> dict[str, float]:
-        """{name: number} over everything that was added; {} before that.
+    def result(self) -> dict[str, Any]:
+        """{name: number or array} over everything that was added; {} before that.
 
         "weight" and the weights of means are sums; a mean is 0 if its weight is 0.
         """
@@ -246,12 +253,15 @@ class MetricSums:
         for name, total in self._totals.items():
             weight = self._weights.get(name)
             if weight is not None:
-                total = total / weight if weight else 0.0
-            result[name] = total
+                total = np.divide(
+                    total, weight, out=np.zeros(np.shape(total)), where=weight != 0
+                )
+            result[name] = total if np.ndim(total) else float(total)
         return result
 
     def _add(self, metrics: Mapping[str, Any]) -> None:
-        numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        found = jax.device_get(dict(metrics))
+        numbers = {name: np.asarray(x, np.float64) for name, x in found.items()}
         for name, number in numbers.items():
             kind = self._kind(name)
             if kind is Mean:
@@ -259,7 +269,7 @@ class MetricSums:
             elif kind is Sum:
                 self._totals[name] = self._totals.get(name, 0.0) + number
             elif kind is Max:
-                self._totals[name] = max(self._totals.get(name, number), number)
+                self._totals[name] = np.maximum(self._totals.get(name, number), number)
             elif kind is Last:
                 self._totals[name] = number
             else:
@@ -272,6 +282,6 @@ class MetricSums:
             return Sum
         return self._kinds.get(name)
 
-    def _add_mean(self, name: str, mean: float, weight: float) -> None:
+    def _add_mean(self, name: str, mean: Any, weight: Any) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + mean * weight
         self._weights[name] = self._weights.get(name, 0.0) + weight

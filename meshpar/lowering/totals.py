@@ -4,11 +4,13 @@ Every part of a batch gives `Totals`. They are added, reduced over mesh axes, an
 the metrics of the whole batch at the end. `Gradients` holds them beside the gradients.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshpar.arrays import Array, Params
@@ -39,7 +41,7 @@ class Weighted(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Loss and metrics of one or more parts of a batch, float32 scalars.
+    """Loss and metrics of one or more parts of a batch, float32; most are scalars.
 
     Attributes:
       parts: number of parts; None if the loss gives a weight.
@@ -100,8 +102,11 @@ class Totals(NamedTuple):
         return _by_leaf(jnp.add, jnp.maximum, self, other)
 
     def over_rows(self) -> "Totals":
-        """The totals of all rows [R] of each number."""
-        return _by_leaf(jnp.sum, jnp.max, self)
+        """The totals of all rows [R, ...] of each number."""
+        of_sums, of_maxima = (
+            functools.partial(reduce, axis=0) for reduce in (jnp.sum, jnp.max)
+        )
+        return _by_leaf(of_sums, of_maxima, self)
 
     def over(self, axes: Sequence[str]) -> "Totals":
         """The totals of all devices along mesh axes; call inside shard_map.
@@ -117,13 +122,13 @@ class Totals(NamedTuple):
             places = [i for i, found in enumerate(is_max) if found == wanted]
             if places:
                 with purpose(why):
-                    results = reduce(jnp.stack([leaves[i] for i in places]), axes)
+                    results = _reduced([leaves[i] for i in places], reduce, axes)
                 for place, x in zip(places, results, strict=True):
                     reduced[place] = x
         return jax.tree.unflatten(jax.tree.structure(self), reduced)
 
     def reported(self) -> Metrics:
-        """{name: scalar} of the whole batch; means are 0 where their weight is 0."""
+        """{name: value} of the whole batch; means are 0 where their weight is 0."""
         metrics = {} if self.weight is None else {WEIGHT: self.weight}
         for name, kind in self.metrics.items():
             if isinstance(kind, Weighted):
@@ -134,6 +139,18 @@ class Totals(NamedTuple):
             else:
                 (metrics[name],) = kind
         return metrics
+
+
+def _reduced(
+    values: Sequence[Array], reduce: Callable[..., Array], axes: Sequence[str]
+) -> Sequence[Array]:
+    """Values that one collective reduces over mesh axes, all together."""
+    if all(x.ndim == 0 for x in values):
+        return reduce(jnp.stack(values), axes)
+    flat = reduce(jnp.concatenate([x.ravel() for x in values]), axes)
+    ends = np.cumsum([x.size for x in values])[:-1]
+    parts = jnp.split(flat, ends)
+    return [part.reshape(x.shape) for part, x in zip(parts, values, strict=True)]
 
 
 def _of_part(value: Any, weight: Array | None) -> Any:

@@ -33,7 +33,7 @@ class LayerStack:
         rows, a `metrics.Mean(total, weight)` of two sums over rows, or any scalar with
         aux["weight"], its weight against the losses of other parts of the batch (its
         number of tokens, for example). A loss of weight 0 counts nothing, whatever its
-        value. aux is a dict of metrics: scalars that are means as the loss is, or
+        value. aux is a dict of metrics: numbers or arrays, means as the loss is, or
         `meshpar.metrics.Mean`, `Sum`, `Max` and `Last`.
       context: (module, batch) -> arrays that all layers read and that no gradient
         passes through, such as the positions of tokens; None for none.

@@ -9,6 +9,7 @@ from meshpar.rows.values import (
     EXACT,
     Fixed,
     Mixed,
+    PerRow,
     Ratio,
     Summed,
     Test,
@@ -47,6 +48,12 @@ def problem_of(result: LossResult, what: str) -> str:
 
 def _metric_problem(name: str, value: Any, weight: Any) -> str:
     """The problem of one metric, with the remedy; "" without."""
+    numbers = value if isinstance(value, KINDS) else (value,)
+    if any(isinstance(number, PerRow) for number in numbers):
+        return (
+            f"aux[{name!r}] has a dim for the rows of the batch; sum over it, or take "
+            "such values from program.predictor"
+        )
     if isinstance(value, Mean):
         reason = next((_why(v) for v in value if isinstance(v, Mixed | Test)), "")
         if not reason and len(set(map(_degree, value))) > 1:

@@ -3,13 +3,19 @@
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshpar.errors import CheckpointError
+import numpy as np
 
-EVALUATION_LOSS = "evaluation_loss"
+from meshpar.errors import CheckpointError
+from meshpar.metrics import WEIGHT
+
+_EVALUATION = "evaluation_"
+EVALUATION_LOSS = f"{_EVALUATION}loss"
 """Name of the held-out loss in rows."""
+DRIFT = "drift"
+"""Name of the distance of replicas that train apart, of evaluations alone."""
 
 
 METRICS = "metrics.jsonl"
@@ -59,10 +65,11 @@ class MetricsLog:
     def _write_row(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
 
-    def write(self, step: int, **values: float) -> None:
-        """Writes one row."""
+    def write(self, step: int, **values: Any) -> None:
+        """Writes one row of numbers, and of lists, which TensorBoard leaves out."""
         self._write_row({"step": step, **values})
-        self._copy.add_scalars(step, values)
+        numbers = {k: x for k, x in values.items() if not isinstance(x, list)}
+        self._copy.add_scalars(step, numbers)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the log holds the held-out loss of a step."""
@@ -78,6 +85,19 @@ class MetricsLog:
         """Flushes and closes all files."""
         self._file.close()
         self._copy.close()
+
+
+def of_evaluation(found: Mapping[str, Any]) -> dict[str, Any]:
+    """{name in rows: number or list} of the metrics of an evaluation, without weights.
+
+    Args:
+      found: {name: number or array}.
+    """
+    return {
+        name if name == DRIFT else f"{_EVALUATION}{name}": np.asarray(x).tolist()
+        for name, x in found.items()
+        if name.rpartition("/")[2] != WEIGHT
+    }
 
 
 def _ends_with_a_line(path: pathlib.Path) -> bool:

@@ -108,7 +108,7 @@ class StepLog:
         return any(bool(stop) for _, _, stop in finished)
 
     def _log_step(self, step: int, step_metrics: Any, seconds: float) -> None:
-        values = {name: float(value) for name, value in step_metrics.items()}
+        values: dict[str, Any] = jax.tree.map(np.ndarray.tolist, dict(step_metrics))
         config = self._setup.config
         (unit, number), flops = self._setup.run.units, self._setup.run.flops
         speed = config.batch_size * number / seconds

@@ -24,7 +24,7 @@ from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
 from meshpar.runs.fallbacks import Fallbacks
 from meshpar.runs.guards import StopFlag, own_folder
-from meshpar.runs.metrics import EVALUATION_LOSS, MetricsLog
+from meshpar.runs.metrics import DRIFT, MetricsLog, of_evaluation
 from meshpar.runs.planned_layout import PlannedLayout
 from meshpar.runs.progress import Progress
 from meshpar.runs.run_record import RunRecord
@@ -329,9 +329,7 @@ class Trainer:
         for batch in self._held_out:
             sums.add(self._program.evaluate(state, batch))
         found = sums.result()
-        means = {name: found[name] for name in ("loss", "drift") if name in found}
-        drift = f", drift {means['drift']:.4f}" if "drift" in means else ""
-        progress.say(f"step {step}: held-out loss {means['loss']:.4f}{drift}")
+        drift = f", drift {found[DRIFT]:.4f}" if DRIFT in found else ""
+        progress.say(f"step {step}: held-out loss {found['loss']:.4f}{drift}")
         if log:
-            means[EVALUATION_LOSS] = means.pop("loss")
-            log.write(step, **means)
+            log.write(step, **of_evaluation(found))
