@@ -49,7 +49,7 @@ def from_linen(
         runs the module with its variables and random keys. The loss is a mean over
         rows, a `metrics.Mean(total, weight)`, or a scalar with aux["weight"], its
         weight against the losses of other parts of the batch. aux is a dict of metrics:
-        numbers or arrays that are means as the loss is, or `metrics.Mean`, `Sum`, `Max`,
+        numbers or arrays, means as the loss is, or `metrics.Mean`, `Sum`, `Max`,
         `Last`.
       example_inputs: arguments of `module.init` after the key: a tuple of positional
         arguments, a dict of keyword arguments or one array; shapes will do.

@@ -58,7 +58,7 @@ def from_nnx(
         stacked layers, which allows the shard_map lowering. The loss is a mean over
         rows, a `metrics.Mean(total, weight)`, or a scalar with aux["weight"], its
         weight against the losses of other parts of the batch. aux is a dict of metrics:
-        numbers or arrays that are means as the loss is, or `metrics.Mean`, `Sum`, `Max`,
+        numbers or arrays, means as the loss is, or `metrics.Mean`, `Sum`, `Max`,
         `Last`.
       evaluation_loss_fn: (module, batch) -> loss or (loss, aux) for evaluation, with
         the module in evaluation mode (`module.eval()`); `loss_fn` by default.
