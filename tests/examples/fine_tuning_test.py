@@ -109,9 +109,9 @@ def test_the_loss_is_on_the_bytes_of_the_assistant_alone():
         {"role": "user", "content": "Bye."},
         {"role": "assistant", "content": "So long, and thanks."},
     ]
-    rows = supervised.encode([{"messages": chat}], 64)
+    rows = supervised.encode([{"messages": chat}], 70)
     own = rows["weights"][0] > 0
-    assert bytes(rows["next"][0, own].tolist()).decode() == "Yo ä.\nSo lo"
+    assert bytes(rows["next"][0, own].tolist()).decode() == "Yo ä.\nSo lon"
     text = bytes(rows["tokens"][0].tolist()).decode()
     assert text.startswith("system: Short.\nuser: Hi?\nassistant: Yo ä.\nuser: Bye.")
     np.testing.assert_array_equal(rows["next"][:, :-1], rows["tokens"][:, 1:])
