@@ -13,7 +13,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,12 +120,22 @@ limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
 limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))
 
 
-_catalog = [FILES_ALONE]
+_catalogs = [FILES_ALONE]
 
 
 def catalog() -> Catalog:
     """The recipes that this command knows by name."""
-    return _catalog[-1]
+    return _catalogs[-1]
+
+
+@contextlib.contextmanager
+def knowing(known: Catalog) -> Iterator[None]:
+    """Makes recipes known by name inside."""
+    _catalogs.append(known)
+    try:
+        yield
+    finally:
+        _catalogs.pop()
 
 
 _KEYS = {DATA.name: "data.path", TOKENIZER.name: "data.tokenizer"}
@@ -309,7 +319,6 @@ def run(
       arguments: whether there may be words besides flags and the command's name.
       known: the recipes that it knows by name.
     """
-    _catalog.append(known)
 
     def checked(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
@@ -333,5 +342,8 @@ def run(
             os._exit(code)
         return code
 
-    others = _take(takes, main.__module__)
-    app.run(checked, flags_parser=lambda words: _parse_flags(words, others, because))
+    with knowing(known):
+        others = _take(takes, main.__module__)
+        app.run(
+            checked, flags_parser=lambda words: _parse_flags(words, others, because)
+        )

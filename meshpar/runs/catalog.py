@@ -34,11 +34,12 @@ class Catalog(NamedTuple):
             return recipe_file.config_of(name)
         if name in self.recipes:
             return self.recipes[name]()
-        own = "a recipe of your own is FILE.py:FUNCTION or MODULE:FUNCTION"
-        if not name:
-            raise ConfigError(f"no recipe is given; {own}")
+        what = f"no recipe {name!r}" if name else "no recipe is given"
         known = f" ({nearest(name, self.recipes)})" if self.recipes else ""
-        raise ConfigError(f"no recipe {name!r}{known}; {own}")
+        raise ConfigError(
+            f"{what}{known}; a recipe of your own is FILE.py:FUNCTION or "
+            "MODULE:FUNCTION"
+        )
 
     def stored(self, values: Any) -> RunConfig:
         """The configuration that a checkpoint stores, of any recipe.

@@ -11,20 +11,21 @@ from absl.testing import flagsaver
 from support import commands
 from support.tiny_runs import ROOT
 
-import meshpar
-from experiments import checkpoint
+from experiments import checkpoint, recipes
 from experiments.interchange import runs
 from meshpar.checkpoint import persistent
+from meshpar.commands import checkpoint as library_command
+from meshpar.commands import command_line
 from meshpar.errors import CheckpointError, MeshparError
 
 
 @pytest.fixture
 def checkpoint_command(monkeypatch, capsys):
     """Runs experiments.checkpoint in this process; returns exit code and output."""
-    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    monkeypatch.setattr(library_command, "simulate", lambda num_devices: None)
 
     def command(*words):
-        with flagsaver.flagsaver():
+        with flagsaver.flagsaver(), command_line.knowing(recipes.CATALOG):
             code = checkpoint.main(flags.FLAGS(["checkpoint", *map(str, words)]))
         return code, capsys.readouterr().out
 

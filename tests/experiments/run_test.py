@@ -14,9 +14,8 @@ from support import commands
 from support.marks import slow
 from support.tiny_runs import ROOT, config, losses, stop_after, train
 
-import meshpar
-from meshpar.commands import command_line
-from meshpar.commands.devices import start_devices, with_layout
+from experiments import recipes
+from meshpar.commands import command_line, devices
 from meshpar.errors import CheckpointError, MeshparError
 from meshpar.runs import guards, metrics
 from meshpar.runs.config import with_settings
@@ -134,14 +133,15 @@ def test_words_that_are_no_flags_are_an_error(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("arguments, words", BAD_INPUT)
 def test_bad_input_is_an_error(arguments, words, tmp_path, monkeypatch):
     """As experiments.run does it, in this process and on its devices."""
-    monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
-    with flagsaver.flagsaver(), pytest.raises(MeshparError, match=words):
-        flags.FLAGS(["run", *arguments])
+    monkeypatch.setattr(devices, "simulate", lambda num_devices: None)
+    fails = pytest.raises(MeshparError, match=words)
+    with flagsaver.flagsaver(), command_line.knowing(recipes.CATALOG), fails:
+        flags.FLAGS(["run", "--recipe=bytes-llama", *arguments])
         config = command_line.config_from_flags()
         config = dataclasses.replace(config, workdir=f"{tmp_path}/w")
-        layout, devices = start_devices(config)
-        config = with_layout(config, layout)
-        Trainer(config, layout, devices, False).run()
+        layout, own = devices.start_devices(config)
+        config = devices.with_layout(config, layout)
+        Trainer(config, layout, own, False).run()
     assert not (tmp_path / "w").exists()
 
 
