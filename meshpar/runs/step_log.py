@@ -20,7 +20,12 @@ from meshpar.runs.startup import Startup, as_metrics
 
 
 class NonFiniteError(MeshparError):
-    """The loss or gradient is not a number."""
+    """The loss, the gradient or a tensor of the state is not a number."""
+
+
+def last_good(step: int) -> str:
+    """The newest checkpoint in words; `step` is 0 without one."""
+    return f"that of step {step}" if step else "none yet"
 
 
 class StepLog:
@@ -146,5 +151,5 @@ class StepLog:
             f"({self._setup.folder / 'metrics.jsonl'}), at samples {first} to "
             f"{first + config.batch_size - 1} and at "
             f"compute_dtype={config.compute_dtype}; the last good checkpoint is "
-            f"{f'that of step {saved}' if saved else 'none yet'}"
+            f"{last_good(saved)}"
         )

@@ -23,6 +23,7 @@ from meshpar.runs import compiled, progress_file, report
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
 from meshpar.runs.fallbacks import Fallbacks
+from meshpar.runs.finite import FiniteCheck
 from meshpar.runs.guards import StopFlag, own_folder
 from meshpar.runs.metrics import DRIFT, MetricsLog, of_evaluation
 from meshpar.runs.planned_layout import PlannedLayout
@@ -31,7 +32,7 @@ from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import prepare
 from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
 from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
-from meshpar.runs.step_log import StepLog
+from meshpar.runs.step_log import NonFiniteError, StepLog, last_good
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
@@ -120,6 +121,9 @@ class Trainer:
         self._setup, self.state = setup, None
         self._config = setup.config
         self.program = self._program = setup.program
+        params = setup.program.model.params
+        trained = [path for path, param in params.items() if param.trained]
+        self._finite = FiniteCheck(setup.program.mesh, trained)
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = []
         if setup.run.evaluates:
@@ -277,10 +281,11 @@ class Trainer:
                     watchdog.enter(SAVE)
                     if log:
                         log.sync()
-                    steps.saved_step = step
                     persistent = due.checkpoint or stopping
                     place = position, batches.state
-                    self._save(checkpoints, state, step, place, persistent)
+                    good = steps.saved_step
+                    self._save(checkpoints, state, step, place, persistent, good)
+                    steps.saved_step = step
                 if due.evaluation and (not stopping or step == config.steps):
                     watchdog.enter(EVALUATION)
                     self._evaluate(state, step, log, progress)
@@ -304,8 +309,14 @@ class Trainer:
         step: int,
         place: tuple[int, Any],
         persistent: bool,
+        good: int = 0,
     ) -> None:
-        """Starts writing a checkpoint; to the run's folder if `persistent`."""
+        """Starts writing a checkpoint; to the run's folder if `persistent`.
+
+        Raises:
+          NonFiniteError: a tensor of the state is not finite; `good` is the step of
+            the newest checkpoint, 0 without one.
+        """
         position, data_state = place
         metadata = {
             "position": position,
@@ -316,6 +327,13 @@ class Trainer:
             **self._setup.identity,
         }
         portable = self._program.in_model_order(state)
+        if tensor := self._finite.problem(portable):
+            raise NonFiniteError(
+                f"step {step}: {tensor} is not finite, and is not saved; look at the "
+                "optimizer and its rate, and at the loss of the steps before; the last "
+                f"good checkpoint is {last_good(good)}, from which the same command "
+                "goes on"
+            )
         extra = self._program.extra_state(state)
         checkpoints.save(step, portable, metadata, extra, persistent=persistent)
 

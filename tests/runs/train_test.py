@@ -1,10 +1,12 @@
 """`meshpar.train`: a run in a script equals its plain loop, and goes on anywhere."""
 
+import functools
 import os
 import signal
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,6 +16,7 @@ from support import tiny_runs
 import meshpar
 from meshpar.errors import ConfigError, DataError
 from meshpar.runs.data import Place, as_data
+from meshpar.runs.step_log import NonFiniteError
 
 BATCH = 16
 
@@ -49,7 +52,8 @@ def arrays(number=200):
 
 def run(model=Net, **changes):
     fields = dict(loss=loss, layers="layers", evaluation=arrays(60))
-    return meshpar.Run(model, optax.adam(1e-2), arrays(), **{**fields, **changes})
+    fields |= {"optimizer": optax.adam(1e-2), "data": arrays()}
+    return meshpar.Run(model, **{**fields, **changes})
 
 
 def train(workdir, layout="data=2,fsdp=2", steps=10, **settings):
@@ -133,6 +137,38 @@ def test_two_runs_in_one_process_and_one_in_a_thread(tmp_path):
     done.append(train(tmp_path / "b", "data=2", 2))
     losses = [tiny_runs.losses(tmp_path / name) for name in "ab"]
     assert losses[0] == losses[1] and len(done) == 2
+
+
+def diverges_at(last):
+    """SGD whose update is infinite at one step; its loss and gradient are not."""
+
+    def update(updates, count, params=None):
+        scale = jnp.where(count == last - 1, jnp.inf, -1e-3)
+        return jax.tree.map(lambda x: x * scale, updates), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+@pytest.mark.parametrize("layout", ["data=2,fsdp=2", "pipe=2,data=2"])
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, layout):
+    run_of = functools.partial(meshpar.Run, Net, data=arrays(), loss=loss)
+    diverging = run_of(optimizer=diverges_at(8), layers="layers")
+    words = r"step 8: head/bias is not finite.*last good checkpoint is that of step 4"
+    with pytest.raises(NonFiniteError, match=words):
+        train(tmp_path, layout, 8, run=diverging)
+    steps = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert "4" in steps and "8" not in steps
+    mended = run_of(optimizer=diverges_at(100), layers="layers")
+    done = train(tmp_path, layout, 8, run=mended)
+    assert all(np.isfinite(x).all() for x in done.weights().values())
+
+
+def test_infinite_scalars_of_an_optimizer_are_no_divergence(tmp_path):
+    """A best loss that is not known yet is infinite."""
+    plateau = optax.contrib.reduce_on_plateau(patience=5)
+    optimizer = optax.chain(optax.sgd(1e-3), plateau)
+    done = train(tmp_path, "data=2", 4, run=run(optimizer=optimizer))
+    assert int(done.state.step) == 4
 
 
 @pytest.mark.parametrize(
