@@ -13,7 +13,8 @@ from meshpar.errors import ConfigError, shown
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.models.model import Model
 from meshpar.models.nnx import from_nnx
-from meshpar.runs.data import Data, as_data
+from meshpar.runs.data import Data
+from meshpar.runs.data_forms import as_data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -246,15 +246,15 @@ def test_a_full_disk_ends_with_the_cause_and_the_run_goes_on_after(
 
 STALL = """
 import sys, time
-from experiments import run
-from meshpar.commands import command_line
+from experiments.recipes import CATALOG
+from meshpar.commands import run
 from meshpar.checkpoint.checkpoints import Checkpoints
 
 def stalled_storage(*_, **__):
     time.sleep(600)
 
 setattr(Checkpoints, sys.argv.pop(1), stalled_storage)
-command_line.run(run.main, command_line.OF_RUNS)
+run.start(CATALOG)
 """
 
 

@@ -13,15 +13,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 WAIT = """
 import time
-from experiments import run
-from meshpar.commands import command_line
+from experiments.recipes import CATALOG
+from meshpar.commands import run
 
-def reads_its_data_slowly(*_):
+def reads_its_data_slowly(*_, **__):
     print("reading", flush=True)
     time.sleep(600)
 
 run.Trainer = reads_its_data_slowly
-command_line.run(run.main, command_line.OF_RUNS)
+run.start(CATALOG)
 """
 
 

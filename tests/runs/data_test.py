@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meshpar.errors import DataError
-from meshpar.runs.data import Place, as_data
+from meshpar.runs.data import Place
+from meshpar.runs.data_forms import as_data
 
 NUMBER, SIZE = 50, 8
 

@@ -15,7 +15,8 @@ from support import tiny_runs
 
 import meshpar
 from meshpar.errors import ConfigError, DataError
-from meshpar.runs.data import Place, as_data
+from meshpar.runs.data import Place
+from meshpar.runs.data_forms import as_data
 from meshpar.runs.step_log import NonFiniteError
 
 BATCH = 16
