@@ -148,12 +148,19 @@ def config_from_flags() -> RunConfig:
     Raises:
       ConfigError: an unknown recipe or key, or a bad value.
     """
-    settings = [*SET.value]
+    config, settings = catalog().get(RECIPE.value), [*SET.value]
+    known = settings_of(type(config))
     for flag in OF_CONFIG:
         taken = flag.name in flags.FLAGS and flag.name not in (RECIPE.name, SET.name)
         if taken and flag.value is not None:
-            settings.append(f"{_KEYS.get(flag.name, flag.name)}={flag.value}")
-    config = with_settings(catalog().get(RECIPE.value), settings)
+            key = _KEYS.get(flag.name, flag.name)
+            if key not in known:
+                raise ConfigError(
+                    f"--{flag.name}={shown(str(flag.value))}: {config.recipe} has no "
+                    f"setting {key}; give its own arguments by --set=NAME=VALUE"
+                )
+            settings.append(f"{key}={flag.value}")
+    config = with_settings(config, settings)
     if config.layout not in ("", AUTO):
         parse(config.layout)
     return config

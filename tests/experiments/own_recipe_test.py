@@ -124,7 +124,7 @@ def test_checkpoints_say_whether_a_layout_can_resume(monkeypatch, capsys, tmp_pa
     "name, words, message",
     [
         ("run", ["--set=widht=3"], "did you mean 'width'"),
-        ("run", ["--data=x"], "no key 'data'"),
+        ("run", ["--data=x"], "has no setting data.path; give its own arguments"),
         ("run", ["--layout=tensor=2"], "tensor=2"),
         ("verify", ["--set=width=1.5"], "width=1.5: use a whole number"),
         ("explain", ["--generate", "--layout=data=1"], "add length=TOKENS"),
