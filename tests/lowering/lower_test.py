@@ -70,12 +70,16 @@ def test_dropout_does_not_depend_on_the_mesh(framework):
     alone, split = (
         lower(layout, dropping) for layout in ("data=1", "data=2,fsdp=2,tensor=2")
     )
-    kept = float(alone.evaluate(start(alone), batch())["loss"])
+    kept, split_kept = (
+        float(program.evaluate(start(program), batch())["loss"])
+        for program in (alone, split)
+    )
     one, many = (
         float(program.step(start(program), batch())[1]["loss"])
         for program in (alone, split)
     )
     assert many == pytest.approx(one, rel=1e-5)
+    assert split_kept == pytest.approx(kept, rel=1e-5)
     assert abs(one - kept) > 1e-3  # Evaluation drops nothing.
 
 

@@ -83,8 +83,8 @@ def test_what_tensor_moves_again_is_declared_for_the_layers_that_do():
         return sum(term.count for term in program.contract.terms if term.why == why)
 
     # Of both sublayers the first: no gradient reads what the last one gives.
-    found = [runs(remat) for remat in ("full", "1*full+1*dots+2*none")]
-    assert found == [4, 1]  # Those of "dots" and "none" do not.
+    found = [runs(remat) for remat in ("full", "1*full+1*dots+2*none", "dots", "none")]
+    assert found == [4, 1, 0, 0]
 
 
 def predicted(remat):
