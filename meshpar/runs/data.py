@@ -50,7 +50,7 @@ class Batches(Iterator):
 
     @property
     def state(self) -> Any:
-        """What JSON can hold to go on after the last batch; None if the position does.
+        """The state to go on from, as JSON; None where the position alone is enough.
 
         It is the same in all processes.
         """
@@ -118,7 +118,22 @@ class _BatchRows:
     def __getitem__(self, i: int) -> Any:
         batch_size, rows, _, position, _ = self._place
         step, row = divmod(i, len(rows))
-        return self._samples[position + step * batch_size + int(rows[row])]
+        return _present(self._samples, position + step * batch_size + int(rows[row]))
+
+
+def _present(samples: Sequence[Any], i: int) -> Any:
+    """A sample.
+
+    Raises:
+      DataError: there is none, as where a filter of a grain.MapDataset has left it out.
+    """
+    sample = samples[i]
+    if sample is None:
+        raise DataError(
+            f"sample {i} of the data is None: a filtered grain.MapDataset has holes; "
+            "give dataset.to_iter_dataset(), or filter before the dataset is made"
+        )
+    return sample
 
 
 def batches_of(samples: Sequence[Any], place: Place) -> Batches:
@@ -157,7 +172,7 @@ def spread_batches(samples: Sequence[Any], place: Place, limit: int) -> list[Any
     last = number - 1 if number < _MOST else size - 1
     indices = np.linspace(0, last, size).astype(int)
     return [
-        stacked([samples[int(batch[row])] for row in place.rows])
+        stacked([_present(samples, int(batch[row])) for row in place.rows])
         for batch in indices.reshape(num_batches, place.batch_size)
     ]
 
@@ -213,7 +228,7 @@ class IndexedData(Data):
 
     def abstract_batch(self, batch_size: int) -> Any:
         """As `Data.abstract_batch`."""
-        return _abstract(self.samples[0], batch_size)
+        return _abstract(_present(self.samples, 0), batch_size)
 
     def _check(self, batch_size: int) -> None:
         if len(self.samples) < batch_size:
@@ -238,7 +253,7 @@ class IndexedData(Data):
         """As `Data.fingerprint`: of the number and of 16 samples."""
         number = min(len(self.samples), _MOST)
         some = np.unique(np.linspace(0, min(number, 2**20) - 1, 16).astype(int))
-        return _digest([self.samples[int(i)] for i in some], number)
+        return _digest([_present(self.samples, int(i)) for i in some], number)
 
     @property
     def num_samples(self) -> float:

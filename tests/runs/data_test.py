@@ -142,6 +142,10 @@ def uneven(part, number, position):
         ({"x": np.ones(3)}, "hold 3 samples, fewer than one batch of 8"),
         ([np.ones(2 + i // 4) for i in range(9)], "samples of one batch differ"),
         (grain.MapDataset.source([1, 2]), "hold 2 samples, fewer than one batch"),
+        (
+            grain.MapDataset.source(samples()).filter(lambda x: x["x"] != 3),
+            "sample 3 of the data is None.*to_iter_dataset",
+        ),
         (None, "give {name: array}, a sequence of samples"),
     ],
 )
