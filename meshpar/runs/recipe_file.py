@@ -126,6 +126,7 @@ def _loaded(path: pathlib.Path, _: int) -> types.ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise ConfigError(f"{path} cannot be imported: {_told(error)}") from error
     return module
 
@@ -141,19 +142,28 @@ def _class_of(
     recipe: str, function: Callable[..., Run], code: str
 ) -> type[RecipeConfig]:
     """The class of configurations of a recipe: a field for each argument."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{recipe}, its annotations: {error}; import it") from error
     of_runs = typing.get_type_hints(RunConfig, include_extras=True)
     fields = []
     for name, parameter in inspect.signature(function).parameters.items():
         _check_argument(recipe, name, parameter)
+        if name not in of_runs and hasattr(RecipeConfig, name):
+            raise ConfigError(
+                f"{recipe}, argument {name}: the name has a meaning of its own in "
+                "every recipe; rename it"
+            )
         kind = of_runs.get(name) or hints.get(name, type(parameter.default))
+        has_range = typing.get_origin(kind) is typing.Annotated
+        if not has_range and not dataclasses.is_dataclass(parameter.default):
+            try:
+                range_of(kind)
+            except MeshparError as error:
+                raise ConfigError(f"{recipe}, argument {name}: {error}") from error
         default = dataclasses.field(default=parameter.default)
-        try:
-            if not dataclasses.is_dataclass(parameter.default):
-                typing.get_origin(kind) is typing.Annotated or range_of(kind)
-            fields.append((name, kind, default))
-        except MeshparError as error:
-            raise ConfigError(f"{recipe}, argument {name}: {error}") from error
+        fields.append((name, kind, default))
     texts = entries(function.__doc__ or "", "Args")
     lines = [f"  {name}: {text}" for name, text in texts.items()]
     doc = "\n".join([f"Settings of {recipe}.", "", "Attributes:", *lines])
