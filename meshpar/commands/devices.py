@@ -104,8 +104,7 @@ def start(
     devices = _devices(DEVICES.value // processes * membership.num_processes)
     planned = None
     if layout is None:
-        count = max(1, len(devices) // islands)
-        layout, planned = chosen_layout(config, devices[:count], folder, _say)
+        layout, planned = chosen_layout(config, devices, folder, _say)
     return Started(layout, devices, fallback, membership, planned)
 
 

@@ -23,13 +23,15 @@ def chosen_layout(
 
     Args:
       config: the run.
-      devices: the devices to fill where the layout is not named.
+      devices: the devices to fill where the layout is not named; of several islands
+        each gets its part of them.
       folder: of the run, which goes on under the layout that was planned for it.
       say: prints a line.
 
     Raises:
       MeshparError: no layout fits.
     """
+    devices = devices[: max(1, len(devices) // programs.num_islands(config))]
     if config.layout == AUTO:
         planned = _planned(config, devices, folder, say)
         return parse(planned.layout), planned
