@@ -158,27 +158,25 @@ _QWEN = dict(
     rope_theta=10_000.0,
 )
 
+_LLAMA = dict(
+    vocab_size=32000,
+    max_position_embeddings=2048,
+    num_hidden_layers=32,
+    hidden_size=4096,
+    intermediate_size=11008,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+)
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": dict(
-        vocab_size=32000,
-        max_position_embeddings=2048,
-        num_hidden_layers=32,
-        hidden_size=4096,
-        intermediate_size=11008,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
-    ),
+    "llama": _LLAMA,
     "qwen2": _QWEN,
     "qwen3": _QWEN | dict(head_dim=128),
-    "mistral": dict(
-        vocab_size=32000,
+    "mistral": _LLAMA
+    | dict(
         max_position_embeddings=131_072,
-        num_hidden_layers=32,
-        hidden_size=4096,
         num_key_value_heads=8,
         intermediate_size=14336,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
     ),
     PHI3: dict(
         vocab_size=32064,
@@ -189,15 +187,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_theta=10_000.0,
     ),
-    "olmo2": dict(
-        vocab_size=50304,
-        max_position_embeddings=2048,
-        num_hidden_layers=32,
-        hidden_size=4096,
-        intermediate_size=11008,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-    ),
+    "olmo2": _LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5),
     GEMMA3: dict(
         vocab_size=262_208,
         max_position_embeddings=131_072,

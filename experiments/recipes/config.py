@@ -80,7 +80,7 @@ class Config(RunConfig):
         return self
 
     def run(self, corpus: Corpus | None = None) -> Run:
-        """What the configuration trains; its vocabulary must be known.
+        """The model, optimizer and data of the configuration, with a known vocabulary.
 
         Args:
           corpus: the data; read when they are needed if it is None.

@@ -10,10 +10,11 @@ A recipe is FILE.py:FUNCTION or MODULE:FUNCTION, and the function returns a
 `meshpar.Run`. `meshpar COMMAND --help` lists the flags of a command.
 """
 
-import difflib
 import gc
 import importlib
 import sys
+
+from meshpar.errors import nearest
 
 COMMANDS = ("run", "verify", "explain", "plan", "checkpoint")
 _FOLDERS = ("checkpoint",)
@@ -27,11 +28,8 @@ def main() -> None:
         print(__doc__)
         sys.exit(0)
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         print(
-            f"error: no command {name!r} ({', '.join(COMMANDS)}){hint}",
-            file=sys.stderr,
+            f"error: no command {name!r} ({nearest(name, COMMANDS)})", file=sys.stderr
         )
         sys.exit(2)
     if name == "run":

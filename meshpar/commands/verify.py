@@ -115,7 +115,7 @@ def _padded(run: Run, batch: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What is verified under every layout.
+    """A run, its devices and batches, which every layout is verified with.
 
     Attributes:
       config: the settings.

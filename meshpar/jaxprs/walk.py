@@ -1,5 +1,6 @@
 """Walks through jaxprs: the equations inside, and evaluation on values of any kind."""
 
+import abc
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -39,19 +40,19 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-class Interpreter(Generic[T]):
+class Interpreter(abc.ABC, Generic[T]):
     """Evaluates jaxprs on values of another kind than arrays.
 
-    A subclass gives `constant` and `equation`.
+    A subclass gives `equation`, and `constant` or both `literal` and `constants`.
     """
 
     def constant(self, value: Any) -> T:
         """The value of a literal or a constant."""
         raise NotImplementedError
 
+    @abc.abstractmethod
     def equation(self, eqn: Any, operands: list[T]) -> Sequence[T]:
         """The values of the results of an equation."""
-        raise NotImplementedError
 
     def literal(self, atom: Any, owner: Any, place: int) -> T:
         """The value of a literal.

@@ -151,7 +151,7 @@ class RunConfig(abc.ABC):
         return f"{DATA}={num_devices}"
 
     def kind_of_change(self, key: str) -> str:
-        """What a change of a setting changes: `OF_MODEL`, `OF_TRAINING`, `NEUTRAL`."""
+        """The kind of a changed setting: `OF_MODEL`, `OF_TRAINING` or `NEUTRAL`."""
         return NEUTRAL if key in _NEUTRAL else OF_TRAINING
 
     @property

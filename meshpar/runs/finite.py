@@ -16,7 +16,7 @@ class FiniteCheck:
 
     Trained parameters and arrays of the optimizer must be finite. Other parameters and
     scalars of the optimizer may be infinite, as a best loss that is not known yet, but
-    not NaN.
+    not NaN. Weights that travel between replicas are not looked at.
     """
 
     def __init__(self, mesh: Mesh, trained: Collection[str]):

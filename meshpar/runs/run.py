@@ -1,4 +1,4 @@
-"""`Run`: what a run trains, whoever wrote it."""
+"""`Run`: the model, loss, optimizer and data of a training run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from meshpar.runs.data_forms import as_data
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run trains: a model, its loss, an optimizer and data.
+    """The model, loss, optimizer and data of a training run.
 
     How long, under which layout and where to is not part of it: those are settings of
     `meshpar.train` and of the commands.
