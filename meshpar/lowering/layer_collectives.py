@@ -30,13 +30,16 @@ _AXES = {EXPERT, CONTEXT}
 """Axes along which layers move activations themselves."""
 
 
-def layer_collectives(frame: Frame, batch: Any, remat: str) -> list[WrittenCollective]:
+def layer_collectives(
+    frame: Frame, batch: Any, remat: str, output: bool = True
+) -> list[WrittenCollective]:
     """What one layer writes over `expert` and `context`, forward and backward.
 
     Args:
       frame: the shard_map program.
       batch: abstract batch of one replica.
       remat: the layer's policy.
+      output: whether the layer's output is read, and not its gradients alone.
     """
     num, layered = frame.layout.microbatches, frame.layered
     rows = jax.tree.map(
@@ -61,7 +64,8 @@ def layer_collectives(frame: Frame, batch: Any, remat: str) -> list[WrittenColle
 
             y, vjp = jax.vjp(with_policy(layer, remat), own, x)
             gradients = vjp(jax.tree.map(jnp.ones_like, y))
-        numbers = (jnp.sum(leaf) for leaf in jax.tree.leaves((y, gradients)))
+        read = (y, gradients) if output else gradients
+        numbers = (jnp.sum(leaf) for leaf in jax.tree.leaves(read))
         return vary(sum(numbers), frame.manual_axes)[None]
 
     with jax.set_mesh(frame.mesh):
@@ -89,12 +93,18 @@ def layers_terms(
     Args:
       frame: the shard_map program.
       passes: all passes over the layers.
-      of_policy: a function from a policy to its `layer_collectives`.
+      of_policy: a function from a policy, and whether the output is read, to its
+        `layer_collectives`.
     """
     layout = frame.layout
     for one in passes:
-        for policy, depth in policies(layout.layers, layout.remat, one.depth):
+        stack = policies(layout.layers, layout.remat, one.depth)
+        for i, (policy, depth) in enumerate(stack):
             backward = one.name == "backward"
-            own = (x for x in of_policy(policy) if x.backward == backward)
+            # Nothing reads the output of a last layer that runs again. A scan of
+            # several layers computes all of their outputs alike.
+            last = one.name == "forward again" and i == len(stack) - 1 and depth == 1
+            moves = of_policy(policy, not last)
+            own = (x for x in moves if x.backward == backward)
             times = one.runs * depth
             yield from written_terms(x.times(times) for x in own)

@@ -199,13 +199,15 @@ class Candidates:
             of_policy = functools.partial(self._layer, lowering)
             yield from layers_terms(lowering.frame, passes, of_policy)
 
-    def _layer(self, lowering: ShardMapLowering, remat: str) -> list[WrittenCollective]:
+    def _layer(
+        self, lowering: ShardMapLowering, remat: str, output: bool
+    ) -> list[WrittenCollective]:
         """Collectives inside one layer; cached for layouts that split tokens alike."""
         layout = lowering.layout
         key = (*layout.sizes.values(), layout.microbatches, layout.context_mode)
-        key = *key, layout.context_order, layout.context_heads, remat
+        key = *key, layout.context_order, layout.context_heads, remat, output
         if key not in self._moves:
-            moves = layer_collectives(lowering.frame, self.facts.batch, remat)
+            moves = layer_collectives(lowering.frame, self.facts.batch, remat, output)
             self._moves[key] = moves
         return self._moves[key]
 

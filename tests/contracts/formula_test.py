@@ -98,7 +98,7 @@ def totals(terms):
     [
         ("data=2,expert=4,remat=full,microbatches=2", "capacity"),
         slow("fsdp=2,expert=4,remat=1*full+1*dots", "dropless"),
-        slow("pipe=2,data=2,expert=2,microbatches=4", "capacity"),
+        ("pipe=2,data=2,expert=2,microbatches=4", "capacity"),
         ("context=4,context_mode=ring,remat=full", ""),
         slow("data=2,context=4,remat=full", ""),
         slow("fsdp=2,context=4,context_mode=ulysses,remat=dots,microbatches=2", ""),
