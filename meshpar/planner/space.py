@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import CONTEXT, DATA, EXPERT, FSDP, PIPE, RECORDS, TENSOR
+from meshpar.layouts.axes import (
+    AXES,
+    BATCH_AXES,
+    CONTEXT,
+    DATA,
+    EXPERT,
+    FSDP,
+    PIPE,
+    RECORDS,
+    TENSOR,
+    ways_of,
+)
 from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
@@ -77,7 +88,7 @@ def layouts(
         for rule in wanted.required.get(kind, {}).values()
         for name in rule or ()
     }
-    most = {
+    most = dict.fromkeys(AXES, 1) | {
         PIPE: layered.depth if layered else 1,
         DATA: rows,
         FSDP: rows,
@@ -168,7 +179,7 @@ def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]
 
 def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
     """Generates the options to try with sizes of axes."""
-    split = sizes[DATA] * sizes[FSDP] * sizes[EXPERT]
+    split = ways_of(BATCH_AXES, sizes)
     stages = sizes[PIPE]
     counts = [stages * n if stages > 1 else n for n in _MICROBATCHES]
     tried: dict[str, list[Any]] = {
