@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import jax
+import optax
 import pytest
+from support import tiny_models
 
 import meshpar
 
@@ -35,3 +38,14 @@ def test_checkpoints_are_imported_where_they_are_used():
         "meshpar.checkpoint.Checkpoints; assert 'orbax.checkpoint' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_notebook_shows_a_model_a_program_and_plans_in_some_lines():
+    model, batch = tiny_models.model(), tiny_models.batch()
+    program = tiny_models.lower("data=2,fsdp=2", model)
+    plans = meshpar.plan(model, optax.sgd(0.1), batch, jax.devices()[:4], top=2)
+    assert repr(model).startswith("Model(2 layers, ")
+    assert repr(program) == "TrainProgram(data=2,fsdp=2,zero=3, lowering=shard_map)"
+    title, *lines = repr(plans).splitlines()
+    assert title.endswith("the fastest:")
+    assert [line.split()[-1] for line in lines] == [str(c.layout) for c in plans.best]

@@ -16,6 +16,7 @@ ROOMS = (
         "errors",
         "compat",
         "settings",
+        "units",
         "jaxprs",
         "metrics",
         "schedules",

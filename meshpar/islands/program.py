@@ -60,7 +60,7 @@ class _Running:
     step: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class IslandsProgram(TrainProgram):
     """A `TrainProgram` of islands; made by `lower(mode=Islands())`.
 

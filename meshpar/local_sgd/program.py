@@ -37,7 +37,7 @@ from meshpar.lowering.totals import Totals
 from meshpar.lowering.train_program import TrainProgram
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LocalProgram(TrainProgram):
     """A `TrainProgram` of replicas under local SGD; made by `lower(mode=LocalSGD())`.
 

@@ -25,7 +25,7 @@ from meshpar.models.model import STEP
 from meshpar.models.model_scope import model_scope
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TrainProgram(Program):
     """A model and an optimizer under a layout: one compiled SPMD training program.
 

@@ -6,6 +6,7 @@ of one column are equal and stacked; those of one row run one after the other.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,19 @@ from meshpar.errors import MeshparError
 from meshpar.layouts.param import STACKED_DIM, Param
 
 _T = TypeVar("_T")
+
+
+def _numbered(params: Mapping[str, Param]) -> str:
+    """Names the modules of a model that are numbered, as a user would give them."""
+    numbers: dict[str, set[str]] = {}
+    for path in params:
+        for name in re.finditer(r"\d+(?=[^/\d]*/)", path):
+            rest = path[name.end() :].partition("/")[0]
+            numbers.setdefault(f"{path[: name.start()]}*{rest}", set()).add(name[0])
+    found = [repr(path) for path, own in numbers.items() if len(own) > 1]
+    if not found:
+        return "none of its modules are numbered"
+    return f"its numbered modules are {', '.join(found[:5])}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +73,9 @@ class LayerGroups:
         """
         groups = cls(path, tuple(names))
         if not configurations:
-            raise MeshparError(f"layers={layers!r} matches no layer of the model")
+            raise MeshparError(
+                f"layers={layers!r} matches no layer of the model; {_numbered(params)}"
+            )
         by_layer = groups.by_layer(params)
         if not all(by_layer):
             raise MeshparError(f"layers={layers!r}: the layers have no parameters")

@@ -6,6 +6,7 @@ so that checkpoints and reports do not depend on the layout.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ class PlainModel:
     loss: Callable[[Variables, Any, Array | None], tuple[Any, Variables]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
     """A Flax model as pure functions over {path: array}.
 
@@ -79,6 +80,12 @@ class Model:
     cached: CachedModel | None = None
     asks_for_key: bool = False
     evaluates_apart: bool = False
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(param.shape) for param in self.params.values())
+        text = f"{count:,} values in {len(self.params)} arrays"
+        depth = f"{self.layered.depth} layers, " if self.layered else ""
+        return f"Model({depth}{text})"
 
     @property
     def traits(self) -> ModelTraits:

@@ -79,6 +79,7 @@ class Found(NamedTuple):
           MeshparError: there are none.
         """
         option = f"layers={layers!r}"
+        layers = _attribute_path(layers)
         if "*" in layers:
             path, _, name = layers.rpartition(".")
             parent = module_at(module, path, option) if path else module
@@ -116,8 +117,14 @@ class Found(NamedTuple):
                 self.parent[key] = module
 
 
+def _attribute_path(layers: str) -> str:
+    """The attribute path of layers that may be given as a path of their parameters."""
+    return layers.replace("/", ".").removesuffix(".*")
+
+
 def _path_and_names(layers: str, keys: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
     """(path of a layer with * for its name, the names)."""
+    layers = _attribute_path(layers)
     if "*" not in layers:
         return layers.replace(".", "/") + "/*", tuple(map(str, keys))
     before, after = layers.rpartition(".")[2].split("*")

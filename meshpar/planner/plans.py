@@ -36,6 +36,7 @@ from meshpar.planner.compiled import compiled_candidates
 from meshpar.planner.facts import Facts
 from meshpar.planner.layer_policies import mixed_layout
 from meshpar.planner.space import beside_layers, layouts, offloaded
+from meshpar.units import readable_bytes, readable_seconds
 
 _LOWERED = 50
 """Most candidates that are lowered in search of those that a model takes."""
@@ -46,7 +47,7 @@ FROM_PROGRAMS = "layouts compiled, and their programs read"
 """Methods of prediction: of models with layers, and of others."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plans:
     """The layouts of one model on one machine, ranked.
 
@@ -65,6 +66,15 @@ class Plans:
     too_large: tuple[Candidate, ...]
     refused: dict[str, int]
     method: str
+
+    def __repr__(self) -> str:
+        """The best layouts with their time and memory, a line each."""
+        machine, large = self.machine, len(self.too_large)
+        title = (
+            f"{len(self.fitting)} layouts fit {len(machine.devices)} "
+            f"{machine.chip.name} devices, {large} are too large; the fastest:"
+        )
+        return "\n".join([title, *map(_line, self.best)])
 
     @property
     def layout(self) -> Layout:
@@ -106,6 +116,13 @@ class Plans:
         if most <= budget or candidate.memory.total > budget:
             return ""
         return f"may need up to {most / 1e9:.1f} of {budget / 1e9:.1f} GB: compile it"
+
+
+def _line(candidate: Candidate) -> str:
+    """Time, memory and layout of a candidate."""
+    seconds = readable_seconds(candidate.seconds.total)
+    size = readable_bytes(candidate.memory.total)
+    return f"{seconds:>12} {size:>11}  {candidate.layout}"
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from support.explanations import explanation
 
 from meshpar.commands.reports import pictures
-from meshpar.commands.reports.units import readable_bytes
+from meshpar.units import readable_bytes
 
 LONG = "pipe=2,data=2,fsdp=2,tensor=2,microbatches=8,remat=full,prefetch=attention/q"
 BARS = [pictures.memory_figure, pictures.traffic_figure]

@@ -196,6 +196,7 @@ NNX_LAYERS = {
     "no list": (Net, Layer, "scale", "'scale' is a Param; name an nnx.List"),
     "shared": (Sharing, Layer, "layers", "layer 0 shares its variable 'table'"),
     "no layer": (sizes(), Layer, "layers", "matches no layer"),
+    "other name": (Net, Layer, "block_*", r"modules are 'layers/\*'$"),
     "no pattern": (sizes(8, 8, 4), Layer, "layers", "layer 2 differs from layer 0"),
     "no parameters": (Net, Empty, "layers", "the layers have no parameters"),
 }
@@ -207,6 +208,11 @@ NNX_LAYERS = {
 def test_nnx_layers_that_cannot_be_stacked_are_refused(make, kind, layers, words):
     with pytest.raises(ValueError, match=words):
         from_nnx(in_turn, kind, make, layers)
+
+
+@pytest.mark.parametrize("layers", ["layers.*", "layers/*"])
+def test_nnx_layers_may_be_named_as_paths_of_parameters(layers):
+    assert from_nnx(in_turn, layers=layers).params == from_nnx(in_turn).params
 
 
 def test_layers_are_described_once():

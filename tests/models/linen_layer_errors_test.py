@@ -70,7 +70,7 @@ def from_linen(module, layers, **options):
 
 LINEN_LAYERS = {
     "stars": (LinenNet(), "*_*", "one . in place of their number"),
-    "no layer": (LinenNet(), "block_*", "matches no layer"),
+    "no layer": (LinenNet(), "block_*", r"no layer .* modules are 'layer_\*'$"),
     "no stack": (LinenNet(), "block", "'block' is no module that the model calls"),
     "numbers": (LinenNet(("layer_1", "layer_2")), "layer_*", r"calls layers \[1, 2\]"),
     "state": (LinenNet(state="seen"), "layer_*", "keeps seen/layer_0/mean"),

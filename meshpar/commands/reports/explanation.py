@@ -8,9 +8,9 @@ import rich.table
 from rich.text import Text
 
 from meshpar.commands.reports import terminal
-from meshpar.commands.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
+from meshpar.units import readable_bytes, readable_seconds
 
 
 def _parameters(explanation: Explanation) -> rich.table.Table:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import matplotlib.figure
 
 from meshpar.commands.reports import pictures
-from meshpar.commands.reports.units import readable_bytes
+from meshpar.units import readable_bytes
 
 _LOOK = pathlib.Path(__file__).parent / "look.css"
 

@@ -4,9 +4,9 @@ import html
 from collections.abc import Sequence
 
 from meshpar.commands.reports import html_page, pictures
-from meshpar.commands.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
+from meshpar.units import readable_bytes
 
 
 def _pipeline_section(pipeline: PipelineReport | None) -> str:

@@ -11,11 +11,11 @@ import matplotlib.figure
 import matplotlib.patches
 import numpy as np
 
-from meshpar.commands.reports.units import readable_bytes, unit_of_bytes
 from meshpar.errors import ConfigError
 from meshpar.explain.report import Explanation
 from meshpar.layouts.axes import DATA
 from meshpar.pipeline.report import PipelineReport
+from meshpar.units import readable_bytes, unit_of_bytes
 
 matplotlib.use("Agg")
 # Layouts hold regexes: their dollar signs are no formulas.

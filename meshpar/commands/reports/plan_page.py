@@ -12,10 +12,10 @@ from meshpar.commands.reports.planning import (
     pareto_figure,
     summary,
 )
-from meshpar.commands.reports.units import readable_bytes
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
+from meshpar.units import readable_bytes
 
 
 def _candidates(plans: Plans, candidates: Sequence[Candidate]) -> str:

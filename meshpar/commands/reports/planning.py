@@ -8,11 +8,11 @@ import matplotlib.figure
 import rich.table
 
 from meshpar.commands.reports import terminal
-from meshpar.commands.reports.units import readable_bytes, readable_seconds
 from meshpar.explain.report import Explanation
 from meshpar.planner.candidate import Candidate
 from meshpar.planner.plans import Plans
 from meshpar.planner.uncertainty import ErrorRange
+from meshpar.units import readable_bytes, readable_seconds
 
 
 def _candidates(
