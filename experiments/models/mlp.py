@@ -75,7 +75,7 @@ class ExpertMlp(nnx.Module):
         """Returns (y_BLD, the statistics of the mixture)."""
         jitters = self.rngs is not None and not self.deterministic
         mixed = experts.mixture(
-            layouts.constrain(x_BLD, "batch", "length", "embed"),
+            x_BLD,
             self.router[...],
             experts.Experts(
                 self.up[...],

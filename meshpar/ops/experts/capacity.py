@@ -3,6 +3,7 @@
 Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -10,14 +11,12 @@ import jax.numpy as jnp
 from meshpar.arrays import Array
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.exchange import Exchange
-from meshpar.ops.experts.grouped_matmul import batched_matmul
 from meshpar.ops.experts.rows import inverse_index, take_rows
 from meshpar.ops.experts.slots import slots_of
 from meshpar.ops.experts.statistics import Lost
 
-Matmul = Callable[[Array, Array, tuple[str, str]], Array]
-"""(rows, a matrix of each expert, names of its dims that are split or "") -> rows times
-the matrices of their experts."""
+Matmul = Callable[[Array, Array], Array]
+"""(rows, a matrix of each expert) -> rows times the matrices of their experts."""
 
 RunExperts = Callable[[Array, Array, Matmul], Array]
 """(rows, float32 weight of each, matmul) -> outputs of the experts times weights."""
@@ -64,7 +63,8 @@ def run_with_capacity(
 
     rows_ESD = to_experts(rows_SD, "rows to their experts")
     weight_ES = to_experts(weight_S, "weights of rows")
-    rows_ESD = run(rows_ESD, weight_ES, batched_matmul)
+    matmul = functools.partial(jnp.einsum, "ESD,EDF->ESF")
+    rows_ESD = run(rows_ESD, weight_ES, matmul)
     rows_SD = to_tokens(rows_ESD, "rows back from their experts")
     lost = Lost(jnp.sum(slot == num_slots), jnp.zeros((), int))
     return take_rows(rows_SD, by_token, token), lost

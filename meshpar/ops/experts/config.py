@@ -1,8 +1,10 @@
-"""Configuration of a mixture of experts: routing, capacity, buffers."""
+"""A mixture of experts: its weights, and its settings of routing and buffers."""
 
 import dataclasses
 import math
+from typing import NamedTuple
 
+from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 
 ROUTINGS = ("capacity", "dropless")
@@ -10,6 +12,20 @@ ROUTINGS = ("capacity", "dropless")
 
 SCORES = ("softmax", "sigmoid")
 """Functions that turn the router's logits into scores."""
+
+
+class Experts(NamedTuple):
+    """Weights of the experts, with dims named ("expert", "embed", "mlp").
+
+    Attributes:
+      up: first matrix.
+      down: last matrix, ("expert", "mlp", "embed").
+      gate: of a gated mlp; None for a plain one.
+    """
+
+    up: Array
+    down: Array
+    gate: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

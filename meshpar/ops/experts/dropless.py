@@ -121,8 +121,8 @@ def run_dropless(
     choice = inverse_index(rows.place, rows.num_rows)[:, None]
     token, by_token = choice // per_token, rows.place.reshape(-1, per_token)
 
-    def matmul(x_SD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
-        return grouped_matmul(x_SD, w_EDF, rows.sizes, split)
+    def matmul(x_SD: Array, w_EDF: Array) -> Array:
+        return grouped_matmul(x_SD, w_EDF, rows.sizes)
 
     x_TD = exchange.gather(x_TD, "tokens to all experts")
     weights = exchange.gather(weights_TX.reshape(-1), "weights of tokens")
@@ -210,8 +210,8 @@ def _run_in_buffers(
         parts = x.reshape(ways, -1, *x.shape[1:])
         return exchange.swap(parts, why, is_saved=False).reshape(x.shape)
 
-    def matmul(x_SD: Array, w_EDF: Array, split: tuple[str, str]) -> Array:
-        return grouped_matmul(x_SD, w_EDF, received.sizes, split)
+    def matmul(x_SD: Array, w_EDF: Array) -> Array:
+        return grouped_matmul(x_SD, w_EDF, received.sizes)
 
     rows_SD = take_rows(x_TD, token, by_token)
     weight_S = take_rows(weights_TX.reshape(-1), choice[:, None], sent.slot[:, None])

@@ -61,7 +61,7 @@ class Exchange:
             return x
         wide, (gather, scatter) = _widened(x), _moves(_transport())
         with purpose(why), unsplit():
-            y = _with_gradient(gather, scatter)(wide) if has_gradient else gather(wide)
+            y = with_transpose(gather, scatter)(wide) if has_gradient else gather(wide)
         return checkpoint_name(y.astype(x.dtype), EXPERT_ROWS)
 
     def scatter(self, x: Array, why: str) -> Array:
@@ -77,10 +77,11 @@ class Exchange:
             return x
         gather, scatter = _moves(_transport())
         with purpose(why), unsplit():
-            return _with_gradient(scatter, gather)(_widened(x)).astype(x.dtype)
+            return with_transpose(scatter, gather)(_widened(x)).astype(x.dtype)
 
 
-_Collective = Callable[[Array], Array]
+Collective = Callable[[Array], Array]
+"""Moves an array between devices, inside shard_map."""
 
 
 def _transport() -> Transport:
@@ -90,7 +91,7 @@ def _transport() -> Transport:
     return transports_for(scope.mesh, (EXPERT,)).gradients
 
 
-def _moves(transport: Transport) -> tuple[_Collective, _Collective]:
+def _moves(transport: Transport) -> tuple[Collective, Collective]:
     """(all_gather, reduce_scatter) of tokens along `expert`."""
 
     def gather(x: Array) -> Array:
@@ -100,7 +101,7 @@ def _moves(transport: Transport) -> tuple[_Collective, _Collective]:
     return gather, lambda x: transport.reduce_scatter(x, (EXPERT,))
 
 
-def _with_gradient(fn: _Collective, transpose: _Collective) -> _Collective:
+def with_transpose(fn: Collective, transpose: Collective) -> Collective:
     """A linear function with its transpose."""
     run = jax.custom_vjp(fn)
     run.defvjp(lambda x: (fn(x), None), lambda _, dy: (transpose(dy),))

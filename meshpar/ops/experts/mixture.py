@@ -1,7 +1,7 @@
 """A mixture of experts: route, dispatch, experts, combine, under the layout in use.
 
 Every device routes its tokens, sends them to the devices that hold their experts and
-gets the outputs back. `tensor` splits the mlp dim of every expert.
+gets the outputs back. `tensor` splits the mlp dim of every expert (`mlp_split`).
 """
 
 import dataclasses
@@ -21,32 +21,19 @@ from meshpar.errors import LayoutError
 from meshpar.layouts import scope as scopes
 from meshpar.layouts.axes import CONTEXT, EXPERT, TOKEN_AXES, in_use, ways_of
 from meshpar.layouts.plan import Spec, partition_spec
-from meshpar.layouts.scope import Scope, activation_axes, current_scope
+from meshpar.layouts.scope import Scope, activation_axes, constrain, current_scope
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.ops.experts.balance import load_term
 from meshpar.ops.experts.capacity import Matmul, run_with_capacity
-from meshpar.ops.experts.config import MixtureConfig
+from meshpar.ops.experts.config import Experts, MixtureConfig
 from meshpar.ops.experts.dropless import run_dropless
 from meshpar.ops.experts.exchange import Exchange
+from meshpar.ops.experts.mlp_split import MlpSplit
 from meshpar.ops.experts.router import Routing, route
-from meshpar.ops.experts.statistics import Statistics, statistics_of
+from meshpar.ops.experts.statistics import Lost, Statistics, statistics_of
 from meshpar.rows.opaque import is_analysed, split_as_arguments
 
 _CALL = "experts.mixture"
-
-
-class Experts(NamedTuple):
-    """Weights of the experts, with dims named ("expert", "embed", "mlp").
-
-    Attributes:
-      up: first matrix.
-      down: last matrix, ("expert", "mlp", "embed").
-      gate: of a gated mlp; None for a plain one.
-    """
-
-    up: Array
-    down: Array
-    gate: Array | None = None
 
 
 class Mixed(NamedTuple):
@@ -132,18 +119,19 @@ def _dispatched(
         # In the order of the mesh: the order of a set differs between processes.
         token_axes = in_use((a for a in TOKEN_AXES if a in scope.manual_axes), sizes)
         ways = config.num_experts // len(experts.up)
-        run = _OnShards(config, activation, token_axes, ways, mlp_axes)
-        _check_divides(experts, config, run, scope)
-        # The compiler splits the mlp dim.
-        run = dataclasses.replace(run, mlp_axes=(), varies=True)
-        return run(x_BLD, routing, experts)
+        _check_divides(experts, config, ways, mlp_axes, scope)
+        run = _OnShards(config, activation, token_axes, ways, varies=True)
+        split = MlpSplit.of(scope, x_BLD, mlp_axes, _CALL)
+        x_BLD = x_BLD if split else constrain(x_BLD, "batch", "length", "embed")
+        return run(x_BLD, routing, experts, split)
+    x_BLD = constrain(x_BLD, "batch", "length", "embed")
     split = _split_tokens(x_BLD, scope)
     if split is None:
         # A few sequences, such as a sample: the compiler splits what it can.
         return _OnShards(config, activation)(x_BLD, routing, experts)
     token_axes, ways = tuple(itertools.chain(*split)), scope.mesh.shape[EXPERT]
+    _check_divides(experts, config, ways, mlp_axes, scope)
     run = _OnShards(config, activation, token_axes, ways, mlp_axes)
-    _check_divides(experts, config, run, scope)
     return _on_shards(run, x_BLD, routing, experts, scope, partition_spec(split))
 
 
@@ -158,18 +146,22 @@ def _split_tokens(x_BLD: Array, scope: Scope) -> Spec | None:
 
 
 def _check_divides(
-    experts: Experts, config: MixtureConfig, run: "_OnShards", scope: Scope
+    experts: Experts,
+    config: MixtureConfig,
+    ways: int,
+    mlp_axes: tuple[str, ...],
+    scope: Scope,
 ) -> None:
     """Raises LayoutError if the experts or their mlp dim do not divide."""
-    mlp, mlp_ways = experts.up.shape[-1], ways_of(run.mlp_axes, scope.mesh.shape)
-    if config.num_experts % run.ways:
+    mlp, mlp_ways = experts.up.shape[-1], ways_of(mlp_axes, scope.mesh.shape)
+    if config.num_experts % ways:
         raise LayoutError(
             f"{_CALL}: num_experts={config.num_experts} does not divide over "
-            f"{EXPERT}={run.ways}; change either"
+            f"{EXPERT}={ways}; change either"
         )
     if mlp % mlp_ways:
         raise LayoutError(
-            f"{_CALL}: mlp={mlp} does not divide over {'*'.join(run.mlp_axes)}="
+            f"{_CALL}: mlp={mlp} does not divide over {'*'.join(mlp_axes)}="
             f"{mlp_ways}; change the size, or set activations.mlp=none and "
             "params.mlp=none"
         )
@@ -229,29 +221,39 @@ class _OnShards:
     mlp_axes: tuple[str, ...] = ()
     varies: bool = False
 
-    def __call__(self, x_BLD: Array, routing: Routing, experts: Experts) -> Mixed:
+    def __call__(
+        self,
+        x_BLD: Array,
+        routing: Routing,
+        experts: Experts,
+        split: MlpSplit | None = None,
+    ) -> Mixed:
         """The outputs of this device's tokens, and statistics of all tokens."""
-        config, batch, dim = self.config, x_BLD.shape[:2], x_BLD.shape[-1]
-        axes = (*self.token_axes, *self.mlp_axes)
-        x_TD, weights_TX, *matrices = (
+        axes = *self.token_axes, *self.mlp_axes
+        x, weights, *matrices = (
             None if x is None else vary(x, axes)
-            for x in (
-                x_BLD.reshape(-1, dim),
-                routing.weights.reshape(-1, config.experts_per_token),
-                *experts,
-            )
+            for x in (x_BLD, routing.weights, *experts)
         )
-        run = functools.partial(self._experts, Experts(*matrices))
+        args = x, routing.experts, weights, Experts(*matrices)
+        y_BLD, lost = split.run(self.outputs, *args) if split else self.outputs(*args)
+        result = statistics_of(routing, lost, self.token_axes, self.ways, self.varies)
+        return Mixed(y_BLD, *result)
+
+    def outputs(
+        self, x_BLD: Array, experts_BLX: Array, weights_BLX: Array, experts: Experts
+    ) -> tuple[Array, Lost]:
+        """(outputs of this device's tokens, the lost choices)."""
+        config = self.config
+        x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+        weights_TX = weights_BLX.reshape(-1, config.experts_per_token)
+        run = functools.partial(self._experts, experts)
         dispatched = run_dropless if config.routing == "dropless" else run_with_capacity
         exchange = Exchange(self.ways)
-        y_TD, lost = dispatched(
-            x_TD, routing.experts, weights_TX, config, exchange, run
-        )
+        y_TD, lost = dispatched(x_TD, experts_BLX, weights_TX, config, exchange, run)
         with purpose("outputs of experts, summed over their mlp dim"):
             for axis in self.mlp_axes:
                 y_TD = sum_varying(y_TD, axis)
-        result = statistics_of(routing, lost, self.token_axes, self.ways, self.varies)
-        return Mixed(y_TD.reshape(*batch, dim), *result)
+        return y_TD.reshape(x_BLD.shape), lost
 
     def _experts(
         self, experts: Experts, rows: Array, weights: Array, matmul: Matmul
@@ -261,11 +263,11 @@ class _OnShards:
         Weights come before the last matrix: its output is not needed in the backward
         pass then, and is neither saved nor sent again.
         """
-        up = matmul(rows, experts.up, ("", "mlp"))
+        up = matmul(rows, experts.up)
         gate = None
         if experts.gate is not None:
-            gate = matmul(rows, experts.gate, ("", "mlp"))
-        return matmul(self._weighted(up, gate, weights), experts.down, ("mlp", ""))
+            gate = matmul(rows, experts.gate)
+        return matmul(self._weighted(up, gate, weights), experts.down)
 
     @functools.partial(jax.checkpoint, static_argnums=0, prevent_cse=False)
     def _weighted(self, up: Array, gate: Array | None, weights: Array) -> Array:

@@ -1,0 +1,224 @@
+"""The split of the experts' mlp dim over automatic axes, such as `tensor`.
+
+Every device of them runs the same tokens through its part of each expert. Outputs are
+combined per token before they are summed: k experts a token would move k times as much.
+Between blocks the axes split the length of sequences, and tokens move as Megatron's
+activations do: gathered once, summed and scattered once.
+
+Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2 (sequence parallelism).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshpar.arrays import Array, num_bytes, vary
+from meshpar.collectives.transport import Transports, transports_for
+from meshpar.contracts.purposes import purpose
+from meshpar.layouts.axes import ways_of
+from meshpar.layouts.plan import partition_spec
+from meshpar.layouts.scope import Scope, activation_axes
+from meshpar.ops.experts.config import Experts
+from meshpar.ops.experts.exchange import Collective, with_transpose
+from meshpar.ops.tensor_split import INTO, OUT
+
+Outputs = Callable[[Array, Array, Array, Experts], tuple[Array, Any]]
+"""(tokens [B, L, D], their experts [B, L, X], weights [B, L, X], matrices) -> (outputs
+[B, L, D], facts that are the same on all devices)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSplit:
+    """The split of the experts' mlp dim inside a shard_map.
+
+    Attributes:
+      axes: the automatic axes that split it.
+      automatic: all automatic axes.
+      by_length: whether they split the length of sequences between blocks.
+      transports: how tokens move along them.
+    """
+
+    axes: tuple[str, ...]
+    automatic: frozenset[str]
+    by_length: bool
+    transports: Transports
+
+    @classmethod
+    def of(
+        cls, scope: Scope, x_BLD: Array, axes: tuple[str, ...], call: str
+    ) -> "MlpSplit | None":
+        """The split under a layout; None if no axis splits the dim.
+
+        Args:
+          scope: of the model.
+          x_BLD: tokens.
+          axes: that split the mlp dim.
+          call: what the model wrote, for errors.
+        """
+        if not axes:
+            return None
+        (between,) = activation_axes(scope, ["residual_length"], call)
+        divides = x_BLD.shape[1] % ways_of(axes, scope.mesh.shape) == 0
+        automatic = frozenset(scope.mesh.axis_names) - scope.manual_axes
+        transports = transports_for(scope.mesh, axes)
+        return cls(axes, automatic, between == axes and divides, transports)
+
+    def run(
+        self,
+        outputs: Outputs,
+        x_BLD: Array,
+        experts_BLX: Array,
+        weights_BLX: Array,
+        experts: Experts,
+    ) -> tuple[Array, Any]:
+        """Outputs of all tokens, summed over the parts of the mlp dim.
+
+        Communication: an all_gather of tokens and of weights and a reduce_scatter of
+        outputs, or an all_reduce of outputs where the length is whole between blocks;
+        backward the transposes.
+
+        Args:
+          outputs: runs tokens through the experts' parts of one device.
+          x_BLD: tokens.
+          experts_BLX: their experts.
+          weights_BLX: float32 weights of the experts' outputs.
+          experts: the matrices.
+        """
+        args = x_BLD, weights_BLX, *experts
+        axes = {a for x in args for a in jax.typeof(x).manual_axis_type.varying}
+        args = [vary(x, tuple(axes)) for x in args]
+        return _run(self, outputs, experts_BLX, tuple(args))
+
+    def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """A function on the shards of each device."""
+
+        def plain(*args: Any) -> Any:
+            # Types of arguments say over which axes they vary, and no others do.
+            return fn(*jax.tree.map(lambda x: x[None].squeeze(0), args))
+
+        def run(*args: Any) -> Any:
+            mapped = jax.shard_map(
+                plain,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=self.automatic,
+                check_vma=False,
+            )
+            axes = jax.typeof(jax.tree.leaves(args)[0]).manual_axis_type.varying
+            return jax.tree.map(lambda x: vary(x, tuple(axes)), mapped(*args))
+
+        return run
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Spec of tokens outside."""
+        return partition_spec(((), self.axes if self.by_length else ()))
+
+    @property
+    def args(self) -> tuple[PartitionSpec, ...]:
+        """Specs of tokens, weights, and the matrices up, down and gate."""
+        up, down = (partition_spec(d) for d in (((), (), self.axes), ((), self.axes)))
+        return self.tokens, self.tokens, up, down, up
+
+    # Inside shard_map.
+
+    def whole(self, x: Array) -> Array:
+        """Values of all tokens, from this device's part of the length."""
+        gather, add = self._moves()
+        with purpose(INTO):
+            return with_transpose(gather, add)(x)
+
+    def summed(self, y: Array) -> Array:
+        """The sum of the devices' outputs; this device's part of the length."""
+        gather, add = self._moves()
+        with purpose(OUT):
+            return with_transpose(add, gather)(y)
+
+    def _moves(self) -> tuple[Collective, Collective]:
+        """(gather, add) of values of tokens, which are each other's transposes."""
+        axes, transport = self.axes, self.transports.gradients
+
+        def widened(x: Array) -> Array:
+            return x.astype(self.transports.wire_dtype(x.dtype))
+
+        def gather(x: Array) -> Array:
+            if not self.by_length:
+                return x
+            wide = widened(x)
+            way = transport.for_gathers(num_bytes(wide) * jax.lax.axis_size(axes))
+            return way.all_gather(wide, axes, 1).astype(x.dtype)
+
+        def add(x: Array) -> Array:
+            wide = widened(x)
+            if self.by_length:
+                return transport.reduce_scatter(wide, axes, 1).astype(x.dtype)
+            return jax.lax.psum(wide, axes).astype(x.dtype)
+
+        return gather, add
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(
+    split: MlpSplit, outputs: Outputs, experts_BLX: Array, args: tuple[Array, ...]
+) -> tuple[Array, Any]:
+    return _forward(split, outputs, experts_BLX, args)[0]
+
+
+def _forward(
+    split: MlpSplit, outputs: Outputs, experts_BLX: Array, args: tuple[Array, ...]
+) -> tuple[tuple[Array, Any], tuple]:
+    """Jax itself would save values of a nested shard_map with axes that it lacks."""
+    backward: list[Callable] = []
+
+    def on_shards(args: tuple[Array, ...], experts_BKX: Array) -> tuple:
+        def fn(x_BKD: Array, weights_BKX: Array, *matrices: Array) -> tuple[Array, Any]:
+            x_BLD, weights_BLX = split.whole(x_BKD), split.whole(weights_BKX)
+            experts_BLX = split.whole(experts_BKX)
+            experts = Experts(*matrices)
+            y_BLD, facts = outputs(x_BLD, experts_BLX, weights_BLX, experts)
+            return split.summed(y_BLD), facts
+
+        y_BKD, vjp, facts = jax.vjp(fn, *args, has_aux=True)
+        leaves, tree = jax.tree.flatten(vjp)
+        given = [next((i for i, x in enumerate(args) if x is y), None) for y in leaves]
+        backward.append(functools.partial(_gradients, tree, tuple(given)))
+        own = [x[None] for x, i in zip(leaves, given, strict=True) if i is None]
+        return y_BKD, facts, own
+
+    specs = split.args[: len(args)]
+    saved = partition_spec((split.axes,))
+    y_BLD, facts, own = split.mapped(
+        on_shards, (specs, split.tokens), (split.tokens, PartitionSpec(), saved)
+    )(args, experts_BLX)
+    return (y_BLD, facts), (args, jax.tree_util.Partial(backward[-1], own))
+
+
+def _gradients(
+    tree: Any,
+    given: tuple[int | None, ...],
+    own: Sequence[Array],
+    args: tuple[Array, ...],
+    dy_BKD: Array,
+) -> tuple[Array, ...]:
+    """Gradients of the arguments, from what a backward pass saved."""
+    left = iter(own)
+    leaves = [next(left)[0] if i is None else args[i] for i in given]
+    return jax.tree.unflatten(tree, leaves)(dy_BKD)
+
+
+def _backward(
+    split: MlpSplit, outputs: Outputs, saved: tuple, cotangents: tuple[Array, Any]
+) -> tuple[None, tuple[Array, ...]]:
+    del outputs
+    args, backward = saved
+    (own,), specs = backward.args, split.args[: len(args)]
+    stacked = partition_spec((split.axes,))
+    mapped = split.mapped(backward.func, (stacked, specs, split.tokens), specs)
+    return None, mapped(own, args, cotangents[0])
+
+
+_run.defvjp(_forward, _backward)
