@@ -11,7 +11,7 @@ import meshpar
 from meshpar.collectives import transport
 from meshpar.collectives.transport import Rings
 from meshpar.errors import LayoutError
-from meshpar.layouts.axes import EXPERT
+from meshpar.layouts.axes import EXPERT, TENSOR
 from meshpar.ops.experts import dropless, exchange
 
 EMBED, EXPERTS, PER_TOKEN, WAYS, DEPTH = 32, 8, 2, 4, 2
@@ -69,6 +69,24 @@ def test_tokens_around_rings_move_the_same_bytes(monkeypatch):
     numbers = BATCH * LENGTH * (4 * EMBED + 3 * PER_TOKEN)
     wire = DEPTH * 4 * numbers * (WAYS - 1) / WAYS
     assert moved(f"expert={WAYS}", "permute", routing="dropless") == wire
+
+
+def moved_over_tensor(per_token, routing):
+    of = model(
+        num_experts=EXPERTS, mlp=32, experts_per_token=per_token, routing=routing
+    )
+    program = lower("fsdp=2,tensor=2", of)
+    assert program.violations() == []
+    found = [c for c in program.collectives if c.axes == (TENSOR,)]
+    return sum(c.wire_bytes for c in found)
+
+
+@pytest.mark.parametrize("routing", ["capacity", "dropless"])
+def test_outputs_of_experts_are_combined_before_they_are_summed_over_tensor(routing):
+    """One expert more for each token moves its number, its weight and a gradient."""
+    one, four = (moved_over_tensor(number, routing) for number in (1, 4))
+    tokens = BATCH * LENGTH // 2
+    assert four - one == DEPTH * 4 * tokens * 3 * (4 - 1) / 2
 
 
 @functools.cache
