@@ -16,6 +16,7 @@ ROOMS = (
         "errors",
         "compat",
         "settings",
+        "replicated",
         "jaxprs",
         "metrics",
         "schedules",

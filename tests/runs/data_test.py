@@ -55,9 +55,11 @@ def read(form, rows, number, monkeypatch=None, **place):
 
 def two_processes(monkeypatch):
     halves = {0: list(range(SIZE // 2)), 1: list(range(SIZE // 2, SIZE))}
-    monkeypatch.setattr(
-        "meshpar.runs.data.agree.allgather_objects", lambda *_: dict(halves)
-    )
+
+    def gathered(label, value):
+        return dict(halves) if label == "rows of the data" else {0: value, 1: value}
+
+    monkeypatch.setattr("meshpar.runs.data.agree.allgather_objects", gathered)
     return halves
 
 
@@ -104,10 +106,10 @@ def test_a_dataset_of_grain_keeps_its_own_order():
 @every_form
 def test_evaluation_batches_are_whole_and_at_most_so_many(form, monkeypatch):
     data = as_data(FORMS[form]())
-    whole = data.evaluation_batches(Place(SIZE, range(SIZE)), 3)
+    whole = data.evaluation_batches(Place(SIZE, range(SIZE)), 3).batches
     assert [batch["y"].shape for batch in whole] == [(SIZE, 2)] * 3
     halves = two_processes(monkeypatch)
-    second = data.evaluation_batches(Place(SIZE, halves[1]), 3)
+    second = data.evaluation_batches(Place(SIZE, halves[1]), 3).batches
     for batch, half in zip(whole, second, strict=True):
         np.testing.assert_array_equal(batch["x"][SIZE // 2 :], half["x"])
 
@@ -137,7 +139,7 @@ def uneven(part, number, position):
 @pytest.mark.parametrize(
     "source, words",
     [
-        (endless_scalars, r"of shape \(\), and batch_size=8; give that many rows"),
+        (endless_scalars, r"gives no array with rows; give arrays \[8, ...\]"),
         (lambda *_: iter([]), "gives no batch"),
         ({"x": np.ones(3)}, "hold 3 samples, fewer than one batch of 8"),
         ([np.ones(2 + i // 4) for i in range(9)], "samples of one batch differ"),
