@@ -16,6 +16,7 @@ from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh import simulate
 from meshpar.models import LayerStack, Model, from_linen, from_nnx
 from meshpar.planner import plan
+from meshpar.replicated import Replicated
 
 _ROOMS = (
     *("checkpoint", "collectives", "explain", "generation", "islands", "layouts"),
@@ -53,6 +54,7 @@ __all__ = [
     "LocalSGD",
     "MeshparError",
     "Model",
+    "Replicated",
     "TrainProgram",
     "from_linen",
     "from_nnx",

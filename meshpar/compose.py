@@ -49,6 +49,7 @@ from meshpar.pipeline.layer_order import LayerOrder
 from meshpar.pipeline.pipedream import PipeDreamRunner
 from meshpar.pipeline.runner import PipelineRunner
 from meshpar.pipeline.spec import PipelineSpec, make_spec, pipeline_traits
+from meshpar.replicated import num_rows
 
 LOWERINGS: dict[str, type[Lowering]] = {
     lowering.name: lowering for lowering in (JitLowering, ShardMapLowering)
@@ -244,7 +245,7 @@ def combination(
 def _fits(model: Model, batch: Any, layout: Layout) -> bool:
     """Whether the sizes of a model and of a batch divide over a layout."""
     try:
-        layout.check_batch_size(jax.tree.leaves(batch)[0].shape[0])
+        layout.check_batch_size(num_rows(batch))
         make_plan(layout, model.params, {})
     except (LayoutError, IndexError):
         return False

@@ -17,6 +17,7 @@ ROOMS = (
         "compat",
         "settings",
         "units",
+        "replicated",
         "jaxprs",
         "metrics",
         "schedules",

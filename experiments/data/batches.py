@@ -13,7 +13,8 @@ import numpy as np
 from experiments.data.corpus import Corpus
 from experiments.data.packing import PackedSamples
 from meshpar.errors import DataError
-from meshpar.runs.data import Place, batches_of, shuffled, spread_batches
+from meshpar.runs.data import Place
+from meshpar.runs.samples import batches_of, shuffled, spread_batches
 
 
 class Windows:
@@ -90,7 +91,7 @@ def training_batches(
 def held_out_batches(
     corpus: Corpus, *, length: int, batch_size: int, rows: Sequence[int], limit: int
 ) -> list[dict[str, np.ndarray]]:
-    """At most `limit` batches, spread evenly over the held-out part.
+    """At most `limit` whole batches, spread evenly over the held-out part.
 
     Args:
       corpus: the data.
@@ -108,7 +109,8 @@ def held_out_batches(
     source = _samples(
         corpus.held_out, corpus.held_out_starts, "held-out", batch_size, length
     )
-    return spread_batches(source, Place(batch_size, rows), limit)
+    limit = min(limit, len(source) // batch_size)
+    return spread_batches(source, Place(batch_size, rows), limit).batches
 
 
 def padded_unevenly(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments import data
 from meshpar.errors import ConfigError
-from meshpar.runs.data import Batches, Data, Place
+from meshpar.runs.data import Batches, Data, HeldOut, Place
 
 
 class TokenData(Data):
@@ -71,9 +71,10 @@ class TokenData(Data):
         )
         return Batches(batches)
 
-    def evaluation_batches(self, place: Place, limit: int) -> list[Any]:
+    def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
         """As `Data.evaluation_batches`, of the part that is held out."""
-        return data.held_out_batches(self.corpus, limit=limit, **self._of(place))
+        of = self._of(place)
+        return HeldOut(data.held_out_batches(self.corpus, limit=limit, **of))
 
     @property
     def fingerprint(self) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 from absl import flags
 
-from meshpar.arrays import abstract
 from meshpar.commands import command_line, optimizers
 from meshpar.commands.devices import start_devices
 from meshpar.commands.reports import verification
@@ -32,6 +31,7 @@ from meshpar.explain import judge, random_layouts, verify
 from meshpar.layouts.axes import EXPERT, RECORDS
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.planner.plans import abstract_batch
 from meshpar.runs import programs
 from meshpar.runs.catalog import FILES_ALONE, Catalog
 from meshpar.runs.config import RunConfig
@@ -141,7 +141,8 @@ class _Case:
         """The program under a layout."""
         config = self.config
         config = dataclasses.replace(config, lowering=lowering or config.lowering)
-        devices, batch = self.devices[: layout.num_devices], abstract(self.batches[0])
+        devices = self.devices[: layout.num_devices]
+        batch = abstract_batch(self.batches[0])
         return programs.make_program(
             config, self.run, layout, devices, batch, optimizer
         )

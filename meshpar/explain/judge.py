@@ -23,9 +23,10 @@ from meshpar.layouts.param import Param, follows_load
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.nesting import NestedState, Nesting
 from meshpar.lowering.train_program import TrainProgram
-from meshpar.metrics import Last, LossResult, Mean, loss_result, weight_name
+from meshpar.metrics import WEIGHT, Last, LossResult, Mean, loss_result, weight_name
 from meshpar.models.model import STEP, PlainModel, Variables
 from meshpar.ops.experts.statistics import DEVICE_LOAD
+from meshpar.replicated import num_rows
 
 _ROUNDING = 2.0**-22
 """Relative change of weights that is taken for rounding, in float32."""
@@ -165,7 +166,8 @@ class PlainLoop:
             return result.loss, (result, new)
 
         trained = self.trained(variables)
-        evaluation = metrics_of(loss(trained, None)[1][0])
+        evaluation = {WEIGHT: jnp.float32(num_rows(batch))}
+        evaluation |= metrics_of(loss(trained, None)[1][0])
         key = jax.random.key(0)  # Nothing may depend on it: see `reason_no_judge`.
         run = jax.value_and_grad(loss, has_aux=True)
         (value, (result, new)), grads = run(trained, key)

@@ -12,6 +12,7 @@ from meshpar.explain.judge import moved_by_rounding
 from meshpar.explain.verify import Group, VerifyReport, compare, weight_groups
 from meshpar.lowering.given_params import flat_params
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.replicated import unmarked
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 """(parameters, optimizer state, batch) -> (parameters, optimizer state, loss)."""
@@ -65,8 +66,8 @@ def verify(
     moved = jax.tree.map(jnp.copy, moved)
     start = flat_params(jax.device_get(params))
     for number, batch in enumerate(batches, start=1):
-        *own, loss = step(*own, batch)
-        *moved, _ = step(*moved, batch)
+        *own, loss = step(*own, unmarked(batch))
+        *moved, _ = step(*moved, unmarked(batch))
         state, metrics = program.step(state, batch)
         found = {"loss": {"": np.asarray(metrics["loss"])}}
         found["weight"] = jax.device_get(program.weights(state))

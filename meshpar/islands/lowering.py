@@ -11,6 +11,7 @@ from meshpar.errors import LayoutError
 from meshpar.islands.mode import Islands
 from meshpar.islands.program import IslandsProgram
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.replicated import map_rows, num_rows
 
 
 def make_program(
@@ -40,7 +41,7 @@ def make_program(
             f"{apart * num_devices} devices, and there are {len(devices)}: use fewer "
             "islands or a smaller layout"
         )
-    rows = jax.tree.leaves(batch)[0].shape[0]
+    rows = num_rows(batch)
     if rows % mode.workers:
         raise LayoutError(
             f"a batch of {rows} rows does not divide over {mode.workers} islands; use "
@@ -50,7 +51,7 @@ def make_program(
     def part(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows // mode.workers, *x.shape[1:]), x.dtype)
 
-    part_batch = jax.tree.map(part, batch)
+    part_batch = map_rows(part, batch)
     programs = tuple(
         lower(part_batch, devices=devices[i * num_devices : (i + 1) * num_devices])
         for i in range(apart)

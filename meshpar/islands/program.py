@@ -26,6 +26,7 @@ from meshpar.islands.worker import Span
 from meshpar.layouts.axes import AXES
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.replicated import map_rows, num_rows
 
 BYTES = "islands"
 """Name of the packed bytes in a checkpoint."""
@@ -88,11 +89,11 @@ class IslandsProgram(TrainProgram):
         return np.arange(self.mode.workers * len(super().batch_rows))
 
     def _parts(self, batch: Any) -> list[Any]:
-        """Cuts the batch into one part for each island."""
-        rows = len(super().batch_rows)
+        """Cuts the batch into parts for islands; the last one may have fewer rows."""
+        batch, rows = self.batches.as_arrays(batch), len(super().batch_rows)
         return [
-            jax.tree.map(lambda x, i=i: np.asarray(x)[i * rows : (i + 1) * rows], batch)
-            for i in range(self.mode.workers)
+            map_rows(lambda x, i=i: x[i : i + rows], batch)
+            for i in range(0, num_rows(batch), rows)
         ]
 
     # Training.
@@ -161,8 +162,11 @@ class IslandsProgram(TrainProgram):
         center = self.vector.unpack(self._running.host.center())
         return {**state.params, **center}
 
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """Loss and aux of the store's weights in evaluation mode."""
+    def evaluate(
+        self, state: TrainState, batch: Any, rows: int | None = None
+    ) -> Metrics:
+        """As `TrainProgram.evaluate`, of the store's weights."""
+        del rows  # One process holds them all.
         params, sums = self.evaluated_params(state), self.metric_sums()
         for part in self._parts(batch):
             sums.add(self.evaluate_params(params, part))

@@ -263,13 +263,22 @@ class Layout:
         """{dim name: mesh axes} for activations, defaults included."""
         return ACTIVATION_RULES | dict(self.activations)
 
-    def check_batch_size(self, batch_size: int) -> None:
-        """Raises LayoutError unless the batch divides over devices and microbatches."""
+    @property
+    def _batch_factors(self) -> dict[str, int]:
+        """{axis or option: parts into which it splits a batch}."""
         also = (TENSOR,) if splits_rows(self.layers) else ()
         axes = in_use((REPLICA, *BATCH_AXES, *also), self.sizes)
         factors = {axis: getattr(self, axis) for axis in axes}
-        factors["microbatches"] = self.microbatches
-        unit = math.prod(factors.values())
+        return factors | {"microbatches": self.microbatches}
+
+    @property
+    def batch_unit(self) -> int:
+        """The number whose multiples are sizes of batches."""
+        return math.prod(self._batch_factors.values())
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises LayoutError unless the batch divides over devices and microbatches."""
+        factors, unit = self._batch_factors, self.batch_unit
         if batch_size < 1 or batch_size % unit:
             near = max(unit, round(batch_size / unit) * unit)
             names, counts = "*".join(factors), "*".join(map(str, factors.values()))

@@ -31,10 +31,12 @@ from meshpar.local_sgd.schedule import Actions, SyncSchedule, Transfer
 from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
+from meshpar.lowering.evaluation import Evaluation
 from meshpar.lowering.replicas import replica_average, with_replicas
 from meshpar.lowering.state import Metrics, TrainState, check_alive
 from meshpar.lowering.totals import Totals
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.metrics import WEIGHT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -177,15 +179,22 @@ class LocalProgram(TrainProgram):
             out_shardings=shardings,
         )
 
-    def evaluate(self, state: LocalState, batch: Any) -> Metrics:
-        """Loss and aux of the average in evaluation mode, and `drift`."""
+    def evaluate(
+        self, state: LocalState, batch: Any, rows: int | None = None
+    ) -> Metrics:
+        """As `TrainProgram.evaluate`, of the average, and `drift`."""
         check_alive(state)
         with jax.set_mesh(self.mesh):
-            return self._evaluate(state, self._placed(batch))
+            return self._evaluated(state, batch, rows)
 
-    @functools.cached_property
-    def _evaluate(self) -> Callable[[LocalState, Any], Metrics]:
-        return jax.jit(self.steps.evaluated, out_shardings=self._whole)
+    def _evaluation(self, rows: int) -> Callable[[LocalState, Any], Metrics]:
+        evaluation = Evaluation.of(self.lowering, rows, self._num_rows)
+
+        def evaluate(state: LocalState, batch: Any) -> Metrics:
+            found = self.steps.evaluated(state, batch, evaluation)
+            return {WEIGHT: jnp.float32(rows)} | found
+
+        return jax.jit(evaluate, out_shardings=self._whole)
 
     @property
     def portable_state(self) -> TrainState:

@@ -23,10 +23,12 @@ from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.schedule import Transfer
 from meshpar.local_sgd.sync_state import SyncState
 from meshpar.lowering.base import Lowering
+from meshpar.lowering.evaluation import Evaluation
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.lowering.totals import Totals
 from meshpar.mesh.platform import platform_of
 from meshpar.models.model_scope import model_scope
+from meshpar.replicated import map_rows
 
 STACKED = PartitionSpec(REPLICA)
 """Spec of arrays [R, ...], one row per replica."""
@@ -125,9 +127,10 @@ class LocalSteps:
 
         def on_all(state: LocalState, batch: Any) -> Any:
             stacked = state.params, state.optimizer_state
+            rows = map_rows(lambda _: STACKED, batch, others=lambda _: REPLICATED)
             return jax.shard_map(
                 on_one,
-                in_specs=(REPLICATED, STACKED, STACKED),
+                in_specs=(REPLICATED, STACKED, rows),
                 out_specs=STACKED,
                 axis_names={REPLICA},
                 check_vma=self.lowering.types_replicas,
@@ -269,15 +272,22 @@ class LocalSteps:
             step, seed, params, optimizer_state, sync, step, never, arrived
         )
 
-    def evaluated(self, state: LocalState, batch: Any) -> Metrics:
+    def evaluated(
+        self, state: LocalState, batch: Any, evaluation: Evaluation
+    ) -> Metrics:
         """Loss and aux of the average, and `drift`, the replicas' distance to it.
 
         Drift is the mean L2 distance, relative to the norm of the average.
+
+        Args:
+          state: the state of all replicas.
+          batch: the global batch.
+          evaluation: of its number of rows.
         """
 
         def evaluate(state: TrainState, batch: Any) -> Metrics:
             average = {path: _replica_mean(x) for path, x in state.params.items()}
-            totals = self._totals_of_replica(self.lowering.evaluate(average, batch))
+            totals = self._totals_of_replica(evaluation.totals(average, batch))
             metrics = totals.over((REPLICA,)).reported()
             trained = self.lowering.plan.trained(average)
             distance = sum(
@@ -288,4 +298,5 @@ class LocalSteps:
             drift = lax.pmean(jnp.sqrt(distance), REPLICA) / jnp.sqrt(norm)
             return metrics | {"drift": drift}
 
+        batch = evaluation.filled(batch)
         return _first(self.per_replica(evaluate)(state, batch))

@@ -1,12 +1,13 @@
 """Batches: how a global batch is split over devices, and how hosts place their part.
 
 A batch leaf is [batch, length, ...]; `Layout.batch_spec` says which mesh axes split
-which dim.
+which dim. Every device holds the leaves without rows.
 """
 
 import dataclasses
 import functools
-from collections.abc import Collection
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from meshpar.layouts.axes import BATCH_DIMS, REPLICA, in_use, ways_of
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.token_order import CONTIGUOUS, device_order, in_natural_order
+from meshpar.multihost import agree
+from meshpar.replicated import check_marks, map_rows, row_leaves
 
 
 def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
@@ -28,7 +31,7 @@ def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
         dims = layout.batch_spec(len(x.shape))
         return partition_spec(tuple(tuple(a for a in d if a in axes) for d in dims))
 
-    return jax.tree.map(leaf_spec, batch)
+    return map_rows(leaf_spec, batch, others=lambda _: PartitionSpec())
 
 
 def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
@@ -40,18 +43,19 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
       mesh: the device mesh.
 
     Raises:
-      MeshparError: an empty batch, or leaves without a common first dim.
+      MeshparError: a batch without rows, or leaves without a common first dim.
       LayoutError: a dim that does not divide over its axes, or leaves of several
         lengths where an axis splits them.
     """
-    leaves = jax.tree.leaves(batch)
+    leaves = row_leaves(batch)
     if not leaves:
         raise MeshparError("the batch is empty: give at least one array [batch, ...]")
-    if any(not x.shape or x.shape[0] != leaves[0].shape[0] for x in leaves):
+    if any(x.shape[0] != leaves[0].shape[0] for x in leaves):
         shapes = [tuple(x.shape) for x in leaves]
         raise MeshparError(
             f"batch leaves {shapes}: all need the same leading batch dim; give arrays "
-            "[batch, ...]"
+            "[batch, ...], and meshpar.Replicated(array) for one without rows, such as "
+            "class weights"
         )
     layout.check_batch_size(leaves[0].shape[0])
     _check_lengths(leaves, layout)
@@ -61,14 +65,23 @@ def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
         rows, *rest = layout.batch_spec(len(shape))
         _check_divides(x.shape, rest, layout)
         sharding = NamedSharding(mesh, partition_spec(((*lead, *rows), *rest)))
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return _abstract(shape, x.dtype, sharding)
+
+    def whole(x: Any) -> jax.ShapeDtypeStruct:
+        return _abstract(x.shape, x.dtype, NamedSharding(mesh, PartitionSpec()))
 
     lead = (REPLICA,) if layout.replica > 1 else ()
     return (
-        jax.tree.map(lambda x: leaf(x, lead, 1), batch),
-        jax.tree.map(lambda x: leaf(x, (), layout.replica), batch),
+        map_rows(lambda x: leaf(x, lead, 1), batch, others=whole),
+        map_rows(lambda x: leaf(x, (), layout.replica), batch, others=whole),
     )
+
+
+def _abstract(
+    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+) -> jax.ShapeDtypeStruct:
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _check_divides(
@@ -105,16 +118,18 @@ class BatchPlacer:
       abstract: the global batch as ShapeDtypeStructs with shardings.
       order: in which the devices along `context` get the tokens of a sequence.
       context: size of that axis.
+      compared: not empty once processes have compared their leaves without rows.
     """
 
     abstract: Any
     order: str = CONTIGUOUS
     context: int = 1
+    compared: list[bool] = dataclasses.field(default_factory=list, repr=False)
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
         """Rows of the global batch that this process's devices hold, ascending."""
-        first = jax.tree.leaves(self.abstract)[0]
+        first = row_leaves(self.abstract)[0]
         index_map = first.sharding.addressable_devices_indices_map(first.shape)
         rows = {
             row
@@ -123,8 +138,39 @@ class BatchPlacer:
         }
         return np.array(sorted(rows))
 
+    def with_rows(self, num_rows: int) -> "BatchPlacer":
+        """Places batches of another number of rows.
+
+        They are split over those axes over which they divide; the devices along the
+        others hold the same rows.
+        """
+
+        def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            mesh, (rows, *rest) = x.sharding.mesh, x.sharding.spec
+            axes = dividing_axes(rows or (), num_rows, mesh.shape)
+            sharding = NamedSharding(mesh, PartitionSpec(axes, *rest))
+            return x.update(shape=(num_rows, *x.shape[1:]), sharding=sharding)
+
+        return dataclasses.replace(self, abstract=map_rows(leaf, self.abstract))
+
+    def as_arrays(self, batch: Any) -> Any:
+        """A host batch, whose leaves may be lists or numbers, as numpy arrays.
+
+        Raises:
+          MeshparError: its leaves are not those of the program.
+        """
+        check_marks(self.abstract, batch)
+
+        def array(target: Any, x: Any) -> np.ndarray:
+            del target
+            return np.asarray(x)
+
+        return map_rows(array, self.abstract, batch, others=array)
+
     def place(self, batch: Any) -> Any:
         """The global batch as device arrays, whose tokens are in `order`.
+
+        All processes give the same leaves without rows, which the first call compares.
 
         Args:
           batch: pytree of host arrays [len(rows), ...], tokens in their own order.
@@ -133,18 +179,26 @@ class BatchPlacer:
           MeshparError: a leaf of another shape or dtype than the program was lowered
             for, or with integers that the program's dtype cannot hold. 64-bit leaves
             become what jax makes of them, 32-bit unless `jax_enable_x64` is set.
+          MultihostError: processes have other values in a leaf without rows.
         """
-        return jax.tree.map(self._place, self.abstract, batch)
+        batch = self.as_arrays(batch)
+        self._compare(batch)
+        return map_rows(self._place, self.abstract, batch, others=self._place_whole)
 
-    def _place(self, target: jax.ShapeDtypeStruct, x: Any) -> jax.Array:
-        x, shape = np.asarray(x), (len(self.rows), *target.shape[1:])
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        if x.shape != shape or dtype != target.dtype:
-            raise MeshparError(
-                f"batch leaf {x.dtype}{list(x.shape)}: the program was lowered for "
-                f"{target.dtype}{list(shape)} on this process"
+    def _compare(self, batch: Any) -> None:
+        """Compares leaves without rows with those of other processes, once."""
+        if jax.process_count() == 1 or self.compared:
+            return
+        self.compared.append(True)
+        nodes = map_rows(lambda _: None, batch)
+        if leaves := jax.tree_util.tree_leaves_with_path(nodes):
+            keystr = jax.tree_util.keystr
+            agree.check_fingerprint(
+                {f"batch{keystr(keys)}": _digest(x) for keys, x in leaves}
             )
-        x = _as_dtype(x, target.dtype)
+
+    def _place(self, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
+        x = _checked(x, (len(self.rows), *target.shape[1:]), target.dtype)
         if self.order != CONTIGUOUS and x.ndim > 1:
             x = x[:, device_order(self.order, x.shape[1], self.context)]
 
@@ -153,6 +207,41 @@ class BatchPlacer:
             return x[(np.searchsorted(self.rows, wanted), *index[1:])]
 
         return jax.make_array_from_callback(target.shape, target.sharding, shard)
+
+    def _place_whole(self, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
+        x = _checked(x, target.shape, target.dtype)
+        return jax.make_array_from_callback(target.shape, target.sharding, lambda _: x)
+
+
+def dividing_axes(
+    axes: str | Sequence[str], num_rows: int, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Those of the axes over which rows divide, outer to inner."""
+    kept: list[str] = []
+    for axis in (axes,) if isinstance(axes, str) else axes:
+        if num_rows % ways_of((*kept, axis), sizes) == 0:
+            kept.append(axis)
+    return tuple(kept)
+
+
+def _checked(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A leaf of a batch in the dtype with which the program computes.
+
+    Raises:
+      MeshparError: it has another shape or dtype.
+    """
+    if x.shape != shape or jax.dtypes.canonicalize_dtype(x.dtype) != dtype:
+        raise MeshparError(
+            f"batch leaf {x.dtype}{list(x.shape)}: the program was lowered for "
+            f"{dtype}{list(shape)} on this process"
+        )
+    return _as_dtype(x, dtype)
+
+
+def _digest(x: np.ndarray) -> str:
+    """Dtype, shape and a hash of an array; the value of a scalar."""
+    value = x if x.ndim == 0 else hashlib.sha256(x.tobytes()).hexdigest()[:16]
+    return f"{x.dtype}{list(x.shape)} {value}"
 
 
 def natural_batch(batch: Any, order: str, context: int) -> Any:
@@ -167,7 +256,7 @@ def natural_batch(batch: Any, order: str, context: int) -> Any:
     def leaf(x: Array) -> Array:
         return x if x.ndim < 2 else in_natural_order(x, order, context, 1)
 
-    return jax.tree.map(leaf, batch)
+    return map_rows(leaf, batch)
 
 
 def other_batch(batch: Any, num_parts: int, layout: Layout, mesh: Mesh) -> BatchPlacer:
@@ -182,9 +271,9 @@ def other_batch(batch: Any, num_parts: int, layout: Layout, mesh: Mesh) -> Batch
     Raises:
       LayoutError: a dim that does not divide over its axes.
     """
+    batch = map_rows(np.asarray, batch, others=np.asarray)
 
-    def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        x = np.asarray(x)
+    def leaf(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = (num_parts * x.shape[0], *x.shape[1:])
         axes = layout.batch_spec(len(shape))
         rows = in_use(axes[0], layout.sizes)
@@ -194,11 +283,12 @@ def other_batch(batch: Any, num_parts: int, layout: Layout, mesh: Mesh) -> Batch
                 f"{ways}; add rows, or use a smaller layout"
             )
         _check_divides(shape, list(axes[1:]), layout)
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        sharding = NamedSharding(mesh, partition_spec(axes))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return _abstract(shape, x.dtype, NamedSharding(mesh, partition_spec(axes)))
 
-    return BatchPlacer(jax.tree.map(leaf, batch))
+    def whole(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        return _abstract(x.shape, x.dtype, NamedSharding(mesh, PartitionSpec()))
+
+    return BatchPlacer(map_rows(leaf, batch, others=whole))
 
 
 def _as_dtype(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -45,6 +45,7 @@ from meshpar.lowering.totals import Totals
 from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
+from meshpar.replicated import map_rows, num_rows
 from meshpar.rows import opaque
 
 
@@ -225,7 +226,7 @@ class Frame:
         if not rows and not split and not in_parts:
             return key
         first = lax.axis_index(rows) if rows else jnp.uint32(0)
-        num = len(jax.tree.leaves(batch)[0])
+        num = num_rows(batch)
         return for_shard(key, first, num, *split, draws=self.draws)
 
     def totals(self, result: LossResult, is_last: Any = True) -> Totals:
@@ -291,7 +292,7 @@ class Frame:
             shape = (rows // self.layout.microbatches, *rest)
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        params, rows = abstract(self.plan.weights), jax.tree.map(shard, batch)
+        params, rows = abstract(self.plan.weights), map_rows(shard, batch)
         key = jax.eval_shape(lambda: jax.random.key(0))
         # As the check of rows traces the model, so that jax knows the trace.
         with jax.set_mesh(self.mesh), opaque.analysed():

@@ -24,6 +24,7 @@ from meshpar.lowering.base import Lowering
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.totals import Gradients, Totals
 from meshpar.metrics import LossResult, masked
+from meshpar.replicated import map_rows, num_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +98,9 @@ class JitLowering(Lowering):
     ) -> Gradients:
         """Totals, means of gradients by weight, and state of the microbatches."""
         num = self.plan.layout.microbatches
-        batches = jax.tree.map(self._split_rows, split_microbatches(batch, num))
+        batches = map_rows(self._split_rows, split_microbatches(batch, num))
         first = jax.tree.map(lambda x: x[0], batches)
-        rows = len(jax.tree.leaves(batch)[0])
+        rows = num_rows(batch)
         keys = for_shard(key, jnp.uint32(0), rows, draws=self.draws)
 
         def body(sums: Gradients, m_batch: tuple[Array, Any]) -> tuple[Any, None]:

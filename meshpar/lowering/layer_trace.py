@@ -28,6 +28,7 @@ from meshpar.mesh.chips import chip_of
 from meshpar.mesh.platform import platform_of
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model_scope import model_scope
+from meshpar.replicated import map_rows
 
 
 class TracedLayer(NamedTuple):
@@ -118,7 +119,7 @@ def trace_policies(
     """
     layout, mesh = plan.layout, _one_stage(mesh)
     shared, stack = layered.split(abstract(plan.weights))
-    rows = jax.tree.map(lambda x: _microbatch(x, layout.microbatches), batch)
+    rows = map_rows(lambda x: _microbatch(x, layout.microbatches), batch)
     # Mixtures of experts and attention follow the tokens of each device.
     by_device = layout.expert > 1 or layout.context > 1
     axes = in_use(TOKEN_AXES, mesh.shape) if by_device else ()

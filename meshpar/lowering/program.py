@@ -9,25 +9,28 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array, Params, abstract
-from meshpar.errors import LayoutError
+from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer, other_batch
+from meshpar.lowering.evaluation import Evaluation
 from meshpar.lowering.inspection import read_collectives
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.placed import PlacedArrays
 from meshpar.lowering.portable import StoredOrder
 from meshpar.lowering.state import Metrics, check_alive
 from meshpar.mesh.platform import platform_of
-from meshpar.metrics import KINDS, MetricSums
+from meshpar.metrics import KINDS, WEIGHT, MetricSums
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
+from meshpar.replicated import num_rows, unmarked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +98,37 @@ class Program:
         """Fresh parameters: the same numbers whatever the layout."""
         return self._init_params(np.uint32(seed))
 
-    def evaluate_params(self, params: Params, batch: Any) -> Metrics:
+    def evaluate_params(
+        self, params: Params, batch: Any, rows: int | None = None
+    ) -> Metrics:
         """Loss and aux of the model in evaluation mode.
 
         Args:
           params: {path: array}, sharded as `abstract_params` says.
-          batch: device arrays from `place_batch`, or this process's rows of it.
+          batch: device arrays from `place_batch`, or this process's rows of a batch
+            (`rows_of`), which may have another number of rows than those of training:
+            every number is compiled once.
+          rows: number of rows of the batch; needed for another one than that of
+            training if a process does not hold all rows.
+
+        Returns:
+          Metrics of exactly these rows. The weight of the loss is "weight": the number
+          of rows, unless the loss gives one.
+
+        Raises:
+          MeshparError: the number of rows is needed, or the batch is another one than
+            that of the program.
         """
         check_alive(params)
-        return self._evaluate_params(params, self._placed(batch))
+        return self._evaluated(params, batch, rows)
+
+    def _evaluated(self, of: Any, batch: Any, rows: int | None) -> Metrics:
+        """Metrics of parameters, or of a state, on a batch of any number of rows."""
+        batch = self._placed_rows(batch, rows)
+        rows = num_rows(batch)
+        if rows not in self._evaluations:
+            self._evaluations[rows] = self._evaluation(rows)
+        return self._evaluations[rows](of, batch)
 
     def predictor(self, fn: Callable[[Any, Any], Any]) -> Callable[[Params, Any], Any]:
         """Makes predict(params, batch): what fn(model, batch) returns, on the mesh.
@@ -120,15 +145,15 @@ class Program:
         """
 
         def run(params: Params, batch: Any) -> Any:
-            return fn(self.model.bind(self.lowering.weights(params)), batch)
+            model = self.model.bind(self.lowering.weights(params))
+            return fn(model, unmarked(batch))
 
         jitted = jax.jit(self._traced(run))
 
         def predict(params: Params, batch: Any) -> Any:
             if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
-                whole = jax.tree.leaves(self.abstract_batch)[0].shape[0]
                 # Every process holds the same part of all batches.
-                parts = whole // len(self.batch_rows)
+                parts = self._num_rows // len(self.batch_rows)
                 batch = other_batch(batch, parts, self.layout, self.mesh).place(batch)
             elif self._changes_order and self._placed_arrays.holds(batch):
                 raise LayoutError(
@@ -174,6 +199,21 @@ class Program:
         """Rows of the global batch that this process's devices hold, ascending."""
         return self.batches.rows
 
+    def rows_of(self, rows: int) -> np.ndarray:
+        """Rows of a batch with `rows` of them that this process's devices hold."""
+        return self._placer(rows).rows
+
+    def _placer(self, rows: int) -> BatchPlacer:
+        if rows == self._num_rows:
+            return self.batches
+        if rows < 1:
+            raise MeshparError(f"a batch of {rows} rows: give at least one")
+        return self.batches.with_rows(rows)
+
+    @property
+    def _num_rows(self) -> int:
+        return num_rows(self.abstract_batch)
+
     def place_batch(self, batch: Any) -> Any:
         """Puts this process's rows of a batch onto its devices.
 
@@ -204,6 +244,25 @@ class Program:
             )
         return batch
 
+    def _placed_rows(self, batch: Any, rows: int | None) -> Any:
+        """`_placed`, of a batch of any number of rows.
+
+        Raises:
+          MeshparError: the number of rows is not known.
+        """
+        if all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
+            return self._placed(batch)
+        batch = self.batches.as_arrays(batch)
+        given, here, whole = num_rows(batch), len(self.batches.rows), self._num_rows
+        if rows is None and given != here and here != whole:
+            raise MeshparError(
+                f"{given} rows on this process, which holds {here} of the {whole} of a "
+                "batch: give evaluate rows=N, the number of rows over all processes, "
+                "and this process's ones, program.rows_of(N)"
+            )
+        rows = rows or (whole if given == here else given)
+        return self._placed_arrays.add(self._placer(rows).place(batch))
+
     @property
     def _changes_order(self) -> bool:
         return self.batches.order != CONTIGUOUS
@@ -230,9 +289,15 @@ class Program:
         )
 
     @functools.cached_property
-    def _evaluate_params(self) -> Callable[[Params, Any], Metrics]:
+    def _evaluations(self) -> dict[int, Callable[[Any, Any], Metrics]]:
+        """{number of rows: the compiled evaluation of such batches}."""
+        return {}
+
+    def _evaluation(self, rows: int) -> Callable[[Any, Any], Metrics]:
+        totals = Evaluation.of(self.lowering, rows, self._num_rows)
+
         def evaluate(params: Params, batch: Any) -> Metrics:
-            return self.lowering.evaluate(params, batch).reported()
+            return {WEIGHT: jnp.float32(rows)} | totals(params, batch).reported()
 
         return self._jit(evaluate, self._whole)
 

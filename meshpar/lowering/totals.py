@@ -101,6 +101,18 @@ class Totals(NamedTuple):
         """The totals of the parts of both."""
         return _by_leaf(jnp.add, jnp.maximum, self, other)
 
+    def divided(self, copies: int) -> "Totals":
+        """The totals of a batch from those of several copies of it."""
+        if copies == 1:
+            return self
+        once = functools.partial(jax.tree.map, lambda x: x / copies)
+        parts, weight = once((self.parts, self.weight))
+        metrics = {
+            name: x if isinstance(x, Max | Last) else once(x)
+            for name, x in self.metrics.items()
+        }
+        return Totals(parts, weight, metrics)
+
     def over_rows(self) -> "Totals":
         """The totals of all rows [R, ...] of each number."""
         of_sums, of_maxima = (

@@ -93,9 +93,17 @@ class TrainProgram(Program):
         check_alive(state)
         return self._gradients(state, self._placed(batch))
 
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """Loss and aux of the model in evaluation mode."""
-        return self.evaluate_params(state.params, batch)
+    def evaluate(
+        self, state: TrainState, batch: Any, rows: int | None = None
+    ) -> Metrics:
+        """Loss and aux of the model in evaluation mode, of any number of rows.
+
+        Args:
+          state: the state.
+          batch: as in `evaluate_params`.
+          rows: as in `evaluate_params`.
+        """
+        return self.evaluate_params(state.params, batch, rows)
 
     def weights(self, state: TrainState) -> Params:
         """The weights that `evaluate` uses, {path in the module: array}.

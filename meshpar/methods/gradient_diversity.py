@@ -24,6 +24,7 @@ from meshpar.errors import MeshparError
 from meshpar.lowering.state import TrainState
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.metrics import masked
+from meshpar.replicated import map_rows, num_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +89,14 @@ def diversity_meter(
       MeshparError: the rows of a batch are no multiple of `rows_at_once`.
     """
     model, trained = program.model, program.plan.trained
-    rows = len(jax.tree.leaves(program.abstract_batch)[0])
+    rows = num_rows(program.abstract_batch)
     if rows_at_once < 1 or rows % rows_at_once:
         raise MeshparError(
             f"rows_at_once={rows_at_once} for batches of {rows} rows: use a divisor"
         )
 
-    def gradient(params: Params, row: Any) -> tuple[Params, Array]:
+    def gradient(params: Params, batch: Any) -> tuple[Params, Array]:
         """The gradient of a row's loss times its weight, and the weight."""
-        batch = jax.tree.map(lambda x: x[None], row)
 
         def loss(part: Params) -> tuple[Array, Array]:
             result = model.evaluation_loss(params | part, batch)
@@ -111,7 +111,9 @@ def diversity_meter(
 
         def body(carry: tuple, rows: Any) -> tuple[tuple, None]:
             total, squares, weights = carry
-            grads, weight = jax.vmap(gradient, (None, 0))(params, rows)
+            rows = map_rows(lambda x: x[:, None], rows)
+            axes = map_rows(lambda _: 0, rows, others=lambda _: None)
+            grads, weight = jax.vmap(gradient, (None, axes))(params, rows)
             grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
             total = jax.tree.map(lambda t, x: t + x.sum(axis=0), total, grads)
             return (total, squares + _square(grads), weights + weight.sum()), None

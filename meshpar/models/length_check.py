@@ -22,9 +22,18 @@ from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of
 from meshpar.models.row_values import compared_values, traced_with_shape, values_of
+from meshpar.replicated import map_rows, row_leaves
 from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.two_traces import Differences
-from meshpar.rows.values import COUNTS, NUMBER, Fixed, Key, Mixed, PerRow
+from meshpar.rows.values import (
+    COUNTS,
+    NUMBER,
+    Fixed,
+    Key,
+    Mixed,
+    PerRow,
+    is_value,
+)
 
 _SMALLEST = 5
 """Smallest length to trace with: smaller numbers divide most sizes of a model."""
@@ -60,7 +69,7 @@ def check_positions(model: Model, batch: Any, layout: Layout, evaluates: bool) -
     """
     if layout.context == 1:
         return
-    for x in jax.tree.leaves(batch):
+    for x in row_leaves(batch):
         if len(x.shape) > 1:
             check_length(x.shape[1], layout.context, layout.token_order)
     why = f"{CONTEXT}={layout.context}"
@@ -76,12 +85,12 @@ def _check(fn: Callable, what: str, arguments: tuple, why: str) -> None:
     prime, *others = _lengths_for(params, batch)
     inputs = [
         *(Fixed() for _ in jax.tree.leaves(params)),
-        *(PerRow(1) if len(x.shape) > 1 else Fixed() for x in jax.tree.leaves(batch)),
+        *jax.tree.leaves(map_rows(_position, batch, others=_fixed), is_leaf=is_value),
         *(Key() for _ in key),
     ]
 
     def traced(length: int) -> tuple[Any, Any]:
-        tokens = jax.tree.map(lambda x: _with_length(x, length), batch)
+        tokens = map_rows(lambda x: _with_length(x, length), batch)
         return traced_with_shape(fn, params, tokens, *key)
 
     def analysis(differences: Differences) -> PositionAnalysis:
@@ -105,6 +114,15 @@ def _check(fn: Callable, what: str, arguments: tuple, why: str) -> None:
             f"{problem} ({why} splits the length of sequences, and each of their "
             f"positions counts as a row here); {_REMEDY}"
         )
+
+
+def _position(x: Any) -> Any:
+    """The value of a leaf with rows, by position."""
+    return PerRow(1) if len(x.shape) > 1 else Fixed()
+
+
+def _fixed(_: Any) -> Fixed:
+    return Fixed()
 
 
 def _problem(result: LossResult, what: str) -> str:
@@ -133,10 +151,13 @@ def _lengths_for(params: Any, batch: Any) -> list[int]:
 
     They are at most the length of the batch.
     """
-    leaves = jax.tree.leaves(batch)
-    longest = max(x.shape[1] for x in leaves if len(x.shape) > 1)
-    sizes = {size for x in jax.tree.leaves(params) for size in x.shape}
-    sizes |= {size for x in leaves for size in (*x.shape[:1], *x.shape[2:])}
+    longest = max(x.shape[1] for x in row_leaves(batch) if len(x.shape) > 1)
+
+    def without_length(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*x.shape[:1], *x.shape[2:]), x.dtype)
+
+    leaves = jax.tree.leaves((params, map_rows(without_length, batch)))
+    sizes = {size for x in leaves for size in x.shape}
     primes = _primes_down_from(max(longest, 2 * _SMALLEST))
     usable = (p for p in primes if all(size % p for size in sizes if size))
     if lengths := list(itertools.islice(usable, 3)):

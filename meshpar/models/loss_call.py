@@ -13,6 +13,7 @@ from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
 from meshpar.models.layer_stack import HEAD_KEY, Key, fold_key
 from meshpar.models.model import STEP, Model
+from meshpar.replicated import unmarked
 
 _LOSS_KEY = HEAD_KEY + 1
 """The number that is folded into a batch's key for losses that ask for a key."""
@@ -33,20 +34,21 @@ def call_loss(fn: Callable, *args: Any, params: Params, key: Key) -> Any:
 
     Args:
       fn: a user's function.
-      *args: its positional arguments.
+      *args: its positional arguments; the last one is the batch.
       params: the variables of the model, with the number of steps.
       key: random key of the batch; None in evaluation mode.
 
     Raises:
       MeshparError: it needs a key, and evaluation passes none.
     """
+    *args, batch = args
     extra: dict[str, Any] = {}
     if asks_for(fn, "key"):
         extra["key"] = fold_key(key, _LOSS_KEY)
     if asks_for(fn, "step"):
         extra["step"] = params[STEP]
     try:
-        return fn(*args, **extra)
+        return fn(*args, unmarked(batch), **extra)
     except (AttributeError, TypeError, ValueError) as error:
         if key is not None or "key" not in extra or "None" not in str(error):
             raise

@@ -24,6 +24,7 @@ from meshpar.models.row_check import (
     check_draws,
     check_losses,
 )
+from meshpar.replicated import num_rows
 
 
 def check_step(model: Model, scope: Scope, jaxpr: Any, by_hand: bool) -> None:
@@ -116,7 +117,7 @@ def check_parts(
         averaged = averaged_state(found.state, Split.by({"microbatches": num}))
     if (drawn := found.drawn) is None:
         return CheckedParts(averaged)
-    rows = jax.tree.leaves(batch)[0].shape[0]
+    rows = num_rows(batch)
     own = {axis: num for axis, num in splits.items() if axis != TENSOR}
     for parts in (own, splits, *([{"microbatches": num}] if num > 1 else [])):
         check_draws(drawn, rows, Split.by(parts))

@@ -22,6 +22,7 @@ from meshpar.metrics import LossResult
 from meshpar.models.model import Model
 from meshpar.models.row_problems import problem_of, reason_no_mean
 from meshpar.models.row_values import RowTraces, row_values
+from meshpar.replicated import num_rows
 from meshpar.rows.draws import Drawn
 from meshpar.rows.values import Fixed, Mixed
 
@@ -107,7 +108,7 @@ def check_losses(
         for fn in (model.loss, evaluation_loss)
     )
     if on_shards:
-        check_callbacks(training.of(_rows(batch))[0])
+        check_callbacks(training.of(num_rows(batch))[0])
     found = _check(training, "the loss", split)
     if evaluates and not _same(training, evaluation):
         _check(evaluation, "the evaluation loss", split)
@@ -116,12 +117,8 @@ def check_losses(
 
 def _same(first: RowTraces, second: RowTraces) -> bool:
     """Whether two functions compute the same of the whole batch."""
-    rows = _rows(first.batch)
+    rows = num_rows(first.batch)
     return compute_the_same(first.of(rows)[0], second.of(rows)[0])
-
-
-def _rows(batch: Any) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
@@ -172,7 +169,7 @@ def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
 def _check(traces: RowTraces, what: str, split: Split) -> Checked:
     drawn: Drawn | None = Drawn()
     try:
-        whole = _rows(traces.batch)
+        whole = num_rows(traces.batch)
         # One row alone may be written otherwise: its last row is no slice of it.
         part = max(whole // split.parts, 2 if whole > 2 else 1)
         rows = [n for n in (whole, part) if n]
@@ -182,13 +179,13 @@ def _check(traces: RowTraces, what: str, split: Split) -> Checked:
         drawn = None
     if problem := problem_of(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
-    *_, reads_key = inputs_read(traces.of(_rows(traces.batch))[0])
+    *_, reads_key = inputs_read(traces.of(num_rows(traces.batch))[0])
     return Checked(result.state, drawn, reads_key)
 
 
 def _of_one_part(traces: RowTraces, what: str, split: Split, error: Exception) -> Any:
     """The result for the rows of one part, about which nothing else is known."""
-    num = _rows(traces.batch)
+    num = num_rows(traces.batch)
     traces.of(num)  # Its error is no matter of parts.
     try:
         _, shape = traces.of(num // split.parts)

@@ -8,7 +8,8 @@ from meshpar.arrays import abstract
 from meshpar.errors import LayoutError
 from meshpar.models.layer_stack import LayeredModel, check_floating
 from meshpar.models.row_values import RowTraces, row_values
-from meshpar.rows.values import Fixed, PerRow
+from meshpar.replicated import num_rows
+from meshpar.rows.values import Fixed, PerRow, is_value
 
 NO_ROWS = -1
 
@@ -43,13 +44,13 @@ def row_dims(layered: LayeredModel, params: Any, batch: Any, why: str) -> RowDim
         return layered.embed(params, batch, key), layered.context(params, batch, key)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    whole = jax.tree.leaves(batch)[0].shape[0]
+    whole = num_rows(batch)
     traces = RowTraces(made, shared, batch, key)
     x, context = row_values(traces, rows=[whole])
     check_floating(
         traces.of(whole)[1][0], f"{why} moves what `embed` returns between devices"
     )
-    dims = RowDims(*(jax.tree.map(_dim, t, is_leaf=_is_value) for t in (x, context)))
+    dims = RowDims(*(jax.tree.map(_dim, t, is_leaf=is_value) for t in (x, context)))
     for name, tree in dims._asdict().items():
         for keys, dim in jax.tree.leaves_with_path(tree):
             if dim is None or (name == "x" and dim == NO_ROWS):
@@ -68,7 +69,3 @@ def _dim(value: Any) -> int | None:
     if isinstance(value, PerRow):
         return value.dim
     return NO_ROWS if isinstance(value, Fixed) else None
-
-
-def _is_value(node: Any) -> bool:
-    return type(node).__module__ == PerRow.__module__

@@ -10,6 +10,7 @@ import jax
 from meshpar import compat
 from meshpar.models.foreign_shardings import explained_errors
 from meshpar.models.unbound_names import explained_names
+from meshpar.replicated import map_rows, num_rows
 from meshpar.rows import opaque
 from meshpar.rows.analysis import RowAnalysis
 from meshpar.rows.draws import Drawn
@@ -23,6 +24,7 @@ from meshpar.rows.values import (
     Mixed,
     PerRow,
     counts,
+    is_value,
 )
 
 _PRIMES = (
@@ -53,7 +55,7 @@ class RowTraces:
     def of(self, rows: int) -> tuple[Any, Any]:
         """(jaxpr, shapes of the result) with a number of rows."""
         if rows not in self._made:
-            batch = jax.tree.map(lambda x: with_rows(x, rows), self.batch)
+            batch = map_rows(lambda x: with_rows(x, rows), self.batch)
             arguments = self.params, batch, self.key
             with explained_errors(), explained_names():
                 self._made[rows] = traced_with_shape(self.fn, *arguments)
@@ -76,7 +78,8 @@ def row_values(
     runs = [(n, traces.of(n)[0]) for n in rows]
     closed, shape = traces.of(prime)
     inputs: list[Any] = [Fixed() for _ in jax.tree.leaves(traces.params)]
-    inputs += [PerRow(0) for _ in jax.tree.leaves(traces.batch)]
+    batch = map_rows(lambda _: PerRow(0), traces.batch, others=lambda _: Fixed())
+    inputs += jax.tree.leaves(batch, is_leaf=is_value)
     inputs += [Key() for _ in jax.tree.leaves(traces.key)]
 
     def analysis(differences: Differences) -> RowAnalysis:
@@ -182,6 +185,6 @@ def _primes_for(params: Any, batch: Any) -> tuple[int, int, int]:
     low, middle, high = (
         [p for p in primes if all(size % p for size in sizes)] for primes in _PRIMES
     )
-    rows = leaves[-1].shape[0]
+    rows = num_rows(batch)
     first = high if low[0] / 2 < rows < 2 * low[0] else low
     return first[0], middle[0], first[1]

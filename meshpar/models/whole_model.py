@@ -9,13 +9,13 @@ the number of collectives does not grow with that of tensors.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from meshpar.arrays import Array, Params
 from meshpar.metrics import LossResult
 from meshpar.models.layer_stack import Key, LayeredModel
 from meshpar.models.model import Model
+from meshpar.replicated import num_rows
 
 
 def as_one_head(model: Model) -> Model:
@@ -23,7 +23,7 @@ def as_one_head(model: Model) -> Model:
 
     def embed(shared: Params, batch: Any, key: Key) -> Array:
         del shared, key
-        return jnp.zeros((len(jax.tree.leaves(batch)[0]), 1))
+        return jnp.zeros((num_rows(batch), 1))
 
     def layer(weights: Params, x: Array, key: Key, context: Any) -> Array:
         del weights, key, context

@@ -32,6 +32,7 @@ from meshpar.planner.facts import constrained_names
 from meshpar.planner.seconds import Terms
 from meshpar.planner.space import layouts
 from meshpar.planner.transfers import bandwidth
+from meshpar.replicated import num_rows, row_leaves
 
 MOST_COMPILED = 48
 """Most layouts that are compiled for one plan: those with the least of `tensor` first,
@@ -154,7 +155,7 @@ def _space(
     model: Model, batch: Any, machine: Machine, wanted: Wanted
 ) -> Iterator[Layout]:
     """Lists the layouts to compile."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
+    shapes = [leaf.shape for leaf in row_leaves(batch)]
     length = max((shape[1] for shape in shapes if len(shape) > 1), default=1)
     return layouts(
         len(machine.devices),
@@ -176,7 +177,7 @@ def _plan(
     """
     if reason := first_reason(combination(model, layout), OF_TRAINING):
         raise LayoutError(reason)
-    layout.check_batch_size(jax.tree.leaves(batch)[0].shape[0])
+    layout.check_batch_size(num_rows(batch))
     return make_plan(layout, model.params, optimizer_state, compute_dtype)
 
 

@@ -38,6 +38,7 @@ from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
 from meshpar.planner.flops import Flops, matmul_flops
+from meshpar.replicated import map_rows, num_rows, row_leaves
 
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
@@ -103,12 +104,12 @@ class Facts:
     @property
     def rows(self) -> int:
         """Rows of the whole batch."""
-        return jax.tree.leaves(self.batch)[0].shape[0]
+        return num_rows(self.batch)
 
     @property
     def length(self) -> int:
         """Size of the batch's second dim, such as the length of sequences; or 1."""
-        shapes = [leaf.shape for leaf in jax.tree.leaves(self.batch)]
+        shapes = [leaf.shape for leaf in row_leaves(self.batch)]
         return max((shape[1] for shape in shapes if len(shape) > 1), default=1)
 
     @functools.cached_property
@@ -121,7 +122,7 @@ class Facts:
         def resized(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
-        return jax.tree.map(resized, self.batch)
+        return map_rows(resized, self.batch)
 
     def _traced(self, remat: str, exchange: Layout) -> tuple[TracedLayer, TracedLayer]:
         """Traces one layer on one device, once for each number of rows in `_ROWS`."""

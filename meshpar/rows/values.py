@@ -170,6 +170,11 @@ def is_zero(value: Any) -> bool:
     return known is not None and known.dtype.kind in "biufV" and not np.any(known)
 
 
+def is_value(node: Any) -> bool:
+    """Whether a node of a pytree is one of these values."""
+    return type(node).__module__ == __name__
+
+
 def degree_by_value(known: Any, prime: int) -> int:
     """The degree of a constant, guessed from its value."""
     if not known.size or known.dtype.kind not in "iufV":

@@ -16,9 +16,7 @@ import numpy as np
 
 from meshpar.errors import DataError, shown
 from meshpar.multihost import agree
-
-_MOST = 2**40
-"""Samples of a data set that repeats without end, when they are counted."""
+from meshpar.replicated import map_rows, num_rows, row_leaves
 
 
 class Place(NamedTuple):
@@ -37,6 +35,28 @@ class Place(NamedTuple):
     seed: int = 0
     position: int = 0
     state: Any = None
+
+
+class HeldOut(NamedTuple):
+    """Batches to evaluate on.
+
+    Attributes:
+      batches: this process's rows of whole batches.
+      rest: all rows of one more batch that has fewer, in every process; None without.
+    """
+
+    batches: list[Any]
+    rest: Any = None
+
+    def checked(self) -> "HeldOut":
+        """Itself.
+
+        Raises:
+          DataError: it holds no row.
+        """
+        if not self.batches and self.rest is None:
+            raise DataError("the evaluation data hold no sample; give at least one")
+        return self
 
 
 class Batches(Iterator):
@@ -74,6 +94,10 @@ class Data(abc.ABC):
           DataError: data that cannot be read.
         """
 
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises DataError if the data are known to hold less than one batch."""
+        del batch_size
+
     @abc.abstractmethod
     def training_batches(self, place: Place) -> Batches:
         """This process's rows of the training batches; all processes call it.
@@ -83,11 +107,11 @@ class Data(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluation_batches(self, place: Place, limit: int) -> list[Any]:
-        """This process's rows of at most `limit` batches; all processes call it.
+    def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
+        """At most `limit` batches to evaluate on; all processes call it.
 
         Raises:
-          DataError: data that cannot be read, or fewer than one batch.
+          DataError: data that cannot be read, or no sample.
         """
 
     @property
@@ -105,235 +129,14 @@ class Data(abc.ABC):
         return float("inf")
 
 
-class _BatchRows:
-    """The samples of some rows of every batch, from a global position on."""
-
-    def __init__(self, samples: Sequence[Any], place: Place):
-        self._samples, self._place = samples, place
-
-    def __len__(self) -> int:
-        left = len(self._samples) - self._place.position
-        return left // self._place.batch_size * len(self._place.rows)
-
-    def __getitem__(self, i: int) -> Any:
-        batch_size, rows, _, position, _ = self._place
-        step, row = divmod(i, len(rows))
-        return _present(self._samples, position + step * batch_size + int(rows[row]))
-
-
-def _present(samples: Sequence[Any], i: int) -> Any:
-    """A sample.
-
-    Raises:
-      DataError: there is none, as where a filter of a grain.MapDataset has left it out.
-    """
-    sample = samples[i]
-    if sample is None:
-        raise DataError(
-            f"sample {i} of the data is None: a filtered grain.MapDataset has holes; "
-            "give dataset.to_iter_dataset(), or filter before the dataset is made"
-        )
-    return sample
-
-
-def batches_of(samples: Sequence[Any], place: Place) -> Batches:
-    """Batches of samples in their order, read ahead by two threads.
-
-    Args:
-      samples: the samples in the order of training.
-      place: what this process reads.
-    """
-    import grain
-
-    own = grain.MapDataset.source(_BatchRows(samples, place))
-    own = own.batch(len(place.rows), batch_fn=stacked)
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return Batches(iter(own.to_iter_dataset(options)))
-
-
-def shuffled(samples: Sequence[Any], seed: int) -> Sequence[Any]:
-    """Samples without end, shuffled anew in every epoch."""
-    import grain
-
-    return grain.MapDataset.source(samples).seed(seed).shuffle().repeat()
-
-
-def spread_batches(samples: Sequence[Any], place: Place, limit: int) -> list[Any]:
-    """At most `limit` batches, spread evenly over the samples.
-
-    Args:
-      samples: the samples, at least one batch of them.
-      place: what this process reads.
-      limit: largest number of batches.
-    """
-    number = min(len(samples), _MOST)
-    num_batches = min(limit, number // place.batch_size)
-    size = num_batches * place.batch_size
-    last = number - 1 if number < _MOST else size - 1
-    indices = np.linspace(0, last, size).astype(int)
-    return [
-        stacked([_present(samples, int(batch[row])) for row in place.rows])
-        for batch in indices.reshape(num_batches, place.batch_size)
-    ]
-
-
-def stacked(samples: Sequence[Any]) -> Any:
-    """Samples as one batch.
-
-    Raises:
-      DataError: they have different leaves or shapes.
-    """
-    try:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
-    except ValueError as error:
-        raise DataError(
-            f"samples of one batch differ: {shown(str(error), 300)}; give samples with "
-            "the same leaves and shapes, padded or cut to one length"
-        ) from error
-
-
-def _abstract(sample: Any, batch_size: int) -> Any:
-    def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        x = np.asarray(x)
-        return jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype)
-
-    return jax.tree.map(leaf, sample)
-
-
-def _digest(samples: Sequence[Any], *facts: Any) -> str:
+def digest(samples: Sequence[Any], *facts: Any) -> str:
     """Hash of facts and of some samples."""
-    digest = hashlib.sha256(repr(facts).encode())
+    found = hashlib.sha256(repr(facts).encode())
     for leaf in jax.tree.leaves(list(samples)):
         leaf = np.asarray(leaf)
-        digest.update(f"{leaf.shape} {leaf.dtype}".encode())
-        digest.update(leaf.tobytes() if leaf.dtype != object else repr(leaf).encode())
-    return digest.hexdigest()[:32]
-
-
-class IndexedData(Data):
-    """Samples that can be indexed.
-
-    Attributes:
-      samples: the samples: a grain.MapDataset, or a sequence.
-      in_order: whether training takes them in their order, once; else they are shuffled
-        anew in every epoch, without end.
-    """
-
-    def __init__(self, samples: Sequence[Any], in_order: bool):
-        self.samples, self.in_order = samples, in_order
-        number = len(samples)
-        self.name = f"{number:,} samples" if number < _MOST else "samples without end"
-        if not number:
-            raise DataError("the data hold no sample; give at least one batch of them")
-
-    def abstract_batch(self, batch_size: int) -> Any:
-        """As `Data.abstract_batch`."""
-        return _abstract(_present(self.samples, 0), batch_size)
-
-    def _check(self, batch_size: int) -> None:
-        if len(self.samples) < batch_size:
-            raise DataError(
-                f"the data hold {len(self.samples)} samples, fewer than one batch of "
-                f"{batch_size}; give more, or a smaller batch_size"
-            )
-
-    def training_batches(self, place: Place) -> Batches:
-        """As `Data.training_batches`."""
-        self._check(place.batch_size)
-        samples = self.samples if self.in_order else shuffled(self.samples, place.seed)
-        return batches_of(samples, place)
-
-    def evaluation_batches(self, place: Place, limit: int) -> list[Any]:
-        """As `Data.evaluation_batches`, spread evenly over the samples."""
-        self._check(place.batch_size)
-        return spread_batches(self.samples, place, limit)
-
-    @property
-    def fingerprint(self) -> str:
-        """As `Data.fingerprint`: of the number and of 16 samples."""
-        number = min(len(self.samples), _MOST)
-        some = np.unique(np.linspace(0, min(number, 2**20) - 1, 16).astype(int))
-        return _digest([_present(self.samples, int(i)) for i in some], number)
-
-    @property
-    def num_samples(self) -> float:
-        """As `Data.num_samples`."""
-        ends = self.in_order and len(self.samples) < _MOST
-        return len(self.samples) if ends else float("inf")
-
-
-class _StreamBatches(Batches):
-    """Batches of an iterator that all processes read, each keeping its own rows."""
-
-    def __init__(self, iterator: Any, place: Place):
-        self._iterator, self._place = iterator, place
-
-    def __next__(self) -> Any:
-        samples = list(itertools.islice(self._iterator, self._place.batch_size))
-        if len(samples) < self._place.batch_size:
-            raise StopIteration
-        return stacked([samples[int(row)] for row in self._place.rows])
-
-    @property
-    def state(self) -> Any:
-        return self._iterator.get_state()
-
-
-class StreamData(Data):
-    """Samples of a grain.IterDataset, which all processes read in the same order.
-
-    The state of its iterator is saved with the checkpoint: a run goes on with the next
-    sample in any number of processes.
-
-    Attributes:
-      dataset: the dataset; its elements are samples.
-    """
-
-    name = "a stream of samples"
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def _first(self) -> Any:
-        for sample in self.dataset:
-            return sample
-        raise DataError("the stream of data is empty; give at least one batch")
-
-    def abstract_batch(self, batch_size: int) -> Any:
-        """As `Data.abstract_batch`."""
-        return _abstract(self._first(), batch_size)
-
-    def training_batches(self, place: Place) -> Batches:
-        """As `Data.training_batches`."""
-        iterator = iter(self.dataset)
-        if place.state is not None:
-            iterator.set_state(place.state)
-        elif place.position:
-            raise DataError(
-                f"the checkpoint holds no state of the stream at sample "
-                f"{place.position}: it was written with other data; use a new workdir"
-            )
-        return _StreamBatches(iterator, place)
-
-    def evaluation_batches(self, place: Place, limit: int) -> list[Any]:
-        """As `Data.evaluation_batches`: the first batches."""
-        batches = _StreamBatches(iter(self.dataset), place)
-        return _some(itertools.islice(batches, limit), place.batch_size)
-
-    @property
-    def fingerprint(self) -> str:
-        """As `Data.fingerprint`: of the first sample."""
-        return _digest([self._first()])
-
-
-def _some(batches: Iterator[Any], batch_size: int) -> list[Any]:
-    found = list(batches)
-    if not found:
-        raise DataError(
-            f"the evaluation data hold less than one batch of {batch_size}; give more, "
-            "or a smaller batch_size"
-        )
-    return found
+        found.update(f"{leaf.shape} {leaf.dtype}".encode())
+        found.update(leaf.tobytes() if leaf.dtype != object else repr(leaf).encode())
+    return found.hexdigest()[:32]
 
 
 ReadPart = Callable[[int, int, int], Iterator[Any]]
@@ -362,7 +165,13 @@ class PartData(Data):
     def abstract_batch(self, batch_size: int) -> Any:
         """As `Data.abstract_batch`: of the first batch of data(0, 1, 0)."""
         batch = self._whole()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        rows = map_rows(lambda x: x, batch, others=lambda _: None)
+        if not row_leaves(batch):
+            raise DataError(
+                "data(0, 1, 0) gives no array with rows; give arrays "
+                f"[{batch_size}, ...]"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
             if leaf.shape[:1] != (batch_size,):
                 raise DataError(
                     f"data(0, 1, 0) gives {jax.tree_util.keystr(path)} of shape "
@@ -378,7 +187,7 @@ class PartData(Data):
 
     def _rows(self, part: int, number: int, place: Place) -> Iterator[Any]:
         for batch in self.read(part, number, place.position):
-            sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+            sizes = {x.shape[:1] for x in row_leaves(batch)}
             if sizes != {(len(place.rows),)}:
                 raise DataError(
                     f"data({part}, {number}, {place.position}) gives leaves of "
@@ -387,15 +196,37 @@ class PartData(Data):
                 )
             yield batch
 
-    def evaluation_batches(self, place: Place, limit: int) -> list[Any]:
-        """As `Data.evaluation_batches`: the first batches."""
-        batches = itertools.islice(self.training_batches(place), limit)
-        return _some(batches, place.batch_size)
+    def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
+        """As `Data.evaluation_batches`: the first batches.
+
+        A part that has fewer rows of a batch ends the whole ones; data(0, 1, position)
+        then gives all that are left.
+        """
+        part, number = _part_of(place)
+        rows = (len(place.rows),)
+
+        def is_whole(batch: Any) -> bool:
+            return all(x.shape[:1] == rows for x in row_leaves(batch))
+
+        own = itertools.takewhile(is_whole, self.read(part, number, place.position))
+        batches = list(itertools.islice(own, limit))
+        found = agree.allgather_objects("batches to evaluate on", len(batches))
+        if (num := min(found.values())) == limit:
+            return HeldOut(batches)
+        position = place.position + num * place.batch_size
+        rest = next(iter(self.read(0, 1, position)), None)
+        if rest is not None and num_rows(rest) >= place.batch_size:
+            raise DataError(
+                f"data(0, 1, {position}) gives {num_rows(rest)} rows, and the parts "
+                f"give less than a batch of {place.batch_size} there; give the same "
+                "rows in parts and whole"
+            )
+        return HeldOut(batches[:num], rest).checked()
 
     @property
     def fingerprint(self) -> str:
         """As `Data.fingerprint`: of the first batch of data(0, 1, 0)."""
-        return _digest([self._whole()])
+        return digest([self._whole()])
 
 
 def _part_of(place: Place) -> tuple[int, int]:

@@ -7,14 +7,23 @@ from typing import Any
 import numpy as np
 
 from meshpar.errors import DataError, shown
-from meshpar.runs.data import Data, IndexedData, PartData, StreamData
+from meshpar.replicated import Replicated, is_replicated
+from meshpar.runs.data import Data, PartData
+from meshpar.runs.samples import IndexedData, StreamData
 
 
 class _Columns(Sequence):
-    """Arrays as samples: the i-th rows of all of them."""
+    """Arrays as samples: the i-th rows of all of them, and what has no rows."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        self._arrays = {name: np.asarray(x) for name, x in arrays.items()}
+        self._whole = {
+            name: x if is_replicated(x) else Replicated(np.asarray(x))
+            for name, x in arrays.items()
+            if is_replicated(x) or np.ndim(x) == 0
+        }
+        self._arrays = {
+            name: np.asarray(x) for name, x in arrays.items() if name not in self._whole
+        }
         sizes = {name: x.shape[:1] for name, x in self._arrays.items()}
         if len(set(sizes.values())) != 1 or () in sizes.values():
             raise DataError(
@@ -26,16 +35,17 @@ class _Columns(Sequence):
         return len(next(iter(self._arrays.values())))
 
     def __getitem__(self, i: Any) -> dict[str, Any]:
-        return {name: x[i] for name, x in self._arrays.items()}
+        return self._whole | {name: x[i] for name, x in self._arrays.items()}
 
 
 def as_data(source: Any, what: str = "data") -> Data:
     """The data of a run.
 
     Args:
-      source: samples as {name: array [samples, ...]} or a sequence, which are shuffled
-        anew in every epoch; a grain.MapDataset of samples, taken in its order; a
-        grain.IterDataset of samples; or a function, as `PartData` has it.
+      source: samples as {name: array [samples, ...]}, beside scalars and `Replicated`
+        arrays, or as a sequence, which are shuffled anew in every epoch; a
+        grain.MapDataset of samples, taken in its order; a grain.IterDataset of samples;
+        or a function, as `PartData` has it.
       what: name of the argument, for errors.
 
     Raises:

@@ -118,7 +118,8 @@ def prepare(
 
 
 def _check_samples(config: RunConfig, run: Run) -> None:
-    """Raises DataError for data that end before the last step."""
+    """Raises DataError for data without a batch, or that end before the last step."""
+    run.data.check_batch_size(config.batch_size)
     needed = config.steps * config.batch_size
     if run.data.num_samples < needed:
         raise DataError(

@@ -19,6 +19,7 @@ from meshpar.multihost.watchdog import (
     START,
     Watchdog,
 )
+from meshpar.replicated import map_rows, num_rows
 from meshpar.runs import compiled, progress_file, report
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
@@ -125,7 +126,7 @@ class Trainer:
         trained = [path for path, param in params.items() if param.trained]
         self._finite = FiniteCheck(setup.program.mesh, trained)
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
-        self._held_out = []
+        self._held_out = None
         if setup.run.evaluates:
             limit = setup.config.evaluation_batches
             self._held_out = setup.run.evaluation.evaluation_batches(
@@ -341,11 +342,16 @@ class Trainer:
         self, state: Any, step: int, log: MetricsLog | None, progress: Progress
     ) -> None:
         """Prints and logs the means of the held-out batches, if there are any."""
-        if not self._held_out:
+        if self._held_out is None:
             return
-        sums = self._program.metric_sums()
-        for batch in self._held_out:
-            sums.add(self._program.evaluate(state, batch))
+        program, rest = self._program, self._held_out.rest
+        sums = program.metric_sums()
+        for batch in self._held_out.batches:
+            sums.add(program.evaluate(state, batch))
+        if rest is not None:
+            rows = num_rows(rest)
+            own = map_rows(lambda x: x[program.rows_of(rows)], rest)
+            sums.add(program.evaluate(state, own, rows))
         found = sums.result()
         drift = f", drift {found[DRIFT]:.4f}" if DRIFT in found else ""
         progress.say(f"step {step}: held-out loss {found['loss']:.4f}{drift}")

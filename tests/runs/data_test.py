@@ -7,6 +7,7 @@ import grain
 import numpy as np
 import pytest
 
+import meshpar
 from meshpar.errors import DataError
 from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
@@ -55,9 +56,16 @@ def read(form, rows, number, monkeypatch=None, **place):
 
 def two_processes(monkeypatch):
     halves = {0: list(range(SIZE // 2)), 1: list(range(SIZE // 2, SIZE))}
-    monkeypatch.setattr(
-        "meshpar.runs.data.agree.allgather_objects", lambda *_: dict(halves)
-    )
+
+    counts = []
+
+    def gathered(label, value):
+        if label == "rows of the data":
+            return dict(halves)
+        counts.append(value)  # Of the processes before this one, too.
+        return dict(enumerate(counts))
+
+    monkeypatch.setattr("meshpar.runs.data.agree.allgather_objects", gathered)
     return halves
 
 
@@ -104,10 +112,10 @@ def test_a_dataset_of_grain_keeps_its_own_order():
 @every_form
 def test_evaluation_batches_are_whole_and_at_most_so_many(form, monkeypatch):
     data = as_data(FORMS[form]())
-    whole = data.evaluation_batches(Place(SIZE, range(SIZE)), 3)
+    whole = data.evaluation_batches(Place(SIZE, range(SIZE)), 3).batches
     assert [batch["y"].shape for batch in whole] == [(SIZE, 2)] * 3
     halves = two_processes(monkeypatch)
-    second = data.evaluation_batches(Place(SIZE, halves[1]), 3)
+    second = data.evaluation_batches(Place(SIZE, halves[1]), 3).batches
     for batch, half in zip(whole, second, strict=True):
         np.testing.assert_array_equal(batch["x"][SIZE // 2 :], half["x"])
 
@@ -137,7 +145,7 @@ def uneven(part, number, position):
 @pytest.mark.parametrize(
     "source, words",
     [
-        (endless_scalars, r"of shape \(\), and batch_size=8; give that many rows"),
+        (endless_scalars, r"gives no array with rows; give arrays \[8, ...\]"),
         (lambda *_: iter([]), "gives no batch"),
         ({"x": np.ones(3)}, "hold 3 samples, fewer than one batch of 8"),
         ([np.ones(2 + i // 4) for i in range(9)], "samples of one batch differ"),
@@ -165,3 +173,88 @@ def test_a_part_of_the_wrong_size_is_named(monkeypatch):
 def test_a_stream_without_its_state_is_not_read_from_the_start():
     with pytest.raises(DataError, match="holds no state of the stream at sample 16"):
         as_data(stream()).training_batches(Place(SIZE, range(SIZE), position=16))
+
+
+def counted(number):
+    """The first samples alone, in each of the forms."""
+    data = {name: x[:number] for name, x in columns().items()}
+    listed = samples()[:number]
+
+    def read(part, count, position):
+        size = SIZE // count
+        for start in range(position, number, SIZE):
+            own = listed[start : start + SIZE][part * size : (part + 1) * size]
+            if own:
+                yield {name: np.stack([x[name] for x in own]) for name in own[0]}
+
+    mapped = grain.MapDataset.source(listed)
+    return {
+        "columns": data,
+        "sequence": listed,
+        "map": mapped,
+        "stream": mapped.to_iter_dataset(),
+        "parts": read,
+    }
+
+
+@every_form
+@pytest.mark.parametrize("number", [3, SIZE, 2 * SIZE + 6])
+def test_evaluation_takes_every_sample_once(form, number, monkeypatch):
+    data, halves = as_data(counted(number)[form]), two_processes(monkeypatch)
+    # The second part of a batch ends first.
+    second, first = (
+        data.evaluation_batches(Place(SIZE, halves[process]), 4) for process in (1, 0)
+    )
+    whole, left = divmod(number, SIZE)
+    for held in (first, second):
+        assert len(held.batches) == whole
+        rest = [] if held.rest is None else held.rest["x"]
+        np.testing.assert_array_equal(rest, np.arange(number - left, number))
+    pairs = zip(first.batches, second.batches, strict=True)
+    found = [row for pair in pairs for batch in pair for row in batch["x"]]
+    assert found == list(range(number - left))
+
+
+def test_evaluation_is_spread_over_more_samples_than_it_takes():
+    held = as_data(columns()).evaluation_batches(Place(SIZE, range(SIZE)), 2)
+    found = np.concatenate([batch["x"] for batch in held.batches])
+    assert held.rest is None and len(found) == 2 * SIZE
+    assert found[0] == 0 and found[-1] == NUMBER - 1
+
+
+def weighted(weights):
+    return [
+        sample | {"w": meshpar.Replicated(np.asarray(weights[i % len(weights)]))}
+        for i, sample in enumerate(samples())
+    ]
+
+
+def with_weights(part, number, position):
+    for batch in parts(part, number, position):
+        yield batch | {"w": meshpar.Replicated(np.ones(3)), "t": np.float32(2)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        columns() | {"w": meshpar.Replicated(np.ones(3)), "t": 2.0},
+        grain.MapDataset.source(weighted([np.ones(3)])),
+        grain.MapDataset.source(weighted([np.ones(3)])).to_iter_dataset(),
+        with_weights,
+    ],
+)
+def test_leaves_without_rows_are_in_every_batch_as_they_are(source):
+    data, place = as_data(source), Place(SIZE, range(SIZE))
+    assert data.abstract_batch(SIZE)["w"].value.shape == (3,)
+    assert data.abstract_batch(SIZE)["x"].shape == (SIZE,)
+    batch = next(data.training_batches(place))
+    np.testing.assert_array_equal(batch["w"].value, np.ones(3))
+    assert batch["x"].shape == (SIZE,)
+    held = data.evaluation_batches(place, 100 if callable(source) else 7)
+    np.testing.assert_array_equal(held.batches[-1]["w"].value, np.ones(3))
+
+
+def test_samples_of_a_batch_agree_about_what_has_no_rows():
+    data = as_data(grain.MapDataset.source(weighted([np.ones(3), np.zeros(3)])))
+    with pytest.raises(DataError, match="different values in a meshpar.Replicated"):
+        next(data.training_batches(Place(SIZE, range(SIZE))))

@@ -3,6 +3,8 @@
 import functools
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -11,10 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import tiny_runs
+from support import own_run, processes, tiny_runs
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import ConfigError, DataError
+from meshpar.runs import metrics
 from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
 from meshpar.runs.step_log import NonFiniteError
@@ -105,6 +109,67 @@ def test_a_run_equals_its_plain_loop_and_resumes_under_another_layout(tmp_path):
         *(5, 6, 10)
     }
     assert second.weights()["layers/3/dense/kernel"].shape == (8, 8)
+
+
+def weighted_loss(model, batch):
+    logits = model.head(model.layers[0](batch["x"]))[:, 0] / batch["temperature"]
+    weights = batch["weights"][(batch["y"] > 0).astype(int)]
+    errors = weights * (logits - batch["y"]) ** 2
+    return errors.mean(), {"most": meshpar.metrics.Max(errors.max())}
+
+
+def with_weights(number):
+    weights = meshpar.Replicated(np.array([1, 5], np.float32))
+    return arrays(number) | {"weights": weights, "temperature": np.float32(2)}
+
+
+@pytest.mark.parametrize("layout", ["data=2,fsdp=4", "data=8"])
+def test_evaluation_is_that_of_all_samples(tmp_path, layout):
+    """58 samples in batches of 16: three of them, and 10 samples more."""
+    own = run(
+        loss=weighted_loss,
+        layers="",
+        data=with_weights(64),
+        evaluation=with_weights(58),
+    )
+    done = train(tmp_path, layout, 2, run=own, evaluate_every=2)
+    (row,) = (row for row in done.metrics if "evaluation_loss" in row)
+    module = done.program.update(Net(nnx.Rngs(0)), done.state)
+    batch = with_weights(58)
+    batch["weights"] = batch["weights"].value
+    value, aux = weighted_loss(module, batch)
+    assert row["evaluation_loss"] == pytest.approx(float(value), rel=1e-5)
+    (most,) = aux["most"]
+    assert row["evaluation_most"] == pytest.approx(float(most), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["data=8", slow("data=2,fsdp=4")])
+def test_two_processes_evaluate_all_samples(tmp_path, layout):
+    """60 samples in batches of 16: the last 12 do not divide over eight devices."""
+    recipe = "--recipe=tests/support/own_run.py:net"
+    done = subprocess.run(
+        [
+            *("launch/local.sh", f"--log_dir={tmp_path / 'logs'}", "2", "--"),
+            *(sys.executable, "-m", "experiments.run", recipe, "--steps=2"),
+            *(f"--layout={layout}", f"--workdir={tmp_path / 'two'}"),
+        ],
+        cwd=tiny_runs.ROOT,
+        env=processes.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 8 cpu device(s), 2 process(es)" in done.stdout
+    own, one = own_run.net(steps=2), jax.devices()[:1]
+    settings = dict(layout="data=1", steps=2, batch_size=BATCH, devices=one)
+    alone = meshpar.train(own, workdir=str(tmp_path / "one"), **settings)
+    module = alone.program.update(own_run.Net(16, 4, nnx.Rngs(0)), alone.state)
+    value, _ = own_run.loss(module, own.evaluation)
+    rows = metrics.read(tmp_path / "two" / "metrics.jsonl")
+    for found in (alone.metrics, rows):
+        (row,) = (row for row in found if "evaluation_loss" in row)
+        assert row["evaluation_loss"] == pytest.approx(float(value), rel=1e-5)
 
 
 def test_an_instance_starts_from_its_own_weights(tmp_path):

@@ -35,6 +35,7 @@ from meshpar.methods.flexflow.simulator import StepSeconds
 from meshpar.methods.flexflow.step_trace import dim_name, trace_step
 from meshpar.methods.flexflow.strategies import Strategies
 from meshpar.models.model import Model
+from meshpar.replicated import num_rows
 
 _MOST_TENSOR = 16
 """Most devices over `tensor`: more of them than one host's have slow links between."""
@@ -193,7 +194,7 @@ def _proposals(
     graph = trace_step(model, batch, compute_dtype, traced)
     state = optimizer_of(model, optimizer).abstract_state
     names = _constrained(graph)
-    rows = jax.tree.leaves(batch)[0].shape[0]
+    rows = num_rows(batch)
     meshes = list(_meshes(len(machine.devices), rows, model.params, wanted))
     spaces = [s for sizes in meshes for s in _levels(sizes, names, required)]
     budget = min(_WORK // len(graph.operators), _MOST)
