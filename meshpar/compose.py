@@ -5,8 +5,9 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from meshpar.layouts.refusals.combination import AUTO, Combination
 from meshpar.layouts.refusals.of_training import OF_TRAINING
 from meshpar.layouts.refusals.reasons import check, possible_lowerings
 from meshpar.layouts.resolve import make_plan
+from meshpar.layouts.rules import as_axes
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
 from meshpar.lowering.arguments import check_arguments, check_leaves
@@ -73,6 +75,7 @@ def lower(
     compute_dtype: Any = None,
     lowering: str = "",
     mode: Mode | None = None,
+    axis_names: Mapping[str, str | Iterable[str]] | None = None,
 ) -> TrainProgram:
     """Lowers training of a model under a layout to one SPMD program.
 
@@ -94,6 +97,9 @@ def lower(
       mode: how replicas that train apart are synchronized, for layouts with
         replica=R (`LocalSGD`); or islands, each under the layout (`Islands`). Each
         trains on its part of the batch.
+      axis_names: {mesh axis: the name, or names, that the model has for it}, for models
+        that state a PartitionSpec of a mesh of their own: {"tensor": "tp"} is the same
+        as `axes.tp=tensor` in the layout.
 
     Returns:
       The program; nothing is compiled yet, except with lowering="auto".
@@ -106,6 +112,9 @@ def lower(
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
+    if axis_names:
+        named = {**dict(layout.axes), **as_axes(axis_names)}
+        layout = dataclasses.replace(layout, axes=named)
     check_leaves(batch)
     combined = combination(model, layout, lowering, mode, clip_norm)
     check(combined, OF_TRAINING, functools.partial(_fits, model, batch))

@@ -31,6 +31,7 @@ from meshpar.local_sgd.schedule import Actions, SyncSchedule, Transfer
 from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
+from meshpar.lowering.in_trace import is_traced
 from meshpar.lowering.replicas import replica_average, with_replicas
 from meshpar.lowering.state import Metrics, TrainState, check_alive
 from meshpar.lowering.totals import Totals
@@ -101,6 +102,8 @@ class LocalProgram(TrainProgram):
         Raises:
           StalenessError: a fragment would arrive later than the bound allows.
         """
+        if is_traced((state, batch)):
+            self._check_in_trace()
         clock, batch = self._clock, self._placed(batch)
         check_alive(state)
         clock.read(state)
@@ -158,6 +161,7 @@ class LocalProgram(TrainProgram):
 
     def evaluated_params(self, state: LocalState) -> Params:
         """The average of the replicas, {path: array}."""
+        check_alive(state.params)
         with jax.set_mesh(self.mesh):
             return self._average(state.params)
 
@@ -180,7 +184,7 @@ class LocalProgram(TrainProgram):
     def evaluate(self, state: LocalState, batch: Any) -> Metrics:
         """Loss and aux of the average in evaluation mode, and `drift`."""
         check_alive(state)
-        with jax.set_mesh(self.mesh):
+        with self._on_mesh((state, batch)):
             return self._evaluate(state, self._placed(batch))
 
     @functools.cached_property
