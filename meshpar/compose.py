@@ -110,11 +110,8 @@ def lower(
       ValueError: an argument of the wrong kind or out of range, batch leaves without a
         common leading dim, or an optimizer that needs what training does not give it.
     """
-    layout = parse(layout) if isinstance(layout, str) else layout
+    layout = _with_names(layout, axis_names)
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
-    if axis_names:
-        named = {**dict(layout.axes), **as_axes(axis_names)}
-        layout = dataclasses.replace(layout, axes=named)
     check_leaves(batch)
     combined = combination(model, layout, lowering, mode, clip_norm)
     check(combined, OF_TRAINING, functools.partial(_fits, model, batch))
@@ -136,13 +133,12 @@ def lower(
     optimizer = optimizer_of(model, optimizer)
     if order is not None:
         order.check_optimizer(optimizer, trained)
-    optimizer_state = optimizer.abstract_state
-    plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
+    plan = make_plan(layout, model.params, optimizer.abstract_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
     names, why = _lowering_names(combined), spec.why if spec else ""
     by_hand = ShardMapLowering.name in names
-    state = abstract_state(params, optimizer_state, plan, mesh)
+    state = abstract_state(params, optimizer.abstract_state, plan, mesh)
     parts = LoweringArguments(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     with jax.set_mesh(mesh):
         checked = check_parts(model, layout, mesh, by_hand, abstract_batch)
@@ -160,6 +156,16 @@ def lower(
         for candidate in lowerings
     ]
     return programs[0] if len(programs) == 1 else pick_lowering(programs)
+
+
+def _with_names(
+    layout: Layout | str, axis_names: Mapping[str, str | Iterable[str]] | None
+) -> Layout:
+    """The layout, with the names that the model has for mesh axes."""
+    layout = parse(layout) if isinstance(layout, str) else layout
+    if not axis_names or not isinstance(layout, Layout):
+        return layout
+    return dataclasses.replace(layout, axes=dict(layout.axes) | as_axes(axis_names))
 
 
 def _checked(program: TrainProgram) -> TrainProgram:
