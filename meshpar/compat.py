@@ -1,14 +1,17 @@
 """Functions of jax that differ between its supported versions, or are not public."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 def prepare_cpu_threads() -> None:
@@ -91,6 +94,84 @@ def compilation_cache_identity() -> str:
 def set_simulated_devices(count: int) -> None:
     """Sets the number of devices that the CPU backend of this process will have."""
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def translate_constraints(translate: Callable[[Any], Any]) -> None:
+    """Lets what users give to `with_sharding_constraint` pass a function first.
+
+    Models import the function itself, so that another one in its place is not seen.
+
+    Args:
+      translate: a PartitionSpec or a sharding -> one that jax goes on with.
+    """
+    from jax._src import pjit
+
+    create = pjit._create_sharding_for_array
+
+    def translated(mesh: Any, x: Any, name: str, api_name: str) -> Any:
+        if api_name == "with_sharding_constraint":
+            x = translate(x)
+        return create(mesh, x, name, api_name)
+
+    pjit._create_sharding_for_array = translated
+
+
+def constrain_out_shardings(
+    translate: Callable[[Any], Any], applies: Callable[[], bool]
+) -> None:
+    """Makes `out_sharding=` and `reshard` constraints, which automatic axes take.
+
+    jax itself takes them on explicit axes alone. Those of matmuls and einsums of two
+    arrays, of `x.at[i].get`, and `jax.sharding.reshard`; jax refuses others.
+
+    Args:
+      translate: as in `translate_constraints`.
+      applies: whether to do so now.
+    """
+    from jax._src import source_info_util
+    from jax._src.lax import lax
+    from jax._src.numpy import array_methods, einsum, indexing
+
+    source_info_util.register_exclusion(__file__)  # No operation is written here.
+
+    def constrained(fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def run(*args: Any, out_sharding: Any = None, **kwargs: Any) -> Any:
+            # Derivatives give a sharding without axes themselves.
+            named = isinstance(out_sharding, P) or any(
+                getattr(out_sharding, "spec", ())
+            )
+            if not named or not applies():
+                return fn(*args, out_sharding=out_sharding, **kwargs)
+            y = fn(*args, **kwargs)
+            return jax.lax.with_sharding_constraint(y, out_sharding)
+
+        return run
+
+    def accepting(canonicalize: Callable, names: Sequence[str]) -> Callable:
+        def run(sharding: Any, name: str, **kwargs: Any) -> Any:
+            if sharding is None or name not in names or not applies():
+                return canonicalize(sharding, name, **kwargs)
+            own, mesh = translate(sharding), jax.sharding.get_abstract_mesh()
+            if mesh.empty:
+                return None  # One device.
+            return NamedSharding(mesh, getattr(own, "spec", own))
+
+        return run
+
+    # Libraries hold the functions that call these.
+    jax.lax.dot = lax.dot = constrained(lax.dot)
+    indexing.rewriting_take = constrained(indexing.rewriting_take)
+    for module, names in ((einsum, ["einsum"]), (array_methods, [".get"])):
+        accept = accepting(module.canonicalize_sharding, names)
+        module.canonicalize_sharding = accept
+    reshard = jax.sharding.reshard
+
+    def resharded(xs: Any, out_shardings: Any) -> Any:
+        constrain = jax.lax.with_sharding_constraint if applies() else reshard
+        return constrain(xs, out_shardings)
+
+    jax.reshard = jax.sharding.reshard = functools.wraps(reshard)(resharded)
 
 
 def has_side_effects(eqn: Any) -> bool:

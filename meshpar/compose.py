@@ -5,8 +5,9 @@ here and nowhere else. `lower` checks everything that can be checked without com
 the program that it returns compiles when it is first used.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from meshpar.layouts.refusals.combination import AUTO, Combination
 from meshpar.layouts.refusals.of_training import OF_TRAINING
 from meshpar.layouts.refusals.reasons import check, possible_lowerings
 from meshpar.layouts.resolve import make_plan
+from meshpar.layouts.rules import as_axes
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.local_sgd.program import make_program as make_local_program
 from meshpar.lowering.arguments import check_arguments, check_leaves
@@ -74,6 +76,7 @@ def lower(
     compute_dtype: Any = None,
     lowering: str = "",
     mode: Mode | None = None,
+    axis_names: Mapping[str, str | Iterable[str]] | None = None,
 ) -> TrainProgram:
     """Lowers training of a model under a layout to one SPMD program.
 
@@ -95,6 +98,9 @@ def lower(
       mode: how replicas that train apart are synchronized, for layouts with
         replica=R (`LocalSGD`); or islands, each under the layout (`Islands`). Each
         trains on its part of the batch.
+      axis_names: {mesh axis: the name, or names, that the model has for it}, for models
+        that state a PartitionSpec of a mesh of their own: {"tensor": "tp"} is the same
+        as `axes.tp=tensor` in the layout.
 
     Returns:
       The program; nothing is compiled yet, except with lowering="auto".
@@ -105,7 +111,7 @@ def lower(
       ValueError: an argument of the wrong kind or out of range, batch leaves without a
         common leading dim, or an optimizer that needs what training does not give it.
     """
-    layout = parse(layout) if isinstance(layout, str) else layout
+    layout = _with_names(layout, axis_names)
     check_arguments(model, optimizer, layout, clip_norm, compute_dtype)
     check_leaves(batch)
     combined = combination(model, layout, lowering, mode, clip_norm)
@@ -128,13 +134,12 @@ def lower(
     optimizer = optimizer_of(model, optimizer)
     if order is not None:
         order.check_optimizer(optimizer, trained)
-    optimizer_state = optimizer.abstract_state
-    plan = make_plan(layout, model.params, optimizer_state, compute_dtype)
+    plan = make_plan(layout, model.params, optimizer.abstract_state, compute_dtype)
     if layout.offloaded:
         plan = offloaded_plan(plan, model, optimizer)
     names, why = _lowering_names(combined), spec.why if spec else ""
     by_hand = ShardMapLowering.name in names
-    state = abstract_state(params, optimizer_state, plan, mesh)
+    state = abstract_state(params, optimizer.abstract_state, plan, mesh)
     parts = LoweringArguments(model, optimizer, plan, mesh, clip_norm, compute_dtype)
     with jax.set_mesh(mesh):
         checked = check_parts(model, layout, mesh, by_hand, abstract_batch)
@@ -152,6 +157,16 @@ def lower(
         for candidate in lowerings
     ]
     return programs[0] if len(programs) == 1 else pick_lowering(programs)
+
+
+def _with_names(
+    layout: Layout | str, axis_names: Mapping[str, str | Iterable[str]] | None
+) -> Layout:
+    """The layout, with the names that the model has for mesh axes."""
+    layout = parse(layout) if isinstance(layout, str) else layout
+    if not axis_names or not isinstance(layout, Layout):
+        return layout
+    return dataclasses.replace(layout, axes=dict(layout.axes) | as_axes(axis_names))
 
 
 def _checked(program: TrainProgram) -> TrainProgram:

@@ -217,7 +217,8 @@ def test_the_page_of_commands_has_every_flag():
 def test_the_page_of_layouts_has_every_item():
     page = (ROOT / "docs/layouts.md").read_text()
     for field in dataclasses.fields(layouts.Layout):
-        form = "." if field.name in ("params", "activations", "paths") else "="
+        rules = "axes", "params", "activations", "paths"
+        form = "." if field.name in rules else "="
         assert f"`{field.name}{form}" in page, field.name
 
 

@@ -65,6 +65,7 @@ def generation_layouts(layout: Layout, kv_heads: int) -> GenerationLayouts:
     sizes[gathered] *= sizes.pop(PIPE)
     whole = Layout(
         **sizes,
+        axes=layout.axes,
         params=params,
         activations=layout.activations,
         offload=PARAMETERS if PARAMETERS in layout.offloaded else NONE,

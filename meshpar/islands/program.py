@@ -24,6 +24,7 @@ from meshpar.islands.threads import Threads
 from meshpar.islands.weights_vector import WeightsVector, weights_vector
 from meshpar.islands.worker import Span
 from meshpar.layouts.axes import AXES
+from meshpar.lowering.in_trace import is_traced
 from meshpar.lowering.state import Metrics, TrainState
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.replicated import map_rows, num_rows
@@ -118,6 +119,8 @@ class IslandsProgram(TrainProgram):
         Raises:
           MeshparError: an older state, or an island that failed.
         """
+        if is_traced((state, batch)):
+            self._check_in_trace()
         step = int(state.step)
         if self._running.host is None:
             self._start(state)

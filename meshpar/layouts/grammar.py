@@ -14,7 +14,7 @@ _ITEM = re.compile(r'((?:"(?:\\.|[^"\\])*"|[^,"=])+)=((?:"(?:\\.|[^"\\])*"|[^,"]
 LONGEST = 10_000
 """Most characters of a layout string."""
 
-RULES = {"params": "+", "activations": "+", "paths": "/"}
+RULES = {"axes": "+", "params": "+", "activations": "+", "paths": "/"}
 """{kind: separator} of items KIND.NAME=PART[separator PART]..."""
 
 REGEXES = ("prefetch", "allow")
@@ -128,7 +128,8 @@ def read_items(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         elif key in REGEXES:
             values[key] = (*values.get(key, ()), _unquote(value))
         elif key not in defaults or key in RULES:
-            known = nearest(shown(key), [*defaults, "params.DIM", "activations.DIM"])
+            items = [*defaults, "axes.NAME", "params.DIM", "activations.DIM"]
+            known = nearest(shown(key), items)
             raise LayoutError(f"{shown(key)!r} in {where} ({known})")
         elif key in values:
             raise LayoutError(f"{key} is given twice in {where}; give it once")

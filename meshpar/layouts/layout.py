@@ -39,7 +39,14 @@ from meshpar.layouts.refusals.combination import Combination
 from meshpar.layouts.refusals.of_layouts import OF_LAYOUTS
 from meshpar.layouts.refusals.reasons import check
 from meshpar.layouts.remat import canonical_remat
-from meshpar.layouts.rules import ACTIVATION_RULES, PARAM_RULES, Names, Rule, as_rules
+from meshpar.layouts.rules import (
+    ACTIVATION_RULES,
+    PARAM_RULES,
+    Names,
+    Rule,
+    as_rules,
+    check_axes,
+)
 from meshpar.layouts.token_order import AUTO, check_token_order, resolved_order
 
 _MAX_SIZE = 2**20
@@ -105,6 +112,8 @@ class Layout:
         zigzag, and contiguous for ulysses. `token_order` is the order in force.
       context_heads: neighbours on a ring that split heads as ulysses does.
       min_shard_size: parameters with fewer elements stay whole over `fsdp`.
+      axes: {name that a model has for a mesh axis: axis, axes or None}, for models that
+        state a PartitionSpec of a mesh of their own.
       params: rules {dim name: axis, axes or None} that override `PARAM_RULES`.
       activations: rules that override `ACTIVATION_RULES`.
       paths: (regex, dim names) pairs that name the dims of unnamed parameters.
@@ -142,6 +151,7 @@ class Layout:
     context_order: str = AUTO
     context_heads: int = 1
     min_shard_size: int = 0
+    axes: Mapping[str, Rule] | tuple = ()
     params: Mapping[str, Rule] | tuple = ()
     activations: Mapping[str, Rule] | tuple = ()
     paths: Mapping[str, Names] | tuple = ()
@@ -191,7 +201,9 @@ class Layout:
             regexes[kind] = (value,) if isinstance(value, str) else tuple(value)
         for regex in (*dict(paths), *itertools.chain(*regexes.values())):
             check_regex(regex)
+        check_axes(axes := as_rules(self.axes))
         return {
+            "axes": axes,
             "params": as_rules(self.params),
             "activations": as_rules(self.activations),
             "paths": paths,
@@ -253,7 +265,7 @@ class Layout:
     @property
     def param_rules(self) -> dict[str, tuple[str, ...]]:
         """{dim name: mesh axes} for parameters, defaults included."""
-        rules = PARAM_RULES | dict(self.params)
+        rules = PARAM_RULES | dict(self.axes) | dict(self.params)
         if self.splits_vocabulary:
             rules["vocab"] = (PIPE, *rules["vocab"])
         return rules
@@ -261,7 +273,7 @@ class Layout:
     @property
     def activation_rules(self) -> dict[str, tuple[str, ...]]:
         """{dim name: mesh axes} for activations, defaults included."""
-        return ACTIVATION_RULES | dict(self.activations)
+        return ACTIVATION_RULES | dict(self.axes) | dict(self.activations)
 
     @property
     def _batch_factors(self) -> dict[str, int]:
@@ -311,10 +323,10 @@ class Layout:
 def parse(text: str) -> Layout:
     """Reads a layout string such as ``"data=2,fsdp=4,zero=2"``.
 
-    Items are ``axis=size``, ``option=value``, ``params.DIM=AXIS[+AXIS]|none``,
-    ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``, ``prefetch=REGEX`` and
-    ``allow=REGEX``; a regex with other characters than letters, digits and
-    ``_/*.^$-`` needs JSON quotes. ``parse(str(layout)) == layout``.
+    Items are ``axis=size``, ``option=value``, ``axes.NAME=AXIS[+AXIS]|none``,
+    ``params.DIM=...``, ``activations.DIM=...``, ``paths.REGEX=DIM/none/DIM``,
+    ``prefetch=REGEX`` and ``allow=REGEX``; a regex with other characters than letters,
+    digits and ``_/*.^$-`` needs JSON quotes. ``parse(str(layout)) == layout``.
 
     Raises:
       LayoutError: an item that is malformed, unknown or given twice.

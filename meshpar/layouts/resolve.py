@@ -158,7 +158,9 @@ class _Resolver:
         if name not in self.rules:
             self._add(
                 f"no rule for dim {name!r} ({nearest(name, self.rules)}); add "
-                f"params.{name}=AXIS or params.{name}=none to the layout",
+                f"params.{name}=AXIS or params.{name}=none to the layout; if the model "
+                f"calls a mesh axis so, axes.{name}=AXIS, which is "
+                f'axis_names={{AXIS: "{name}"}} of lower',
                 path,
             )
             return ()

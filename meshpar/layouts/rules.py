@@ -67,6 +67,42 @@ def rule_axes(name: str, rule: Rule) -> tuple[str, ...]:
     return axes
 
 
+def as_axes(axis_names: Mapping[str, str | Iterable[str]]) -> dict[str, tuple]:
+    """{name in the model: mesh axes} from {mesh axis: its name in the model, or names}.
+
+    Several axes with one name are that name together.
+
+    Raises:
+      LayoutError: an axis that does not exist, or a name that is no text.
+    """
+    if not isinstance(axis_names, Mapping):
+        raise LayoutError(
+            f"axis_names={shown(repr(axis_names))}: give {{mesh axis: its name in the "
+            'model}, such as {"tensor": "tp"}'
+        )
+    found: dict[str, tuple[str, ...]] = {}
+    for axis in sorted(axis_names, key=lambda axis: (*AXES, axis).index(axis)):
+        names = axis_names[axis]
+        for name in (names,) if isinstance(names, str) else tuple(names):
+            if not isinstance(name, str):
+                raise LayoutError(
+                    f"axis_names={{{axis!r}: {shown(repr(name))}}}: give the name of "
+                    "the axis in the model, such as 'tp'"
+                )
+            found[name] = (*found.get(name, ()), *rule_axes(name, axis))
+    return found
+
+
+def check_axes(axes: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    """Raises LayoutError if an axis of every mesh is the model's name of others."""
+    for name, own in axes:
+        if name in AXES and name not in own:
+            raise LayoutError(
+                f"axes.{name}={'+'.join(own) or 'none'}: {name} is an axis of every "
+                f"layout, and keeps it, as in axes.{name}={'+'.join((name, *own))}"
+            )
+
+
 def as_rules(rules: Mapping[str, Rule] | Iterable) -> tuple:
     """Rules as sorted (dim name, axes) pairs."""
     pairs = rules.items() if isinstance(rules, Mapping) else rules

@@ -74,6 +74,23 @@ def use(layout: Layout, mesh: Mesh, manual_axes: Iterable[str] = ()) -> Iterator
         around.note(scope)
 
 
+_unsharded = jax.make_user_context(default_value=False)
+
+
+def unsharded() -> contextlib.AbstractContextManager:
+    """Traces a model where its own shardings do not count.
+
+    It runs on one device, is initialized, or is traced for a check.
+    """
+    return _unsharded(True)
+
+
+def is_unsharded() -> bool:
+    """Whether a model is traced so; jax itself checks shardings over explicit axes."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return _unsharded.value and AxisType.Explicit not in kinds
+
+
 @contextlib.contextmanager
 def unmarked_rows() -> Iterator[None]:
     """Traces a model for a check, in which rows of an embedding keep their type."""
@@ -215,7 +232,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         # Inside shard_map, jax's own mesh knows which axes are manual.
         sizes = scope.mesh.shape
         free = any(n > 1 for a, n in sizes.items() if a not in scope.manual_axes)
-        return jax.lax.with_sharding_constraint(x, spec) if free else x
+        inner = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+        return jax.lax.with_sharding_constraint(x, inner) if free else x
     if all(kind == AxisType.Explicit for kind in scope.mesh.axis_types):
         return jax.sharding.reshard(x, NamedSharding(scope.mesh, spec))
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

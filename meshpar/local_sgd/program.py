@@ -32,6 +32,7 @@ from meshpar.local_sgd.step_programs import StepPrograms
 from meshpar.local_sgd.steps import PER_DEVICE, REPLICATED, LocalState, LocalSteps
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.evaluation import Evaluation
+from meshpar.lowering.in_trace import is_traced
 from meshpar.lowering.replicas import replica_average, with_replicas
 from meshpar.lowering.state import Metrics, TrainState, check_alive
 from meshpar.lowering.totals import Totals
@@ -103,6 +104,8 @@ class LocalProgram(TrainProgram):
         Raises:
           StalenessError: a fragment would arrive later than the bound allows.
         """
+        if is_traced((state, batch)):
+            self._check_in_trace()
         clock, batch = self._clock, self._placed(batch)
         check_alive(state)
         clock.read(state)
@@ -160,6 +163,7 @@ class LocalProgram(TrainProgram):
 
     def evaluated_params(self, state: LocalState) -> Params:
         """The average of the replicas, {path: array}."""
+        check_alive(state.params)
         with jax.set_mesh(self.mesh):
             return self._average(state.params)
 
@@ -184,7 +188,7 @@ class LocalProgram(TrainProgram):
     ) -> Metrics:
         """As `TrainProgram.evaluate`, of the average, and `drift`."""
         check_alive(state)
-        with jax.set_mesh(self.mesh):
+        with self._on_mesh((state, batch)):
             return self._evaluated(state, batch, rows)
 
     def _evaluation(self, rows: int) -> Callable[[LocalState, Any], Metrics]:

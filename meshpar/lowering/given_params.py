@@ -28,10 +28,10 @@ def flat_params(tree: Any) -> dict[str, Any]:
     if isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping):
         others = {name: x for name, x in tree.items() if name != "params"}
         tree = {**tree["params"], **others}
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]
     leaves = [(k, x) for k, x in leaves if not isinstance(x, nnx.RngState)]
     paths = paths_of([keys for keys, _ in leaves])
-    values = (x.get_value() if _is_variable(x) else x for _, x in leaves)
+    values = (x.get_value() if is_variable(x) else x for _, x in leaves)
     return dict(zip(paths, values, strict=True))
 
 
@@ -60,7 +60,7 @@ def updated(tree: Any, weights: Mapping[str, Any]) -> Any:
     new = {path: jnp.asarray(x, known[path].dtype) for path, x in weights.items()}
     if isinstance(tree, nnx.Module):
         leaves = [
-            (keys, leaf.replace(new[path]) if _is_variable(leaf) else new[path])
+            (keys, leaf.replace(new[path]) if is_variable(leaf) else new[path])
             for keys, leaf in nnx.to_flat_state(nnx.state(tree))
             if (path := "/".join(map(str, keys))) in new
         ]
@@ -78,7 +78,8 @@ def updated(tree: Any, weights: Mapping[str, Any]) -> Any:
     )
 
 
-def _is_variable(node: Any) -> bool:
+def is_variable(node: Any) -> bool:
+    """Whether a node of a tree is an NNX variable."""
     return isinstance(node, nnx.Variable)
 
 
@@ -139,11 +140,11 @@ def stacked_params(
                 f"{path} is given as {list(np.shape(x))}, but the model has "
                 f"{list(shapes[path].shape)}"
             )
-        _check_numbers(path, jnp.result_type(x), known[path].dtype)
+        check_numbers(path, jnp.result_type(x), known[path].dtype)
     return flat
 
 
-def _check_numbers(path: str, given: Any, wanted: Any) -> None:
+def check_numbers(path: str, given: Any, wanted: Any) -> None:
     """Lets floating-point numbers change their width, and nothing else."""
     if given != wanted and not all(
         jnp.issubdtype(dtype, jnp.floating) for dtype in (given, wanted)
@@ -168,16 +169,22 @@ def place_params(
       given: {path: array}, of numpy or jax.
       shardings: {path: ShapeDtypeStruct with sharding}.
     """
-
-    def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if isinstance(x, jax.Array):
-            return jax.device_put(x.astype(like.dtype), like.sharding)
-        x = np.asarray(x)
-        return jax.make_array_from_callback(
-            like.shape, like.sharding, _shard_of(x, like.dtype)
-        )
-
     return {path: place(x, shardings[path]) for path, x in given.items()}
+
+
+def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Puts an array onto its shards; one of jax may share memory with the result.
+
+    Args:
+      x: of numpy or jax.
+      like: ShapeDtypeStruct with sharding.
+    """
+    if isinstance(x, jax.Array):
+        return jax.device_put(x.astype(like.dtype), like.sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(
+        like.shape, like.sharding, _shard_of(x, like.dtype)
+    )
 
 
 def _shard_of(x: np.ndarray, dtype: Any) -> Callable[[Any], np.ndarray]:

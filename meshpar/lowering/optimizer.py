@@ -175,6 +175,21 @@ def optimizer_of(
     return make_optimizer(transformation, abstract(trained), keys, rows)
 
 
+def own_state(
+    transformation: optax.GradientTransformationExtraArgs,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    keys: Mapping[str, tuple[Any, ...]],
+    rows: LayerRows,
+) -> tuple[Any, NestedState]:
+    """(state of the model's own tensors as ShapeDtypeStructs, its forms).
+
+    Takes the arguments of `make_optimizer`.
+    """
+    own = rows.unstacked(params, _abstract_row)
+    nesting, state = _initial(transformation, own, keys)
+    return state, NestedState.of(state, nesting, rows)
+
+
 def _of_trees(
     transformation: optax.GradientTransformationExtraArgs,
     params: Mapping[str, jax.ShapeDtypeStruct],

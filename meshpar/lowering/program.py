@@ -3,6 +3,7 @@
 Parameters, batches and evaluation are here; `train_program` adds the training step.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.batches import BatchPlacer, other_batch
 from meshpar.lowering.evaluation import Evaluation
+from meshpar.lowering.in_trace import is_traced, not_in_trace
 from meshpar.lowering.inspection import read_collectives
 from meshpar.lowering.layer_rows import LayerRows
 from meshpar.lowering.placed import PlacedArrays
@@ -96,7 +98,8 @@ class Program:
 
     def init_params(self, seed: int = 0) -> Params:
         """Fresh parameters: the same numbers whatever the layout."""
-        return self._init_params(np.uint32(seed))
+        with self._on_mesh(()):
+            return self._init_params(np.uint32(seed))
 
     def evaluate_params(
         self, params: Params, batch: Any, rows: int | None = None
@@ -160,7 +163,8 @@ class Program:
                     f"predict needs tokens in their own order, and place_batch changed "
                     f"it (context_order={self.batches.order}): give host arrays"
                 )
-            with jax.set_mesh(self.mesh):
+            check_alive(params)
+            with self._on_mesh((params, batch)):
                 return jitted(params, batch)
 
         return predict
@@ -307,7 +311,7 @@ class Program:
         checked: list[Callable] = [] if self.lowering.may_deadlock else [jitted]
 
         def call(x: Any, batch: Any) -> Any:
-            with jax.set_mesh(self.mesh):
+            with self._on_mesh((x, batch)):
                 if not checked:
                     compiled = jitted.lower(x, batch).compile()
                     collectives = read_collectives(compiled, self.mesh)
@@ -316,6 +320,30 @@ class Program:
                 return checked[0](x, batch)
 
         return call
+
+    def _on_mesh(self, arguments: Any) -> contextlib.AbstractContextManager:
+        """The context of a jitted function of the program, also in a user's trace."""
+        if not is_traced(arguments):
+            return jax.set_mesh(self.mesh)
+        self._check_in_trace()
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+    def _check_in_trace(self) -> None:
+        """Refuses programs that cannot be a part of a program of the user's.
+
+        Raises:
+          MeshparError: the program is one of these.
+        """
+        layout, why = self.layout, ""
+        if self.lowering.may_deadlock:
+            why = (
+                f"schedule={layout.schedule} has conditionals that differ between "
+                "stages, and its compiled programs are checked before they run"
+            )
+        elif layout.offloaded:
+            why = f"offload={layout.offload} holds a part of the state in host memory"
+        if why:
+            raise MeshparError(not_in_trace(why))
 
     def _traced(self, fn: Callable) -> Callable:
         def traced(x: Any, batch: Any) -> Any:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.arrays import Array, Params, to_device
 from meshpar.errors import MeshparError
 from meshpar.layouts.plan import Plan
+from meshpar.lowering.in_trace import is_traced
 from meshpar.models.model import STEP
 
 Metrics = dict[str, Array]
@@ -79,7 +80,7 @@ def check_alive(state: Any) -> None:
       MeshparError: a step has.
     """
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-    if any(x.is_deleted() for x in arrays):
+    if any(not is_traced(x) and x.is_deleted() for x in arrays):
         raise MeshparError(
             "this state was given to a step before, which took its memory for the next "
             "one: go on with the state that the step returned, or keep a copy "

@@ -9,14 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.arrays import Array, Params
+from meshpar.arrays import Array, Params, abstract
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
 from meshpar.contracts.host_transfers import host_violations
 from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.ema import ema_weights
-from meshpar.lowering.given_params import place_params, stacked_params, updated
+from meshpar.lowering.given_optimizer import OwnOptimizerState, steps_done
+from meshpar.lowering.given_params import (
+    flat_params,
+    place,
+    place_params,
+    stacked_params,
+    updated,
+)
+from meshpar.lowering.in_trace import is_traced, not_in_trace, step_in_trace
 from meshpar.lowering.inspection import Inspection, bytes_per_device, inspect_step
 from meshpar.lowering.portable import PortableState, StoredOrder
 from meshpar.lowering.program import Program
@@ -55,7 +63,8 @@ class TrainProgram(Program):
         """
         params = self.model.given if params is None else params
         given = {} if params is None else self._placed_params(params)
-        return self.init_function(np.uint32(seed), given)
+        with self._on_mesh(given):
+            return self.init_function(np.uint32(seed), given)
 
     def _placed_params(self, params: Any) -> Params:
         like, order = self.abstract_params, self.layer_order
@@ -73,6 +82,9 @@ class TrainProgram(Program):
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Runs one training step; `state` is donated.
 
+        Inside a `jax.jit` or `jax.lax.scan` of your own it is a part of that program,
+        which compiles anew, and you donate the state.
+
         Args:
           state: the state; do not use it afterwards.
           batch: device arrays from `place_batch`, or this process's rows of it.
@@ -81,9 +93,27 @@ class TrainProgram(Program):
           The next state, and metrics of the batch: loss, grad_norm (before clipping)
           and those of the model's aux, each by its kind. The weight of a mean is
           reported as "NAME/weight", that of the loss as "weight".
+
+        Raises:
+          MeshparError: the state was given to a step before; or inside a trace, state
+            or batch are not as the program has them, or its steps are no part of
+            another program.
         """
         check_alive(state)
-        return self.compiled(state, self._placed(batch))
+        batch = self._placed(batch)
+        if is_traced((state, batch)):
+            self._check_in_trace()
+            traced = self.inspection.traced
+            wanted = self.abstract_state, self.abstract_batch
+            return step_in_trace(traced, self.mesh, wanted, state, batch)
+        return self.compiled(state, batch)
+
+    def _check_in_trace(self) -> None:
+        """As `Program._check_in_trace`; modes run other programs from step to step."""
+        if self.mode_text:
+            why = f"{self.mode_text}: the host chooses what each step runs"
+            raise MeshparError(not_in_trace(why))
+        super()._check_in_trace()
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[Metrics, Params]:
         """Metrics and gradients {path: array}, before clipping.
@@ -116,22 +146,96 @@ class TrainProgram(Program):
         params = order.in_model_order(params) if order else params
         return self.model_rows.unstacked(params)
 
-    def update(self, module: Any, state: TrainState) -> Any:
+    def update(self, module: Any, state: TrainState, optimizer: Any = None) -> Any:
         """Puts the weights that `evaluate` uses into the user's own model.
 
         Args:
           module: an NNX module, which is changed in place, or the variables of a Linen
             module, nested, with or without the collection "params".
           state: of this program.
+          optimizer: the optimizer of the user's loop, which gets its state too: an
+            `nnx.Optimizer`, which is changed in place, or an optax state.
 
         Returns:
-          The module, or new variables of the same structure.
+          The module, or new variables of the same structure; with an optimizer
+          (module, optimizer or new optax state), which `take` takes.
 
         Raises:
-          MeshparError: it has other variables than the model.
+          MeshparError: it has other variables than the model, or the optimizer is
+            another one.
         """
+        self._check_one_optimizer(optimizer)
+        check_alive(state)
         weights = jax.device_get(self.weights(state))
-        return updated(module, {p: x for p, x in weights.items() if p != STEP})
+        module = updated(module, {p: x for p, x in weights.items() if p != STEP})
+        if optimizer is None:
+            return module
+        own = jax.device_get(self.in_model_order(state).optimizer_state)
+        step = int(state.step)
+        return module, self._own_optimizer_state.put(optimizer, own, step)
+
+    def take(
+        self,
+        module: Any,
+        optimizer: Any = None,
+        *,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> TrainState:
+        """Makes a state of the user's own model and optimizer: inverse of `update`.
+
+        Training goes on where a loop of the user's own stands. What is given stays as
+        it is.
+
+        Args:
+          module: an NNX module or its state, or the variables of a Linen module.
+            Variables that are no parameters may be left out.
+          optimizer: the optimizer of the loop, of the transformation that `lower` got:
+            an `nnx.Optimizer`, or an optax state of the module's parameters; by default
+            a fresh state.
+          seed: seed of the run, on which random numbers such as those of dropout
+            depend.
+          step: steps done, on which they depend too; by default those that an
+            `nnx.Optimizer` counts, else 0.
+
+        Raises:
+          MeshparError: a parameter or a part of the optimizer state is missing, unknown
+            or of another shape.
+        """
+        self._check_one_optimizer(optimizer)
+        check_alive((flat_params(module), optimizer))
+        step = np.int32(steps_done(optimizer) if step is None else step)
+        state, like = self.in_model_order(self.init(seed, module)), self.portable_state
+        if optimizer is not None:
+            state = state._replace(optimizer_state=None)  # Memory for the given one.
+            own = self._own_optimizer_state.stacked(optimizer)
+            own = jax.tree.map(place, own, like.optimizer_state)
+            state = state._replace(optimizer_state=own)
+        params = state.params
+        if STEP in params:
+            count = like.params[STEP]
+            params = {**params, STEP: place(np.full(count.shape, step), count)}
+        state = state._replace(step=place(step, like.step), params=params)
+        return self.as_stored(state)
+
+    def _check_one_optimizer(self, optimizer: Any) -> None:
+        """Refuses a user's optimizer where several of them train.
+
+        Raises:
+          MeshparError: the program has one for each replica or island.
+        """
+        if optimizer is not None and self.mode_text:
+            raise MeshparError(
+                f"{self.mode_text}: each has an optimizer state of its own, which is "
+                "not that of a plain loop; leave optimizer out"
+            )
+
+    @functools.cached_property
+    def _own_optimizer_state(self) -> OwnOptimizerState:
+        """The optimizer state as a loop of the module's own tensors has it."""
+        trained = abstract(self.plan.trained(self.portable_state.params))
+        optimizer, rows = self.lowering.optimizer, self.model_rows
+        return OwnOptimizerState.of(optimizer, self.model, trained, rows)
 
     def evaluated_params(self, state: TrainState) -> Params:
         """The weights that `evaluate` uses, as `evaluate_params` takes them."""
@@ -253,6 +357,7 @@ class TrainProgram(Program):
 
     def in_model_order(self, state: TrainState) -> TrainState:
         """The state with layers in the order of the model, the same in all layouts."""
+        check_alive(state)
         return self._portable.in_model_order(state)
 
     def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:

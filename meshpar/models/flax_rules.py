@@ -7,7 +7,7 @@ is an error, as in `constrain`.
 Linen runs the initializer of a parameter again wherever a model uses the parameter, to
 compare shapes, and constrains the result by the names of its box. Those are names of a
 parameter, which the plan shards, and some layers give them to a flattened array. Hence
-no box constrains what it holds while a model is traced under a layout.
+no box constrains what it holds while a model is traced under a layout, or `unsharded`.
 """
 
 import functools
@@ -16,7 +16,12 @@ from typing import Any
 
 import flax.linen as nn
 
-from meshpar.layouts.scope import Scope, activation_axes, current_scope
+from meshpar.layouts.scope import (
+    Scope,
+    activation_axes,
+    current_scope,
+    is_unsharded,
+)
 
 
 class _Names:
@@ -77,7 +82,8 @@ def _leave_unconstrained(box: type[nn.Partitioned]) -> None:
 
     @functools.wraps(unbox)
     def unbox_in_scope(self: nn.Partitioned, apply_constraint: bool = True) -> Any:
-        return unbox(self, apply_constraint and current_scope() is None)
+        alone = current_scope() is None and not is_unsharded()
+        return unbox(self, apply_constraint and alone)
 
     box.unbox = unbox_in_scope
 

@@ -15,6 +15,7 @@ from flax.core import scope as scopes
 from meshpar.arrays import Array, Params, is_key
 from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
+from meshpar.layouts.scope import unsharded
 from meshpar.models.layer_stack import Key
 from meshpar.models.updates import check_updates
 
@@ -56,7 +57,8 @@ class LinenFunctions:
         keys = jax.random.split(key, 1 + len(self.rngs))
         rngs = dict(zip((_PARAMS, *self.rngs), keys, strict=True))
         args, kwargs = jax.tree.map(_zeros, (self.args, self.kwargs))
-        return self.module.init(rngs, *args, mutable=mutable, **kwargs)
+        with unsharded():
+            return self.module.init(rngs, *args, mutable=mutable, **kwargs)
 
     def abstract(self, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
         """The shapes of `variables`."""
@@ -92,7 +94,8 @@ class LinenFunctions:
     def init(self, key: Array) -> Params:
         """Variables from a random key."""
         flat = self._flat(self.variables(key))
-        return {path: nn.meta.unbox(leaf) for path, _, leaf in flat}
+        with unsharded():
+            return {path: nn.meta.unbox(leaf) for path, _, leaf in flat}
 
     @functools.cached_property
     def _keys(self) -> dict[str, tuple[str, ...]]:

@@ -42,6 +42,15 @@ def check_step(model: Model, scope: Scope, jaxpr: Any, by_hand: bool) -> None:
     """
     layout = scope.layout
     check_divides(jaxpr, scope)
+    of_params = [name for p in model.params.values() for name in p.names or ()]
+    known = {part for x in of_params for part in (x if isinstance(x, tuple) else [x])}
+    known |= scope.names_used
+    for name, _ in layout.axes:
+        if name not in known:
+            raise LayoutError(
+                f"axes.{name}: the model has no mesh axis of that name "
+                f"({nearest(name, (n for n in known if n))}); leave it out"
+            )
     for name, _ in layout.activations:
         if name not in scope.names_used:
             known = nearest(name, (n for n in scope.names_used if n))

@@ -8,12 +8,13 @@ from jax.sharding import Mesh
 
 from meshpar.layouts import scope as scopes
 from meshpar.layouts.layout import Layout
+from meshpar.models import foreign_shardings
 from meshpar.models.flax_rules import FlaxRules
-from meshpar.models.foreign_shardings import explained_errors
 from meshpar.models.loops import install
 from meshpar.models.unbound_names import explained_names
 
 install()
+foreign_shardings.install()
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def model_scope(
     with (
         scopes.use(layout, mesh, manual_axes) as scope,
         nn.logical_axis_rules(FlaxRules(scope)),
-        explained_errors(),
+        foreign_shardings.explained_errors(),
         explained_names(),
     ):
         yield scope

@@ -91,7 +91,7 @@ def from_nnx(
         raise MeshparError(
             f"from_nnx got a {type(make_model).__name__}: give a function of nnx.Rngs "
             "that builds a module, or a module; of an nnx.Optimizer give its model "
-            "here and its transformation (optimizer.tx) to lower"
+            "here, its transformation (optimizer.tx) to lower, and both to program.take"
         )
     described = loss_fn if isinstance(loss_fn, LayerStack) else None
     if described and layers:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from meshpar.arrays import Array, Params, is_key
 from meshpar.errors import MeshparError
@@ -292,4 +293,6 @@ class NnxFunctions:
 def _dim_names(leaf: Any) -> tuple | None:
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
     names = next((metadata[key] for key in _DIM_NAMES if metadata.get(key)), None)
+    if isinstance(names, NamedSharding):
+        names = names.spec
     return None if names is None else tuple(names)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from meshpar.arrays import Array
+from meshpar.layouts.scope import unsharded
 from meshpar.models.layer_stack import LayerStack
 from meshpar.models.loss_call import call_loss
 from meshpar.models.model import STEP, PlainModel, Variables
@@ -63,7 +64,7 @@ def plain_nnx(
         new = {_path(keys): _value(leaf) for keys, leaf in after}
         return result, {path: new.get(path, x) for path, x in variables.items()}
 
-    return PlainModel(init, loss)
+    return PlainModel(init, _on_one_device(loss))
 
 
 def _loss_of_stack(
@@ -142,7 +143,17 @@ def plain_linen(
         result = call_loss(fn, apply, batch, params=variables, key=key)
         return result, {**variables, **now}
 
-    return PlainModel(init, loss)
+    return PlainModel(init, _on_one_device(loss))
+
+
+def _on_one_device(loss: Callable) -> Callable:
+    """The loss, in which the module's own shardings do not count."""
+
+    def run(*args: Any) -> Any:
+        with unsharded():
+            return loss(*args)
+
+    return run
 
 
 def _path(keys: tuple) -> str:

@@ -5,9 +5,10 @@ way in which a layer exchanges tokens; layer, embedding and head are traced once
 FLOPs. No layout traces the model again.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
 from meshpar.layouts.remat import NONE
 from meshpar.layouts.resolve import make_plan
+from meshpar.layouts.scope import Scope, unsharded
 from meshpar.lowering.layer_trace import (
     TracedLayer,
     average_layer,
@@ -194,7 +196,7 @@ class Facts:
 
         def trace(device: jax.Device, fn: Callable, *args: Any) -> tuple[Any, float]:
             mesh = make_mesh(layout, [device])
-            with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+            with _on_one_device(layout, mesh) as scope:
                 jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
             return jaxpr, (matmul_flops(jaxpr) + sum(scope.looped_flops)) / _ROWS[0]
 
@@ -203,7 +205,7 @@ class Facts:
 
         key = jax.eval_shape(lambda: jax.random.key(0))
         mesh = make_mesh(layout, [cpu])
-        with jax.set_mesh(mesh), model_scope(layout, mesh):
+        with _on_one_device(layout, mesh):
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
         args = layered.layer, abstract_layer(stack), x, key, context
@@ -233,9 +235,16 @@ def constrained_names(model: Model, batch: Any, device: jax.Device) -> frozenset
     layout, params = Layout(), abstract(model.params)
     mesh = make_mesh(layout, [device])
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope:
+    with _on_one_device(layout, mesh) as scope:
         jax.eval_shape(model.loss, params, batch, key)
     return frozenset(name for name in scope.names_used if name)
+
+
+@contextlib.contextmanager
+def _on_one_device(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
+    """Traces a model on a mesh of one device, where its own shardings do not count."""
+    with jax.set_mesh(mesh), model_scope(layout, mesh) as scope, unsharded():
+        yield scope
 
 
 def exchange_of(layout: Layout) -> Layout:

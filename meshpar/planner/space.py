@@ -84,7 +84,7 @@ def layouts(
     names = {name for p in model.params.values() for name in p.names or ()}
     names |= {
         name
-        for kind in ("params", "paths")
+        for kind in ("axes", "params", "paths")
         for rule in wanted.required.get(kind, {}).values()
         for name in rule or ()
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from meshpar.layouts.scope import unsharded
 from meshpar.rows.values import Counted, Fixed, Key, Mixed, PerRow, counts, nonlinear
 
 NAME = "split_as_arguments"
@@ -22,7 +23,7 @@ _analysed = jax.make_user_context(default_value=None)
 @contextlib.contextmanager
 def analysed() -> Iterator[None]:
     """Marks the calls of `split_as_arguments` while a function is traced."""
-    with _analysed(True):
+    with _analysed(True), unsharded():
         yield
 
 

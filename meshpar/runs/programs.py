@@ -9,7 +9,9 @@ import optax
 
 from meshpar.compose import lower
 from meshpar.errors import ConfigError
+from meshpar.layouts.grammar import write_items
 from meshpar.layouts.layout import Layout
+from meshpar.layouts.rules import as_axes, as_rules
 from meshpar.lowering.mode import Mode
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.lowering.train_program import TrainProgram
@@ -81,6 +83,7 @@ def make_program(
         compute_dtype=compute_dtype(config),
         lowering=config.lowering,
         mode=make_mode(config),
+        axis_names=run.axis_names,
     )
 
 
@@ -110,4 +113,7 @@ def make_plans(
         )
     batch = run.data.abstract_batch(config.batch_size)
     options["compute_dtype"] = compute_dtype(config)
+    names = write_items({"axes": as_rules(as_axes(run.axis_names))})
+    wanted = filter(None, (options.get("require", ""), names))
+    options["require"] = ",".join(wanted)
     return plan(run.model, run.optimizer, batch, devices, **options)

@@ -37,6 +37,7 @@ class Run:
       evaluation: data of the same forms to evaluate on; None for no evaluation.
       evaluation_loss: (module, batch) -> loss in evaluation mode; `loss` by default.
       layers: where the module keeps its layers, as in `from_nnx`.
+      axis_names: {mesh axis: its name in the model}, as in `lower`.
       clip_norm: largest global norm of the gradient; None for no limit.
       learning_rate: step -> learning rate, for the log alone.
       units: what a sample is counted in, and how many of them it is, for the log.
@@ -59,6 +60,7 @@ class Run:
     evaluation: Any = None
     evaluation_loss: Callable[[Any, Any], Any] | None = None
     layers: str = ""
+    axis_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     clip_norm: float | None = None
     learning_rate: Callable[[Any], Any] | None = None
     units: tuple[str, int] = ("samples", 1)

@@ -13,14 +13,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from support import own_run, processes, tiny_runs
 from support.marks import slow
 
 import meshpar
 from meshpar.errors import ConfigError, DataError
 from meshpar.runs import metrics
+from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
+from meshpar.runs.programs import make_plans
 from meshpar.runs.step_log import NonFiniteError
 
 BATCH = 16
@@ -170,6 +173,41 @@ def test_two_processes_evaluate_all_samples(tmp_path, layout):
     for found in (alone.metrics, rows):
         (row,) = (row for row in found if "evaluation_loss" in row)
         assert row["evaluation_loss"] == pytest.approx(float(value), rel=1e-5)
+
+
+class NamedNet(Net):
+    """Names the axis of its own mesh that splits a kernel: "tp"."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        for layer in self.layers:
+            metadata = {"out_sharding": (None, "tp")}
+            layer.dense = nnx.Linear(8, 8, kernel_metadata=metadata, rngs=rngs)
+
+    def __call__(self, x):
+        return jax.lax.with_sharding_constraint(super().__call__(x), P("dp"))
+
+
+def test_names_of_a_models_own_mesh_axes(tmp_path):
+    named = run(NamedNet, axis_names={"tensor": "tp", "data": "dp"}, evaluation=None)
+
+    class Config(RunConfig):
+        def prepared(self):
+            return self, named.checked()
+
+    config = Config("", batch_size=BATCH)
+    wanted = {"require": 'tensor=2,allow="bias|head"', "top": 1}
+    plans = make_plans(config, named.checked(), jax.devices()[:2], **wanted)
+    assert "axes.dp=data,axes.tp=tensor" in str(plans.layout)
+    layout = "tensor=2,allow=bias|head"
+    trained = train(tmp_path, layout, steps=2, run=named)
+    assert str(trained.program.layout).endswith('axes.tp=tensor,allow="bias|head"')
+    spec = trained.program.plan.specs["layers/dense/kernel"]
+    assert spec == P(None, None, "tensor")
+    plain, found = run(NamedNet, evaluation=None), tiny_runs.losses(tmp_path)
+    train(tmp_path / "plain", "data=1,axes.dp=none,axes.tp=none", steps=2, run=plain)
+    expected = tiny_runs.losses(tmp_path / "plain")
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
 def test_an_instance_starts_from_its_own_weights(tmp_path):
