@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import ConfigError
 from meshpar.multihost import agree
-from meshpar.runs.changes import changes
+from meshpar.runs.changes import changed_files, changes
 from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import Setup
 
@@ -79,8 +79,11 @@ def restore(
             "run"
         )
     of_training = (*identity, *found.of_training)
-    if metadata.get("code", setup.config.code) != setup.config.code:
-        notes.append(f"the file of {setup.config.recipe} has changed since step {step}")
+    if files := changed_files(metadata.get("code", {}), setup.config.code):
+        notes.append(
+            f"the code of {setup.config.recipe} has changed since step {step}: "
+            f"{', '.join(files)}"
+        )
     if found.neutral:
         notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
     if of_training:

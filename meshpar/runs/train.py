@@ -57,9 +57,8 @@ def train(
 ) -> Trained:
     """Trains a run, with checkpoints, evaluation and metrics in a folder.
 
-    It is the loop of `python -m experiments.run`: the same call goes on where the run
-    stopped, also under another layout. Call `meshpar.simulate(n)` first for simulated
-    devices.
+    It is the loop of `meshpar run`: the same call goes on where the run stopped, also
+    under another layout. Call `meshpar.simulate(n)` first for simulated devices.
 
     Args:
       run: what to train.
