@@ -16,10 +16,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from etils import epath
 
+from meshpar.arrays import num_bytes
 from meshpar.checkpoint.background_errors import quiet
 from meshpar.checkpoint.checksums import CHECKSUMS, checksum_of_block
+from meshpar.checkpoint.disk_space import lack_of_space
 from meshpar.checkpoint.mode_identity import EXTRA, MODE
 from meshpar.checkpoint.persistent import (
     BLOCK_BYTES,
@@ -31,6 +32,8 @@ from meshpar.checkpoint.persistent import (
     write_metadata,
 )
 from meshpar.checkpoint.weights import check_shapes, corrupt, is_finite, not_finite
+from meshpar.checkpoint.write_problems import failed_write
+from meshpar.errors import CheckpointError, MeshparError
 from meshpar.lowering.replicas import replica_average
 
 Index = tuple[slice, ...]
@@ -133,9 +136,14 @@ def write_checkpoint(
       metadata: as in `Checkpoints.save`.
 
     Raises:
-      Exception: a block cannot be read or written.
+      CheckpointError: the disk is too full, or fails.
+      MeshparError: of a block that cannot be read.
     """
     quiet()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    size = sum(map(num_bytes, jax.tree.leaves(state)))
+    if problem := lack_of_space(folder.parent, size):
+        raise CheckpointError(f"{problem} or choose another one")
     handler, partial = _Handler(), folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -153,6 +161,10 @@ def write_checkpoint(
         mode = {EXTRA: {MODE: ""}, REPLICAS: 1}
         write_metadata(path, {**metadata, **own, **mode})
         partial.replace(folder)
+    except MeshparError:
+        raise
+    except Exception as error:
+        raise failed_write(folder.parent, error, []) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -177,7 +189,7 @@ def read_in_blocks(
     for path in shapes:
         info = ocp.type_handlers.ParamInfo(
             name=f"params.{path}",
-            parent_dir=epath.Path((checkpoint.path / STATE).absolute()),
+            parent_dir=(checkpoint.path / STATE).absolute(),
             ts_context=context,
         )
         spec = tensorstore.Spec(ocp.type_handlers.get_json_tspec_read(info, True))

@@ -33,9 +33,9 @@ ALLOW_CHANGES = flags.DEFINE_bool(
 )
 RESUME = flags.DEFINE_enum(
     "resume",
-    NEWEST,
+    None,
     [NEWEST, LAST_GOOD],
-    "Checkpoint to go on from: last_good sets aside those that are not finite.",
+    "last_good skips what is not finite.",
 )
 FALLBACK_LAYOUTS = flags.DEFINE_string(
     "fallback_layouts",

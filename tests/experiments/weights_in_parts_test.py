@@ -1,6 +1,8 @@
 """Weights of transformers are imported and exported with a few parts in memory."""
 
+import dataclasses
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -8,13 +10,17 @@ import sys
 import weakref
 
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from support import commands
 from support.tiny_runs import ROOT
+from support.whole_weights import every_part
 
-from experiments.interchange import runs
+import meshpar
+from experiments.interchange import hugging_face, runs
 from experiments.interchange.hugging_face_files import new_tensors, stored_tensors
+from experiments.models.language_model import language_model
 from meshpar.checkpoint import blocks, find_checkpoints
 
 LLAMA = ROOT / "tests/data/hugging_face_llama"
@@ -105,6 +111,24 @@ def test_a_changed_or_unfinished_import_or_export_leaves_nothing(
     done = command("--export=safetensors")
     assert done.code == 2 and "blocks/attention/k has changed since" in done.err
     assert list((run / "huggingface").iterdir()) == []
+
+
+def test_each_device_reads_its_shard_alone():
+    config, tensors = hugging_face.read(LLAMA)
+    model, read = language_model(config), Alive()
+    shapes = {path: param.shape for path, param in model.params.items()}
+    weights = hugging_face.imported(config, shapes, tensors)
+    counted = {
+        path: dataclasses.replace(x, read=lambda at, x=x: read.add(x.read(at)))
+        for path, x in weights.items()
+    }
+    tokens = np.zeros((8, 8), np.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    program = meshpar.lower(model, optax.sgd(0.1), "fsdp=8", batch)
+    state = program.init(params=counted)
+    for path, x in weights.items():
+        np.testing.assert_array_equal(state.params[path], x[every_part(x)])
+    assert read.total == sum(4 * math.prod(shape) for shape in shapes.values())
 
 
 CHILD = """
