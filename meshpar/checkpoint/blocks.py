@@ -31,7 +31,13 @@ from meshpar.checkpoint.persistent import (
     shapes_and_dtypes,
     write_metadata,
 )
-from meshpar.checkpoint.weights import check_shapes, corrupt, is_finite, not_finite
+from meshpar.checkpoint.weights import (
+    check_shapes,
+    corrupt,
+    is_finite,
+    not_finite,
+    unreadable,
+)
 from meshpar.checkpoint.write_problems import failed_write
 from meshpar.errors import CheckpointError, MeshparError
 from meshpar.lowering.replicas import replica_average
@@ -181,8 +187,8 @@ def read_in_blocks(
       shapes: {path: shape} of all parameters, with layers in the order of the model.
 
     Raises:
-      CheckpointError: it belongs to another model, is not finite, or has changed since
-        it was written; the last is known once all blocks of a parameter were given.
+      CheckpointError: it cannot be read, belongs to another model, is not finite, or
+        has changed since it was written; the last is known after all of its blocks.
     """
     lead, saved = check_shapes(checkpoint, shapes)
     context = ocp.type_handlers.get_ts_context()
@@ -193,14 +199,27 @@ def read_in_blocks(
             ts_context=context,
         )
         spec = tensorstore.Spec(ocp.type_handlers.get_json_tspec_read(info, True))
-        store, total = tensorstore.open(spec, open=True, context=context).result(), 0
+        opened, total = tensorstore.open(spec, open=True, context=context), 0
+        store = _result(opened, checkpoint.path)
         block = store.chunk_layout.read_chunk.shape[len(lead) :]
         for index in indices(shapes[path], block):
             place = (*(slice(0, size) for size in lead), *index)
-            part = store[place].read().result()
+            part = _result(store[place].read(), checkpoint.path)
             if not is_finite(part):
                 raise not_finite(checkpoint.path, path)
             total += checksum_of_block(part, place, store.shape)
             yield path, index, np.asarray(replica_average(part) if lead else part)
         if path in saved and total % 2**32 != saved[path]:
             raise corrupt(checkpoint.path, path)
+
+
+def _result(future: tensorstore.Future, path: pathlib.Path) -> Any:
+    """The result of tensorstore.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read.
+    """
+    try:
+        return future.result()
+    except Exception as error:
+        raise unreadable(path, error) from error

@@ -71,10 +71,7 @@ def read_params(checkpoint: StoredCheckpoint, like: Shapes) -> Params:
     try:
         params = _read(path / STATE, like, "params")
     except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {shown(str(error))}; restore the folder, or "
-            "delete this checkpoint to use the one before it"
-        ) from error
+        raise unreadable(path, error) from error
     if changed := _changed(params, metadata, saved):
         raise corrupt(path, changed)
     _check_finite(path, params)
@@ -109,6 +106,14 @@ def check_shapes(
     checksums = dict(zip(tensors, of_state, strict=False))
     paths = {name: _key_path(name) for name in shapes}
     return lead, {n: checksums[path] for n, path in paths.items() if path in checksums}
+
+
+def unreadable(path: pathlib.Path, error: Exception) -> CheckpointError:
+    """The error of a checkpoint of which a file is missing or damaged."""
+    return CheckpointError(
+        f"{path} cannot be read: {shown(str(error))}; restore the folder, or delete "
+        "this checkpoint to use the one before it"
+    )
 
 
 def corrupt(path: pathlib.Path, name: str) -> CheckpointError:

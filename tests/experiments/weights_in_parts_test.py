@@ -111,6 +111,10 @@ def test_a_changed_or_unfinished_import_or_export_leaves_nothing(
     done = command("--export=safetensors")
     assert done.code == 2 and "blocks/attention/k has changed since" in done.err
     assert list((run / "huggingface").iterdir()) == []
+    for file in (checkpoint.path / "state").rglob("d/*"):
+        file.unlink()
+    done = command("--export=safetensors")
+    assert done.code == 2 and "checkpoints/0 cannot be read: " in done.err
 
 
 def test_each_device_reads_its_shard_alone():
