@@ -93,10 +93,7 @@ def restore(
         )
     of_training = (*identity, *found.of_training)
     if files := changed_files(metadata.get("code", {}), setup.config.code):
-        notes.append(
-            f"the code of {setup.config.recipe} has changed since step {step}: "
-            f"{', '.join(files)}"
-        )
+        notes.append(f"the code has changed since step {step}: {', '.join(files)}")
     if found.neutral:
         notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
     if of_training:
