@@ -1,6 +1,6 @@
 r"""Direct preference optimization: of two answers, the chosen one becomes likelier.
 
-    python -m experiments.run --recipe=examples/dpo.py:dpo --layout="pipe=2,fsdp=4" \
+    meshpar run examples/dpo.py:dpo --layout="pipe=2,fsdp=4" \
         --set=path=pairs.jsonl
 
 A line of the file is {"prompt": "...", "chosen": "...", "rejected": "..."}. The frozen

@@ -1,6 +1,6 @@
 r"""LoRA: small matrices are trained beside frozen weights; QLoRA: those in int8.
 
-    python -m experiments.run --recipe=examples/lora.py:lora --layout="pipe=2,fsdp=4" \
+    meshpar run examples/lora.py:lora --layout="pipe=2,fsdp=4" \
         --set=int8=true --set=rank=4 --set=path=chats.jsonl --set=base=weights.npz
 
 Sources: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14314,
@@ -12,9 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from supervised import decoder, loss, supervised
-
-import meshpar
+from supervised import decoder, supervised
 
 
 class Int8Linear(nnx.Module):
@@ -80,8 +78,7 @@ def lora(
     adapt(model, rank, alpha, int8, nnx.Rngs(seed))
     return dataclasses.replace(
         supervised(path, length=length),
-        model=meshpar.from_nnx(model, loss, layers="blocks", trained=nnx.LoRAParam),
+        model=model,
+        trained=nnx.LoRAParam,
         optimizer=optax.adam(rate),
-        loss=None,
-        layers="",
     )

@@ -1,6 +1,6 @@
 r"""A model of the bytes of a text, as short as a run can be.
 
-    python -m experiments.run --recipe=examples/my_run.py:my_run --steps=500 \
+    meshpar run examples/my_run.py:my_run --steps=500 \
         --layout="data=2,fsdp=4" --set=path=book.txt --set=width=128
 
 Without a path it learns this file.

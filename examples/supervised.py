@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a chat model: the loss is on the assistant's words alone.
 
-    python -m experiments.run --recipe=examples/supervised.py:supervised --layout=fsdp=8
+    meshpar run examples/supervised.py:supervised --layout=fsdp=8
 
 A line of --set=path=FILE is {"messages": [{"role": "user", "content": "..."}, ...]}.
 """

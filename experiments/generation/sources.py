@@ -148,10 +148,8 @@ def _of_transformers(
     shapes = {path: param.shape for path, param in model.params.items()}
 
     def load(generator: meshpar.generation.Generator) -> Params:
-        like, params = generator.program.abstract_params, {}
-        for path, x in hugging_face.imported(decoder, shapes, tensors):
-            params |= place_params({path: x}, like)
-        return params
+        weights = hugging_face.imported(decoder, shapes, tensors)
+        return place_params(weights, generator.program.abstract_params)
 
     return Source(
         name=str(folder),

@@ -4,11 +4,12 @@ In this file `param` and `path` belong to this repository, `tensor` and `name` t
 transformers; `hugging_face_tensors.py` says how the ones are made of the others.
 """
 
-import dataclasses
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
@@ -17,10 +18,10 @@ from experiments.interchange.hugging_face_config import config_json, decoder_con
 from experiments.interchange.hugging_face_files import (
     WEIGHTS,
     StoredTensor,
+    new_tensors,
     read_json,
     stored_tensors,
     weight_files,
-    write_weights,
 )
 from experiments.interchange.hugging_face_kinds import PHI3
 from experiments.interchange.hugging_face_tensors import (
@@ -31,43 +32,17 @@ from experiments.interchange.hugging_face_tensors import (
 )
 from experiments.interchange.hugging_face_values import CONFIG
 from experiments.models.decoder_config import DecoderConfig
+from meshpar.checkpoint.blocks import Blocks, Index, block_shape
+from meshpar.checkpoint.weights import is_finite
 from meshpar.errors import ConfigError, shown
-
-
-def exported(
-    config: DecoderConfig, params: Mapping[str, np.ndarray]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of transformers (name, array) of a decoder, one by one.
-
-    Args:
-      config: the decoder.
-      params: {path: array}, its weights.
-
-    Raises:
-      ConfigError: transformers has no such decoder.
-    """
-
-    def export(tensor: Tensor, index: tuple[int, ...]) -> np.ndarray:
-        parts = []
-        for path in tensor.paths:
-            x = np.asarray(params[path], np.float32)[index]
-            parts.append(x.reshape(*x.shape[: tensor.inputs], -1))
-        joined = np.concatenate(parts, axis=-1)
-        matrix = joined.reshape(-1, joined.shape[-1]) if tensor.inputs else joined
-        return np.ascontiguousarray(matrix.T if tensor.transposed else matrix)
-
-    tensors = tensors_of(config).items()
-    return ((name, export(tensor, index)) for name, (tensor, index) in tensors)
 
 
 def imported(
     config: DecoderConfig,
     shapes: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, StoredTensor],
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights (path, float32 array) of a decoder one by one; inverts `exported`.
-
-    Only the one that is given, and a tensor of which it is made, are in memory.
+) -> dict[str, Blocks]:
+    """The weights {path: float32 array} of a decoder, read where they are used.
 
     Args:
       config: the decoder.
@@ -75,7 +50,8 @@ def imported(
       stored: {name: tensor} as transformers stores them.
 
     Raises:
-      ConfigError: a tensor that is missing, of another shape, or not known.
+      ConfigError: a tensor that is missing, of another shape, or not known; or, in
+        reading, one that is not finite.
     """
     tensors = tensors_of(config)
     missing, unknown = tensors.keys() - stored.keys(), stored.keys() - tensors.keys()
@@ -85,30 +61,105 @@ def imported(
                 f"the model {verb} {shown(', '.join(sorted(names)[:5]))}; {CONFIG} "
                 "belongs to other weights"
             )
-    names_of: dict[str, list[str]] = {path: [] for path in shapes}
     for name, (tensor, index) in tensors.items():
         found, shape = stored[name].shape, _shape_of(tensor, index, shapes)
         if found != shape:
             raise ConfigError(
                 f"{name} is {found}, not {shape}; {CONFIG} belongs to other weights"
             )
-        for path in tensor.paths:
-            names_of[path].append(name)
+    places = _places(config, shapes)
+    return {path: _weight(shapes[path], places[path], stored) for path in shapes}
 
-    def weight(path: str) -> np.ndarray:
-        param = np.empty(shapes[path], np.float32)
-        for name in names_of[path]:
-            tensor, index = tensors[name]
-            matrix = stored[name].read()
-            matrix = matrix.T if tensor.transposed else matrix
-            own = [shapes[other][len(index) :] for other in tensor.paths]
-            widths = [math.prod(shape[tensor.inputs :]) for shape in own]
-            parts = np.split(matrix, np.cumsum(widths)[:-1], axis=-1)
-            view = param[index]
-            view[...] = parts[tensor.paths.index(path)].reshape(view.shape)
-        return param
 
-    return ((path, weight(path)) for path in shapes)
+class _Place(NamedTuple):
+    """The place of a parameter, or of one layer or expert of it, in a tensor.
+
+    Attributes:
+      name: of the tensor.
+      shape: of the parameter, without layers and experts.
+      first: number of the element of the tensor with which it begins.
+      strides: how many elements of the tensor a step along each dim is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    strides: tuple[int, ...]
+
+    def in_tensor(self, tensor: StoredTensor, mode: str = "r") -> np.ndarray:
+        """The parameter as a view of the tensor's file."""
+        size = tensor.dtype.itemsize
+        strides = [size * stride for stride in self.strides]
+        whole = tensor.mapped(mode)
+        return np.ndarray(self.shape, whole.dtype, whole, size * self.first, strides)
+
+    @property
+    def order(self) -> list[int]:
+        """The dims, from the outermost in the file to the innermost."""
+        return sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
+
+
+def _places(
+    config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[tuple[int, ...], _Place]]:
+    """{path: {(layer, expert), (layer,) or (): its place}} of a decoder."""
+    places: dict[str, dict[tuple[int, ...], _Place]] = {path: {} for path in shapes}
+    for name, (tensor, index) in tensors_of(config).items():
+        own = [shapes[path][len(index) :] for path in tensor.paths]
+        widths = [math.prod(shape[tensor.inputs :]) for shape in own]
+        rows, first = math.prod(own[0][: tensor.inputs]), 0
+        step_in, step_out = (1, rows) if tensor.transposed else (sum(widths), 1)
+        for path, shape, width in zip(tensor.paths, own, widths, strict=True):
+            inputs, outputs = shape[: tensor.inputs], shape[tensor.inputs :]
+            strides = (*_strides(inputs, step_in), *_strides(outputs, step_out))
+            places[path][index] = _Place(name, shape, first * step_out, strides)
+            first += width
+    return places
+
+
+def _strides(shape: Sequence[int], step: int) -> list[int]:
+    """The elements between neighbours along each dim, row after row."""
+    return [step * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _weight(
+    shape: tuple[int, ...],
+    places: Mapping[tuple[int, ...], _Place],
+    stored: Mapping[str, StoredTensor],
+) -> Blocks:
+    """A parameter that is read from the tensors that hold it."""
+
+    def read(index: Index) -> np.ndarray:
+        part = np.empty([dim.stop - dim.start for dim in index], np.float32)
+        for row, place, own in _inside(places, index):
+            tensor = stored[place.name]
+            view = place.in_tensor(tensor)[own]
+            if not is_finite(view):
+                raise ConfigError(
+                    f"{tensor.path}: {tensor.name} holds NaN or infinite numbers, "
+                    "which are no weights; download or convert the model again"
+                )
+            part[row] = view
+        return part
+
+    lead, place = next(iter(places.items()))
+    block = block_shape(place.shape, np.float32, place.order)
+    return Blocks(shape, np.dtype(np.float32), (*(1 for _ in lead), *block), read)
+
+
+def _inside(
+    places: Mapping[tuple[int, ...], _Place], index: Index
+) -> Iterator[tuple[tuple[int, ...], _Place, Index]]:
+    """The layers and experts of a part of a parameter.
+
+    Yields:
+      The row of the part, its place, and the index of the part in one row.
+    """
+    num_leading = len(next(iter(places)))
+    leading, own = index[:num_leading], index[num_leading:]
+    for found in itertools.product(*(range(dim.start, dim.stop) for dim in leading)):
+        row = (i - dim.start for i, dim in zip(found, leading, strict=True))
+        yield tuple(row), places[found], own
 
 
 def _shape_of(
@@ -124,26 +175,35 @@ def _shape_of(
 def write(
     folder: pathlib.Path,
     config: DecoderConfig,
-    params: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Iterable[tuple[str, Index, np.ndarray]],
 ) -> list[str]:
     """Writes a folder that `transformers` loads; returns the names of its tensors.
 
     Args:
       folder: where to write.
       config: the decoder.
-      params: {path: array}, its weights.
+      shapes: {path: shape} of its weights.
+      parts: (path, place, part) of the weights, which together are all of them.
 
     Raises:
       ConfigError: transformers has no such decoder.
     """
-    description, arrays = config_json(config), exported(config, params)
-    own = {path: x.shape for path, x in params.items()}
-    tensors = tensors_of(config).items()
-    shapes = {name: _shape_of(*made, own) for name, made in tensors}
+    description = config_json(config)
+    tensors, places = tensors_of(config), _places(config, shapes)
+    names = {name: _shape_of(*made, shapes) for name, made in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder / WEIGHTS, shapes, (array for _, array in arrays))
+    partial = folder / f"{WEIGHTS}.partial"
+    try:
+        files = new_tensors(partial, names)
+        for path, index, part in parts:
+            for row, place, own in _inside(places[path], index):
+                place.in_tensor(files[place.name], "r+")[own] = part[row]
+        partial.replace(folder / WEIGHTS)
+    finally:
+        partial.unlink(missing_ok=True)
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
-    return list(shapes)
+    return list(names)
 
 
 def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, StoredTensor]]:
@@ -195,7 +255,6 @@ def _separated(
             )
         first = 0
         for part, size in parts.items():
-            rows, shape = (first, first + size), (size, *tensor.shape[1:])
-            separated[part] = dataclasses.replace(tensor, rows=rows, shape=shape)
+            separated[part] = tensor.rows(first, first + size)
             first += size
     return separated

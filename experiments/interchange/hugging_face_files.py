@@ -6,9 +6,10 @@ import math
 import pathlib
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 
@@ -19,8 +20,8 @@ WEIGHTS = "model.safetensors"
 _BUFFERS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Names of arrays in old files that are not weights."""
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Names of the dtypes of safetensors that become float32 weights."""
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
+"""{dtype of safetensors that becomes float32 weights: that of numpy}."""
 
 _FILE = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")
 """Names of files in the folder itself."""
@@ -65,26 +66,31 @@ def read_json(path: pathlib.Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which is read when it is needed.
+    """A tensor in a file, of which a part is read when it is needed.
 
     Attributes:
       path: the file.
       name: of the tensor in the file.
-      shape: of `rows`.
-      rows: (the first, the one after the last) of those that are meant; None for all.
+      dtype: of its numbers.
+      shape: its shape, row after row in the file.
+      offset: of its first byte in the file.
     """
 
     path: pathlib.Path
     name: str
+    dtype: np.dtype
     shape: tuple[int, ...]
-    rows: tuple[int, int] | None = None
+    offset: int
 
-    def read(self) -> np.ndarray:
-        """The rows, in the dtype of the file."""
-        with safetensors.safe_open(self.path, framework="numpy") as opened:
-            if self.rows is None:
-                return opened.get_tensor(self.name)
-            return opened.get_slice(self.name)[slice(*self.rows)]
+    def rows(self, first: int, end: int) -> "StoredTensor":
+        """The rows from `first` to before `end`."""
+        width = self.dtype.itemsize * math.prod(self.shape[1:])
+        shape, offset = (end - first, *self.shape[1:]), self.offset + first * width
+        return dataclasses.replace(self, shape=shape, offset=offset)
+
+    def mapped(self, mode: str = "r") -> np.ndarray:
+        """The tensor as a map of its file; what is not touched takes no memory."""
+        return np.memmap(self.path, self.dtype, mode, self.offset, self.shape)
 
 
 def stored_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -93,40 +99,43 @@ def stored_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     Raises:
       ConfigError: a dtype that holds no float weights.
     """
-    tensors = {}
-    with safetensors.safe_open(path, framework="numpy") as opened:
-        for name in filter(lambda name: not _BUFFERS.fullmatch(name), opened.keys()):
-            header = opened.get_slice(name)
-            if (dtype := str(header.get_dtype())) not in _DTYPES:
-                raise ConfigError(
-                    f"{path}: {shown(name)} is {dtype}; convert the weights to one of "
-                    f"{', '.join(_DTYPES)}"
-                )
-            tensors[name] = StoredTensor(path, name, tuple(header.get_shape()))
+    with safetensors.safe_open(path, framework="numpy"):
+        pass  # It checks the header and all offsets.
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header, tensors = json.loads(file.read(size)), {}
+    for name, about in header.items():
+        if name == "__metadata__" or _BUFFERS.fullmatch(name):
+            continue
+        if (dtype := about["dtype"]) not in _DTYPES:
+            raise ConfigError(
+                f"{path}: {shown(name)} is {dtype}; convert the weights to one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        offset = 8 + size + about["data_offsets"][0]
+        kind, shape = np.dtype(_DTYPES[dtype]), tuple(about["shape"])
+        tensors[name] = StoredTensor(path, name, kind, shape, offset)
     return tensors
 
 
-def write_weights(
-    path: pathlib.Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    arrays: Iterable[np.ndarray],
-) -> None:
-    """Writes a file of safetensors, of which one tensor is in memory at a time.
+def new_tensors(
+    path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredTensor]:
+    """Makes a file of safetensors for float32 tensors, which are zeros at first.
 
     Args:
       path: the file.
       shapes: {name: shape}.
-      arrays: the tensors in this order, float32.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    first = 0
+    first, kind = 0, np.dtype("<f4")
     for name, shape in shapes.items():
-        end = first + 4 * math.prod(shape)
+        end = first + kind.itemsize * math.prod(shape)
         header[name] = dict(dtype="F32", shape=shape, data_offsets=[first, end])
         first = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # The numbers begin at a multiple of 8.
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for array in arrays:
-            file.write(array.astype("<f4", copy=False).data)
+        file.truncate(8 + len(text) + first)
+    return stored_tensors(path)

@@ -1,11 +1,14 @@
 """Exports the checkpoint of a run to transformers, and imports one as a new run."""
 
-import contextlib
 import dataclasses
 import pathlib
 import shutil
+from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import meshpar
 from experiments import data, recipes
@@ -13,11 +16,17 @@ from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
 from meshpar.checkpoint import persistent
-from meshpar.checkpoint.checkpoints import Checkpoints
-from meshpar.checkpoint.weights import read_params
+from meshpar.checkpoint.blocks import (
+    Blocks,
+    Index,
+    block_shape,
+    read_in_blocks,
+    write_checkpoint,
+)
 from meshpar.commands import outputs
 from meshpar.errors import CheckpointError, ConfigError
 from meshpar.layouts.axes import DATA
+from meshpar.lowering.state import TrainState
 from meshpar.runs.config import with_mode
 from meshpar.runs.modes import SYNCHRONOUS
 from meshpar.runs.run_record import RunRecord
@@ -28,12 +37,51 @@ TOKENIZER = "tokenizer.json"
 """File of a folder of transformers."""
 
 
-def _on_one_device(config: Config) -> tuple[Config, meshpar.TrainProgram]:
-    """The configuration as a synchronous run on one device, and its program."""
-    config = with_mode(config, SYNCHRONOUS)
-    config = dataclasses.replace(config, lowering="", layout="")
-    layout = meshpar.layouts.parse(ONE_DEVICE)
-    return config, config.make_program(layout, jax.devices()[:1])
+def _first_state(
+    config: Config, program: meshpar.TrainProgram, weights: Mapping[str, Blocks]
+) -> TrainState:
+    """The state at step 0 with the given weights, in blocks.
+
+    Raises:
+      CheckpointError: an array of the optimizer starts with unequal numbers, or from
+        the weights.
+    """
+    abstract, optimizer = program.portable_state, program.lowering.optimizer
+
+    def extremes(weight: Any) -> list[Any]:
+        """The least and the largest number of each array of the optimizer."""
+        like = abstract.params
+        params = {path: jnp.full(x.shape, weight, x.dtype) for path, x in like.items()}
+        leaves = jax.tree.leaves(optimizer.init(program.plan.trained(params)))
+        return [(x.min(), x.max()) for x in leaves]
+
+    extremes = jax.jit(extremes)  # Compiled, it holds none of these arrays.
+    leaves, structure = jax.tree.flatten(abstract.optimizer_state)
+    arrays = []
+    for like, *found in zip(leaves, extremes(0.0), extremes(1.0), strict=True):
+        first = np.asarray(found[0][0])
+        if not (np.asarray(found) == first).all():
+            raise CheckpointError(
+                "the optimizer's state does not start with equal numbers; import with "
+                "another optimizer"
+            )
+        arrays.append(_filled(like, first))
+    return TrainState(
+        _filled(abstract.step, 0),
+        _filled(abstract.seed, config.seed),
+        {path: weights[path] for path in abstract.params},
+        structure.unflatten(arrays),
+    )
+
+
+def _filled(like: jax.ShapeDtypeStruct, value: Any) -> Blocks:
+    """An array of equal numbers."""
+
+    def read(index: Index) -> np.ndarray:
+        return np.full([dim.stop - dim.start for dim in index], value, like.dtype)
+
+    dtype = np.dtype(like.dtype)
+    return Blocks(like.shape, dtype, block_shape(like.shape, dtype), read)
 
 
 def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> None:
@@ -55,9 +103,10 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
         )
     hugging_face.config_json(config.model)  # An error now is none after the reading.
     outputs.check_folder(folder, "--to")
-    config, program = _on_one_device(config)
-    params = read_params(checkpoint, program.portable_state.params)
-    names = hugging_face.write(folder, config.model, jax.device_get(params))
+    params = config.make_model().params
+    shapes = {path: param.shape for path, param in params.items()}
+    parts = read_in_blocks(checkpoint, shapes)
+    names = hugging_face.write(folder, config.model, shapes, parts)
     tokenizer = pathlib.Path(config.data.tokenizer)
     if tokenizer.is_file():
         shutil.copy(tokenizer, folder / TOKENIZER)
@@ -97,13 +146,11 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
     model = _imported_model(decoder, recipe.model)
     config = dataclasses.replace(recipe, model=model, framework="nnx")
     corpus = data.load(config.data)
-    config, program = _on_one_device(config.fitted(corpus))
+    config = with_mode(config.fitted(corpus), SYNCHRONOUS)
+    config = dataclasses.replace(config, lowering="", layout="")
+    program = config.make_program(meshpar.layouts.parse(ONE_DEVICE), jax.devices()[:1])
     shapes = {path: param.shape for path, param in program.model.params.items()}
     weights = hugging_face.imported(config.model, shapes, tensors)
-    state = program.init(config.seed)
-    params = state.params
-    for path, x in weights:  # Each takes the place of a random one.
-        params[path] = jax.device_put(x, params[path].sharding)
     metadata = {
         "position": 0,
         "layout": ONE_DEVICE,
@@ -112,8 +159,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
         "length": config.model.length,
         "seed": config.seed,
     }
-    with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
-        checkpoints.save(0, state, metadata)
+    write_checkpoint(folder, 0, _first_state(config, program, weights), metadata)
     RunRecord(run).saved()
     changes = [
         f"--set model.{field.name}={getattr(model, field.name)}"

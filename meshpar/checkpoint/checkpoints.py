@@ -9,7 +9,7 @@ before it is used.
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -166,7 +166,13 @@ class Checkpoints:
         """Steps of the complete checkpoints in the run's folder, ascending."""
         return self._persistent.steps()
 
-    def restore(self, last_step: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        last_step: int | None = None,
+        not_finite: Callable[[TrainState, Any], str] = lambda state, extra: "",
+        *,
+        last_good: bool = False,
+    ) -> Restored | None:
         """Restores the newest intact checkpoint onto the current layout.
 
         All processes call it and restore the same checkpoint.
@@ -174,13 +180,17 @@ class Checkpoints:
         Args:
           last_step: of the run; it is read from the run's folder first, as no later
             one would replace a damaged copy there.
+          not_finite: (state, extra state or None) -> the first tensor with a number
+            that is none, "" if there is none; the same on all processes.
+          last_good: whether such a checkpoint is set aside as a corrupt one is; by
+            default it is an error.
 
         Returns:
           The checkpoint, or None if there is none.
 
         Raises:
-          CheckpointError: the folder belongs to another model or optimizer, or no
-            checkpoint in it can be read.
+          CheckpointError: the folder belongs to another model or optimizer, no
+            checkpoint in it can be read, or the newest is not finite.
           MissingError: some processes did not take part in time.
         """
         rejected, found = [], self._newest_first(last_step)
@@ -189,6 +199,11 @@ class Checkpoints:
             content, problems = self._read(tier, name)
             if problems and not problems.any(Kind.OTHER):
                 content, problems = self._read(tier, name)  # It may be transient.
+            if not problems and (tensor := not_finite(content.state, content.extra)):
+                if not last_good:
+                    raise self._not_finite(step, tensor)
+                problem = Problem(Kind.NOT_FINITE, f"{tensor} is not finite")
+                problems = Problems.everywhere(problem)
             if not problems:
                 self._discard_after(step)
                 restored = self._converted(step, content)
@@ -212,6 +227,13 @@ class Checkpoints:
             )
         self._discard_after(-1)
         return None
+
+    def _not_finite(self, step: int, tensor: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {step} in {self._folder}: {tensor} holds NaN or infinite "
+            "numbers; add --resume=last_good (a call: resume='last_good') to set it "
+            "aside and go back to the last good one"
+        )
 
     def _newest_first(self, last_step: int | None) -> list[tuple[int, Tier, str]]:
         """(step, tier, name), the same on all processes; of equal ones local first."""

@@ -38,12 +38,15 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def _checksum(x: jax.Array, start: Any = (), shape: tuple[int, ...] = ()) -> jax.Array:
+    """The checksum of a block of an array of some shape; of a whole one by default."""
     bits = _bits(x)
+    start, shape = (*(start or [0] * x.ndim), 0), (*(shape or x.shape), bits.shape[-1])
     position = jnp.zeros(bits.shape, jnp.uint32)
     for dim in range(bits.ndim):
-        stride = np.uint32(math.prod(bits.shape[dim + 1 :]) % 2**32)
-        position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * stride
+        stride = np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
+        place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+        position += (place + jnp.uint32(start[dim])) * stride
     mixed = bits ^ (position * np.uint32(_MIX))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
@@ -68,6 +71,22 @@ def checksums(tree: Any) -> list[int]:
         return []
     replicated = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
     return np.asarray(_program(replicated)(leaves)).tolist()
+
+
+_of_block = jax.jit(_checksum, static_argnums=2)
+
+
+def checksum_of_block(
+    x: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]
+) -> int:
+    """The part of an array's checksum that a block of it has; modulo 2**32 they add up.
+
+    Args:
+      x: the block.
+      index: its place in the array.
+      shape: of the array.
+    """
+    return int(_of_block(x, [np.uint32(dim.start) for dim in index], shape))
 
 
 def json_checksum(value: Any) -> int:

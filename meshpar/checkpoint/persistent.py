@@ -31,6 +31,9 @@ from meshpar.multihost.agree import allgather_objects
 STATE, METADATA = "state", "metadata"
 TENSORS, REPLICAS, _CHECKSUM = "tensors", "replicas", "checksum"
 
+BLOCK_BYTES = 2**25
+"""Bytes of a block of an array on disk, at most: a reader needs one in memory."""
+
 
 def shapes_and_dtypes(state: Any) -> dict[str, list]:
     """{key path: [shape, dtype]} of a state; equal for equal models and optimizers."""
@@ -132,6 +135,13 @@ def _read_metadata(path: pathlib.Path) -> dict[str, Any]:
     return metadata
 
 
+def write_metadata(path: pathlib.Path, metadata: dict[str, Any]) -> None:
+    """Writes the metadata of a checkpoint's folder, as orbax does."""
+    (path / METADATA).mkdir()
+    text = json.dumps({**metadata, _CHECKSUM: json_checksum(metadata)})
+    (path / METADATA / METADATA).write_text(text)
+
+
 def read_checkpoint(path: pathlib.Path, state: Any, extra: Any) -> tuple[Any, Any]:
     """Reads this process's shards of a checkpoint, independently of other processes.
 
@@ -219,8 +229,11 @@ class PersistentTier(Tier):
         if step in self._manager.all_steps():
             return
         metadata = {**metadata, _CHECKSUM: json_checksum(metadata)}
+        blocks = jax.tree.map(
+            lambda _: ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES), state
+        )
         arguments = {
-            STATE: ocp.args.StandardSave(state),
+            STATE: ocp.args.StandardSave(state, blocks),
             METADATA: ocp.args.JsonSave(metadata),
         }
         if extra is not None:

@@ -18,11 +18,13 @@ class Kind(enum.StrEnum):
     OTHER: the checkpoint is of another model or optimizer.
     TRANSIENT: the checkpoint may be intact: memory, permissions or disk failed.
     CORRUPT: the checkpoint is not what was written.
+    NOT_FINITE: it is what was written, and a number of it is none.
     """
 
     OTHER = enum.auto()
     TRANSIENT = enum.auto()
     CORRUPT = enum.auto()
+    NOT_FINITE = enum.auto()
 
 
 class Problem(NamedTuple):

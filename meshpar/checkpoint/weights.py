@@ -45,9 +45,12 @@ def read_weights(
       at: path of the weights in the checkpoint, such as "state/params"; "" for all.
 
     Raises:
-      CheckpointError: there is no checkpoint, or it has nothing at that path.
+      CheckpointError: there is no checkpoint, it has nothing at that path, or what it
+        has is not finite.
     """
-    return _read(folder, program.abstract_params, at)
+    weights = _read(folder, program.abstract_params, at)
+    _check_finite(folder, weights)
+    return weights
 
 
 def read_params(checkpoint: StoredCheckpoint, like: Shapes) -> Params:
@@ -59,35 +62,96 @@ def read_params(checkpoint: StoredCheckpoint, like: Shapes) -> Params:
         order of the model; another float dtype is converted.
 
     Raises:
-      CheckpointError: it cannot be read, belongs to another model, or has changed since
-        it was written.
+      CheckpointError: it cannot be read, belongs to another model, has changed since it
+        was written, or is not finite.
     """
     quiet()
     path, metadata = checkpoint.path, checkpoint.metadata
-    num_replicas = metadata.get(REPLICAS, 1)
-    lead = (num_replicas,) if num_replicas > 1 else ()
-    for name, x in like.items():
-        saved = metadata[TENSORS].get(_key_path(name), ["missing"])[0]
-        if saved != [*lead, *x.shape]:
-            raise CheckpointError(
-                f"{path} holds {name} as {saved}, and the model as "
-                f"{[*lead, *x.shape]}; use the configuration of that run"
-            )
+    lead, saved = check_shapes(checkpoint, {name: x.shape for name, x in like.items()})
     try:
         params = _read(path / STATE, like, "params")
     except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {shown(str(error))}; restore the folder, or "
-            "delete this checkpoint to use the one before it"
-        ) from error
-    if changed := _changed(params, metadata):
-        raise CheckpointError(
-            f"{path} is corrupt: {changed} has changed since it was written; delete it "
-            "to use the one before it"
-        )
+        raise unreadable(path, error) from error
+    if changed := _changed(params, metadata, saved):
+        raise corrupt(path, changed)
+    _check_finite(path, params)
     if lead:
         params = {name: np.asarray(replica_average(x)) for name, x in params.items()}
     return place_params(params, like)
+
+
+def check_shapes(
+    checkpoint: StoredCheckpoint, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Compares the parameters in a checkpoint with those of a model.
+
+    Returns:
+      Leading dims of each stored parameter, (number of replicas,) or (), and {path:
+      checksum} of the parameters.
+
+    Raises:
+      CheckpointError: one is missing, or has another shape.
+    """
+    tensors = checkpoint.metadata[TENSORS]
+    num_replicas = checkpoint.metadata.get(REPLICAS, 1)
+    lead = (num_replicas,) if num_replicas > 1 else ()
+    for name, shape in shapes.items():
+        saved = tensors.get(_key_path(name), ["missing"])[0]
+        if saved != [*lead, *shape]:
+            raise CheckpointError(
+                f"{checkpoint.path} holds {name} as {saved}, and the model as "
+                f"{[*lead, *shape]}; use the configuration of that run"
+            )
+    of_state = checkpoint.metadata.get(CHECKSUMS, [[]])[0]
+    checksums = dict(zip(tensors, of_state, strict=False))
+    paths = {name: _key_path(name) for name in shapes}
+    return lead, {n: checksums[path] for n, path in paths.items() if path in checksums}
+
+
+def unreadable(path: pathlib.Path, error: Exception) -> CheckpointError:
+    """The error of a checkpoint of which a file is missing or damaged."""
+    return CheckpointError(
+        f"{path} cannot be read: {shown(str(error))}; restore the folder, or delete "
+        "this checkpoint to use the one before it"
+    )
+
+
+def corrupt(path: pathlib.Path, name: str) -> CheckpointError:
+    """The error of a checkpoint of which a parameter is not what was written."""
+    return CheckpointError(
+        f"{path} is corrupt: {name} has changed since it was written; delete it to use "
+        "the one before it"
+    )
+
+
+def not_finite(path: str | os.PathLike, name: str) -> CheckpointError:
+    """The error of a checkpoint of which a parameter is not finite."""
+    return CheckpointError(
+        f"{path}: {name} holds NaN or infinite numbers, which are no weights; use a "
+        "checkpoint before it (a run goes back to one with --resume=last_good)"
+    )
+
+
+def is_finite(x: Any) -> bool:
+    """Whether all floating-point numbers of an array are finite; others are."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if isinstance(x, jax.Array):
+        return not floating or bool(_all_finite(x))
+    return not floating or bool(np.isfinite(x).all())
+
+
+def _check_finite(folder: str | os.PathLike, weights: Any) -> None:
+    """Raises CheckpointError for a tree of weights that are not all finite."""
+    leaves = jax.tree_util.tree_flatten_with_path(weights)[0]
+    names = paths_of([keys for keys, _ in leaves])
+    for name, (_, x) in zip(names, leaves, strict=True):
+        if not is_finite(x):
+            raise not_finite(folder, name)
+
+
+@jax.jit
+def _all_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
 
 
 def _key_path(name: str) -> str:
@@ -95,22 +159,22 @@ def _key_path(name: str) -> str:
     return f".params[{name!r}]"
 
 
-def _changed(params: Params, metadata: Mapping[str, Any]) -> str:
+def _changed(
+    params: Params, metadata: Mapping[str, Any], saved: Mapping[str, int]
+) -> str:
     """The first parameter whose checksum is not the saved one; "" if none.
 
     Arrays that were converted, or read into the memory of the host, are not compared.
     """
-    saved = dict(zip(metadata[TENSORS], metadata.get(CHECKSUMS, [[]])[0], strict=False))
     same = {
         name: x
         for name, x in params.items()
         if isinstance(x, jax.Array)
         and metadata[TENSORS][_key_path(name)][1] == str(x.dtype)
-        and _key_path(name) in saved
+        and name in saved
     }
     now = dict(zip(same, checksums(list(same.values())), strict=True))
-    changed = (name for name, found in now.items() if found != saved[_key_path(name)])
-    return next(changed, "")
+    return next((name for name, found in now.items() if found != saved[name]), "")
 
 
 def _read(folder: str | os.PathLike, like: Shapes, at: str) -> dict[str, Any]:

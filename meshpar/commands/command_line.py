@@ -65,7 +65,7 @@ DEVICES = flags.DEFINE_integer(
 )
 PLATFORM = flags.DEFINE_enum(
     "platform",
-    "",
+    None,
     ["", CPU.name, GPU.name, TPU.name],
     "By default accelerators before CPUs.",
 )

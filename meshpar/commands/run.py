@@ -15,7 +15,7 @@ from meshpar.commands.devices import start as start_devices
 from meshpar.commands.devices import with_layout
 from meshpar.runs.catalog import FILES_ALONE, Catalog
 from meshpar.runs.setup import folder_of
-from meshpar.runs.start import Consent
+from meshpar.runs.start import LAST_GOOD, NEWEST, Consent
 from meshpar.runs.startup import DEVICES, SETUP, Startup
 from meshpar.runs.trainer import Trainer
 
@@ -30,6 +30,12 @@ START_ANEW = flags.DEFINE_bool(
 )
 ALLOW_CHANGES = flags.DEFINE_bool(
     "allow_changes", False, "Resume with other data, another seed or another length."
+)
+RESUME = flags.DEFINE_enum(
+    "resume",
+    None,
+    [NEWEST, LAST_GOOD],
+    "last_good skips what is not finite.",
 )
 FALLBACK_LAYOUTS = flags.DEFINE_string(
     "fallback_layouts",
@@ -60,7 +66,11 @@ def _train(startup: Startup) -> int:
     config = dataclasses.replace(config, **given)
     started = start_devices(config, FALLBACK_LAYOUTS.value or "", folder_of(config))
     config = with_layout(config, started.layout)
-    consent = Consent(start_anew=START_ANEW.value, changes=ALLOW_CHANGES.value)
+    consent = Consent(
+        start_anew=START_ANEW.value,
+        changes=ALLOW_CHANGES.value,
+        last_good=RESUME.value == LAST_GOOD,
+    )
     startup.enter(SETUP)
     return Trainer(
         config,

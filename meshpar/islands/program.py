@@ -194,6 +194,10 @@ class IslandsProgram(TrainProgram):
         self._running.host.drain()
         return self._packed(self._running.host.snapshot())
 
+    def extra_numbers(self, extra: Any) -> dict[str, np.ndarray]:
+        """The arrays of the store and the islands, by name."""
+        return unpacked(np.asarray(jax.device_get(extra[BYTES])).reshape(-1))
+
     def _packed(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         (like,) = jax.tree.leaves(self.abstract_extra)
         blob = packed(arrays, like.size)
@@ -222,7 +226,7 @@ class IslandsProgram(TrainProgram):
     def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
         """The whole state; without `extra` all islands start from the weights."""
         blob = extra[BYTES] if extra is not None else None
-        if blob is not None and not unpacked(np.asarray(blob).reshape(-1)):
+        if blob is not None and not self.extra_numbers(extra):
             blob = None
         return IslandsState(*super().as_stored(state), blob)
 

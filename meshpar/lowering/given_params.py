@@ -166,7 +166,8 @@ def place_params(
     """Puts each array onto its shards; host arrays never lie whole on a device.
 
     Args:
-      given: {path: array}, of numpy or jax.
+      given: {path: array}, of numpy or jax; or anything with a dtype that gives the
+        parts at an index, of which only those of the shards are read.
       shardings: {path: ShapeDtypeStruct with sharding}.
     """
     return {path: place(x, shardings[path]) for path, x in given.items()}
@@ -176,12 +177,12 @@ def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Puts an array onto its shards; one of jax may share memory with the result.
 
     Args:
-      x: of numpy or jax.
+      x: of numpy or jax; or anything with a dtype that gives the parts at an index.
       like: ShapeDtypeStruct with sharding.
     """
     if isinstance(x, jax.Array):
         return jax.device_put(x.astype(like.dtype), like.sharding)
-    x = np.asarray(x)
+    x = x if hasattr(x, "dtype") else np.asarray(x)
     return jax.make_array_from_callback(
         like.shape, like.sharding, _shard_of(x, like.dtype)
     )

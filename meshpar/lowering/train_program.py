@@ -369,6 +369,10 @@ class TrainProgram(Program):
         """The part of a state that only this layout and mode can use; None without."""
         del state
 
+    def extra_numbers(self, extra: Any) -> Any:
+        """The result of `extra_state` as a tree of arrays of numbers."""
+        return extra
+
     @property
     def abstract_extra(self) -> Any:
         """The result of `extra_state`, as ShapeDtypeStructs with shardings."""

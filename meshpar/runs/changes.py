@@ -1,9 +1,10 @@
-"""Changes between the configuration of a checkpoint and that of the run it resumes.
+"""Changes between a checkpoint and the run that resumes it: its settings, its code.
 
 Every change is listed. One of what the model computes is refused by the run, one of the
 course of training is a warning. A field that is new here counts as one of training.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -44,3 +45,25 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> Changes:
         kind = kinds.get(config.kind_of_change(name), found.neutral)
         kind.append(f"{name}: {before[name]!r} -> {after!r}")
     return found
+
+
+def changed_files(saved: Mapping[str, str] | str, now: Mapping[str, str]) -> list[str]:
+    """Files of the user's code that differ from those of a checkpoint, in words.
+
+    Args:
+      saved: {file: hash} of the checkpoint; earlier versions kept the hash of the
+        recipe's own file alone.
+      now: {file: hash} of the run, the recipe's own file first.
+    """
+    if isinstance(saved, str):
+        now = dict(itertools.islice(now.items(), 1))
+        saved = dict.fromkeys(now, saved)
+    words = []
+    for file in {**now, **saved}:
+        if file not in saved:
+            words.append(f"{file} is new")
+        elif file not in now:
+            words.append(f"{file} is gone")
+        elif saved[file] != now[file]:
+            words.append(file)
+    return words

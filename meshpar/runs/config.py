@@ -142,9 +142,12 @@ class RunConfig(abc.ABC):
         """
 
     @property
-    def code(self) -> str:
-        """Hash of the file that makes the run; "" for those of this version."""
-        return ""
+    def code(self) -> Mapping[str, str]:
+        """{file: hash} of the user's code that makes the run, that of the recipe first.
+
+        Recipes of this version have none.
+        """
+        return {}
 
     def default_layout(self, num_devices: int) -> str:
         """The layout where none is given."""

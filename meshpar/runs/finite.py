@@ -1,61 +1,69 @@
-"""Finite states: a state with a number that is none is not saved as a good one."""
+"""Finite states: a state with a number that is none is neither saved nor resumed."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.arrays import Array
 from meshpar.lowering.state import TrainState
+from meshpar.lowering.train_program import TrainProgram
 
 
 class FiniteCheck:
-    """Looks for numbers of a training state that are not finite, on its devices.
+    """Looks for numbers of a training state that are not finite, where they are.
 
-    Trained parameters and arrays of the optimizer must be finite. Other parameters and
-    scalars of the optimizer may be infinite, as a best loss that is not known yet, but
-    not NaN. Weights that travel between replicas are not looked at.
+    Trained parameters must be finite, and arrays of the optimizer and of the mode, such
+    as weights that travel between replicas or the store of islands. Other parameters
+    and scalars may be infinite, as a best loss that is not known yet, but not NaN.
     """
 
-    def __init__(self, mesh: Mesh, trained: Collection[str]):
+    def __init__(self, program: TrainProgram):
         """Compiles nothing yet.
 
         Args:
-          mesh: of the program.
-          trained: paths of the trained parameters.
+          program: of the states.
         """
-        self._trained = frozenset(trained)
-        whole = NamedSharding(mesh, PartitionSpec())
+        params = program.model.params.items()
+        self._trained = {path for path, param in params if param.trained}
+        self._extra_numbers = program.extra_numbers
+        whole = NamedSharding(program.mesh, PartitionSpec())
         self._all_good = jax.jit(_all_good, static_argnums=1, out_shardings=whole)
 
-    def problem(self, state: TrainState) -> str:
+    def problem(self, state: TrainState, extra: Any = None) -> str:
         """The first tensor with such a number; "" if there is none.
 
         All processes of the program call it, and get the same.
 
         Args:
           state: in the order of the model, with or without replicas.
+          extra: of the mode, from `TrainProgram.extra_state`; None without.
         """
-        found = list(self._tensors(state))
-        arrays = [x for _, x, _ in found]
+        found = list(self._tensors(state, extra))
+        for name, x, strict in found:
+            if isinstance(x, np.ndarray) and not _is_good(x, strict):
+                return name
+        found = [row for row in found if not isinstance(row[1], np.ndarray)]
+        arrays = [_on_device(x) for _, x, _ in found]
         good = self._all_good(arrays, tuple(strict for *_, strict in found))
         names = (name for name, *_ in found)
         pairs = zip(names, good.tolist(), strict=True)
         return next((name for name, is_good in pairs if not is_good), "")
 
-    def _tensors(self, state: TrainState) -> Iterator[tuple[str, Array, bool]]:
-        """(name, array on the devices, whether it must be finite) of float tensors."""
-        leaves = jax.tree_util.tree_leaves_with_path(state.optimizer_state)
+    def _tensors(self, state: TrainState, extra: Any) -> Iterator[tuple]:
+        """(name, array, whether it must be finite) of float tensors."""
         rows = [(path, x, path in self._trained) for path, x in state.params.items()]
+        numbers = None if extra is None else self._extra_numbers(extra)
+        trees = {"optimizer state": state.optimizer_state, "state of the mode": numbers}
         rows += [
-            (f"optimizer state {jax.tree_util.keystr(path)}", x, jnp.ndim(x) > 0)
-            for path, x in leaves
+            (f"{kind} {jax.tree_util.keystr(path)}", x, jnp.ndim(x) > 0)
+            for kind, tree in trees.items()
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
         ]
-        for name, x, strict in rows:
-            if jnp.issubdtype(jnp.result_type(x), jnp.floating):
-                yield name, _on_device(x), strict
+        return (row for row in rows if jnp.issubdtype(row[1].dtype, jnp.floating))
 
 
 def _on_device(x: Any) -> Any:
@@ -70,6 +78,10 @@ def _on_device(x: Any) -> Any:
 def _all_good(arrays: list[Array], strict: tuple[bool, ...]) -> Array:
     if not arrays:
         return jnp.ones(0, bool)
-    tests = {True: jnp.isfinite, False: lambda x: ~jnp.isnan(x)}
-    pairs = zip(arrays, strict, strict=True)
-    return jnp.stack([tests[is_strict](x).all() for x, is_strict in pairs])
+    return jnp.stack(list(map(_is_good, arrays, strict)))
+
+
+def _is_good(x: Any, strict: bool) -> Any:
+    """Whether an array, of numpy or jax, is finite, or holds no NaN if not `strict`."""
+    lib = np if isinstance(x, np.ndarray) else jnp
+    return (lib.isfinite(x) if strict else ~lib.isnan(x)).all()

@@ -16,8 +16,8 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable
-from typing import ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple, Self
 
 from meshpar.errors import ConfigError, MeshparError, nearest, shown
 from meshpar.runs.config import RunConfig, settings_of
@@ -31,13 +31,13 @@ class RecipeConfig(RunConfig):
 
     FUNCTION: ClassVar[Callable[..., Run]]
     """The function, as the recipe's file has it."""
-    CODE: ClassVar[str] = ""
-    """Hash of the recipe's file."""
+    SOURCE: ClassVar["_Source"]
+    """The module of the recipe, and what its import brought in."""
 
     @property
-    def code(self) -> str:
+    def code(self) -> Mapping[str, str]:
         """As `RunConfig.code`."""
-        return self.CODE
+        return _code(self.SOURCE)
 
     def prepared(self) -> tuple[Self, Run]:
         """As `RunConfig.prepared`: calls the function with the settings.
@@ -60,6 +60,56 @@ class RecipeConfig(RunConfig):
                 f"{self.recipe} returned a {type(run).__name__}; return a meshpar.Run"
             )
         return self, run.checked()
+
+
+class _Source(NamedTuple):
+    """The module that holds a recipe.
+
+    Attributes:
+      module: the module.
+      root: the folder of its file, or of its package.
+      earlier: names of the modules that were imported before it.
+    """
+
+    module: types.ModuleType
+    root: pathlib.Path
+    earlier: frozenset[str]
+
+
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Names of folders of modules that are not the user's own."""
+
+
+@functools.cache  # The files may be edited while the run goes on.
+def _code(source: _Source) -> Mapping[str, str]:
+    """{file: hash} of the recipe's file, and of those below the root that it imported.
+
+    Modules that the recipe's function imports count as well: the function has run when
+    a run first asks.
+    """
+    own, root, earlier = source
+    brought = {
+        module.__file__
+        for name, module in list(sys.modules.items())
+        if name not in earlier
+        and name.partition(".")[0] != "meshpar"
+        and getattr(module, "__file__", None)
+    }
+    files = [pathlib.Path(file) for file in sorted(brought - {own.__file__})]
+    beside = [
+        file
+        for file in files
+        if file.is_relative_to(root)
+        and not _INSTALLED.intersection((root.name, *file.relative_to(root).parts))
+    ]
+    return {
+        file.relative_to(root).as_posix(): _hash(file)
+        for file in (pathlib.Path(own.__file__), *beside)
+    }
+
+
+def _hash(file: pathlib.Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _told(error: BaseException) -> str:
@@ -85,19 +135,19 @@ def config_of(recipe: str) -> RecipeConfig:
     """
     place, _, name = recipe.rpartition(":")
     is_file = place.endswith(".py")
-    module = _module_of_file(recipe, place) if is_file else _module(recipe, place)
+    source = _source_of_file(recipe, place) if is_file else _source(recipe, place)
+    module = source.module
     functions = [k for k, x in vars(module).items() if inspect.isfunction(x)]
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
         found = nearest(name, functions) if functions else "it has none"
         raise ConfigError(f"--recipe={recipe}: no function {name!r} ({found})")
-    code = _hash(module)
-    return _class_of(recipe, function, code)(recipe)
+    return _class_of(recipe, function, source)(recipe)
 
 
-def _module(recipe: str, name: str) -> types.ModuleType:
+def _source(recipe: str, name: str) -> _Source:
     try:
-        return importlib.import_module(name)
+        return _imported(name)
     except Exception as error:
         raise ConfigError(
             f"--recipe={recipe}: the module {name} cannot be imported: {_told(error)}; "
@@ -105,7 +155,18 @@ def _module(recipe: str, name: str) -> types.ModuleType:
         ) from error
 
 
-def _module_of_file(recipe: str, place: str) -> types.ModuleType:
+@functools.cache
+def _imported(name: str) -> _Source:
+    """The source of a module by its name; its root is that of its whole package."""
+    earlier = frozenset(sys.modules)
+    module = importlib.import_module(name)
+    package = sys.modules[name.partition(".")[0]]
+    file = getattr(package, "__file__", None) or ""  # A package without __init__.py.
+    places = [*getattr(package, "__path__", ()), pathlib.Path(file).parent]
+    return _Source(module, pathlib.Path(places[0]), earlier)
+
+
+def _source_of_file(recipe: str, place: str) -> _Source:
     path = pathlib.Path(place)
     if not path.is_file():
         raise ConfigError(
@@ -116,8 +177,9 @@ def _module_of_file(recipe: str, place: str) -> types.ModuleType:
 
 
 @functools.cache
-def _loaded(path: pathlib.Path, _: int) -> types.ModuleType:
-    """The module of a file; modules beside it can be imported, as by a script."""
+def _loaded(path: pathlib.Path, _: int) -> _Source:
+    """The source of a file; modules beside it can be imported, as by a script."""
+    earlier = frozenset(sys.modules)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"meshpar_recipe_{path.stem}", path)
@@ -128,18 +190,12 @@ def _loaded(path: pathlib.Path, _: int) -> types.ModuleType:
     except Exception as error:
         del sys.modules[spec.name]
         raise ConfigError(f"{path} cannot be imported: {_told(error)}") from error
-    return module
-
-
-def _hash(module: types.ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    content = pathlib.Path(file).read_bytes() if file else b""
-    return hashlib.sha256(content).hexdigest()[:16]
+    return _Source(module, path.parent, earlier)
 
 
 @functools.cache
 def _class_of(
-    recipe: str, function: Callable[..., Run], code: str
+    recipe: str, function: Callable[..., Run], source: _Source
 ) -> type[RecipeConfig]:
     """The class of configurations of a recipe: a field for each argument."""
     try:
@@ -167,7 +223,7 @@ def _class_of(
     texts = entries(function.__doc__ or "", "Args")
     lines = [f"  {name}: {text}" for name, text in texts.items()]
     doc = "\n".join([f"Settings of {recipe}.", "", "Attributes:", *lines])
-    own = {"FUNCTION": staticmethod(function), "CODE": code, "__doc__": doc}
+    own = {"FUNCTION": staticmethod(function), "SOURCE": source, "__doc__": doc}
     try:
         kind = dataclasses.make_dataclass(
             "RecipeConfig", fields, bases=(RecipeConfig,), namespace=own, frozen=True

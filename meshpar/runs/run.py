@@ -38,6 +38,7 @@ class Run:
       evaluation_loss: (module, batch) -> loss in evaluation mode; `loss` by default.
       layers: where the module keeps its layers, as in `from_nnx`.
       axis_names: {mesh axis: its name in the model}, as in `lower`.
+      trained: the parameters that are trained, as in `from_nnx`; all by default.
       clip_norm: largest global norm of the gradient; None for no limit.
       learning_rate: step -> learning rate, for the log alone.
       units: what a sample is counted in, and how many of them it is, for the log.
@@ -61,6 +62,7 @@ class Run:
     evaluation_loss: Callable[[Any, Any], Any] | None = None
     layers: str = ""
     axis_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trained: Any = ""
     clip_norm: float | None = None
     learning_rate: Callable[[Any], Any] | None = None
     units: tuple[str, int] = ("samples", 1)
@@ -89,13 +91,14 @@ class Run:
             evaluation=evaluation,
             evaluation_loss=None,
             layers="",
+            trained="",
         )
 
     def _model(self) -> Model:
         if isinstance(self.model, Model):
             own = {
                 name: getattr(self, name)
-                for name in ("loss", "evaluation_loss", "layers")
+                for name in ("loss", "evaluation_loss", "layers", "trained")
             }
             if given := [name for name, value in own.items() if value]:
                 raise ConfigError(
@@ -115,7 +118,13 @@ class Run:
                 f"Run(model={shown(repr(self.model))}): give a model from from_nnx or "
                 "from_linen, an NNX module, or a function of nnx.Rngs that builds one"
             )
-        return from_nnx(self.model, self.loss, self.evaluation_loss, layers=self.layers)
+        return from_nnx(
+            self.model,
+            self.loss,
+            self.evaluation_loss,
+            layers=self.layers,
+            trained=self.trained,
+        )
 
     @property
     def evaluates(self) -> bool:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import ConfigError
 from meshpar.multihost import agree
-from meshpar.runs.changes import changes
+from meshpar.runs.changes import changed_files, changes
+from meshpar.runs.finite import FiniteCheck
 from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import Setup
 
@@ -17,13 +18,18 @@ class Consent(NamedTuple):
     Attributes:
       start_anew: a start at step 0 where the checkpoints of a run are gone.
       changes: going on with other data, another seed or length.
+      last_good: going back to the last checkpoint that is finite.
     """
 
     start_anew: bool = False
     changes: bool = False
+    last_good: bool = False
 
 
 NO_CONSENT = Consent()
+
+NEWEST, LAST_GOOD = "newest", "last_good"
+"""Checkpoints to resume from: the newest one, or the last that is finite."""
 
 
 class Start(NamedTuple):
@@ -49,7 +55,11 @@ class Start(NamedTuple):
 
 
 def restore(
-    setup: Setup, checkpoints: Checkpoints, record: RunRecord, consent: Consent
+    setup: Setup,
+    checkpoints: Checkpoints,
+    record: RunRecord,
+    consent: Consent,
+    finite: FiniteCheck,
 ) -> Start:
     """Restores the newest checkpoint, or initializes the state; all processes call it.
 
@@ -58,13 +68,16 @@ def restore(
       checkpoints: those of its folder.
       record: the folder's record.
       consent: what the user agrees to.
+      finite: looks at the restored state.
 
     Raises:
       MeshparError: the folder belongs to another run, no checkpoint in it can be read,
         or its checkpoints are gone.
     """
     program = setup.program
-    restored = checkpoints.restore(setup.config.steps)
+    restored = checkpoints.restore(
+        setup.config.steps, finite.problem, last_good=consent.last_good
+    )
     if not restored:
         record.start_anew(consent.start_anew)
         return Start(program.init(setup.config.seed))
@@ -79,8 +92,8 @@ def restore(
             "run"
         )
     of_training = (*identity, *found.of_training)
-    if metadata.get("code", setup.config.code) != setup.config.code:
-        notes.append(f"the file of {setup.config.recipe} has changed since step {step}")
+    if files := changed_files(metadata.get("code", {}), setup.config.code):
+        notes.append(f"the code has changed since step {step}: {', '.join(files)}")
     if found.neutral:
         notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
     if of_training:

@@ -15,7 +15,7 @@ from meshpar.runs import metrics
 from meshpar.runs.chosen_layout import chosen_layout
 from meshpar.runs.config import RunConfig
 from meshpar.runs.run import Run
-from meshpar.runs.start import Consent
+from meshpar.runs.start import LAST_GOOD, NEWEST, Consent
 from meshpar.runs.trainer import RESTART, Trainer
 
 
@@ -53,13 +53,13 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     start_anew: bool = False,
     allow_changes: bool = False,
+    resume: str = NEWEST,
     **settings: Any,
 ) -> Trained:
     """Trains a run, with checkpoints, evaluation and metrics in a folder.
 
-    It is the loop of `python -m experiments.run`: the same call goes on where the run
-    stopped, also under another layout. Call `meshpar.simulate(n)` first for simulated
-    devices.
+    It is the loop of `meshpar run`: the same call goes on where the run stopped, also
+    under another layout. Call `meshpar.simulate(n)` first for simulated devices.
 
     Args:
       run: what to train.
@@ -69,6 +69,7 @@ def train(
       devices: devices to fill; all by default.
       start_anew: whether to start at step 0 where the checkpoints are gone.
       allow_changes: whether to resume with other data or another seed.
+      resume: "newest", or "last_good" to set aside checkpoints that are not finite.
       **settings: other settings of a run by their names, such as steps=1000 and
         batch_size=64; docs/settings.md lists them.
 
@@ -97,7 +98,9 @@ def train(
     devices = jax.devices() if devices is None else devices
     chosen, planned = chosen_layout(config, devices, folder, print)
     config = dataclasses.replace(config, layout=str(chosen))
-    consent = Consent(start_anew=start_anew, changes=allow_changes)
+    if resume not in (NEWEST, LAST_GOOD):
+        raise ConfigError(f"train(resume={resume!r}): use {NEWEST!r} or {LAST_GOOD!r}")
+    consent = Consent(start_anew, allow_changes, last_good=resume == LAST_GOOD)
     trainer = Trainer(config, chosen, devices, consent=consent, planned=planned)
     stopped = trainer.run() == RESTART
     return Trained(trainer.state, trainer.program, folder, stopped)

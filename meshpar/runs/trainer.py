@@ -122,9 +122,7 @@ class Trainer:
         self._setup, self.state = setup, None
         self._config = setup.config
         self.program = self._program = setup.program
-        params = setup.program.model.params
-        trained = [path for path, param in params.items() if param.trained]
-        self._finite = FiniteCheck(setup.program.mesh, trained)
+        self._finite = FiniteCheck(setup.program)
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = None
         if setup.run.evaluates:
@@ -154,7 +152,8 @@ class Trainer:
                 contextlib.closing(self._open_checkpoints())
             )
             self._enter(RESTORE)
-            start = restore(setup, checkpoints, record, self._consent)
+            finite = self._finite
+            start = restore(setup, checkpoints, record, self._consent, finite)
             self._enter(SETUP)
             log = None
             if jax.process_index() == 0:
@@ -328,14 +327,14 @@ class Trainer:
             **self._setup.identity,
         }
         portable = self._program.in_model_order(state)
-        if tensor := self._finite.problem(portable):
+        extra = self._program.extra_state(state)
+        if tensor := self._finite.problem(portable, extra):
             raise NonFiniteError(
                 f"step {step}: {tensor} is not finite, and is not saved; look at the "
                 "optimizer and its rate, and at the loss of the steps before; the last "
                 f"good checkpoint is {last_good(good)}, from which the same command "
                 "goes on"
             )
-        extra = self._program.extra_state(state)
         checkpoints.save(step, portable, metadata, extra, persistent=persistent)
 
     def _evaluate(

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from support import commands
+from support import commands, whole_weights
 from support.marks import slow
 from support.tiny_runs import ROOT
 
 import meshpar
 from experiments.generation import prompt_files, scoring, sources
-from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
 from meshpar.errors import CheckpointError
@@ -164,7 +163,7 @@ def test_weights_come_without_optimizer_state_and_changed_ones_are_seen(
 def test_a_folder_of_transformers(tmp_path, command):
     config = DecoderConfig(vocab=128, length=32, depth=2, embed=32, heads=4, mlp=64)
     params = jax.device_get(jax.jit(language_model(config).init)(jax.random.key(0)))
-    hugging_face.write(tmp_path, config, params)
+    whole_weights.write(tmp_path, config, params)
     said = command("generate", tmp_path, "--prompt=a", code=2)
     assert "has no tokenizer.json; add it, or give" in said
     vocab = {chr(i): i for i in range(32, 127)}

@@ -1,14 +1,21 @@
 """Recipes of your own: their arguments are settings; bad files are clear errors."""
 
 import dataclasses
+import os
+import re
+import sys
 import textwrap
 
+import jax
 import pytest
 
+import meshpar
 from experiments import recipes
 from meshpar.errors import ConfigError
 from meshpar.runs import recipe_file
+from meshpar.runs.changes import changed_files
 from meshpar.runs.config import settings_of, with_settings
+from meshpar.runs.trainer import Trainer
 
 GOOD = """
 import dataclasses, typing
@@ -76,6 +83,41 @@ def test_a_module_on_the_path_and_a_file_give_the_same_run(tmp_path, monkeypatch
     assert dataclasses.replace(by_name, recipe="") == dataclasses.replace(
         by_name, recipe=""
     )
+
+
+def test_the_code_of_a_recipe_is_all_that_it_imports_from_beside_it(
+    tmp_path, capfd, monkeypatch
+):
+    folder, installed = tmp_path / "beside", tmp_path / "beside/lib/site-packages"
+    installed.mkdir(parents=True)
+    monkeypatch.syspath_prepend(installed)
+    written(installed, "TWO = 2\n", "beside_installed.py")
+    written(folder, "from beside_installed import TWO\n", "beside_sizes.py")
+    written(folder, "RATE = 0.1\n", "beside_rates.py")  # The function imports it.
+    text = GOOD.replace("import dataclasses", "import beside_sizes, dataclasses")
+    text = text.replace("    make =", "    import beside_rates\n    make =", 1)
+    own = written(folder, text)
+
+    def train(steps):
+        settings = [f"steps={steps}", f"workdir={tmp_path / 'run'}"]
+        config = with_settings(recipes.get(f"{own}:net"), settings)
+        Trainer(config, meshpar.Layout(), jax.devices()[:1]).run()
+        return config.code, capfd.readouterr().out
+
+    code, said = train(1)
+    assert list(code) == ["own.py", "beside_rates.py", "beside_sizes.py"]
+    assert "has changed" not in train(2)[1]
+    written(folder, "TWO = 3\n", "beside_sizes.py")
+    for name in ("beside_sizes", "beside_rates"):  # As in a new process.
+        del sys.modules[name]
+    os.utime(own, (1, 1))
+    now, said = train(3)
+    assert re.search(r"the code has changed since step 2: beside_sizes.py$", said, re.M)
+    assert changed_files(code["own.py"], now) == []  # As earlier versions kept it.
+    assert changed_files("other", now) == ["own.py"]
+    assert changed_files({"own.py": "", "a.py": ""}, {"own.py": "", "b.py": ""}) == [
+        *("b.py is new", "a.py is gone")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,14 @@ from support import own_run, processes, tiny_runs
 from support.marks import slow
 
 import meshpar
-from meshpar.errors import ConfigError, DataError
+from meshpar.checkpoint import find_checkpoints, read_params, read_weights
+from meshpar.checkpoint.blocks import read_in_blocks
+from meshpar.errors import CheckpointError, ConfigError, DataError
 from meshpar.runs import metrics
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
+from meshpar.runs.finite import FiniteCheck
 from meshpar.runs.programs import make_plans
 from meshpar.runs.step_log import NonFiniteError
 
@@ -267,6 +270,33 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, layout):
     assert all(np.isfinite(x).all() for x in done.weights().values())
 
 
+def test_a_saved_state_that_is_not_finite_is_refused_and_the_last_good_one_found(
+    tmp_path, monkeypatch
+):
+    """As an earlier version, or another program, could save one."""
+    own = functools.partial(meshpar.Run, Net, data=arrays(), loss=loss)
+    with monkeypatch.context() as patch:
+        patch.setattr(FiniteCheck, "problem", lambda *_: "")
+        diverged = train(tmp_path, "data=2", 8, run=own(optimizer=diverges_at(8)))
+    newest = find_checkpoints(tmp_path / "checkpoints")[-1]
+    program, mended = diverged.program, own(optimizer=diverges_at(100))
+    words = "8: head/bias holds NaN or infinite"
+    with pytest.raises(CheckpointError, match=words):
+        read_params(newest, program.portable_state.params)
+    shapes = {path: x.shape for path, x in program.portable_state.params.items()}
+    with pytest.raises(CheckpointError, match=words):
+        list(read_in_blocks(newest, dict(sorted(shapes.items()))))
+    with pytest.raises(CheckpointError, match="state: params/head/bias holds NaN or"):
+        read_weights(newest.path / "state", program, "")
+    with pytest.raises(CheckpointError, match="checkpoint 8 .*--resume=last_good"):
+        train(tmp_path, "data=2", 8, run=mended)
+    assert not (tmp_path / "corrupt").exists()
+    done = train(tmp_path, "data=2", 8, run=mended, resume="last_good")
+    assert all(np.isfinite(x).all() for x in done.weights().values())
+    assert [row["step"] for row in done.metrics if "loss" in row] == [*range(1, 9)]
+    assert [path.name for path in (tmp_path / "corrupt").iterdir()] == ["8-0"]
+
+
 def test_infinite_scalars_of_an_optimizer_are_no_divergence(tmp_path):
     """A best loss that is not known yet is infinite."""
     plateau = optax.contrib.reduce_on_plateau(patience=5)
@@ -280,6 +310,11 @@ def test_infinite_scalars_of_an_optimizer_are_no_divergence(tmp_path):
     [
         ({"step": 3}, ConfigError, r"train\(step=...\): .*did you mean 'steps'"),
         ({"steps": 0}, ConfigError, "steps=0: use a whole number of steps"),
+        (
+            {"resume": "best"},
+            ConfigError,
+            "resume='best'.: use 'newest' or 'last_good'",
+        ),
         ({"layout": "fsdp=16"}, meshpar.LayoutError, "only 8|16"),
         ({"batch_size": 1000}, DataError, "fewer than one batch of 1000"),
     ],
