@@ -107,7 +107,7 @@ They train one step, and weights whose gradient is rounding are not judged.
 LAYOUTS = (
     *("data=8", "fsdp=8", "data=2,fsdp=2", "fsdp=4,zero=1", "fsdp=4,zero=2"),
     *("data=2,microbatches=2", "fsdp=2,microbatches=4", "data=1,microbatches=4"),
-    *("data=2,remat=full", "fsdp=2,tensor=2,allow=.", "data=2,tensor=2,allow=."),
+    *("fsdp=2,tensor=2,allow=.", "data=2,tensor=2,allow=."),
 )
 """Layouts of any model."""
 
@@ -262,11 +262,13 @@ class LinenStep(nn.Module):
 
 
 _SCANNED = {
-    "variable_axes": {"params": 0, **dict.fromkeys(
-        ("batch_stats", "counts", "means", "intermediates"), 0
-    )},
+    "variable_axes": {
+        "params": 0,
+        **dict.fromkeys(("batch_stats", "counts", "means", "intermediates"), 0),
+    },
     "split_rngs": {"params": True, "dropout": True},
     "length": DEPTH,
+    "metadata_params": {nn.PARTITION_NAME: "layers"},
 }
 
 
@@ -300,9 +302,7 @@ class LinenNet(nn.Module):
             block = LinenBlock(*arguments, name="block")
             return block(jnp.tanh(block(x)))
         kind = {"remat": nn.remat, "jit": nn.jit}.get(arrangement, lambda kind: kind)
-        blocks = [
-            kind(LinenBlock)(*arguments, name=f"block_{i}") for i in range(DEPTH)
-        ]
+        blocks = [kind(LinenBlock)(*arguments, name=f"block_{i}") for i in range(DEPTH)]
         for block in blocks:
             x = block(x)
         return x
@@ -553,7 +553,9 @@ def model_of(of: Draw) -> meshpar.Model:
         quiet["evaluation_loss_fn"] = lambda *args: loss(*args, key=None)
     if of.framework == "nnx":
         make = functools.partial(NnxNet, of)
-        return meshpar.from_nnx(lambda rngs: make(rngs), loss, layers=of.layers, **quiet)
+        return meshpar.from_nnx(
+            lambda rngs: make(rngs), loss, layers=of.layers, **quiet
+        )
     example = batch_of(of, 0)["x"][:1]
     quiet["evaluation_module"] = LinenNet(of, False)
     return meshpar.from_linen(
@@ -631,5 +633,3 @@ def named(of: Draw) -> str:
     parts = "+".join(of.parts)
     words = of.framework, of.data, of.arrangement, parts, of.loss, of.optimizer
     return " ".join((*words, of.layout, of.lowering)).strip()
-
-

@@ -21,18 +21,16 @@ def losses(loss, params, optimizer, batches):
         value = loss(params, batch)
         return value, value, state
 
-    found = []
-    for value, params, *_ in steps(with_state, params, (), optimizer, batches):  # noqa: B020
-        found.append(float(value))
-    return found, params
+    found = list(steps(with_state, params, (), optimizer, batches))
+    return [float(value) for value, *_ in found], found[-1][1]
 
 
 def steps(loss, params, variables, optimizer, batches) -> Iterator[tuple[Any, ...]]:
     """(metrics, parameters, other variables, gradients) of every step.
 
     Args:
-      loss: (parameters, other variables, batch, number of the step) -> (scalar, metrics,
-        new variables).
+      loss: (parameters, other variables, batch, number of the step) -> (scalar,
+        metrics, new variables).
       params: a pytree to start from.
       variables: those that are not trained, to start from.
       optimizer: an optax transformation; it sees the loss as `value`.
