@@ -1,7 +1,9 @@
 """Calls of layers: values that a cut model hands from layer to layer (`layer_cut`)."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +66,40 @@ def distinguishing(attributes: Sequence[Mapping[str, Any]]) -> frozenset[str]:
         return plain and len(set(values)) == len(values)
 
     return frozenset(filter(differ, shared))
+
+
+def comparable(value: Any, of_framework: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A value that is equal for values that compute the same.
+
+    Layers make functions of their own, such as initializers and partial functions,
+    which Python tells apart.
+
+    Args:
+      value: an attribute of a layer.
+      of_framework: the same for what only a framework knows, such as its modules;
+        returns what it does not know.
+    """
+
+    def of(value: Any) -> Any:
+        if (found := of_framework(value)) is not value:
+            return found
+        if isinstance(value, tuple | list):
+            return [of(x) for x in value]
+        if isinstance(value, Mapping):
+            return {key: of(x) for key, x in value.items()}
+        if isinstance(value, np.ndarray | jax.Array):
+            return value.shape, value.dtype, np.asarray(value).tobytes()
+        if isinstance(value, functools.partial):
+            return of((value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return of((value.__func__, value.__self__))
+        if isinstance(value, types.FunctionType):
+            cells = [of(cell.cell_contents) for cell in value.__closure__ or ()]
+            defaults = value.__defaults__, value.__kwdefaults__
+            return value.__code__, of(defaults), cells
+        return value
+
+    return of(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,21 +2,19 @@
 
 import contextlib
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from flax import traverse_util
 from flax.core import lift
 
 from meshpar.arrays import Params
 from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
-from meshpar.models.layer_call import Configuration, distinguishing
+from meshpar.models.layer_call import Configuration, comparable, distinguishing
 from meshpar.models.layer_cut import OnCall
 from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
@@ -234,20 +232,14 @@ def _is_module(value: Any) -> bool:
 
 def _comparable(value: Any) -> Any:
     """A value that is equal for values that compute the same."""
+    return comparable(value, _of_linen)
+
+
+def _of_linen(value: Any) -> Any:
+    """The same of a module or of its class; other values as they are."""
     if _is_module(value):
         return _comparable(type(value)), _comparable(_fields(value))
     if isinstance(value, type) and (made := Lift.of(value)):
         inner, settings = map(_comparable, (made.module_class, made.settings))
         return made.transform, inner, settings
-    if isinstance(value, tuple | list):
-        return [_comparable(x) for x in value]
-    if isinstance(value, Mapping):
-        return {key: _comparable(x) for key, x in value.items()}
-    if isinstance(value, np.ndarray | jax.Array):
-        return value.shape, value.dtype, np.asarray(value).tobytes()
-    if isinstance(value, functools.partial):
-        return _comparable((value.func, value.args, value.keywords))
-    if callable(value) and hasattr(value, "__code__"):
-        cells = [_comparable(c.cell_contents) for c in value.__closure__ or ()]
-        return value.__code__, _comparable(value.__defaults__), cells
     return value

@@ -90,7 +90,8 @@ class Model:
     @property
     def traits(self) -> ModelTraits:
         """Facts of the model at which the table of refusals looks."""
-        changed = sorted(path for path, param in self.params.items() if param.is_state)
+        state = (path for path, param in self.params.items() if param.is_state)
+        changed = sorted(path for path in state if path != STEP)
         cached = self.cached
         cache = dict(caches=cached is not None, streams=bool(cached and cached.streams))
         if (layered := self.layered) is None:

@@ -1,12 +1,15 @@
 """Checks of a model under a layout, by traces of its loss, before it is compiled."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
+from meshpar import compat
 from meshpar.arrays import abstract
 from meshpar.errors import LayoutError, nearest
+from meshpar.jaxprs.walk import equations
 from meshpar.layouts.axes import BATCH_AXES, REPLICA, TENSOR
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
@@ -70,6 +73,35 @@ def check_step(model: Model, scope: Scope, jaxpr: Any, by_hand: bool) -> None:
     check_marks(layout.remat, jaxpr, marked, scope.remat_outside)
     if _runs_on_shards(layout, by_hand):
         check_callbacks(jaxpr)
+    if not by_hand:
+        check_grouped_convolutions(layout, jaxpr.jaxpr)
+
+
+def check_grouped_convolutions(layout: Layout, jaxpr: Any) -> None:
+    """Refuses gradients of grouped convolutions that XLA's partitioner adds up wrongly.
+
+    Where the batch is split over some axes of a mesh and not over others, it adds up
+    the gradient of the kernel over all of them (jaxlib 0.10 and 0.12).
+
+    Args:
+      layout: of a step whose collectives the compiler writes.
+      jaxpr: of the step.
+
+    Raises:
+      LayoutError: the step has such a gradient.
+    """
+    others = {a: n for a, n in layout.sizes.items() if a not in BATCH_AXES and n > 1}
+    if not others or math.prod(layout.sizes[axis] for axis in BATCH_AXES) == 1:
+        return
+    for eqn in equations(jaxpr):
+        if eqn.params.get("batch_group_count", 1) > 1:
+            place, axes = compat.user_line(eqn), " and ".join(others)
+            raise LayoutError(
+                f"a convolution has feature groups{place and f', at {place}'}, and "
+                "XLA multiplies the gradient of its kernel by the devices along "
+                f"{axes}, over which lowering=jit does not split the batch: leave "
+                f"{axes} out, or name the layers (layers=...) for lowering=shard_map"
+            )
 
 
 def _runs_on_shards(layout: Layout, by_hand: bool) -> bool:

@@ -1,7 +1,9 @@
 """The layers of an NNX module: found by their attributes, taken out of its calls."""
 
 import dataclasses
+import functools
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ from flax import nnx
 from meshpar.arrays import Params
 from meshpar.errors import MeshparError
 from meshpar.layouts.param import Param
-from meshpar.models.layer_call import Configuration, distinguishing
+from meshpar.models.layer_call import Configuration, comparable, distinguishing
 from meshpar.models.layer_cut import OnCall
 from meshpar.models.layer_groups import LayerGroups
 from meshpar.models.layer_stack import Key
@@ -149,10 +151,9 @@ def _configuration(layer: nnx.Module, shared: Mapping[str, Any]) -> Configuratio
       shared: {path: value} of attributes in which all layers differ; the values are
         the same for all layers.
     """
-    graph = nnx.graphdef(layer)
-    if not shared:
-        return Configuration(graph, graph)
-    own = {path: value for path, value in _attributes(layer).items() if path in shared}
+    graph, attributes = nnx.graphdef(layer), _attributes(layer)
+    own = {path: value for path, value in attributes.items() if path in shared}
+    functions = {p: value for p, value in attributes.items() if _is_function(value)}
     modules = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(layer)}
 
     def write(values: Mapping[str, Any]) -> None:
@@ -160,11 +161,17 @@ def _configuration(layer: nnx.Module, shared: Mapping[str, Any]) -> Configuratio
             parent, _, name = path.rpartition("/")
             vars(modules[parent])[name] = value
 
-    write(shared)
+    write({**shared, **dict.fromkeys(functions)})
     try:
-        return Configuration(graph, nnx.graphdef(layer), own)
+        key = nnx.graphdef(layer), comparable(functions)
+        return Configuration(graph, key, own)
     finally:
-        write(own)
+        write({**own, **functions})
+
+
+def _is_function(value: Any) -> bool:
+    """Whether an attribute is a function that each layer may have made for itself."""
+    return isinstance(value, types.FunctionType | functools.partial)
 
 
 class Described(NamedTuple):

@@ -24,7 +24,7 @@ from meshpar.models.row_problems import problem_of, reason_no_mean
 from meshpar.models.row_values import RowTraces, row_values
 from meshpar.replicated import num_rows
 from meshpar.rows.draws import Drawn
-from meshpar.rows.values import Fixed, Mixed
+from meshpar.rows.values import Fixed, Mixed, failed
 
 
 class Checked(NamedTuple):
@@ -168,18 +168,22 @@ def check_draws(drawn: Drawn, rows: int, split: Split) -> None:
 
 def _check(traces: RowTraces, what: str, split: Split) -> Checked:
     drawn: Drawn | None = Drawn()
+    whole = num_rows(traces.batch)
     try:
-        whole = num_rows(traces.batch)
         # One row alone may be written otherwise: its last row is no slice of it.
         part = max(whole // split.parts, 2 if whole > 2 else 1)
         rows = [n for n in (whole, part) if n]
         result = row_values(traces, drawn, rows)
     except Exception as error:
-        result = _of_one_part(traces, what, split, error)
         drawn = None
+        if traces.raised(error):
+            result = _of_one_part(traces, what, split, error)
+        else:
+            unknown = failed(error)
+            result = jax.tree.map(lambda _: unknown, traces.of(whole)[1])
     if problem := problem_of(result, what):
         raise LayoutError(f"{problem} ({split.why} splits the batch into parts)")
-    *_, reads_key = inputs_read(traces.of(num_rows(traces.batch))[0])
+    *_, reads_key = inputs_read(traces.of(whole)[0])
     return Checked(result.state, drawn, reads_key)
 
 

@@ -51,15 +51,24 @@ class RowTraces:
     batch: Any
     key: Any
     _made: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    _raised: list[Exception] = dataclasses.field(default_factory=list)
 
     def of(self, rows: int) -> tuple[Any, Any]:
         """(jaxpr, shapes of the result) with a number of rows."""
         if rows not in self._made:
             batch = map_rows(lambda x: with_rows(x, rows), self.batch)
             arguments = self.params, batch, self.key
-            with explained_errors(), explained_names():
-                self._made[rows] = traced_with_shape(self.fn, *arguments)
+            try:
+                with explained_errors(), explained_names():
+                    self._made[rows] = traced_with_shape(self.fn, *arguments)
+            except Exception as error:
+                self._raised.append(error)
+                raise
         return self._made[rows]
+
+    def raised(self, error: Exception) -> bool:
+        """Whether an error comes from a trace, and not from what reads the traces."""
+        return any(error is other for other in self._raised)
 
 
 def row_values(
@@ -159,12 +168,7 @@ def values_of(closed: Any, shape: Any, inputs: list[Any], analysis: RowAnalysis)
       inputs: values of the arguments.
       analysis: evaluates the jaxpr.
     """
-    try:
-        results = analysis.evaluate(closed, inputs)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # A primitive that no rule foresees must not stop a loss with a weight.
-        reason = f"it could not be followed ({type(error).__name__}: {error})"
-        return jax.tree.map(lambda _: Mixed(reason), shape)
+    results = analysis.evaluate(closed, inputs)
     results = [counts(x) if isinstance(x, Counted) else x for x in results]
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 

@@ -31,6 +31,7 @@ from meshpar.rows.values import (
     PerRow,
     counts,
     degree_by_value,
+    failed,
     nonlinear,
 )
 
@@ -102,7 +103,12 @@ class RowAnalysis(Interpreter[Any]):
 
     def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """The values of an equation's results."""
-        return [_placed(value, eqn) for value in self._equation(eqn, operands)]
+        try:
+            values = self._equation(eqn, operands)
+        except Exception as error:
+            # A primitive that no rule foresees must not stop a loss with a weight.
+            values = [failed(error)] * len(eqn.outvars)
+        return [_placed(value, eqn) for value in values]
 
     def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -111,11 +117,25 @@ class RowAnalysis(Interpreter[Any]):
                 self._note_draws(eqn, values)
                 return rule(eqn, values, self.prime)
             return self.call(eqn, values)
+        if (side_by_side := self._over_rows(eqn)) is not None:
+            return self.evaluate(side_by_side, values)
         if name in loops.RULES:
             outputs = loops.RULES[name](eqn, values, self.evaluate)
         else:
             outputs = self._outputs(eqn, values)
         return list(map(_irregular, outputs)) if self._counts(eqn) else outputs
+
+    def _over_rows(self, eqn: Any) -> Any:
+        """A scan that runs its body for each row by itself, as one jaxpr of all rows.
+
+        None for another equation, and where the body holds a number of rows.
+        """
+        if eqn.primitive.name != "scan" or eqn.params["length"] % self.prime:
+            return None
+        differences, body = self.differences, eqn.params["jaxpr"]
+        if differences is not None and not differences.is_plain(body):
+            return None
+        return loops.over_rows(eqn)
 
     def _counts(self, eqn: Any) -> bool:
         """Whether an equation loops over rows, or has a size that is no multiple."""

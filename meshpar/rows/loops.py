@@ -3,7 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax.extend import core
+
 from meshpar import compat
+from meshpar.jaxprs.walk import equations
+from meshpar.rows import draws
 from meshpar.rows.arithmetic import elementwise, joined, same
 from meshpar.rows.values import PLAIN, Counted, Fixed, Mixed, PerRow, Test
 
@@ -25,6 +30,27 @@ def scan(eqn: Any, values: list[Any], run: Run) -> list[Any]:
 
     outputs = _settled(step, list(carry))
     return [*outputs[:num_carry], *map(_stacked, outputs[num_carry:])]
+
+
+def over_rows(eqn: Any) -> Any:
+    """A scan over rows as a jaxpr that runs its body for all of them side by side.
+
+    It takes the operands of the scan. None for a scan whose rounds depend on each
+    other, or draw random numbers.
+    """
+    num_consts, num_carry = compat.scan_counts(eqn)
+    closed, held = eqn.params["jaxpr"], num_consts + num_carry
+    body = closed.jaxpr
+    if body.outvars[:num_carry] != body.invars[num_consts:held]:
+        return None
+    if any(inner.primitive.name in draws.NAMES for inner in equations(body)):
+        return None
+    dims = [None] * held + [0] * (len(eqn.invars) - held)
+    length = eqn.params["length"]
+    outputs = [None] * num_carry + [0] * (len(eqn.outvars) - num_carry)
+    each = jax.vmap(core.jaxpr_as_fun(closed), dims, outputs, axis_size=length)
+    arguments = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    return jax.make_jaxpr(each)(*arguments)
 
 
 def loop(eqn: Any, values: list[Any], run: Run) -> list[Any]:

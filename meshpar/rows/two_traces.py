@@ -95,6 +95,18 @@ class Differences:
         """The power of the number of rows of one literal or constant; None if odd."""
         return self.degrees.get((id(owner), index), 0)
 
+    def is_plain(self, jaxpr: Any) -> bool:
+        """Whether no number inside a jaxpr comes from the number of rows."""
+        owners = {owner for owner, _ in self.degrees} | self.irregular
+
+        def plain(jaxpr: Any) -> bool:
+            inside = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+            held = (jaxpr, inside, *inside.eqns)
+            inner = (each for eqn in inside.eqns for each in _inner(eqn))
+            return owners.isdisjoint(map(id, held)) and all(map(plain, inner))
+
+        return plain(jaxpr)
+
     def _compare(self, first: Any, second: Any, equation: Any) -> None:
         if first is second or (id(first), id(second)) in self._seen:
             return

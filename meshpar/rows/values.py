@@ -159,6 +159,15 @@ OWN_KEY_REMEDY = (
 )
 
 
+def failed(error: Exception) -> Mixed:
+    """The value of what the analysis cannot follow because of an error of its own."""
+    return Mixed(
+        f"meshpar's analysis of rows fails at it ({type(error).__name__}: {error}), "
+        "which is an error of meshpar, not of the loss",
+        "please report it",
+    )
+
+
 def nonlinear(name: str) -> Mixed:
     """The result of a function of a sum over rows that is not linear."""
     return Mixed(f"{name} is applied to a number computed from all rows")

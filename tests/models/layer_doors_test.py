@@ -1,6 +1,7 @@
 """Layers are found wherever public models keep them: a plain loop judges."""
 
 import concurrent.futures
+import functools
 
 import flax.linen as nn
 import jax
@@ -228,3 +229,36 @@ def test_threads_trace_models_at_the_same_time():
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = list(pool.map(traced, range(12)))
     assert found == [traced(number) for number in range(3)] * 4
+
+
+class OwnFunctions(nnx.Module):
+    """A layer with functions that it makes for itself, as models with options do."""
+
+    def __init__(self, rngs, power=2):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.init = nnx.initializers.normal(0.02)
+        self.act = functools.partial(nnx.gelu, approximate=power > 1)
+        self.scale = lambda x: x / power
+
+    def __call__(self, x):
+        return x + self.scale(self.act(self.up(x)))
+
+
+def of_own_functions(powers):
+    class Net(Listed):
+        def __init__(self, rngs):
+            self.layers = nnx.List([OwnFunctions(rngs, power) for power in powers])
+
+    return meshpar.from_nnx(Net, nnx_loss, layers="layers")
+
+
+def test_functions_that_layers_make_for_themselves_are_equal_if_they_compute_so():
+    alike, pattern = of_own_functions([2, 2, 2, 2]), of_own_functions([2, 3, 2, 3])
+    assert alike.traits.pattern == 1 and pattern.traits.pattern == 2
+    with pytest.raises(ValueError, match="its 3 layers are not equal"):
+        of_own_functions([2, 3, 4])
+    sgd, devices = optax.sgd(0.1, momentum=0.9), jax.devices()[:2]
+    layout = "pipe=2,microbatches=2"
+    program = meshpar.lower(pattern, sgd, layout, BATCH, devices=devices)
+    report = equality.compare(program, None, BATCHES)
+    assert report.ok, report

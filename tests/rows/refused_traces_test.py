@@ -14,6 +14,7 @@ import meshpar
 from meshpar.errors import LayoutError
 from meshpar.models.row_check import Split, check_losses
 from meshpar.rows import analysis as row_analysis
+from meshpar.rows.two_traces import Differences
 
 
 def test_a_loss_that_needs_its_number_of_rows_is_refused():
@@ -41,14 +42,20 @@ def test_pairs_of_rows_need_a_weight():
     check_losses(made(weighted), BATCH, split, evaluates=False)
 
 
-def test_a_primitive_that_no_rule_foresees_needs_a_weight(monkeypatch):
+@pytest.mark.parametrize("where", ["rule", "comparison"])
+def test_an_error_of_the_analysis_is_not_blamed_on_the_loss(where, monkeypatch):
     def unforeseen(*_):
         raise IndexError("no such dim")
 
-    monkeypatch.setitem(row_analysis._RULES, "reduce_sum", unforeseen)
+    if where == "rule":
+        monkeypatch.setitem(row_analysis._RULES, "reduce_sum", unforeseen)
+    else:
+        monkeypatch.setattr(Differences, "between", unforeseen)
     split = Split(2, "data=2")
-    with pytest.raises(LayoutError, match="could not be followed.*no such dim"):
+    words = "fails at it .IndexError: no such dim.*error of meshpar, not of the loss"
+    with pytest.raises(LayoutError, match=words) as error:
         check_losses(made(plain_sum), BATCH, split, evaluates=False)
+    assert "traced" not in str(error.value)
 
     def weighted(p, b, key):
         return plain_sum(p, b, key), {"weight": 1.0}

@@ -231,6 +231,18 @@ def empty_guard(net, b):
     return mean, {"share": share}
 
 
+def each_row_in_turn(net, b):
+    return lax.map(jnp.tanh, errors(net, b)).mean()
+
+
+def scan_over_rows(net, b):
+    def one(scale, row):
+        return scale, scale * jnp.square(row[0] - row[1])
+
+    rows = net(b["x"])[:, 0], b["y"]
+    return lax.scan(one, jnp.float32(0.5), rows)[1].mean()
+
+
 ACCEPTED = (
     *(squared, cross_entropy, label_smoothing, focal, huber, hinge, cosine),
     *(distillation, masked_in_place, masked_mean, mean_with_epsilon, class_weights),
@@ -239,6 +251,7 @@ ACCEPTED = (
     *(equal_weights, in_half_precision, choice_in_each_row, branch_in_each_row),
     *(sorted_in_a_row, two_largest_in_a_row, summed_up_in_a_row, along_features),
     *(time_of_the_batch, loop_over_features, fixed_projection, by_class, empty_guard),
+    *(each_row_in_turn, scan_over_rows),
 )
 """Losses whose parts give the loss of the batch."""
 
@@ -386,7 +399,26 @@ def folded_by_number(net, b, key):
     return errors(net, b, x).mean()
 
 
+def running_total(net, b):
+    def one(total, x):
+        return total + x, total * x
+
+    return lax.scan(one, jnp.float32(0), errors(net, b))[1].mean()
+
+
+def divided_in_a_loop(net, b):
+    return lax.map(lambda x: jnp.tanh(x / len(b["x"])), errors(net, b)).mean()
+
+
+def numbered_in_a_loop(net, b):
+    numbers = jnp.arange(len(b["x"]), dtype=jnp.float32)
+    return lax.map(lambda row: row[0] * row[1], (errors(net, b), numbers)).mean()
+
+
 COUNTING = {
+    "running_total": running_total,
+    "divided_in_a_loop": divided_in_a_loop,
+    "numbered_in_a_loop": numbered_in_a_loop,
     "first_half": first_half,
     "along_rows": along_rows,
     "stratified": stratified,
