@@ -19,7 +19,7 @@ from meshpar.multihost.watchdog import (
     START,
     Watchdog,
 )
-from meshpar.runs import compiled, progress_file, report
+from meshpar.runs import compiled, goodput, progress_file, report, time_record
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
 from meshpar.runs.fallbacks import Fallbacks
@@ -33,14 +33,20 @@ from meshpar.runs.setup import prepare
 from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
 from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
 from meshpar.runs.step_log import NonFiniteError, StepLog, last_good
+from meshpar.runs.time_record import TimeRecord
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
 
 
-def _watchdog(config: RunConfig) -> Watchdog:
+def _watchdog(config: RunConfig, times: TimeRecord) -> Watchdog:
     """A watchdog with the limits of a run, which watches the start first."""
-    limits, note = dataclasses.asdict(config.watchdog), progress_file.write
+
+    def note(step: int, section: str) -> None:
+        progress_file.write(step, section)
+        times.note(step, section)
+
+    limits = dataclasses.asdict(config.watchdog)
     watchdog = Watchdog(config.watchdog_seconds, limits=limits, note=note)
     watchdog.enter(START)
     return watchdog
@@ -116,7 +122,8 @@ class Trainer:
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
-        with _watchdog(config):
+        self._times = TimeRecord(startup.begin if startup else None)
+        with self._times.listening(), _watchdog(config, self._times):
             setup = prepare(config, layout, devices, profile, fallbacks, planned)
         self._setup, self.state = setup, None
         self._config = setup.config
@@ -141,8 +148,9 @@ class Trainer:
         setup, num_steps = self._setup, self._config.steps
         self._check_processes()
         with contextlib.ExitStack() as stack:
-            watchdog = stack.enter_context(_watchdog(self._config))
+            watchdog = stack.enter_context(_watchdog(self._config, self._times))
             stack.enter_context(own_folder(setup.folder))
+            stack.enter_context(self._record_times())
             if jax.process_index() == 0:
                 compiled.remove_torn_programs(setup.folder)
                 if setup.planned:
@@ -153,7 +161,9 @@ class Trainer:
                 contextlib.closing(self._open_checkpoints())
             )
             self._enter(RESTORE)
+            self._times.enter(time_record.RESTORE)
             start = restore(setup, checkpoints, record, self._consent)
+            self._times.restored(start.step)
             self._enter(SETUP)
             log = None
             if jax.process_index() == 0:
@@ -184,10 +194,24 @@ class Trainer:
                     f"stopped at step {int(state.step)}, saved{why}; the same command "
                     "goes on from here"
                 )
+                self._say_goodput(time_record.STOPPED, progress)
                 return RESTART
             params = self._program.evaluated_params(state)
             report.finish(setup, params, log, progress)
+            self._say_goodput(time_record.DONE, progress)
         return 0
+
+    def _record_times(self) -> contextlib.AbstractContextManager[None]:
+        """Writes the record of this start's time inside."""
+        layout, processes = str(self._program.layout), jax.process_count()
+        return self._times.recording(
+            self._setup.folder, layout=layout, processes=processes
+        )
+
+    def _say_goodput(self, how: str, progress: Progress) -> None:
+        """Ends the record of time, and prints what the whole run used it for."""
+        self._times.close(how)
+        progress.say(str(goodput.read(self._setup.folder)))
 
     def _enter(self, part: str) -> None:
         if self._startup:

@@ -13,6 +13,7 @@ from support.marks import slow
 from support.tiny_runs import ROOT, command, config, losses, stop_after, train
 
 from meshpar import layouts
+from meshpar.runs import goodput
 from meshpar.runs.trainer import RESTART
 
 
@@ -71,6 +72,10 @@ def test_real_processes_go_on_where_one_stopped(
     np.testing.assert_allclose(
         list(found.values()), list(unbroken[0].values()), rtol=1e-5
     )
+    starts = goodput.read(workdir).starts
+    assert [start.facts["processes"] for start in starts] == [1, num]
+    assert [start.ended for start in starts] == ["stopped", "done"]
+    assert [start.num_steps for start in starts] == [stopped, 12 - stopped]
 
 
 def test_launch_local_names_the_process_with_another_config(text, tmp_path):
