@@ -28,6 +28,7 @@ from meshpar.runs.guards import StopFlag, own_folder
 from meshpar.runs.metrics import DRIFT, MetricsLog, of_evaluation
 from meshpar.runs.planned_layout import PlannedLayout
 from meshpar.runs.progress import Progress
+from meshpar.runs.replica_check import ReplicaCheck, ReplicaError, describe
 from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import prepare
 from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
@@ -73,16 +74,19 @@ class Due(NamedTuple):
     evaluation: bool
     checkpoint: bool
     local_checkpoint: bool
+    replica_check: bool
 
     @classmethod
     def after(cls, step: int, config: RunConfig) -> "Due":
         """The actions after a step of a run."""
         last = step >= config.steps
         every = config.checkpoint_local_every or config.checkpoint_every
+        compared = config.check_replicas
         return cls(
             evaluation=last or step % config.evaluate_every == 0,
             checkpoint=last or step % config.checkpoint_every == 0,
             local_checkpoint=bool(config.checkpoint_local_dir) and step % every == 0,
+            replica_check=bool(compared) and step % compared == 0,
         )
 
 
@@ -131,6 +135,9 @@ class Trainer:
         params = setup.program.model.params
         trained = [path for path, param in params.items() if param.trained]
         self._finite = FiniteCheck(setup.program.mesh, trained)
+        self._replicas = None
+        if setup.config.check_replicas:
+            self._replicas = ReplicaCheck(setup.program)
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = []
         if setup.run.evaluates:
@@ -170,7 +177,8 @@ class Trainer:
                 log = MetricsLog(setup.folder, start.step, start.changes)
             unit, _ = setup.run.units
             progress = Progress(num_steps, start.step, log is not None, unit)
-            for note in (self._program.why_auto, *start.notes):
+            copies = str(self._replicas or "")
+            for note in (self._program.why_auto, *start.notes, copies):
                 if note:
                     progress.say(note)
             progress.say(report.describe(setup, start.step))
@@ -301,7 +309,10 @@ class Trainer:
                 due = Due.after(step, config)
                 first = step == start.step + 1  # Ends the startup.
                 stopping = steps.read(keep=0 if first or any(due) else 1)
-                if due.checkpoint or due.local_checkpoint or stopping:
+                saving = due.checkpoint or due.local_checkpoint or stopping
+                if saving or due.replica_check:
+                    self._check_replicas(state, step, steps.saved_step)
+                if saving:
                     watchdog.enter(SAVE)
                     if log:
                         log.sync()
@@ -325,6 +336,21 @@ class Trainer:
             trace.enter_context(jax.profiler.trace(folder))
         elif num_steps == 6:
             trace.close()
+
+    def _check_replicas(self, state: Any, step: int, good: int) -> None:
+        """Compares all copies of the state, if the run is to.
+
+        Raises:
+          ReplicaError: copies differ; `good` is the step of the newest checkpoint, 0
+            without one.
+        """
+        if self._replicas and (found := self._replicas.differences(state)):
+            raise ReplicaError(
+                f"step {step}: {len(found)} piece(s) of tensors have copies that "
+                f"differ: {describe(found)}. The last good checkpoint is "
+                f"{last_good(good)}, from which the same command goes on; a device "
+                "that is named again is broken"
+            )
 
     def _save(
         self,
