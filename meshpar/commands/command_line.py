@@ -73,7 +73,7 @@ SET = flags.DEFINE_multi_string(
     "set", [], "KEY=VALUE, such as model.depth=4; docs/settings.md lists the keys."
 )
 COORDINATOR = flags.DEFINE_string(
-    "coordinator", "", "host:port of process 0; set by launchers."
+    "coordinator", None, "host:port of process 0; set by launchers."
 )
 NUM_PROCESSES = flags.DEFINE_integer(
     "num_processes", 0, "Number of processes of this run."

@@ -70,7 +70,8 @@ def start(
     Raises:
       MeshparError: fewer devices than requested, or processes that do not fit.
     """
-    info = process_info(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    coordinator = COORDINATOR.value or ""
+    info = process_info(coordinator, NUM_PROCESSES.value, PROCESS_ID.value)
     if PLATFORM.value:
         jax.config.update("jax_platforms", JAX_PLATFORMS[PLATFORM.value])
     named = config.layout not in ("", AUTO)

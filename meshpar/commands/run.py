@@ -23,6 +23,10 @@ WORKDIR = flags.DEFINE_string("workdir", None, command_line.SETTINGS["workdir"].
 CHECKPOINT_LOCAL_DIR = flags.DEFINE_string(
     "checkpoint_local_dir", None, command_line.SETTINGS["checkpoint_local_dir"].help
 )
+CHECK_REPLICAS = flags.DEFINE_integer(
+    "check_replicas", None, "Steps between comparisons of copies; 0 for never."
+)
+command_line.limit(CHECK_REPLICAS, command_line.SETTINGS["check_replicas"].range)
 START_ANEW = flags.DEFINE_bool(
     "start_anew",
     False,
@@ -58,11 +62,12 @@ def main(_: Sequence[str]) -> int:
 def _train(startup: Startup) -> int:
     startup.enter(DEVICES)
     config = command_line.config_from_flags()
-    folders = {
+    own = {
         "workdir": WORKDIR.value,
         "checkpoint_local_dir": CHECKPOINT_LOCAL_DIR.value,
+        "check_replicas": CHECK_REPLICAS.value,
     }
-    given = {name: value for name, value in folders.items() if value is not None}
+    given = {name: value for name, value in own.items() if value is not None}
     config = dataclasses.replace(config, **given)
     started = start_devices(config, FALLBACK_LAYOUTS.value or "", folder_of(config))
     config = with_layout(config, started.layout)

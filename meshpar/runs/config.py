@@ -40,6 +40,7 @@ AUTO = "auto"
 
 _LIMIT = real(0, 1e7, "seconds", "0 for never")
 _LOCAL = Number(0, 10**9, "steps", "0 for checkpoint_every")
+_CHECK = Number(0, 10**9, "steps", "0 for never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ OF_MODEL, OF_TRAINING, NEUTRAL = "model", "training", "neutral"
 _NEUTRAL = {
     *("recipe", "layout", "lowering", "workdir", "watchdog_seconds"),
     *("evaluate_every", "evaluation_batches", "checkpoint_every", "keep_checkpoints"),
-    *("checkpoint_local_dir", "checkpoint_local_every"),
+    *("checkpoint_local_dir", "checkpoint_local_every", "check_replicas"),
 }
 """Fields that change no step."""
 
@@ -100,6 +101,7 @@ class RunConfig(abc.ABC):
         keeps its own shards; empty for none.
       checkpoint_local_every: steps between local checkpoints; 0 for
         `checkpoint_every`.
+      check_replicas: steps between comparisons of all copies of the state; 0 for never.
       watchdog_seconds: a run of several processes ends, to be started again, when no
         step finishes for this long and for 20 times the median step; 0 for never.
       watchdog: limits of the other sections of a run.
@@ -122,6 +124,7 @@ class RunConfig(abc.ABC):
     keep_checkpoints: Annotated[int, Number(1, 10**6, "checkpoints")] = 2
     checkpoint_local_dir: Annotated[str, Path()] = ""
     checkpoint_local_every: Annotated[int, _LOCAL] = 0
+    check_replicas: Annotated[int, _CHECK] = 0
     watchdog_seconds: Annotated[float, _LIMIT] = 300.0
     watchdog: WatchdogConfig = WatchdogConfig()
     workdir: Annotated[str, Path()] = ""

@@ -1,6 +1,5 @@
 """Metrics of a run: metrics.jsonl, TensorBoard files and a plot of the loss."""
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ import numpy as np
 
 from meshpar.errors import CheckpointError
 from meshpar.metrics import WEIGHT
+from meshpar.runs import json_lines
 
 _EVALUATION = "evaluation_"
 EVALUATION_LOSS = f"{_EVALUATION}loss"
@@ -49,25 +49,21 @@ class MetricsLog:
         try:
             had_rows = bool(read(self.path))
             self._copy = TensorBoard(self.tensorboard, step if had_rows else None)
-            self._file = self.path.open("a", buffering=1)
-            if not _ends_with_a_line(self.path):
-                self._file.write("\n")
+            self._file = json_lines.open_to_add(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"the metrics of the run cannot be written: {error}; move that file "
                 "away, or choose another --workdir"
             ) from error
         if had_rows or changes:
-            self._write_row({"step": step, RESUMED: True, "changes": list(changes)})
+            resumed = {"step": step, RESUMED: True, "changes": list(changes)}
+            json_lines.add(self._file, resumed)
         if changes:
             self._copy.add_text(step, "changes", "\n\n".join(changes))
 
-    def _write_row(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-
     def write(self, step: int, **values: Any) -> None:
         """Writes one row of numbers, and of lists, which TensorBoard leaves out."""
-        self._write_row({"step": step, **values})
+        json_lines.add(self._file, {"step": step, **values})
         numbers = {k: x for k, x in values.items() if not isinstance(x, list)}
         self._copy.add_scalars(step, numbers)
 
@@ -100,29 +96,16 @@ def of_evaluation(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ends_with_a_line(path: pathlib.Path) -> bool:
-    """Whether a file is empty or its last line complete."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read() in (b"", b"\n")
-
-
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl, as they stand after all resumptions.
 
     The file keeps every row. Where a run went on from a checkpoint, rows of later steps
     are left out here; of several rows of one step with the same metrics the last
-    counts. Lines that are no rows, such as the last one of a killed process, are left
-    out.
+    counts.
     """
     rows: dict[tuple[int, frozenset[str]], dict[str, Any]] = {}
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    for row in json_lines.read(path):
+        if not isinstance(row.get("step"), int):
             continue
         if RESUMED in row:
             rows = {key: old for key, old in rows.items() if key[0] <= row["step"]}

@@ -15,6 +15,7 @@ from meshpar.runs import compiled, programs
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Place
 from meshpar.runs.fallbacks import Fallbacks
+from meshpar.runs.modes import ISLANDS
 from meshpar.runs.planned_layout import PlannedLayout
 from meshpar.runs.run import Run
 
@@ -101,6 +102,11 @@ def prepare(
         raise ConfigError(
             f"checkpoint_local_every={every}: use 0 or more, and name a "
             "--checkpoint_local_dir"
+        )
+    if config.check_replicas and config.optimizer_mode == ISLANDS:
+        raise ConfigError(
+            f"check_replicas={config.check_replicas}: islands have weights of their "
+            "own, which are no copies; leave it out"
         )
     folder = folder_of(config)
     compiled.keep_programs(folder)

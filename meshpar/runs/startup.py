@@ -36,11 +36,13 @@ TOTAL = "startup_seconds"
 CPU_TOTAL = "startup_cpu_seconds"
 """Name of the processor's seconds in the metrics, of all threads of the process."""
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_TRACE_EVENTS = (
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""jax's event of a compilation, or of loading a program from the cache."""
+TRACE_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
+"""jax's events of traces and of their lowering."""
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 _IMPORTED = time.time()
@@ -81,6 +83,11 @@ class Startup:
             jax.monitoring.unregister_event_time_span_listener(self._hear_span)
             jax.monitoring.unregister_event_listener(self._hear)
 
+    @property
+    def begin(self) -> float:
+        """When the process began, in seconds since the epoch."""
+        return self._entered[0][1]
+
     def enter(self, part: str) -> None:
         """Ends the current part and begins another, one of `PARTS`."""
         self._entered.append((part, time.time()))
@@ -94,8 +101,8 @@ class Startup:
         seconds = dict.fromkeys(PARTS, 0.0)
         ends = [*(begin for _, begin in self._entered[1:]), time.time()]
         for (part, begin), end in zip(self._entered, ends, strict=True):
-            compiling = _covered(self._compiled, begin, end)
-            both = _covered([*self._compiled, *self._traced], begin, end)
+            compiling = covered(self._compiled, begin, end)
+            both = covered([*self._compiled, *self._traced], begin, end)
             seconds[COMPILING] += compiling
             seconds[TRACING] += both - compiling
             seconds[part] += end - begin - both
@@ -116,10 +123,10 @@ class Startup:
     def _hear_span(self, event: str, begin: float, end: float, **_) -> None:
         if threading.get_ident() != self._thread:
             return  # Other threads do not keep the first step waiting.
-        if event == _COMPILE_EVENT:
+        if event == COMPILE_EVENT:
             self._compiled.append((begin, end))
             self.num_compiled += 1
-        elif event in _TRACE_EVENTS:
+        elif event in TRACE_EVENTS:
             self._traced.append((begin, end))
 
     def _hear(self, event: str, **_) -> None:
@@ -138,14 +145,14 @@ def as_metrics(seconds: dict[str, float], cpu_seconds: float) -> dict[str, float
     return {TOTAL: sum(seconds.values()), CPU_TOTAL: cpu_seconds, **parts}
 
 
-def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+def covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
     """Seconds between `begin` and `end` that lie in any of the spans."""
-    covered = 0.0
+    seconds = 0.0
     for first, last in sorted(spans):
         first, last = max(first, begin), min(last, end)
         if last > first:
-            covered, begin = covered + last - first, last
-    return covered
+            seconds, begin = seconds + last - first, last
+    return seconds
 
 
 def _process_start() -> float:

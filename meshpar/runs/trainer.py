@@ -20,7 +20,7 @@ from meshpar.multihost.watchdog import (
     Watchdog,
 )
 from meshpar.replicated import map_rows, num_rows
-from meshpar.runs import compiled, progress_file, report
+from meshpar.runs import compiled, goodput, progress_file, report, time_record
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
 from meshpar.runs.fallbacks import Fallbacks
@@ -29,19 +29,26 @@ from meshpar.runs.guards import StopFlag, own_folder
 from meshpar.runs.metrics import DRIFT, MetricsLog, of_evaluation
 from meshpar.runs.planned_layout import PlannedLayout
 from meshpar.runs.progress import Progress
+from meshpar.runs.replica_check import ReplicaCheck, ReplicaError, describe
 from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import prepare
 from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
 from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
 from meshpar.runs.step_log import NonFiniteError, StepLog, last_good
+from meshpar.runs.time_record import TimeRecord
 
 RESTART = 75
 """Exit code of a run stopped by a signal; the same command resumes it."""
 
 
-def _watchdog(config: RunConfig) -> Watchdog:
+def _watchdog(config: RunConfig, times: TimeRecord) -> Watchdog:
     """A watchdog with the limits of a run, which watches the start first."""
-    limits, note = dataclasses.asdict(config.watchdog), progress_file.write
+
+    def note(step: int, section: str) -> None:
+        progress_file.write(step, section)
+        times.note(step, section)
+
+    limits = dataclasses.asdict(config.watchdog)
     watchdog = Watchdog(config.watchdog_seconds, limits=limits, note=note)
     watchdog.enter(START)
     return watchdog
@@ -68,16 +75,19 @@ class Due(NamedTuple):
     evaluation: bool
     checkpoint: bool
     local_checkpoint: bool
+    replica_check: bool
 
     @classmethod
     def after(cls, step: int, config: RunConfig) -> "Due":
         """The actions after a step of a run."""
         last = step >= config.steps
         every = config.checkpoint_local_every or config.checkpoint_every
+        compared = config.check_replicas
         return cls(
             evaluation=last or step % config.evaluate_every == 0,
             checkpoint=last or step % config.checkpoint_every == 0,
             local_checkpoint=bool(config.checkpoint_local_dir) and step % every == 0,
+            replica_check=bool(compared) and step % compared == 0,
         )
 
 
@@ -117,12 +127,16 @@ class Trainer:
         Raises:
           MeshparError: folders, data, layout or model that do not fit.
         """
-        with _watchdog(config):
+        self._times = TimeRecord(startup.begin if startup else None)
+        with self._times.listening(), _watchdog(config, self._times):
             setup = prepare(config, layout, devices, profile, fallbacks, planned)
         self._setup, self.state = setup, None
         self._config = setup.config
         self.program = self._program = setup.program
         self._finite = FiniteCheck(setup.program)
+        self._replicas = None
+        if setup.config.check_replicas:
+            self._replicas = ReplicaCheck(setup.program)
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = None
         if setup.run.evaluates:
@@ -140,8 +154,9 @@ class Trainer:
         setup, num_steps = self._setup, self._config.steps
         self._check_processes()
         with contextlib.ExitStack() as stack:
-            watchdog = stack.enter_context(_watchdog(self._config))
+            watchdog = stack.enter_context(_watchdog(self._config, self._times))
             stack.enter_context(own_folder(setup.folder))
+            stack.enter_context(self._record_times())
             if jax.process_index() == 0:
                 compiled.remove_torn_programs(setup.folder)
                 if setup.planned:
@@ -152,15 +167,18 @@ class Trainer:
                 contextlib.closing(self._open_checkpoints())
             )
             self._enter(RESTORE)
+            self._times.enter(time_record.RESTORE)
             finite = self._finite
             start = restore(setup, checkpoints, record, self._consent, finite)
+            self._times.restored(start.step)
             self._enter(SETUP)
             log = None
             if jax.process_index() == 0:
                 log = MetricsLog(setup.folder, start.step, start.changes)
             unit, _ = setup.run.units
             progress = Progress(num_steps, start.step, log is not None, unit)
-            for note in (self._program.why_auto, *start.notes):
+            copies = str(self._replicas or "")
+            for note in (self._program.why_auto, *start.notes, copies):
                 if note:
                     progress.say(note)
             progress.say(report.describe(setup, start.step))
@@ -184,10 +202,24 @@ class Trainer:
                     f"stopped at step {int(state.step)}, saved{why}; the same command "
                     "goes on from here"
                 )
+                self._say_goodput(time_record.STOPPED, progress)
                 return RESTART
             params = self._program.evaluated_params(state)
             report.finish(setup, params, log, progress)
+            self._say_goodput(time_record.DONE, progress)
         return 0
+
+    def _record_times(self) -> contextlib.AbstractContextManager[None]:
+        """Writes the record of this start's time inside."""
+        layout, processes = str(self._program.layout), jax.process_count()
+        return self._times.recording(
+            self._setup.folder, layout=layout, processes=processes
+        )
+
+    def _say_goodput(self, how: str, progress: Progress) -> None:
+        """Ends the record of time, and prints what the whole run used it for."""
+        self._times.close(how)
+        progress.say(str(goodput.read(self._setup.folder)))
 
     def _enter(self, part: str) -> None:
         if self._startup:
@@ -277,7 +309,10 @@ class Trainer:
                 due = Due.after(step, config)
                 first = step == start.step + 1  # Ends the startup.
                 stopping = steps.read(keep=0 if first or any(due) else 1)
-                if due.checkpoint or due.local_checkpoint or stopping:
+                saving = due.checkpoint or due.local_checkpoint or stopping
+                if saving or due.replica_check:
+                    self._check_replicas(state, step, steps.saved_step)
+                if saving:
                     watchdog.enter(SAVE)
                     if log:
                         log.sync()
@@ -301,6 +336,21 @@ class Trainer:
             trace.enter_context(jax.profiler.trace(folder))
         elif num_steps == 6:
             trace.close()
+
+    def _check_replicas(self, state: Any, step: int, good: int) -> None:
+        """Compares all copies of the state, if the run is to.
+
+        Raises:
+          ReplicaError: copies differ; `good` is the step of the newest checkpoint, 0
+            without one.
+        """
+        if self._replicas and (found := self._replicas.differences(state)):
+            raise ReplicaError(
+                f"step {step}: {len(found)} piece(s) of tensors have copies that "
+                f"differ: {describe(found)}. The last good checkpoint is "
+                f"{last_good(good)}, from which the same command goes on; a device "
+                "that is named again is broken"
+            )
 
     def _save(
         self,

@@ -13,6 +13,8 @@ from support.marks import slow
 from support.tiny_runs import ROOT, command, config, losses, stop_after, train
 
 from meshpar import layouts
+from meshpar.runs import goodput
+from meshpar.runs.replica_check import DIVERGED
 from meshpar.runs.trainer import RESTART
 
 
@@ -71,6 +73,33 @@ def test_real_processes_go_on_where_one_stopped(
     np.testing.assert_allclose(
         list(found.values()), list(unbroken[0].values()), rtol=1e-5
     )
+    starts = goodput.read(workdir).starts
+    assert [start.facts["processes"] for start in starts] == [1, num]
+    assert [start.ended for start in starts] == ["stopped", "done"]
+    assert [start.num_steps for start in starts] == [stopped, 12 - stopped]
+
+
+def test_a_flipped_bit_in_one_of_two_processes_is_named_and_ends_both(text, tmp_path):
+    """Exit code 77; the same command goes on from the checkpoint before."""
+    launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
+    run = command(text, tmp_path / "run", "--layout=data=4", "--check_replicas=3")
+    run.append("--set=checkpoint_every=4")
+    planted = [run[0], "tests/support/planted_flips.py", *run[3:]]
+    codes, output = [], ""
+    for words in (planted, run):
+        done = subprocess.run(
+            [*launch, *words],
+            cwd=ROOT,
+            env=processes.environment() | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        codes.append(done.returncode)
+        output += done.stdout + done.stderr
+    assert codes == [DIVERGED, 0], output
+    assert re.search(r"error: step 6: .*device \d+ of process 1 is wrong", output)
+    assert "going on from step 4" in output
 
 
 def test_launch_local_names_the_process_with_another_config(text, tmp_path):

@@ -58,8 +58,8 @@ def test_nested_spans_count_once_and_compiling_is_no_tracing():
         now = time.time()
         clock._entered = [(IMPORTS, now - 20)]  # The process itself may be younger.
         for begin, end in ((-10, -6), (-9, -8), (-3, -1)):
-            clock._hear_span(startup._TRACE_EVENTS[0], now + begin, now + end)
-        clock._hear_span(startup._COMPILE_EVENT, now - 7, now - 5)
+            clock._hear_span(startup.TRACE_EVENTS[0], now + begin, now + end)
+        clock._hear_span(startup.COMPILE_EVENT, now - 7, now - 5)
         seconds = clock.finish()
     assert seconds[TRACING] == pytest.approx(3 + 2)
     assert seconds[COMPILING] == pytest.approx(2)

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from experiments.supervision.restarts import LONGEST_S, PORT_TAKEN, Restarts
+from experiments.supervision.restarts import FINAL, LONGEST_S, PORT_TAKEN, Restarts
 from meshpar.multihost import HUNG
 from meshpar.multihost.address import PortTakenError
+from meshpar.runs.replica_check import DIVERGED, ReplicaError
 from meshpar.runs.trainer import RESTART
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -189,8 +190,10 @@ def test_a_port_that_is_always_taken_ends_the_run():
 
 def test_exit_codes_have_one_meaning():
     assert PORT_TAKEN == PortTakenError.exit_code
-    assert {HUNG, RESTART} & {0, 1, 2} == set()
-    assert Restarts(1, 0.0).pause(HUNG, None) == Restarts(1, 0.0).pause(RESTART, 1) == 0
+    assert len({HUNG, RESTART, DIVERGED, PORT_TAKEN, *FINAL}) == 4 + len(FINAL)
+    assert ReplicaError.exit_code == DIVERGED
+    for code in (HUNG, RESTART, DIVERGED):
+        assert Restarts(1, 0.0).pause(code, 1) == 0
 
 
 @pytest.mark.parametrize(

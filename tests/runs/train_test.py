@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from support import own_run, processes, tiny_runs
+from support import own_run, planted_flips, processes, tiny_runs
 from support.marks import slow
 
 import meshpar
@@ -27,6 +27,7 @@ from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
 from meshpar.runs.finite import FiniteCheck
 from meshpar.runs.programs import make_plans
+from meshpar.runs.replica_check import ReplicaError
 from meshpar.runs.step_log import NonFiniteError
 
 BATCH = 16
@@ -232,6 +233,29 @@ def test_a_signal_stops_a_run_which_the_same_call_goes_on_with(tmp_path, monkeyp
     np.testing.assert_allclose(
         [losses[step] for step in expected], list(expected.values()), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("every, at", [(3, 6), (100, 8)])
+def test_a_flipped_bit_ends_a_run_before_its_next_checkpoint(tmp_path, every, at):
+    """Also where no comparison is due; then the same call trains as if it never was."""
+    undo = planted_flips.flip_after(5)
+    wrong = rf"step {at}: .*device 3 of process 0 is wrong.* that of step 4,"
+    try:
+        with pytest.raises(ReplicaError, match=wrong):
+            train(tmp_path, "data=4", check_replicas=every)
+    finally:
+        undo()
+    assert not (tmp_path / "checkpoints" / str(at)).exists()
+    assert int(train(tmp_path, "data=4", check_replicas=every).state.step) == 10
+    losses, expected = tiny_runs.losses(tmp_path), plain_losses(10)
+    np.testing.assert_allclose(
+        [losses[step] for step in expected], list(expected.values()), rtol=1e-5
+    )
+
+
+def test_islands_have_no_copies_to_compare(tmp_path):
+    with pytest.raises(ConfigError, match="check_replicas=5: islands have weights"):
+        train(tmp_path, "data=1", optimizer_mode="islands", check_replicas=5)
 
 
 def test_two_runs_in_one_process_and_one_in_a_thread(tmp_path):
