@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from experiments.data.corpus import Corpus
+from experiments.data.files import Tokens
 from experiments.data.packing import PackedSamples
 from meshpar.errors import DataError
 from meshpar.runs.data import Place, batches_of, shuffled, spread_batches
@@ -19,7 +20,7 @@ from meshpar.runs.data import Place, batches_of, shuffled, spread_batches
 class Windows:
     """Windows of length + 1 tokens that overlap by one: inputs and next tokens."""
 
-    def __init__(self, tokens: np.ndarray, length: int):
+    def __init__(self, tokens: Tokens, length: int):
         self._tokens = tokens
         self._length = length
 
@@ -33,7 +34,7 @@ class Windows:
 
 
 def _samples(
-    tokens: np.ndarray,
+    tokens: Tokens,
     starts: np.ndarray | None,
     part: str,
     batch_size: int,

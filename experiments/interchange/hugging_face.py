@@ -4,14 +4,12 @@ In this file `param` and `path` belong to this repository, `tensor` and `name` t
 transformers; `hugging_face_tensors.py` says how the ones are made of the others.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import safetensors
 
 from experiments.interchange.hugging_face_config import config_json, decoder_config
 from experiments.interchange.hugging_face_files import (
@@ -159,7 +157,7 @@ def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, StoredTensor]]:
             tensors |= stored_tensors(folder / file)
     except ConfigError:
         raise
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder} cannot be read: {shown(str(error))}; give a folder with "
             f"{CONFIG} and {WEIGHTS}"
@@ -195,7 +193,6 @@ def _separated(
             )
         first = 0
         for part, size in parts.items():
-            rows, shape = (first, first + size), (size, *tensor.shape[1:])
-            separated[part] = dataclasses.replace(tensor, rows=rows, shape=shape)
+            separated[part] = tensor.rows(first, size)
             first += size
     return separated

@@ -9,9 +9,10 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-import safetensors
 
+from experiments.data.steady_file import SteadyFile
 from meshpar.errors import ConfigError, shown
 
 WEIGHTS = "model.safetensors"
@@ -19,8 +20,14 @@ WEIGHTS = "model.safetensors"
 _BUFFERS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Names of arrays in old files that are not weights."""
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Names of the dtypes of safetensors that become float32 weights."""
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
+"""{name in safetensors: dtype} of those that become float32 weights."""
+
+_METADATA = "__metadata__"
+"""Key of a header of safetensors that is no tensor."""
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes of the longest header, as in the package safetensors."""
 
 _FILE = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")
 """Names of files in the folder itself."""
@@ -57,53 +64,106 @@ def read_json(path: pathlib.Path) -> Any:
     """Reads a JSON file; raises ValueError if it is none, OSError if it is missing."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path.name} is a folder, a pipe or a device")
+    return _parsed(path.read_bytes(), path)
+
+
+def _parsed(content: bytes, path: pathlib.Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name} is no text in UTF-8: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which is read when it is needed.
+    """A tensor in a file of safetensors, which is read when it is needed.
 
     Attributes:
-      path: the file.
+      file: the file.
       name: of the tensor in the file.
-      shape: of `rows`.
-      rows: (the first, the one after the last) of those that are meant; None for all.
+      dtype: of the tensor in the file.
+      shape: of its rows that are meant.
+      start: the byte of the file at which they begin.
     """
 
-    path: pathlib.Path
+    file: SteadyFile
     name: str
+    dtype: np.dtype
     shape: tuple[int, ...]
-    rows: tuple[int, int] | None = None
+    start: int
+
+    def rows(self, first: int, number: int) -> "StoredTensor":
+        """A part of the rows, of which nothing is read yet."""
+        shape = (number, *self.shape[1:])
+        row = math.prod(shape[1:]) * self.dtype.itemsize
+        return dataclasses.replace(self, shape=shape, start=self.start + first * row)
 
     def read(self) -> np.ndarray:
-        """The rows, in the dtype of the file."""
-        with safetensors.safe_open(self.path, framework="numpy") as opened:
-            if self.rows is None:
-                return opened.get_tensor(self.name)
-            return opened.get_slice(self.name)[slice(*self.rows)]
+        """The tensor, in the dtype of the file.
+
+        Raises:
+          DataError: the file is not what it was when it was opened.
+        """
+        size = math.prod(self.shape) * self.dtype.itemsize
+        content = self.file.read(self.start, size, f"the tensor {self.name}")
+        return np.frombuffer(content, self.dtype).reshape(self.shape)
 
 
 def stored_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """{name: tensor} of a file, without buffers.
+    """{name: tensor} of a file of safetensors, without buffers.
+
+    The package safetensors would map the file into memory.
 
     Raises:
+      ValueError: the file has another form.
       ConfigError: a dtype that holds no float weights.
     """
+    file = SteadyFile(path)
+    begin, header = _header(file)
     tensors = {}
-    with safetensors.safe_open(path, framework="numpy") as opened:
-        for name in filter(lambda name: not _BUFFERS.fullmatch(name), opened.keys()):
-            header = opened.get_slice(name)
-            if (dtype := str(header.get_dtype())) not in _DTYPES:
-                raise ConfigError(
-                    f"{path}: {shown(name)} is {dtype}; convert the weights to one of "
-                    f"{', '.join(_DTYPES)}"
-                )
-            tensors[name] = StoredTensor(path, name, tuple(header.get_shape()))
+    for name, entry in header.items():
+        if name == _METADATA or _BUFFERS.fullmatch(name):
+            continue
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}: {shown(name)} is no entry of a tensor")
+        if (dtype := str(entry.get("dtype"))) not in _DTYPES:
+            raise ConfigError(
+                f"{path}: {shown(name)} is {shown(dtype)}; convert the weights to "
+                f"one of {', '.join(_DTYPES)}"
+            )
+        shape, place = entry.get("shape"), entry.get("data_offsets")
+        if not (_are_sizes(shape) and _are_sizes(place) and len(place) == 2):
+            raise ValueError(f"{path}: {shown(name)} has no shape or no place")
+        dtype, (start, end) = np.dtype(_DTYPES[dtype]), place
+        if end - start != math.prod(shape) * dtype.itemsize or begin + end > file.size:
+            raise ValueError(
+                f"{path}: {shown(name)} of {shown(str(shape))} is not within the "
+                f"{file.size:,} bytes of the file"
+            )
+        tensors[name] = StoredTensor(file, name, dtype, tuple(shape), begin + start)
     return tensors
+
+
+def _header(file: SteadyFile) -> tuple[int, dict[str, Any]]:
+    """(the byte after it, content) of the header of a file of safetensors."""
+    size = 0
+    if file.size >= 8:
+        (size,) = struct.unpack("<Q", file.read(0, 8, "its header"))
+    if not 0 < size <= min(_LONGEST_HEADER, file.size - 8):
+        raise ValueError(f"{file.path} is no whole file of safetensors")
+    header = _parsed(file.read(8, size, "its header"), file.path)
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.path} has a header that is no object")
+    return 8 + size, header
+
+
+def _are_sizes(values: Any) -> bool:
+    """Whether a value of JSON is a list of whole numbers from 0."""
+    return isinstance(values, list) and all(
+        type(value) is int and value >= 0 for value in values
+    )
 
 
 def write_weights(
@@ -118,7 +178,7 @@ def write_weights(
       shapes: {name: shape}.
       arrays: the tensors in this order, float32.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     first = 0
     for name, shape in shapes.items():
         end = first + 4 * math.prod(shape)

@@ -54,11 +54,13 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
             "with --set=framework=nnx"
         )
     hugging_face.config_json(config.model)  # An error now is none after the reading.
+    tokenizer = pathlib.Path(config.data.tokenizer)
+    if tokenizer.is_file():
+        config.data.check_tokenizer(checkpoint.metadata)
     outputs.check_folder(folder, "--to")
     config, program = _on_one_device(config)
     params = read_params(checkpoint, program.portable_state.params)
     names = hugging_face.write(folder, config.model, jax.device_get(params))
-    tokenizer = pathlib.Path(config.data.tokenizer)
     if tokenizer.is_file():
         shutil.copy(tokenizer, folder / TOKENIZER)
     print(f"wrote {len(names)} tensors of step {checkpoint.step} to {folder}")
@@ -111,6 +113,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
         "data": corpus.fingerprint,
         "length": config.model.length,
         "seed": config.seed,
+        **config.data.tokenizer_identity,
     }
     with contextlib.closing(Checkpoints(folder, program.portable_state)) as checkpoints:
         checkpoints.save(0, state, metadata)
