@@ -9,6 +9,7 @@ import jax
 
 import meshpar
 from experiments import data, recipes
+from experiments.data.tokenizers import load_tokenizer
 from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
@@ -57,6 +58,7 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
     tokenizer = pathlib.Path(config.data.tokenizer)
     if tokenizer.is_file():
         config.data.check_tokenizer(checkpoint.metadata)
+        load_tokenizer(config.data.tokenizer)  # No other file is copied.
     outputs.check_folder(folder, "--to")
     config, program = _on_one_device(config)
     params = read_params(checkpoint, program.portable_state.params)
