@@ -170,3 +170,15 @@ def test_a_text_that_is_cut_while_it_is_read_is_an_error(tmp_path, name, monkeyp
     monkeypatch.setattr(data.corpus, "find_files", found_files)
     with pytest.raises(DataError, match=f"{name} changed while it was read; wait"):
         data.load(DataConfig(path=str(path)))
+
+
+def test_one_byte_that_is_written_anew_is_seen_wherever_it_is(tmp_path):
+    path = tmp_path / "large.bin"
+    path.write_bytes(bytes(2**21))
+    steady = SteadyFile(path)
+    time.sleep(0.01)
+    with path.open("r+b") as opened:
+        opened.seek(10_000)  # Between the parts that are hashed.
+        opened.write(b"x")
+    with pytest.raises(DataError, match="was written to while it was read"):
+        steady.read(0, 10, "its beginning")
