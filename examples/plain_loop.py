@@ -45,7 +45,9 @@ def batches(path="", batch_size=32):
     """Batches of the rows of an npz file with arrays x and y, or of random ones."""
     random = np.random.default_rng(0)
     x = random.normal(size=(1000, 32)).astype(np.float32)
-    arrays = dict(np.load(path)) if path else {"x": x, "y": np.sin(x)}
+    arrays = (
+        dict(np.load(path, allow_pickle=False)) if path else {"x": x, "y": np.sin(x)}
+    )
     while True:
         rows = random.choice(len(arrays["x"]), batch_size, replace=False)
         yield {name: arrays[name][rows] for name in ("x", "y")}

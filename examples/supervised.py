@@ -48,7 +48,10 @@ class Decoder(nnx.Module):
 
 def decoder(base, width, depth, seed):
     """A decoder with the weights of an npz file, {path: array}, or random ones."""
-    made, stored = Decoder(width, depth, nnx.Rngs(seed)), np.load(base) if base else {}
+    made, stored = (
+        Decoder(width, depth, nnx.Rngs(seed)),
+        np.load(base, allow_pickle=False) if base else {},
+    )
     for path, x in nnx.iter_graph(made):
         if base and isinstance(x, nnx.Param):
             x[...] = stored["/".join(map(str, path))]

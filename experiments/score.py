@@ -47,7 +47,7 @@ def _batches(config: Config) -> tuple[Config, data.Corpus, list]:
     whole = dataclasses.replace(settings, path=path, held_out=0.0, separator=-1)
     corpus = data.load(whole)
     config = dataclasses.replace(config, data=settings)
-    return config, corpus, scoring.whole_text(corpus.train, config)
+    return config, corpus, scoring.whole_text(corpus.train[:], config)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,6 +24,20 @@ def prepare_cpu_threads() -> None:
         os.environ.setdefault("NPROC", "16")
 
 
+def quiet_absent_tpus() -> None:
+    """Keeps libtpu from printing errors about a machine that has no TPU.
+
+    jax looks for TPUs wherever their compiler is installed, and libtpu prints what it
+    misses in the description of the machine. Call it before jax starts its backends.
+    """
+    from jax._src import cloud_tpu_init, hardware_utils
+
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    if not chips and not cloud_tpu_init.jax_force_tpu_init():
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
 def coordination_client():
     """The key-value store of jax.distributed; None in a single process."""
     from jax._src import distributed

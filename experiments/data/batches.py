@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from experiments.data.corpus import Corpus
+from experiments.data.files import Tokens
 from experiments.data.packing import PackedSamples
 from meshpar.errors import DataError
 from meshpar.runs.data import Place
@@ -20,7 +21,7 @@ from meshpar.runs.samples import batches_of, shuffled, spread_batches
 class Windows:
     """Windows of length + 1 tokens that overlap by one: inputs and next tokens."""
 
-    def __init__(self, tokens: np.ndarray, length: int):
+    def __init__(self, tokens: Tokens, length: int):
         self._tokens = tokens
         self._length = length
 
@@ -34,7 +35,7 @@ class Windows:
 
 
 def _samples(
-    tokens: np.ndarray,
+    tokens: Tokens,
     starts: np.ndarray | None,
     part: str,
     batch_size: int,

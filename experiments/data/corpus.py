@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from experiments.data.files import (
     MAX_VOCABULARY,
     SEPARATOR,
     TOKEN_SUFFIXES,
+    TokenIds,
+    Tokens,
+    blocks,
     check_regular,
     find_files,
     read_documents,
@@ -20,9 +23,19 @@ from experiments.data.files import (
     standard_library,
 )
 from experiments.data.row_files import READERS, read_rows, suffix_of
-from experiments.data.tokenizers import Decode, decode_bytes, decode_ids, load_tokenizer
+from experiments.data.steady_file import SteadyFile
+from experiments.data.tokenizers import (
+    Decode,
+    decode_bytes,
+    decode_ids,
+    hash_of,
+    load_tokenizer,
+)
 from meshpar.errors import DataError
 from meshpar.settings import Number, Path, Switch, Text, real
+
+TOKENIZER = "tokenizer"
+"""Key of the hash of a run's tokenizer.json in its checkpoints."""
 
 _HELD_OUT = real(0, 1, note="a fraction of the tokens", above=True, below=True)
 
@@ -50,6 +63,29 @@ class DataConfig:
     separator: Annotated[int, Number(-1, MAX_VOCABULARY, "", "-1 for none")] = -1
     field: Annotated[str, Text(1000)] = "text"
 
+    @property
+    def tokenizer_identity(self) -> dict[str, str]:
+        """{"tokenizer": hash of its file}; {} for bytes and for token ids.
+
+        Raises:
+          DataError: the file cannot be read.
+        """
+        return {TOKENIZER: hash_of(self.tokenizer)} if self.tokenizer else {}
+
+    def check_tokenizer(self, stored: Mapping[str, Any]) -> None:
+        """Raises DataError where a tokenizer.json is not that of a checkpoint.
+
+        Args:
+          stored: metadata of the checkpoint; an earlier version's lack the hash.
+        """
+        for name, now in self.tokenizer_identity.items():
+            if stored.get(name, now) != now:
+                raise DataError(
+                    f"{self.tokenizer} is not the file with which the run was "
+                    "trained: its token ids may mean other texts; restore it, or name "
+                    "another place of it by --tokenizer=FILE"
+                )
+
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
@@ -68,13 +104,13 @@ class Corpus:
     """
 
     name: str
-    train: np.ndarray
-    held_out: np.ndarray
+    train: Tokens
+    held_out: Tokens
     vocab: int
     decode: Decode
     train_starts: np.ndarray | None = None
     held_out_starts: np.ndarray | None = None
-    file: pathlib.Path | None = None
+    file: SteadyFile | None = None
 
     @functools.cached_property
     def train_counts(self) -> np.ndarray:
@@ -89,7 +125,7 @@ class Corpus:
     @functools.cached_property
     def highest_id(self) -> int:
         """The largest token id that occurs in either part."""
-        return max(int(part.max()) for part in self._parts if len(part))
+        return max(map(_highest, self._parts))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -103,19 +139,31 @@ class Corpus:
         return text == fingerprint.of_a_sample(self.vocab, self._parts)
 
     @property
-    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+    def _parts(self) -> tuple[Tokens, Tokens]:
         return self.train, self.held_out
 
 
-def _counts(tokens: np.ndarray) -> np.ndarray:
-    """Counts token ids part by part, since the tokens may be a large mapped file."""
-    counts, size = np.zeros(0, np.int64), 1 << 24
-    for start in range(0, len(tokens), size):
-        block = np.asarray(tokens[start : start + size], np.int64)
-        more = np.bincount(block, minlength=len(counts))
+def _counts(tokens: Tokens) -> np.ndarray:
+    """Counts of token ids, integer [ids]."""
+    counts = np.zeros(0, np.int64)
+    for block in blocks(tokens):
+        more = np.bincount(block.astype(np.int64), minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
     return counts
+
+
+def _highest(tokens: Tokens) -> int:
+    """The largest token id; -1 without any."""
+    return max((int(block.max()) for block in blocks(tokens)), default=-1)
+
+
+def _split(tokens: Tokens, place: int) -> tuple[Tokens, Tokens]:
+    """The tokens before and from a place on; a file is read later."""
+    before, after = slice(place), slice(place, None)
+    if isinstance(tokens, TokenIds):
+        return tokens.part(before), tokens.part(after)
+    return tokens[before], tokens[after]
 
 
 def load(config: DataConfig) -> Corpus:
@@ -126,8 +174,8 @@ def load(config: DataConfig) -> Corpus:
     """
     file = None
     if pathlib.Path(config.path).suffix in TOKEN_SUFFIXES:
-        file = _token_file(config.path)
-        tokens, starts, vocab, decode = _token_ids(config, file)
+        tokens, starts, vocab, decode = _token_ids(config)
+        file = tokens.file
     else:
         if config.separator >= 0:
             raise DataError(
@@ -138,7 +186,7 @@ def load(config: DataConfig) -> Corpus:
     name = config.path or "Python's standard library"
     num_train = len(tokens) - int(len(tokens) * config.held_out)
     padded = -(-vocab // 128) * 128
-    parts = tokens[:num_train], tokens[num_train:]
+    parts = _split(tokens, num_train)
     of_parts: tuple[np.ndarray | None, ...] = (None, None)
     if config.pack:
         of_parts = starts[starts < num_train], starts[starts > num_train] - num_train
@@ -146,21 +194,21 @@ def load(config: DataConfig) -> Corpus:
     return Corpus(name, *parts, padded, decode, *of_parts, file)
 
 
-_Stream = tuple[np.ndarray, np.ndarray, int, Decode]
+_Stream = tuple[Tokens, np.ndarray, int, Decode]
 """Tokens, places where documents start, size of the vocabulary, and decoder."""
 
 
-def _token_ids(config: DataConfig, file: pathlib.Path) -> _Stream:
+def _token_ids(config: DataConfig) -> _Stream:
     """The stream of a file of token ids."""
     if config.tokenizer:
         raise DataError(
             f"--tokenizer={config.tokenizer} with token ids ({config.path}): leave one "
             "of them out"
         )
-    tokens, separator = read_tokens(file), config.separator
-    starts = np.zeros(1, np.int64)
+    file, separator = _token_file(config.path), config.separator
+    tokens, starts = read_tokens(file), np.zeros(1, np.int64)
     if separator >= 0:
-        ends = np.flatnonzero(tokens == separator)
+        ends = _places(tokens, separator)
         if not len(ends):
             raise DataError(
                 f"data.separator={separator} does not occur in {file}; give the token "
@@ -172,7 +220,16 @@ def _token_ids(config: DataConfig, file: pathlib.Path) -> _Stream:
             f"data.pack=True: {file} does not say where documents end; give the token "
             "id that ends them as data.separator"
         )
-    return tokens, starts, int(tokens.max()) + 1, decode_ids
+    return tokens, starts, _highest(tokens) + 1, decode_ids
+
+
+def _places(tokens: Tokens, token: int) -> np.ndarray:
+    """The places of a token id, ascending, integer [places]."""
+    found, start = [], 0
+    for block in blocks(tokens):
+        found.append(start + np.flatnonzero(block == token))
+        start += len(block)
+    return np.concatenate(found)
 
 
 def _token_file(path: str) -> pathlib.Path:

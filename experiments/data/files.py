@@ -5,10 +5,11 @@ import hashlib
 import os
 import pathlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from experiments.data.steady_file import SteadyFile, read_whole
 from meshpar.errors import DataError, nearest
 
 SEPARATOR = b"\0"
@@ -19,6 +20,9 @@ TOKEN_SUFFIXES = (".npy", ".bin")
 
 MAX_VOCABULARY = 2**24
 """Most token ids of a vocabulary."""
+
+_BLOCK = 1 << 22
+"""Token ids that are read at once where all are read."""
 
 
 def standard_library() -> list[pathlib.Path]:
@@ -97,7 +101,8 @@ def read_documents(files: Sequence[pathlib.Path]) -> list[bytes]:
     documents = []
     for path in files:
         try:
-            content = path.read_bytes()
+            with read_whole(path):
+                content = path.read_bytes()
         except OSError as error:
             raise DataError(
                 f"cannot read {path}: {error.strerror}; give files that you may read"
@@ -118,8 +123,65 @@ def read_documents(files: Sequence[pathlib.Path]) -> list[bytes]:
     return sorted(documents, key=lambda text: hashlib.sha256(text).digest())
 
 
-def read_tokens(path: pathlib.Path) -> np.ndarray:
-    """Memory-maps token ids: .npy (one dim, integer) or .bin (little-endian uint16).
+class TokenIds:
+    """Token ids in a file, or a part of them, which are read when they are indexed.
+
+    Attributes:
+      file: the file.
+      dtype: of the ids in the file, an integer.
+    """
+
+    def __init__(self, file: SteadyFile, dtype: np.dtype, offset: int, size: int):
+        """A part of a file.
+
+        Args:
+          file: the file.
+          dtype: of the ids.
+          offset: the byte at which the part begins.
+          size: number of ids.
+        """
+        self.file, self.dtype = file, dtype
+        self._offset, self._size = offset, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _place(self, part: slice) -> tuple[int, int]:
+        """(the first byte, number of ids) of a part."""
+        start, stop, step = part.indices(self._size)
+        if step != 1:
+            raise IndexError(f"a step of {step}: token ids are read one after another")
+        return self._offset + start * self.dtype.itemsize, max(0, stop - start)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The token ids of a part, integer [tokens].
+
+        Raises:
+          DataError: the file is not what it was when it was opened.
+        """
+        start, size = self._place(part)
+        number = part.indices(self._size)[0]
+        what = f"the tokens {number:,} to {number + size:,}"
+        content = self.file.read(start, size * self.dtype.itemsize, what)
+        return np.frombuffer(content, self.dtype)
+
+    def part(self, part: slice) -> "TokenIds":
+        """A part, of which nothing is read yet."""
+        return TokenIds(self.file, self.dtype, *self._place(part))
+
+
+Tokens = np.ndarray | TokenIds
+"""A stream of token ids, in memory or in a file: integer [tokens]."""
+
+
+def blocks(tokens: Tokens) -> Iterator[np.ndarray]:
+    """The token ids, a block after the other, as they may not fit into memory."""
+    for start in range(0, len(tokens), _BLOCK):
+        yield tokens[start : start + _BLOCK]
+
+
+def read_tokens(path: pathlib.Path) -> TokenIds:
+    """Opens token ids: .npy (one dim, integer) or .bin (little-endian uint16).
 
     Returns:
       Token ids, integer [tokens].
@@ -128,29 +190,34 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
       DataError: an array of another kind, no tokens, or ids out of range.
     """
     try:
+        file = SteadyFile(path)
+        shape, dtype, offset = (file.size // 2,), np.dtype("<u2"), 0
         if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        else:
-            tokens = np.memmap(path, dtype="<u2", mode="r")
+            # Its memory map, of which nothing is read, tells where the array begins.
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            shape, dtype, offset = array.shape, array.dtype, array.offset
+        elif file.size % 2:
+            raise ValueError("its bytes are no whole number of ids")
     except (OSError, ValueError) as error:
         kind = "uint16 token ids" if path.suffix == ".bin" else "an array"
         raise DataError(
             f"{path} cannot be read as {kind}: {error}; give .npy or .bin token ids, "
             "or text under another suffix"
         ) from error
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    if len(shape) != 1 or not np.issubdtype(dtype, np.integer):
         raise DataError(
-            f"{path} holds {tokens.dtype}{list(tokens.shape)}; give integer token ids "
-            "in one dim"
+            f"{path} holds {dtype}{list(shape)}; give integer token ids in one dim"
         )
-    if not len(tokens):
+    if not shape[0]:
         raise DataError(f"{path} holds no tokens; give a file of token ids")
-    if tokens.dtype == np.uint16:
+    tokens = TokenIds(file, dtype, offset, shape[0])
+    if dtype == np.uint16:
         return tokens  # Every id is in range.
-    for found in (int(tokens.min()), int(tokens.max())):
-        if not 0 <= found < MAX_VOCABULARY:
-            raise DataError(
-                f"{path} holds the token id {found}; use ids from 0 to below "
-                f"{MAX_VOCABULARY:,}"
-            )
+    for block in blocks(tokens):
+        for found in (int(block.min()), int(block.max())):
+            if not 0 <= found < MAX_VOCABULARY:
+                raise DataError(
+                    f"{path} holds the token id {found}; use ids from 0 to below "
+                    f"{MAX_VOCABULARY:,}"
+                )
     return tokens

@@ -6,21 +6,24 @@ file's path, size, times and inode: a restart does not read the file again for i
 
 import contextlib
 import hashlib
+import itertools
 import os
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.data.files import Tokens, blocks
+from experiments.data.steady_file import SteadyFile
+
 WHOLE = "sha256-"
 """Begins fingerprints of all tokens; those of earlier versions cover a sample."""
 CACHED_BYTES = 1 << 28
 """Size from which the hash of a file is kept."""
-_BLOCK = 1 << 22
 
 
 def of_all_tokens(
-    vocab: int, parts: Sequence[np.ndarray], file: pathlib.Path | None = None
+    vocab: int, parts: Sequence[Tokens], file: SteadyFile | None = None
 ) -> str:
     """Fingerprint of the vocabulary, the sizes of the parts and all of their tokens.
 
@@ -31,7 +34,7 @@ def of_all_tokens(
       parts: the parts of the stream of tokens in order, integer [tokens] each.
       file: the file that holds the whole stream, if it is one.
     """
-    large = file is not None and file.stat().st_size >= CACHED_BYTES
+    large = file is not None and file.size >= CACHED_BYTES
     cache = _cache_file(file) if large else None
     digest = ""
     if cache is not None:
@@ -46,7 +49,7 @@ def of_all_tokens(
     return WHOLE + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def of_a_sample(vocab: int, parts: Sequence[np.ndarray]) -> str:
+def of_a_sample(vocab: int, parts: Sequence[Tokens]) -> str:
     """Fingerprint of earlier versions: sizes, vocabulary and about 65,536 tokens.
 
     Args:
@@ -57,23 +60,23 @@ def of_a_sample(vocab: int, parts: Sequence[np.ndarray]) -> str:
     for tokens in parts:
         stride = max(1, len(tokens) // 65536)
         digest.update(f"{len(tokens)}".encode())
-        digest.update(np.ascontiguousarray(tokens[::stride], np.int64).tobytes())
+        some = [tokens[i : i + 1] for i in range(0, len(tokens), stride)]
+        digest.update(np.concatenate(some, dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _digest(parts: Sequence[np.ndarray]) -> str:
+def _digest(parts: Sequence[Tokens]) -> str:
     digest = hashlib.sha256()
-    for tokens in parts:
-        for start in range(0, len(tokens), _BLOCK):
-            digest.update(np.ascontiguousarray(tokens[start : start + _BLOCK], "<u4"))
+    for block in itertools.chain.from_iterable(map(blocks, parts)):
+        digest.update(np.ascontiguousarray(block, "<u4"))
     return digest.hexdigest()
 
 
-def _cache_file(file: pathlib.Path) -> pathlib.Path:
+def _cache_file(file: SteadyFile) -> pathlib.Path:
     """The path at which a file's hash is kept; another one after the file changes."""
-    stat = file.stat()
+    stat = file.status
     times = stat.st_mtime_ns, stat.st_ctime_ns
-    key = file.resolve(), stat.st_size, *times, stat.st_ino, stat.st_dev
+    key = file.path.resolve(), stat.st_size, *times, stat.st_ino, stat.st_dev
     name = hashlib.sha256(str(key).encode()).hexdigest()[:32]
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser()
     return pathlib.Path(base) / "meshpar" / "tokens" / name

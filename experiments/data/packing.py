@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.data.files import Tokens
+
 
 class Piece(NamedTuple):
     """A part of a document: tokens [start, start + size] with their next tokens.
@@ -77,7 +79,7 @@ class PackedSamples:
     "weights", float32 [length]: 0 for padding, which is a document of its own.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, length: int):
+    def __init__(self, tokens: Tokens, starts: np.ndarray, length: int):
         self._tokens, self._length = tokens, length
         self._samples = pack(pieces_of(starts, len(tokens), length), length)
 

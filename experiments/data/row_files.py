@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from experiments.data.files import SEPARATOR
+from experiments.data.steady_file import read_whole
 from meshpar.errors import DataError, nearest, shown
 
 _LONGEST = 2**31 - 1
@@ -84,7 +85,8 @@ def _rows(path: pathlib.Path, field: str) -> Rows:
       DataError: it cannot be read.
     """
     try:
-        yield from READERS[suffix_of(path)](path, field)
+        with read_whole(path):
+            yield from READERS[suffix_of(path)](path, field)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"{path} cannot be read: {shown(str(error))}; give whole files of rows, "

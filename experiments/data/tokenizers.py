@@ -1,10 +1,12 @@
 """Tokenizers: text to token ids and back, as the data of a run has them."""
 
+import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from experiments.data.files import TOKEN_SUFFIXES, check_regular
+from experiments.data.steady_file import read_whole
 from meshpar.errors import DataError, shown
 
 Decode = Callable[[Sequence[int]], str]
@@ -64,6 +66,21 @@ def tokenizer_of(data_path: str, file: str) -> Tokenizer:
     return Tokenizer(lambda text: list(text.encode()), decode_bytes)
 
 
+def hash_of(path: str) -> str:
+    """A hash of a tokenizer.json.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    try:
+        return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:32]
+    except OSError as error:
+        raise DataError(
+            f"--tokenizer={path} cannot be read: {error.strerror}; give a "
+            "tokenizer.json of Hugging Face's tokenizers"
+        ) from error
+
+
 def load_tokenizer(path: str) -> Any:
     """A tokenizer of Hugging Face's library.
 
@@ -74,7 +91,10 @@ def load_tokenizer(path: str) -> Any:
 
     check_regular(pathlib.Path(path), "--tokenizer")
     try:
-        return tokenizers.Tokenizer.from_file(path)
+        with read_whole(pathlib.Path(path)):
+            return tokenizers.Tokenizer.from_file(path)
+    except DataError:
+        raise
     except Exception as error:  # The library raises bare Exception.
         raise DataError(
             f"--tokenizer={path} cannot be read: {error}; give a tokenizer.json of "

@@ -105,6 +105,8 @@ def find_source(path: str, layout: str | None, tokenizer: str | None) -> Source:
         return _of_transformers(pathlib.Path(path), layout, tokenizer)
     checkpoint = newest_checkpoint(path)
     config = config_of(checkpoint, layout)
+    if not tokenizer:
+        config.data.check_tokenizer(checkpoint.metadata)
     model = config.make_model()
     return Source(
         name=f"step {checkpoint.step} of {path}",

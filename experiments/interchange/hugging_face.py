@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import safetensors
 
 from experiments.interchange.hugging_face_config import config_json, decoder_config
 from experiments.interchange.hugging_face_files import (
@@ -86,12 +85,18 @@ class _Place(NamedTuple):
     first: int
     strides: tuple[int, ...]
 
-    def in_tensor(self, tensor: StoredTensor, mode: str = "r") -> np.ndarray:
-        """The parameter as a view of the tensor's file."""
-        size = tensor.dtype.itemsize
-        strides = [size * stride for stride in self.strides]
-        whole = tensor.mapped(mode)
-        return np.ndarray(self.shape, whole.dtype, whole, size * self.first, strides)
+    def extent(self, index: Index) -> tuple[int, int]:
+        """(first element, end) of the piece of the tensor that holds a part."""
+        pairs = list(zip(index, self.strides, strict=True))
+        first = self.first + sum(dim.start * stride for dim, stride in pairs)
+        steps = ((dim.stop - dim.start - 1) * stride for dim, stride in pairs)
+        return first, first + sum(steps) + 1
+
+    def view(self, piece: np.ndarray, index: Index) -> np.ndarray:
+        """The part itself, as a view of this piece."""
+        shape = [dim.stop - dim.start for dim in index]
+        strides = [piece.itemsize * stride for stride in self.strides]
+        return np.ndarray(shape, piece.dtype, piece, 0, strides)
 
     @property
     def order(self) -> list[int]:
@@ -133,10 +138,10 @@ def _weight(
         part = np.empty([dim.stop - dim.start for dim in index], np.float32)
         for row, place, own in _inside(places, index):
             tensor = stored[place.name]
-            view = place.in_tensor(tensor)[own]
+            view = place.view(tensor.elements(*place.extent(own)), own)
             if not is_finite(view):
                 raise ConfigError(
-                    f"{tensor.path}: {tensor.name} holds NaN or infinite numbers, "
+                    f"{tensor.file.path}: {tensor.name} holds NaN or infinite numbers, "
                     "which are no weights; download or convert the model again"
                 )
             part[row] = view
@@ -198,7 +203,8 @@ def write(
         files = new_tensors(partial, names)
         for path, index, part in parts:
             for row, place, own in _inside(places[path], index):
-                place.in_tensor(files[place.name], "r+")[own] = part[row]
+                with files[place.name].changed(*place.extent(own)) as piece:
+                    place.view(piece, own)[...] = part[row]
         partial.replace(folder / WEIGHTS)
     finally:
         partial.unlink(missing_ok=True)
@@ -219,7 +225,7 @@ def read(folder: pathlib.Path) -> tuple[DecoderConfig, dict[str, StoredTensor]]:
             tensors |= stored_tensors(folder / file)
     except ConfigError:
         raise
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder} cannot be read: {shown(str(error))}; give a folder with "
             f"{CONFIG} and {WEIGHTS}"
@@ -255,6 +261,6 @@ def _separated(
             )
         first = 0
         for part, size in parts.items():
-            separated[part] = tensor.rows(first, first + size)
+            separated[part] = tensor.rows(first, size)
             first += size
     return separated

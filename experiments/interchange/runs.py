@@ -12,6 +12,7 @@ import numpy as np
 
 import meshpar
 from experiments import data, recipes
+from experiments.data.tokenizers import load_tokenizer
 from experiments.interchange import hugging_face
 from experiments.models.decoder_config import DecoderConfig
 from experiments.recipes.config import Config
@@ -102,12 +103,15 @@ def export(checkpoint: persistent.StoredCheckpoint, folder: pathlib.Path) -> Non
             "with --set=framework=nnx"
         )
     hugging_face.config_json(config.model)  # An error now is none after the reading.
+    tokenizer = pathlib.Path(config.data.tokenizer)
+    if tokenizer.is_file():
+        config.data.check_tokenizer(checkpoint.metadata)
+        load_tokenizer(config.data.tokenizer)  # No other file is copied.
     outputs.check_folder(folder, "--to")
     params = config.make_model().params
     shapes = {path: param.shape for path, param in params.items()}
     parts = read_in_blocks(checkpoint, shapes)
     names = hugging_face.write(folder, config.model, shapes, parts)
-    tokenizer = pathlib.Path(config.data.tokenizer)
     if tokenizer.is_file():
         shutil.copy(tokenizer, folder / TOKENIZER)
     print(f"wrote {len(names)} tensors of step {checkpoint.step} to {folder}")
@@ -158,6 +162,7 @@ def import_weights(run: pathlib.Path, source: pathlib.Path, recipe: Config) -> N
         "data": corpus.fingerprint,
         "length": config.model.length,
         "seed": config.seed,
+        **config.data.tokenizer_identity,
     }
     write_checkpoint(folder, 0, _first_state(config, program, weights), metadata)
     RunRecord(run).saved()

@@ -102,7 +102,7 @@ class Config(RunConfig):
             depends_on_microbatches=self.model.depends_on_microbatches,
             padded=padded_unevenly,
             sample=self._sampler(tokens) if self.sample_tokens else None,
-            identity={"length": length},
+            identity={"length": length, **self.data.tokenizer_identity},
         )
 
     def _sampler(self, tokens: TokenData) -> Any:

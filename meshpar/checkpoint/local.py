@@ -45,6 +45,8 @@ _KEEP = 2
 last of them."""
 _NAME = re.compile(r"(\d+)-\d+")
 """STEP-START; other folders are not ours, and are neither read nor deleted."""
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+"""Names a folder beside those of other runs, and none elsewhere."""
 _BOXES = "pieces"
 """Key of the boxes in a file's index; files of earlier versions have it, too."""
 
@@ -206,7 +208,10 @@ class LocalTier(Tier):
         indices = {}
         for file in sorted((self._folder / name).glob("*.npz")):
             try:
-                with file.open("rb") as opened, np.load(opened) as entries:
+                with (
+                    file.open("rb") as opened,
+                    np.load(opened, allow_pickle=False) as entries,
+                ):
                     indices[file] = json.loads(entries["index"].tobytes())
             except Exception as error:  # Torn bytes may raise anything.
                 warn_once(f"{file} cannot be read, left out: {error}")
@@ -270,7 +275,7 @@ def _run_id(run: pathlib.Path) -> str:
     """The id of a run's folder; a new one if it has none or is a copy."""
     file = run / "run_id"
     lines = file.read_text().split("\n") if file.exists() else []
-    if lines[1:2] != [str(run)]:
+    if lines[1:2] != [str(run)] or not _RUN_ID.fullmatch(lines[0]):
         lines = [uuid.uuid4().hex, str(run)]
         partial = file.with_suffix(".partial")
         partial.write_text("\n".join(lines))

@@ -25,7 +25,10 @@ def load_boxes(entries: Mapping[Box, Entry]) -> dict[Box, np.ndarray]:
     contents = {}
     for box, (file, key) in entries.items():
         try:
-            with file.open("rb") as opened, np.load(opened) as arrays:
+            with (
+                file.open("rb") as opened,
+                np.load(opened, allow_pickle=False) as arrays,
+            ):
                 contents[box] = arrays[key]
         except Exception as error:  # Torn bytes may raise anything.
             warn_once(f"{file}: {box} cannot be read: {error}")

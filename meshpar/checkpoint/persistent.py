@@ -23,7 +23,7 @@ from meshpar.checkpoint.random_keys import without_keys
 from meshpar.checkpoint.read_problems import Kind, Problems
 from meshpar.checkpoint.tier import Tier
 from meshpar.checkpoint.write_problems import check_present, failed_write
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, shown
 from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import TrainState
 from meshpar.multihost.agree import allgather_objects
@@ -90,7 +90,7 @@ def find_checkpoints(folder: str | os.PathLike) -> list[StoredCheckpoint]:
         try:
             metadata = _read_metadata(path)
         except (OSError, ValueError, RecursionError) as error:
-            problem = f"its metadata cannot be read ({type(error).__name__})"
+            problem = f"its metadata cannot be read: {shown(str(error))}"
         if "." in path.name:
             problem = "incomplete: not written to its end"
         elif not (path / STATE).is_dir():
@@ -120,12 +120,28 @@ def reason_not_restorable(
     return first_difference(own, checkpoint.metadata[TENSORS])
 
 
+def _check_inside(path: pathlib.Path) -> None:
+    """Raises ValueError for a checkpoint of which a link leads out of its folder.
+
+    Args:
+      path: its folder; what leads to the folder may be a link.
+    """
+    folder = path.resolve()
+    for file in folder.rglob("*"):
+        if file.is_symlink() and not file.resolve().is_relative_to(folder):
+            raise ValueError(
+                f"{file.relative_to(folder)} is a link out of the checkpoint, which "
+                "has to hold its own files; copy them into it (cp -rL)"
+            )
+
+
 def _read_metadata(path: pathlib.Path) -> dict[str, Any]:
     """The metadata of a checkpoint's folder.
 
     Raises:
       OSError, ValueError: it cannot be read, or has changed since it was written.
     """
+    _check_inside(path)
     metadata = json.loads((path / METADATA / METADATA).read_text())
     if not isinstance(metadata, dict):
         raise ValueError(f"its metadata is a {type(metadata).__name__}, not a table")

@@ -1,9 +1,9 @@
 r"""Checkpoints of a run: lists them, or asks whether a layout can resume.
 
     meshpar checkpoint runs/my_run.gpt
-    meshpar checkpoint runs/my_run.gpt --can_resume="fsdp=4,tensor=2"
+    meshpar checkpoint runs/my_run.gpt --can_resume="fsdp=4" --recipe=my_run.py:gpt
 
-It uses only the CPU.
+The recipe of a file has to be named, as its code is run. The command uses only the CPU.
 """
 
 import pathlib
@@ -27,6 +27,10 @@ from meshpar.runs.stored import stored_config
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could resume the run, or why not."
 )
+
+
+TAKES = (command_line.RECIPE,)
+"""The shared flags that it reads."""
 
 
 def folder_of(path: str) -> pathlib.Path:
@@ -59,6 +63,11 @@ def newest(path: str) -> persistent.StoredCheckpoint:
     return complete[-1]
 
 
+def _recipe() -> str:
+    """The recipe that the user has named; "" for none."""
+    return command_line.RECIPE.value if command_line.RECIPE.present else ""
+
+
 def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
     """A reason why a layout cannot resume from a checkpoint; "" if it can.
 
@@ -66,7 +75,7 @@ def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
       checkpoint: the checkpoint, with metadata.
       text: the layout string.
     """
-    config = stored_config(checkpoint, command_line.catalog())
+    config = stored_config(checkpoint, command_line.catalog(), _recipe())
     layout = parse(text)
     mode = LOCAL_SGD if layout.replica > 1 else SYNCHRONOUS
     if config.optimizer_mode != mode:
@@ -91,12 +100,13 @@ def main(arguments: Sequence[str]) -> int:
         raise CheckpointError(f"give one folder: {command} DIR")
     if CAN_RESUME.value == "":
         raise CheckpointError("--can_resume=: write a layout, such as fsdp=8")
-    command_line.refuse_unread()
     if CAN_RESUME.value is None:
+        command_line.refuse_unread()
         folder = folder_of(arguments[1])
         checkpoints = persistent.find_checkpoints(folder)
         print_checkpoints(checkpoints, folder.parent / "corrupt")
         return 0
+    command_line.refuse_unread(command_line.RECIPE)
     checkpoint = newest(arguments[1])
     if reason := why_not(checkpoint, CAN_RESUME.value):
         print(f"no: {reason}")
@@ -111,7 +121,7 @@ def start(known: Catalog = FILES_ALONE) -> None:
     Args:
       known: the recipes that it knows by name.
     """
-    command_line.run(main, arguments=True, known=known)
+    command_line.run(main, TAKES, arguments=True, known=known)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     meshpar verify my_run.py:gpt --layout="fsdp=4,tensor=2"
     meshpar explain my_run.py:gpt --layout=fsdp=8 --topology=v5e:2x4
     meshpar plan my_run.py:gpt --topology=v5p:4x4x4 --batch_size=512
-    meshpar checkpoint runs/my_run.gpt --can_resume=fsdp=4
+    meshpar checkpoint runs/my_run.gpt --can_resume=fsdp=4 --recipe=my_run.py:gpt
     meshpar goodput runs/my_run.gpt
 
 A recipe is FILE.py:FUNCTION or MODULE:FUNCTION, and the function returns a

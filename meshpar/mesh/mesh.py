@@ -40,6 +40,7 @@ def simulate(num_devices: int) -> None:
             f"simulate({num_devices}) came after jax looked for devices; call it first"
         )
     compat.prepare_cpu_threads()
+    compat.quiet_absent_tpus()
     compat.set_simulated_devices(num_devices)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
+from meshpar import compat
 from meshpar.errors import MeshparError, shown
 from meshpar.mesh.chips import CHIPS, GPU, TPU, Chip
 
@@ -109,6 +110,7 @@ def _tpus(
     # No TPU is attached: skip the metadata query and the lock on the chips.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    compat.quiet_absent_tpus()
     dims = (*shape, *[1] * (chip.torus_dims - len(shape)))
     options = {"chip_config_name": chip.libtpu_config} if chip.libtpu_config else {}
     if num_slices:

@@ -10,11 +10,11 @@ import dataclasses
 import selectors
 import socket
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from meshpar.multihost import address
 from meshpar.multihost import token as tokens
+from meshpar.multihost.messages import Hello, Message
 from meshpar.multihost.process import ProcessInfo
 
 GREETING = "meshpar"
@@ -25,6 +25,11 @@ PROOF_S = 5.0
 
 MAX_STRANGERS = 256
 """Connections without a proof that are open at once; then the oldest is closed."""
+
+MAX_HOSTS = 16
+"""Hosts whose refused connections are counted each for itself."""
+
+OTHERS = "other hosts"
 
 POLL_S = 0.2
 """How long one look after the connections takes at most, in seconds."""
@@ -59,7 +64,8 @@ class Admission:
       alive: {rank: connection} of the processes that have arrived and still run; a new
         dict with every change.
       problem: why the processes do not fit together; "" while they do.
-      refused: {host: number of its connections that did not prove to belong}.
+      refused: {host: number of its connections that did not prove to belong}, and
+        those of all hosts beyond `MAX_HOSTS` together.
     """
 
     def __init__(
@@ -120,12 +126,12 @@ class Admission:
         for visitor in [v for v in self._strangers if v.expires < now]:
             self._refuse(visitor)
 
-    def reply(self, message: Mapping[str, Any]) -> None:
+    def reply(self, message: Message) -> None:
         """Tells every process that has arrived how the start went."""
         for visitor in self._let_in:
             self._send(visitor, message)
 
-    def admit(self, rank: int, message: Mapping[str, Any]) -> None:
+    def admit(self, rank: int, message: Message) -> None:
         """Sends a process to the run, which it joins elsewhere."""
         self._send(self.alive[rank], message)
         self._leave(self.alive[rank])
@@ -137,7 +143,7 @@ class Admission:
         for opened in [*self._servers, *(v.connection for v in visitors)]:
             opened.close()
 
-    def _send(self, visitor: _Visitor, message: Mapping[str, Any]) -> None:
+    def _send(self, visitor: _Visitor, message: Message) -> None:
         line = tokens.seal(self._token, visitor.reply_challenge, message)
         with contextlib.suppress(OSError):
             visitor.connection.sendall(line)
@@ -148,13 +154,13 @@ class Admission:
         except OSError:
             return  # It has gone already.
         connection.setblocking(False)
-        address.notice_loss(connection)
         challenge = tokens.make_challenge()
         expires = time.monotonic() + PROOF_S
         visitor = _Visitor(connection, host, challenge, expires)
         self._strangers.append(visitor)
         self._selector.register(connection, selectors.EVENT_READ, visitor)
         try:
+            address.notice_loss(connection)
             connection.sendall(f"{GREETING} {challenge}\n".encode())
         except OSError:
             self._refuse(visitor)
@@ -176,18 +182,19 @@ class Admission:
         if not read or len(visitor.received) > tokens.MAX_LINE:
             self._refuse(visitor)
         elif b"\n" in visitor.received:
-            message = tokens.unseal(self._token, visitor.challenge, visitor.received)
-            if message is None:
+            content = tokens.unseal(self._token, visitor.challenge, visitor.received)
+            hello = None if content is None else Hello.of(content)
+            if hello is None or not hello.challenge:
                 self._refuse(visitor)
             else:
-                self._let_into_run(visitor, message)
+                self._let_into_run(visitor, hello)
 
-    def _let_into_run(self, visitor: _Visitor, message: Mapping[str, Any]) -> None:
+    def _let_into_run(self, visitor: _Visitor, hello: Hello) -> None:
         """Notes a process of the run, and whether it fits to the others."""
         self._strangers.remove(visitor)
         self._let_in.append(visitor)
-        visitor.reply_challenge = message["challenge"]
-        rank, num = message["process"], message["num"]
+        visitor.reply_challenge = hello.challenge
+        rank, num, told = hello.process, hello.num, self.problem
         expected = self._process.num_processes
         if self._newest_counts and rank in self.alive:
             self._leave(self.alive[rank])
@@ -201,16 +208,22 @@ class Admission:
             self.problem = f"rank {rank} is not one of 0 to {expected - 1}"
         else:
             self.alive = self.alive | {rank: visitor}
+            return
+        if told:  # The door outlives a problem, and holds one connection of its kind.
+            self._leave(visitor)
 
     def _leave(self, visitor: _Visitor) -> None:
         """Forgets a process that has died; it may come again."""
-        self._drop(visitor, self._let_in)
+        if visitor in self._let_in:  # A later one may have taken its place.
+            self._drop(visitor, self._let_in)
         self.alive = {rank: v for rank, v in self.alive.items() if v is not visitor}
 
     def _refuse(self, visitor: _Visitor) -> None:
         if visitor in self._strangers:
             self._drop(visitor, self._strangers)
-            self.refused[visitor.host] = self.refused.get(visitor.host, 0) + 1
+            known = visitor.host in self.refused or len(self.refused) < MAX_HOSTS
+            host = visitor.host if known else OTHERS
+            self.refused[host] = self.refused.get(host, 0) + 1
 
     def _drop(self, visitor: _Visitor, held: list[_Visitor]) -> None:
         held.remove(visitor)

@@ -15,12 +15,17 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from meshpar.errors import shown
 from meshpar.multihost import address, admission
 from meshpar.multihost import token as tokens
 from meshpar.multihost.door import Door, largest_number
+from meshpar.multihost.messages import Hello, Place, Refusal
 from meshpar.multihost.process import MissingError, MultihostError, ProcessInfo
 
 _LONGEST_S = 7 * 24 * 3600.0
+
+_LONGEST_PROBLEM = 500
+"""Characters of a problem that fit into a message, however they are escaped."""
 
 _PATIENCE_S = 600.0
 """How long a process looks for process 0 if the run may go on in fewer, in seconds.
@@ -110,7 +115,7 @@ def all_arrived(
             raise
         place = place._replace(num_processes=len(members))
         for rank, member in enumerate(members[1:], 1):
-            admitted.admit(member, {"place": place._replace(process_id=rank)})
+            admitted.admit(member, Place(*place._replace(process_id=rank)))
         if fewer:
             yield Arrival(place, bound, Door(admitted, members, numbers))
         else:
@@ -141,10 +146,11 @@ def _gather(
             hosts = ", ".join(f"{n} from {h}" for h, n in admitted.refused.items())
             problem += (
                 f"; connections without the token of this run were refused "
-                f"({hosts}): give all processes the same {tokens.TOKEN}"
+                f"({hosts}): give all processes the same {tokens.TOKEN}, and the same "
+                "version of meshpar"
             )
     if problem:
-        admitted.reply({"problem": problem, "missing": bool(missing)})
+        admitted.reply(Refusal(shown(problem, _LONGEST_PROBLEM), bool(missing)))
         raise (MissingError if missing else MultihostError)(problem)
     return members
 
@@ -208,15 +214,14 @@ def _connect(
                     deadline = time.monotonic() + patience_s
                 # Process 0 replies at its own deadline, which may be a little later.
                 line = _read_line(connection, deadline + admission.PROOF_S)
-                reply = tokens.unseal(token, challenge, line)
-        if reply is None:
-            time.sleep(admission.POLL_S)
-        elif "place" in reply:
-            return ProcessInfo(*reply["place"])
-        else:
-            raise (MissingError if reply["missing"] else MultihostError)(
-                reply["problem"]
-            )
+                content = tokens.unseal(token, challenge, line) or {}
+                reply = Place.of(content) or Refusal.of(content)
+        match reply:
+            case Place(coordinator, num, rank):
+                return ProcessInfo(coordinator, num, rank)
+            case Refusal(problem, missing):
+                raise (MissingError if missing else MultihostError)(problem)
+        time.sleep(admission.POLL_S)
     raise MissingError(
         f"process {process.process_id} cannot reach process 0 at "
         f"{process.coordinator} within {patience_s:g} s; {why}"
@@ -237,12 +242,8 @@ def _prove(
     if word != admission.GREETING:
         return ""
     own_challenge = tokens.make_challenge()
-    message = {
-        "process": process.process_id,
-        "num": process.num_processes,
-        "challenge": own_challenge,
-    }
-    connection.sendall(tokens.seal(token, challenge.strip(), message))
+    hello = Hello(process.process_id, process.num_processes, own_challenge)
+    connection.sendall(tokens.seal(token, challenge.strip(), hello))
     return own_challenge
 
 

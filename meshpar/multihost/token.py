@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from meshpar.multihost.messages import Message
 from meshpar.multihost.process import MultihostError
 
 TOKEN = "MESHPAR_TOKEN"
@@ -65,19 +66,31 @@ def _proof(token: bytes, challenge: str, body: bytes) -> bytes:
     return digest.hexdigest().encode()
 
 
-def seal(token: bytes, challenge: str, message: Mapping[str, Any]) -> bytes:
+def seal(token: bytes, challenge: str, message: Message) -> bytes:
     """A line that holds a message and the proof that its sender knows the token."""
-    body = json.dumps(message).encode()
+    body = json.dumps(message.content).encode()
     return _proof(token, challenge, body) + b" " + body + b"\n"
 
 
 def unseal(token: bytes, challenge: str, line: bytes) -> dict[str, Any] | None:
-    """The message in a line; None if its sender does not know the token.
+    """The content of a line; None if its sender does not know the token.
 
     The proof is checked before anything of the message is parsed, in a time that does
-    not depend on where it differs.
+    not depend on where it differs. What is no object of JSON, or has a key twice, is
+    None as well, whoever sent it.
     """
     proof, _, body = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(proof, _proof(token, challenge, body)):
         return None
-    return json.loads(body)
+    try:
+        content = json.loads(body.decode(), object_pairs_hook=_with_keys_once)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found

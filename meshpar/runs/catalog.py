@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from meshpar.errors import ConfigError, nearest
+from meshpar.errors import ConfigError, nearest, shown
 from meshpar.runs import recipe_file
 from meshpar.runs.config import RunConfig, from_dict
 
@@ -41,15 +41,19 @@ class Catalog(NamedTuple):
             "MODULE:FUNCTION"
         )
 
-    def stored(self, values: Any) -> RunConfig:
-        """The configuration that a checkpoint stores, of any recipe.
+    def stored(self, values: Any, recipe: str = "") -> RunConfig:
+        """The configuration that a checkpoint stores.
+
+        A recipe that is not of the catalog is code. It is not run because a checkpoint
+        names it, as the checkpoint may be a stranger's.
 
         Args:
           values: its fields, as `dataclasses.asdict` gives them.
+          recipe: the recipe as the user names it, whose code may be run.
 
         Raises:
           ConfigError: fields or values that this version, or the recipe's file as it is
-            now, does not know.
+            now, does not know, or a recipe of a file that the user has not named.
         """
         name = values.get("recipe") if isinstance(values, Mapping) else None
         own = isinstance(name, str) and ":" in name
@@ -57,6 +61,12 @@ class Catalog(NamedTuple):
             raise ConfigError(
                 f"the run's recipe {name!r} is not known here; use the command with "
                 "which it was trained"
+            )
+        if own and name != recipe:
+            raise ConfigError(
+                f"the run names the recipe {shown(name)}, whose code this command "
+                "would run; if you trust it, and the command takes a recipe, say "
+                f"--recipe={shown(name)}"
             )
         return from_dict(values, type(self.get(name)) if own else self.kind)
 

@@ -137,7 +137,7 @@ def _changed_identity(
     """
     changed = []
     for name, after in setup.identity.items():
-        before = metadata[name]
+        before = metadata.get(name, after)  # An earlier version may lack it.
         if before == after:
             continue
         if name == "data" and setup.run.data.has_fingerprint(before):

@@ -111,13 +111,13 @@ def test_checkpoints_say_whether_a_layout_can_resume(monkeypatch, capsys, tmp_pa
     assert Trainer(config, layout, jax.devices()[:2]).run() == 0
 
     def ask(layout):
-        words = [str(tmp_path), f"--can_resume={layout}"]
+        words = [str(tmp_path), f"--can_resume={layout}", f"--recipe={RECIPE}"]
         return commands.run("checkpoint", words, monkeypatch, capsys)
 
     assert "yes: pipe=2,data=2 can go on from step 2" in ask("pipe=2,data=2").out
     assert "no: " in ask("pipe=8").out
     (checkpoint,) = meshpar.checkpoint.find_checkpoints(tmp_path / "checkpoints")
-    assert stored_config(checkpoint, FILES_ALONE).width == 24
+    assert stored_config(checkpoint, FILES_ALONE, RECIPE).width == 24
 
 
 @pytest.mark.parametrize(

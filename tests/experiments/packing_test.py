@@ -96,7 +96,7 @@ def test_token_files_say_where_documents_end(tmp_path):
         data.load(DataConfig(path, pack=True, separator=3))
     corpus = data.load(DataConfig(path, pack=True, separator=0, held_out=0.1))
     assert corpus.train_starts[:4].tolist() == [0, 3, 7, 11]
-    assert (corpus.held_out[corpus.held_out_starts[1:] - 1] == 0).all()
+    assert (corpus.held_out[:][corpus.held_out_starts[1:] - 1] == 0).all()
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match="data.separator=0 is for files of token ids"):
         data.load(DataConfig(str(tmp_path / "a.txt"), separator=0))

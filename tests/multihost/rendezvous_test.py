@@ -10,6 +10,7 @@ import pytest
 from meshpar.multihost import HUNG, MissingError, MultihostError, ProcessInfo
 from meshpar.multihost import token as tokens
 from meshpar.multihost.address import PortTakenError, listen
+from meshpar.multihost.messages import Hello
 from meshpar.multihost.rendezvous import all_arrived
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -104,8 +105,8 @@ def arrive(connection, token, **message):
     """Does what a process does that knows a token; returns its own challenge."""
     word, challenge = connection.recv(100).decode().split()
     assert word == "meshpar"
-    message = {"process": 1, "num": 3, "challenge": "own"} | message
-    connection.sendall(tokens.seal(token.encode(), challenge, message))
+    hello = Hello(**{"process": 1, "num": 3, "challenge": "own"} | message)
+    connection.sendall(tokens.seal(token.encode(), challenge, hello))
 
 
 def test_a_process_that_connected_and_died_is_missing_until_it_connects_again():
@@ -156,7 +157,7 @@ def test_another_token_is_refused_and_both_sides_say_so(monkeypatch):
         assert stranger.recv(100) == b""
     with first.connect() as reflected:  # An answer to the challenge of another.
         reflected.recv(100)
-        line = tokens.seal(TOKEN.encode(), "old", {"process": 1, "num": 3})
+        line = tokens.seal(TOKEN.encode(), "old", Hello(1, 3, "own"))
         reflected.sendall(line)
         assert reflected.recv(100) == b""
     assert first.ended()

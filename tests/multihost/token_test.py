@@ -1,11 +1,10 @@
 """The token of a run: where it comes from, and proofs that answer one challenge."""
 
-import json
-
 import pytest
 
 from meshpar.multihost import MultihostError
 from meshpar.multihost import token as tokens
+from meshpar.multihost.messages import Hello
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -24,9 +23,11 @@ def test_the_token_may_be_in_a_file_and_has_to_be_a_secret(tmp_path):
 
 def test_a_proof_answers_one_challenge_and_one_message():
     token = TOKEN.encode()
-    line = tokens.seal(token, "a", {"process": 1})
-    assert tokens.unseal(token, "a", line) == {"process": 1}
+    hello = Hello(1, 2, "b")
+    line = tokens.seal(token, "a", hello)
+    assert Hello.of(tokens.unseal(token, "a", line)) == hello
     assert tokens.unseal(token, "b", line) is None
-    changed = line.replace(json.dumps({"process": 1}).encode(), b'{"process": 2}')
+    changed = line.replace(b'"process": 1', b'"process": 3')
+    assert changed != line
     assert tokens.unseal(token, "a", changed) is None
     assert tokens.unseal(token, "a", b"\xff" + line) is None

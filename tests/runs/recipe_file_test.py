@@ -13,6 +13,7 @@ import meshpar
 from experiments import recipes
 from meshpar.errors import ConfigError
 from meshpar.runs import recipe_file
+from meshpar.runs.catalog import FILES_ALONE
 from meshpar.runs.changes import changed_files
 from meshpar.runs.config import settings_of, with_settings
 from meshpar.runs.trainer import Trainer
@@ -67,11 +68,22 @@ def test_arguments_are_settings_and_those_of_every_run_get_its_values(tmp_path):
 
 def test_a_stored_configuration_is_read_back_with_the_file_as_it_is_now(tmp_path):
     path = written(tmp_path, GOOD)
-    config = with_settings(recipes.get(f"{path}:net"), ["sizes.width=3", "rate=0.5"])
-    assert recipes.stored(dataclasses.asdict(config)) == config
+    recipe = f"{path}:net"
+    config = with_settings(recipes.get(recipe), ["sizes.width=3", "rate=0.5"])
+    assert recipes.stored(dataclasses.asdict(config), recipe) == config
     path.write_text(GOOD.replace("rate=0.1", "speed=0.1"))
     with pytest.raises(ConfigError, match="'rate', which this version does not know"):
-        recipes.stored(dataclasses.asdict(config))
+        recipes.stored(dataclasses.asdict(config), recipe)
+
+
+@pytest.mark.parametrize("named", ["", "other.py:net"])
+def test_the_code_of_a_recipe_that_a_checkpoint_names_is_not_run(tmp_path, named):
+    path = written(tmp_path, "import pathlib\npathlib.Path(__file__ + '.ran').touch()")
+    values = {"recipe": f"{path}:net"}
+    for known in (recipes.CATALOG, FILES_ALONE):
+        with pytest.raises(ConfigError, match="whose code this command would run"):
+            known.stored(values, named)
+    assert not list(tmp_path.glob("*.ran"))
 
 
 def test_a_module_on_the_path_and_a_file_give_the_same_run(tmp_path, monkeypatch):
