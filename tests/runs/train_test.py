@@ -17,6 +17,7 @@ import meshpar
 from meshpar.errors import ConfigError, DataError
 from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
+from meshpar.runs.modes import IslandsConfig
 from meshpar.runs.step_log import NonFiniteError
 
 BATCH = 16
@@ -62,7 +63,7 @@ def train(workdir, layout="data=2,fsdp=2", steps=10, **settings):
     own |= settings
     own_run = own.pop("run", None) or run()
     devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
-    own |= {"devices": devices}
+    own = {"devices": devices} | own
     return meshpar.train(
         own_run, layout=layout, steps=steps, workdir=str(workdir), **own
     )
@@ -125,6 +126,24 @@ def test_a_signal_stops_a_run_which_the_same_call_goes_on_with(tmp_path, monkeyp
     losses, expected = tiny_runs.losses(tmp_path), plain_losses(10)
     np.testing.assert_allclose(
         [losses[step] for step in expected], list(expected.values()), rtol=1e-5
+    )
+
+
+def test_islands_that_wait_for_each_other_go_on_as_if_undisturbed(tmp_path):
+    """Under BSP nothing depends on timing, so every loss is equal."""
+    settings = dict(
+        layout="data=1",
+        devices=jax.devices()[:2],
+        optimizer_mode="islands",
+        islands=IslandsConfig(workers=2, consistency="bsp"),
+    )
+    whole = train(tmp_path / "whole", steps=6, **settings)
+    train(tmp_path / "halves", steps=3, **settings)
+    halves = train(tmp_path / "halves", steps=6, **settings)
+
+    assert halves.metrics[-1]["evaluation_loss"] == whole.metrics[-1]["evaluation_loss"]
+    np.testing.assert_array_equal(
+        *(x.weights()["layers/0/dense/kernel"] for x in (halves, whole))
     )
 
 
