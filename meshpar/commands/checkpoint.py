@@ -6,7 +6,6 @@ r"""Checkpoints of a run: lists them, or asks whether a layout can resume.
 It uses only the CPU.
 """
 
-import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -22,41 +21,11 @@ from meshpar.runs import programs
 from meshpar.runs.catalog import FILES_ALONE, Catalog
 from meshpar.runs.config import with_mode
 from meshpar.runs.modes import LOCAL_SGD, SYNCHRONOUS
-from meshpar.runs.stored import stored_config
+from meshpar.runs.stored import checkpoint_folder, newest_checkpoint, stored_config
 
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could resume the run, or why not."
 )
-
-
-def folder_of(path: str) -> pathlib.Path:
-    """The folder of checkpoints, given itself or the folder of its run.
-
-    Raises:
-      CheckpointError: there is no checkpoint.
-    """
-    run = pathlib.Path(path)
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if not persistent.find_checkpoints(folder):
-        raise CheckpointError(f"{path} holds no checkpoint; give the folder of a run")
-    return folder
-
-
-def newest(path: str) -> persistent.StoredCheckpoint:
-    """The newest complete checkpoint of a run.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    folder = folder_of(path)
-    found = persistent.find_checkpoints(folder)
-    complete = [checkpoint for checkpoint in found if not checkpoint.problem]
-    if not complete:
-        raise CheckpointError(
-            f"no checkpoint in {folder} is complete; without flags this command lists "
-            "them with their problems"
-        )
-    return complete[-1]
 
 
 def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
@@ -93,11 +62,11 @@ def main(arguments: Sequence[str]) -> int:
         raise CheckpointError("--can_resume=: write a layout, such as fsdp=8")
     command_line.refuse_unread()
     if CAN_RESUME.value is None:
-        folder = folder_of(arguments[1])
+        folder = checkpoint_folder(arguments[1])
         checkpoints = persistent.find_checkpoints(folder)
         print_checkpoints(checkpoints, folder.parent / "corrupt")
         return 0
-    checkpoint = newest(arguments[1])
+    checkpoint = newest_checkpoint(arguments[1])
     if reason := why_not(checkpoint, CAN_RESUME.value):
         print(f"no: {reason}")
         return 1

@@ -5,6 +5,7 @@
     meshpar explain my_run.py:gpt --layout=fsdp=8 --topology=v5e:2x4
     meshpar plan my_run.py:gpt --topology=v5p:4x4x4 --batch_size=512
     meshpar checkpoint runs/my_run.gpt --can_resume=fsdp=4
+    meshpar score runs/my_run.gpt
 
 A recipe is FILE.py:FUNCTION or MODULE:FUNCTION, and the function returns a
 `meshpar.Run`. `meshpar COMMAND --help` lists the flags of a command.
@@ -16,8 +17,8 @@ import sys
 
 from meshpar.errors import nearest
 
-COMMANDS = ("run", "verify", "explain", "plan", "checkpoint")
-_FOLDERS = ("checkpoint",)
+COMMANDS = ("run", "verify", "explain", "plan", "checkpoint", "score")
+_FOLDERS = ("checkpoint", "score")
 """Commands whose word is a folder and no recipe."""
 
 
