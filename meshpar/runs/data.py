@@ -8,7 +8,7 @@ data is one number that does not depend on the number of processes.
 import abc
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +104,11 @@ class Data(abc.ABC):
         """Samples that training can take; infinite where they repeat or are unknown."""
         return float("inf")
 
+    @property
+    def num_different(self) -> float:
+        """Samples before any repeats; infinite where the number is unknown."""
+        return float("inf")
+
 
 class _BatchRows:
     """The samples of some rows of every batch, from a global position on."""
@@ -193,11 +198,16 @@ def stacked(samples: Sequence[Any]) -> Any:
 
 
 def _abstract(sample: Any, batch_size: int) -> Any:
-    def leaf(x: Any) -> jax.ShapeDtypeStruct:
+    def leaf(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
+        if x.dtype.kind in "OSUMm":
+            raise DataError(
+                f"a sample{jax.tree_util.keystr(path)} is of {x.dtype}; give numbers, "
+                "such as token ids of a text"
+            )
         return jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype)
 
-    return jax.tree.map(leaf, sample)
+    return jax.tree_util.tree_map_with_path(leaf, sample)
 
 
 def _digest(samples: Sequence[Any], *facts: Any) -> str:
@@ -254,6 +264,11 @@ class IndexedData(Data):
         number = min(len(self.samples), _MOST)
         some = np.unique(np.linspace(0, min(number, 2**20) - 1, 16).astype(int))
         return _digest([_present(self.samples, int(i)) for i in some], number)
+
+    @property
+    def num_different(self) -> float:
+        """As `Data.num_different`."""
+        return len(self.samples)
 
     @property
     def num_samples(self) -> float:
@@ -355,7 +370,13 @@ class PartData(Data):
         self.read = read
 
     def _whole(self) -> Any:
-        for batch in self.read(0, 1, 0):
+        batches = self.read(0, 1, 0)
+        if not isinstance(batches, Iterable):
+            raise DataError(
+                f"data(0, 1, 0) gives {shown(repr(batches))}; give an iterator of "
+                "batches"
+            )
+        for batch in batches:
             return jax.tree.map(np.asarray, batch)
         raise DataError("data(0, 1, 0) gives no batch; give at least one")
 
