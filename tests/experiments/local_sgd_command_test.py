@@ -104,6 +104,7 @@ def test_results_of_other_settings_data_or_code_are_old(tmp_path, monkeypatch):
     assert local_sgd_sweep.why_old(row, made()) == "code"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_a_folder_of_old_results_says_so(tmp_path, monkeypatch, capsys):
     """Results that were written before are not those of another number of steps."""
     (tmp_path / "text.txt").write_text("alpha beta gamma " * 2000)
