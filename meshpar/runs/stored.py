@@ -25,7 +25,10 @@ def checkpoint_folder(path: str) -> pathlib.Path:
     run = pathlib.Path(path)
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not find_checkpoints(folder):
-        raise CheckpointError(f"{path} holds no checkpoint; give the folder of a run")
+        raise CheckpointError(
+            f"{path} holds no checkpoint; give the folder of a run, such as "
+            "runs/my_run.net"
+        )
     return folder
 
 
