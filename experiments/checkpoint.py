@@ -18,6 +18,7 @@ from experiments import recipes
 from experiments.interchange import runs
 from meshpar.commands import checkpoint, command_line
 from meshpar.errors import CheckpointError
+from meshpar.runs.stored import newest_checkpoint
 
 EXPORT = flags.DEFINE_enum(
     "export", None, ["safetensors"], "Writes the newest weights for transformers."
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         command_line.use_cpu()
         runs.import_weights(run, pathlib.Path(IMPORT.value), config)
         return 0
-    newest = checkpoint.newest(arguments[1])
+    newest = newest_checkpoint(arguments[1])
     command_line.use_cpu()
     runs.export(newest, pathlib.Path(TO.value or run / "huggingface"))
     return 0

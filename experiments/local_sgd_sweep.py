@@ -3,15 +3,18 @@ r"""Compares synchronous training and local SGD: loss against communicated bytes
     python -m experiments.local_sgd_sweep --recipe=tiny --steps=400 --replicas=4
 
 Every case trains the same model on the same text for the same number of steps. A table
-and a plot are written to --workdir; cases that are done are not run again.
+and a plot are written to --workdir; cases that are done are not run again. Results of
+other settings, data or code are old: they stay in the file, and out of the table.
 """
 
+import collections
 import dataclasses
+import hashlib
 import itertools
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -25,7 +28,8 @@ from meshpar.commands.devices import start_devices
 from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError, shown
 from meshpar.layouts.axes import DATA, REPLICA
-from meshpar.runs.config import check_setting, with_mode
+from meshpar.runs.code import code_hash
+from meshpar.runs.config import NEUTRAL, check_setting, values_of, with_mode
 from meshpar.runs.modes import LOCAL_SGD, SYNCHRONOUS
 from meshpar.runs.programs import make_mode
 from meshpar.settings import Number, Path
@@ -40,6 +44,9 @@ STALENESS = flags.DEFINE_list(
     "staleness", ["0", "4"], "s, steps; values of H or more are left out."
 )
 WIRES = flags.DEFINE_list("wires", ["f32", "int8", "int4"], "Compression formats.")
+_READ = {"layout", "lowering", "evaluation_batches"}
+"""Settings that change no step of a run, but the results of a sweep."""
+
 command_line.limit(REPLICAS, Number(2, 4096, "replicas"))
 command_line.limit(SEEDS, Number(1, 10_000, "seeds"))
 command_line.limit(WORKDIR, Path())
@@ -82,12 +89,45 @@ def _done(log: pathlib.Path) -> list[dict[str, Any]]:
         rows = [json.loads(x) for x in log.read_text().splitlines()]
         for row in rows:
             float(row["loss"]), float(row["bytes_per_step"]), row["case"], row["seed"]
+            dict(row.get("made_by", {}))
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{log} is not what this command wrote ({error!r}); mend it, or choose "
             "another --workdir"
         ) from error
     return rows
+
+
+def made_by(config: Config, corpus: data.Corpus) -> dict[str, str]:
+    """What makes the results of a sweep, beside the case and the seed: hashes.
+
+    Args:
+      config: of all cases, with the layout of synchronous training.
+      corpus: the data.
+    """
+    settings = {
+        key: value
+        for key, value in values_of(config)
+        if key in _READ or config.kind_of_change(key) != NEUTRAL
+    }
+    settings.pop("seed")
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode())
+    return {
+        "settings": digest.hexdigest()[:16],
+        "data": corpus.fingerprint,
+        "code": code_hash("meshpar", "experiments"),
+    }
+
+
+def why_old(row: Mapping[str, Any], own: Mapping[str, str]) -> str:
+    """What else made an earlier result, in words; "" for what makes those of now.
+
+    Args:
+      row: the result.
+      own: of `made_by`.
+    """
+    found = row.get("made_by", {})
+    return " and ".join(name for name in own if found.get(name) != own[name])
 
 
 def train(
@@ -130,6 +170,14 @@ def main(_: Sequence[str]) -> int:
     _, devices = start_devices(config)
     corpus = data.load(config.data)
     config = config.fitted(corpus)
+    own = made_by(config, corpus)
+    old = collections.Counter(why for row in rows if (why := why_old(row, own)))
+    for why, number in old.items():
+        console.print(
+            f"{number} result(s) in {log} are old: other {why} made them; they are "
+            "left out"
+        )
+    rows = [row for row in rows if not why_old(row, own)]
     done = {(row["case"], row["seed"]) for row in rows}
     programs = {}
     for case, case_config in configs.items():
@@ -144,7 +192,7 @@ def main(_: Sequence[str]) -> int:
             if (case, seed) in done:
                 continue
             result = train(config, corpus, program, seed)
-            rows.append({"case": case, "seed": seed, **result})
+            rows.append({"case": case, "seed": seed, "made_by": own, **result})
             with log.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             console.print(f"{case}, seed {seed}: loss {result['loss']:.4f}")

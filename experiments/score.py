@@ -3,7 +3,8 @@ r"""Scores a text with the weights of a run: loss, perplexity, log-probabilities
     python -m experiments.score runs/book --data=held_out.txt --layout="fsdp=2,tensor=4"
 
 Without --data it scores the held-out batches of the run: the loss is the one that the
-run evaluates.
+run evaluates. A run of a file of your own is evaluated on its own data, with its
+metrics.
 """
 
 import dataclasses
@@ -16,13 +17,15 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import data
+from experiments import data, recipes
 from experiments.generation import scoring
-from experiments.generation.sources import config_of, newest_checkpoint
 from experiments.recipes.config import Config
 from meshpar.commands import command_line, outputs
+from meshpar.commands import score as of_any_run
 from meshpar.commands.devices import start_devices
 from meshpar.errors import ConfigError
+from meshpar.runs.config import RunConfig
+from meshpar.runs.stored import newest_checkpoint, stored_config, weights_for
 
 OUT = flags.DEFINE_string(
     "out", None, "File for a line {token, text, log_probability} for each token."
@@ -57,14 +60,15 @@ def main(arguments: Sequence[str]) -> int:
     if OUT.value is not None:
         outputs.check_file(OUT.value, "--out")
     checkpoint = newest_checkpoint(arguments[1])
-    config = config_of(checkpoint, command_line.LAYOUT.value)
-    if command_line.BATCH_SIZE.value is not None:
-        size = command_line.BATCH_SIZE.value
-        config = dataclasses.replace(config, batch_size=size)
+    config = stored_config(checkpoint, recipes.CATALOG, command_line.named_recipe())
+    if not isinstance(config, Config):
+        _refuse_texts(config)
+        return of_any_run.main(arguments)
+    config = of_any_run.config_from_flags(config)
     config, corpus, batches = _batches(config)
     layout, devices = start_devices(config)
     program = config.make_program(layout, devices)
-    params = scoring.read_weights(program, checkpoint)
+    params = weights_for(program, checkpoint)
     found = list(scoring.score(program, params, batches))
     scores = scoring.Scores(
         *(np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -80,6 +84,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_texts(config: RunConfig) -> None:
+    """Raises ConfigError for the flags of texts beside a run that knows none."""
+    for flag in (command_line.DATA, OUT):
+        if flag.value is not None:
+            raise ConfigError(
+                f"--{flag.name}={flag.value} is for decoders of the catalog, and the "
+                f"run is of {config.recipe}, which has data of its own; leave it out"
+            )
+
+
 def _write(file: pathlib.Path, scores: scoring.Scores, corpus: data.Corpus) -> None:
     pairs = zip(scores.tokens.tolist(), scores.log_probabilities.tolist(), strict=True)
     lines = (
@@ -93,10 +107,12 @@ if __name__ == "__main__":
     command_line.run(
         main,
         (
+            command_line.RECIPE,
             command_line.LAYOUT,
             command_line.DATA,
             command_line.BATCH_SIZE,
             *command_line.OF_DEVICES,
         ),
         arguments=True,
+        known=recipes.CATALOG,
     )

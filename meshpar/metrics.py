@@ -5,6 +5,7 @@ kind of a number says how the numbers of the parts become the number of the batc
 metric may be an array, such as one number for each class: its entries are numbers.
 """
 
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -167,12 +168,31 @@ def loss_result(result: Any) -> LossResult:
             f"loss_fn returned a loss of kind {type(loss).__name__}; return a scalar "
             "(the mean over the batch) or meshpar.metrics.Mean(total, weight)"
         )
+    if not _is_number(loss):
+        raise MeshparError(
+            f"loss_fn returned {_told(loss)}; return a real scalar, such as the mean "
+            "over the batch"
+        )
     if jnp.ndim(loss):
         raise MeshparError(
             f"loss_fn returned a loss of shape {jnp.shape(loss)}; return a scalar "
             "(the mean over the batch) or meshpar.metrics.Mean(total, weight)"
         )
     return LossResult(loss, _checked(aux))
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a value is a real number or an array of them."""
+    if (dtype := getattr(x, "dtype", None)) is None:
+        return isinstance(x, numbers.Real)
+    real = jnp.floating, jnp.integer, jnp.bool_
+    return any(jnp.issubdtype(dtype, kind) for kind in real)
+
+
+def _told(x: Any) -> str:
+    """A value that is no real number, in words."""
+    known = getattr(x, "dtype", None)
+    return f"numbers of {known}" if known is not None else f"a {type(x).__name__}"
 
 
 def _checked(aux: dict[str, Any]) -> dict[str, Any]:
@@ -184,6 +204,13 @@ def _checked(aux: dict[str, Any]) -> dict[str, Any]:
 
 def _check_metric(name: str, value: Any, aux: dict[str, Any]) -> None:
     """Raises MeshparError if a metric's name is taken or its value is no number."""
+    if not isinstance(name, str):
+        raise MeshparError(f"aux[{name!r}]: give every metric a text as its name")
+    for x in value if isinstance(value, KINDS) else (value,):
+        if not _is_number(x):
+            raise MeshparError(
+                f"aux[{name!r}] is {_told(x)}; give a real number or an array of them"
+            )
     if name in RESERVED:
         raise MeshparError(
             f"aux[{name!r}] has the name of a metric that every step reports; rename it"

@@ -1,7 +1,8 @@
-"""Comparison of two runs, bit for bit: metrics of every step, evaluations, state."""
+"""Comparison of two runs: metrics of every step, evaluations, state."""
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,13 @@ _OF_TIME = {
     *map(startup.metric_name, startup.PARTS),
 }
 """Metrics that two equal runs do not share."""
+METRICS, STATE, LOSS = "metrics", "state", "loss"
+"""Promises of a mode of training: every metric and the state are equal bit for bit; the
+state and the loss of the end are, where islands on the way are a step apart; or only
+the loss of the end is near, where it depends on timing."""
+
+_NEAR = 0.1
+"""Largest relative difference of losses that are near."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,21 +77,51 @@ def _read(item: pathlib.Path) -> dict[str, np.ndarray]:
         return leaves_by_path(reader.restore(item, args=whole))
 
 
-def first_difference(found: Results, expected: Results) -> str:
-    """The first thing in which a run differs from another; "" if they are equal."""
+def first_difference(found: Results, expected: Results, promise: str = METRICS) -> str:
+    """The first thing in which a run breaks a promise; "" if it keeps it.
+
+    Args:
+      found: the results of the run.
+      expected: those of an undisturbed one.
+      promise: `METRICS`, `STATE` or `LOSS`.
+    """
+    if promise == METRICS:
+        difference = _of_rows(found, expected)
+    else:
+        difference = _of_the_end(found, expected, 0.0 if promise == STATE else _NEAR)
+    if difference:
+        return difference
+    if found.step != expected.step:
+        return f"the last checkpoint is of step {found.step}, not {expected.step}"
+    for path in {**expected.tensors, **found.tensors} if promise != LOSS else ():
+        difference = _differ(found.tensors.get(path), expected.tensors.get(path))
+        if difference:
+            return f"the last checkpoint: {path} {difference}"
+    return ""
+
+
+def _of_rows(found: Results, expected: Results) -> str:
+    """The first difference of the metrics of all steps; "" if they are equal."""
     for step in sorted({*found.values, *expected.values}):
         ours, theirs = found.values.get(step, {}), expected.values.get(step, {})
         for name in {**theirs, **ours}:
             difference = _differ(ours.get(name), theirs.get(name))
             if difference:
                 return f"step {step}: {name} {difference}"
-    if found.step != expected.step:
-        return f"the last checkpoint is of step {found.step}, not {expected.step}"
-    for path in {**expected.tensors, **found.tensors}:
-        difference = _differ(found.tensors.get(path), expected.tensors.get(path))
-        if difference:
-            return f"the last checkpoint: {path} {difference}"
     return ""
+
+
+def _of_the_end(found: Results, expected: Results, tolerance: float) -> str:
+    """A step that is missing, or a last held-out loss elsewhere; "" without."""
+    if missing := sorted(expected.values.keys() - found.values.keys()):
+        return f"step {missing[0]} is missing"
+    ours, theirs = (
+        x.values[max(expected.values)].get(metrics.EVALUATION_LOSS, math.nan)
+        for x in (found, expected)
+    )
+    if abs(ours - theirs) <= tolerance * abs(theirs):
+        return ""
+    return f"the last held-out loss is {ours}, not {theirs}"
 
 
 def _differ(found: Any, expected: Any) -> str:

@@ -10,14 +10,19 @@ from collections.abc import Iterator
 from experiments.faults import kinds
 from experiments.faults.comparison import Results, first_difference, read_results
 from experiments.faults.draws import Fault, draw_faults
-from experiments.faults.scenarios import SCENARIOS, write_text
+from experiments.faults.scenarios import RECIPE, SCENARIOS, write_text
 from experiments.faults.watched import HungError, LostError, WatchedRun
 from experiments.supervision.restarts import FINAL
+from meshpar.errors import ConfigError
 from meshpar.multihost.watchdog import END, FIRST_STEP, START
 
-SURVIVED, LOST, HUNG = "survived", "lost", "hung"
-VERDICTS = (SURVIVED, LOST, HUNG)
-"""How runs end, and with each run all faults that it was struck by."""
+RECOVERED, LOST, SILENT, HUNG = "recovered", "lost", "silent", "hung"
+VERDICTS = (RECOVERED, LOST, SILENT, HUNG)
+"""How runs end, and with each run all faults that it was struck by.
+
+A lost run ends with an error that no resumption mends; a silent one ends well, with
+other results than an undisturbed one.
+"""
 
 FAULTS_PER_RUN = 10
 _MOST_STARTS = 2 * FAULTS_PER_RUN
@@ -36,8 +41,8 @@ class Report:
       scenario: its name.
       struck: (kind, section that the run was in) of every fault.
       verdict: one of `VERDICTS`.
-      why: what was wrong; "" if it survived.
-      folder: its files, which are kept unless it survived.
+      why: what was wrong; "" if it recovered.
+      folder: its files, which are kept unless it recovered.
       starts: how often it was started by hand.
       seconds: how long it took.
     """
@@ -59,15 +64,18 @@ def _is_ahead(fault: Fault, section: str) -> bool:
 class Conductor:
     """Runs one scenario, unbroken at first and then under faults."""
 
-    def __init__(self, name: str, folder: pathlib.Path, seed: int):
+    def __init__(
+        self, name: str, folder: pathlib.Path, seed: int, recipe: str = RECIPE
+    ):
         """Prepares the scenario; starts nothing yet.
 
         Args:
           name: of the scenario.
           folder: for the files of all its runs.
           seed: of the faults.
+          recipe: what the runs train.
         """
-        self.name, self._folder = name, folder / name
+        self.name, self._folder, self._recipe = name, folder / name, recipe
         self._scenario = SCENARIOS[name]
         self._faults: Iterator[Fault] = draw_faults(seed, name, self._scenario)
         self._hand: collections.deque[Fault] = collections.deque()
@@ -81,7 +89,7 @@ class Conductor:
         folder = self._folder / name
         data, cache = self._folder / "text.txt", self._folder / "cache"
         return WatchedRun(
-            self._scenario.command(folder, data),
+            self._scenario.command(folder, data, self._recipe),
             self._scenario.environment(cache),
             folder,
             self._scenario.processes,
@@ -94,6 +102,7 @@ class Conductor:
           How long it took, in seconds.
 
         Raises:
+          ConfigError: the recipe cannot be trained so.
           LostError, HungError: it did not end well.
         """
         began = entered = time.monotonic()
@@ -107,6 +116,10 @@ class Conductor:
                     section, entered = new, now
                     visits[new] += 1
                 run.rest()
+        except LostError as error:
+            if run.code() == 2:
+                raise ConfigError(str(error)) from error
+            raise
         finally:
             run.kill()
         self._usual = {name: spent[name] / visits[name] for name in spent}
@@ -122,7 +135,7 @@ class Conductor:
         """
         began, self._num_runs = time.monotonic(), self._num_runs + 1
         run = self._start(f"run-{self._num_runs}")
-        report = Report(self.name, [], SURVIVED, "", run.folder, 1, 0.0)
+        report = Report(self.name, [], RECOVERED, "", run.folder, 1, 0.0)
         most = min(most, FAULTS_PER_RUN)
         try:
             while not self._is_over(run):
@@ -131,8 +144,9 @@ class Conductor:
                 else:
                     time.sleep(_END_POLL_S)
             found = read_results(run.folder / "run")
-            report.why = first_difference(found, self._expected)
-            report.verdict = LOST if report.why else SURVIVED
+            promise = self._scenario.promise
+            report.why = first_difference(found, self._expected, promise)
+            report.verdict = SILENT if report.why else RECOVERED
         except HungError as error:
             report.verdict, report.why = HUNG, str(error)
         except Exception as error:  # Of results that cannot be read, as well.
@@ -140,7 +154,7 @@ class Conductor:
         finally:
             run.kill()
         report.starts, report.seconds = run.starts, time.monotonic() - began
-        if report.verdict == SURVIVED:
+        if report.verdict == RECOVERED:
             shutil.rmtree(run.folder)
         return report
 

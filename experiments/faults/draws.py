@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from experiments.faults.scenarios import Scenario
 from meshpar.multihost.watchdog import EVALUATION, SAVE, SECTIONS, START, STEP
 
-KILL, KILL_SUPERVISOR, PAUSE = "kill", "kill_supervisor", "pause"
-FULL_DISK, TORN_FILE, GARBAGE = "full_disk", "torn_file", "garbage"
+KILL, KILL_SUPERVISOR, STOP, PAUSE = "kill", "kill_supervisor", "stop", "pause"
+FULL_DISK, SLOW_DISK = "full_disk", "slow_disk"
+CUT_FILE, FLIPPED_BIT, REMOVED_FILE = "cut_file", "flipped_bit", "removed_file"
+GARBAGE = "garbage"
 
-_COPIES = {KILL: 2, KILL_SUPERVISOR: 1, PAUSE: 2, FULL_DISK: 1, TORN_FILE: 1}
-"""{kind: how often a deck holds it for each section}."""
+_EVERYWHERE = (KILL, KILL_SUPERVISOR, STOP, PAUSE, FULL_DISK, SLOW_DISK)
+_EVERYWHERE += (CUT_FILE, FLIPPED_BIT, REMOVED_FILE)
 _COPIES_OF_GARBAGE = 6
-KINDS = (*_COPIES, GARBAGE)
+KINDS = (*_EVERYWHERE, GARBAGE)
 """Kinds of faults, in the order of reports."""
 
 _REPEATED = (STEP, EVALUATION, SAVE)
@@ -52,7 +54,7 @@ def draw_faults(seed: int, name: str, scenario: Scenario) -> Iterator[Fault]:
       scenario: garbage only reaches the port of one with several processes.
     """
     draw = random.Random(f"{seed}/{name}")
-    cards = [(k, s) for k, n in _COPIES.items() for s in SECTIONS for _ in range(n)]
+    cards = [(kind, section) for kind in _EVERYWHERE for section in SECTIONS]
     if scenario.processes > 1:
         cards += [(GARBAGE, START)] * _COPIES_OF_GARBAGE
     while True:

@@ -1,5 +1,6 @@
 """Kinds of faults: each strikes a watched run once, and says in which section."""
 
+import functools
 import random
 import resource
 import signal
@@ -8,7 +9,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from experiments.faults import draws, torn
+from experiments.faults import draws, slow_disk, torn
 from experiments.faults.draws import Fault
 from experiments.faults.watched import POLL_S, WatchedRun, is_running, send, variables
 from meshpar.multihost import address
@@ -18,6 +19,7 @@ _LONGEST_PAUSE_S = 2.0
 _FILE_LIMITS = (0, 4096, 1 << 16)
 """Largest sizes of files, in bytes, that stand in for a full disk."""
 _SHORTLY_S = 1.0
+_LONGEST_SLOW_S = 4.0
 _CONNECTIONS = 12
 _CONNECTION_S = 0.5
 
@@ -35,6 +37,15 @@ def _kill_supervisor(run: WatchedRun, draw: random.Random) -> str:
     """Kills the supervisor; its processes have to end with it."""
     section = run.section()
     run.kill()
+    return section
+
+
+def _stop(run: WatchedRun, draw: random.Random) -> str:
+    """Asks one process to end, as a cluster does before it takes a machine."""
+    pids, section = run.pids(), run.section()
+    if not pids:
+        return ""
+    send(pids[draw.choice(sorted(pids))], signal.SIGTERM)
     return section
 
 
@@ -73,12 +84,21 @@ def _full_disk(run: WatchedRun, draw: random.Random) -> str:
     return section
 
 
-def _torn_file(run: WatchedRun, draw: random.Random) -> str:
+def _slow_disk(run: WatchedRun, draw: random.Random) -> str:
+    """Lets every file that the run opens, renames or removes take its time."""
+    section = run.section()
+    slow_disk.flag(run.folder).touch()
+    time.sleep(draw.uniform(0, _LONGEST_SLOW_S))
+    slow_disk.flag(run.folder).unlink()
+    return section
+
+
+def _damaged(damage: torn.Damage, run: WatchedRun, draw: random.Random) -> str:
     """Kills all processes and damages a file before the supervisor starts them again.
 
     A run that has no file yet is left alone.
     """
-    section, tear = run.section(), torn.choose(run.folder, draw)
+    section, tear = run.section(), torn.choose(run.folder, damage, draw)
     if not section or tear is None:
         return ""
     send(run.supervisor, signal.SIGSTOP)
@@ -143,9 +163,13 @@ def _garbage(run: WatchedRun, draw: random.Random) -> str:
 _STRIKES: dict[str, Callable[[WatchedRun, random.Random], str]] = {
     draws.KILL: _kill,
     draws.KILL_SUPERVISOR: _kill_supervisor,
+    draws.STOP: _stop,
     draws.PAUSE: _pause,
     draws.FULL_DISK: _full_disk,
-    draws.TORN_FILE: _torn_file,
+    draws.SLOW_DISK: _slow_disk,
+    draws.CUT_FILE: functools.partial(_damaged, torn.cut),
+    draws.FLIPPED_BIT: functools.partial(_damaged, torn.flip),
+    draws.REMOVED_FILE: functools.partial(_damaged, torn.remove),
     draws.GARBAGE: _garbage,
 }
 

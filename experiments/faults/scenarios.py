@@ -11,15 +11,20 @@ import pathlib
 import random
 import sys
 
-from meshpar.layouts.axes import DATA, FSDP, PIPE, REPLICA
+from experiments.faults.comparison import LOSS, METRICS, STATE
+from meshpar.layouts.axes import DATA, FSDP, PIPE, REPLICA, TENSOR
+from meshpar.runs.modes import ISLANDS, LOCAL_SGD
 
 STEPS = 24
 """Steps of every run; the intervals below divide it, and each other seldom."""
 
 _SETTINGS = (
     *("checkpoint_every=3", "evaluate_every=4", "evaluation_batches=1"),
-    *("keep_checkpoints=3", "sample_tokens=0"),
+    "keep_checkpoints=3",
 )
+RECIPE = "tiny"
+"""The recipe of the catalog that is broken by default; it trains on a text."""
+
 _WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")
 _NUM_WORDS = 20_000
 
@@ -34,6 +39,7 @@ class Scenario:
       flags: further flags of its command.
       settings: further settings (`--set`).
       local: whether it also keeps checkpoints on a local disk.
+      promise: what equals an undisturbed run: `METRICS`, `STATE` or `LOSS`.
     """
 
     layout: str
@@ -41,17 +47,24 @@ class Scenario:
     flags: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     local: bool = False
+    promise: str = METRICS
 
-    def command(self, folder: pathlib.Path, data: pathlib.Path) -> list[str]:
+    def command(
+        self, folder: pathlib.Path, data: pathlib.Path, recipe: str = RECIPE
+    ) -> list[str]:
         """The words of the run's command.
 
         Args:
           folder: holds the run's folder `run`, and its local disk `disk`.
-          data: the text to train on.
+          data: the text to train on; a recipe of a file has data of its own.
+          recipe: `RECIPE`, or FILE.py:FUNCTION.
         """
-        words = [sys.executable, "-m", "experiments.run", "--recipe=tiny"]
-        words += [f"--layout={self.layout}", f"--steps={STEPS}", "--platform=cpu"]
-        words += [f"--data={data}", f"--workdir={folder / 'run'}", *self.flags]
+        words = [sys.executable, "-m", "experiments.faults.slow_disk", str(folder)]
+        words += ["experiments.run", f"--recipe={recipe}", "--platform=cpu"]
+        words += [f"--layout={self.layout}", f"--steps={STEPS}"]
+        words += [f"--workdir={folder / 'run'}", *self.flags]
+        if recipe == RECIPE:
+            words += [f"--data={data}", "--set=sample_tokens=0"]
         if self.local:
             words.append(f"--checkpoint_local_dir={folder / 'disk'}")
         return words + [f"--set={setting}" for setting in (*_SETTINGS, *self.settings)]
@@ -72,10 +85,11 @@ class Scenario:
 
 SCENARIOS: dict[str, Scenario] = {
     "two_processes": Scenario(f"{FSDP}=2", processes=2),
+    "tensor": Scenario(f"{TENSOR}=2"),
     "pipeline": Scenario(f"{PIPE}=2,microbatches=4"),
     "local_sgd": Scenario(
         f"{REPLICA}=2",
-        flags=("--optimizer_mode=local_sgd",),
+        flags=(f"--optimizer_mode={LOCAL_SGD}",),
         settings=("local_sgd.period=5", "local_sgd.staleness=2")
         + ("local_sgd.outer=nesterov", "local_sgd.wire=int8"),
     ),
@@ -83,6 +97,19 @@ SCENARIOS: dict[str, Scenario] = {
         f"{DATA}=2",
         settings=("checkpoint_every=6", "checkpoint_local_every=2"),
         local=True,
+    ),
+    "islands": Scenario(
+        f"{DATA}=1",
+        flags=(f"--optimizer_mode={ISLANDS}",),
+        settings=("islands.workers=2", "islands.consistency=bsp"),
+        promise=STATE,
+    ),
+    "islands_ray": Scenario(
+        f"{DATA}=1",
+        flags=(f"--optimizer_mode={ISLANDS}",),
+        settings=("islands.workers=2", "islands.consistency=ssp:1")
+        + ("islands.host=ray",),
+        promise=LOSS,
     ),
 }
 """{name: scenario}."""

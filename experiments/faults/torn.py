@@ -1,4 +1,4 @@
-"""Torn files, as a crash of a machine or a bad disk leaves them."""
+"""Damaged files, as a crash of a machine or a bad disk leaves them."""
 
 import json
 import os
@@ -11,11 +11,12 @@ from meshpar.runs.metrics import METRICS
 _NOISE = 64
 
 
-def _truncate(file: pathlib.Path, draw: random.Random) -> None:
+def cut(file: pathlib.Path, draw: random.Random) -> None:
+    """Cuts the end off."""
     os.truncate(file, draw.randrange(file.stat().st_size))
 
 
-def _flip(file: pathlib.Path, draw: random.Random) -> None:
+def flip(file: pathlib.Path, draw: random.Random) -> None:
     """Flips one bit."""
     with file.open("r+b") as opened:
         place = draw.randrange(file.stat().st_size)
@@ -23,6 +24,11 @@ def _flip(file: pathlib.Path, draw: random.Random) -> None:
         byte = opened.read(1)[0] ^ (1 << draw.randrange(8))
         opened.seek(place)
         opened.write(bytes([byte]))
+
+
+def remove(file: pathlib.Path, draw: random.Random) -> None:
+    """Removes the file."""
+    file.unlink()
 
 
 def _steps(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
@@ -37,10 +43,11 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(file for file in files if file.stat().st_size)
 
 
-def _damage_newest(steps: list[tuple[int, pathlib.Path]], draw: random.Random) -> None:
-    """Damages one file of the newest checkpoint that has any; a kill leaves some."""
-    files = [found for _, path in steps if (found := _files(path))][-1]
-    draw.choice((_truncate, _flip))(draw.choice(files), draw)
+def _newest_file(
+    steps: list[tuple[int, pathlib.Path]], draw: random.Random
+) -> pathlib.Path:
+    """A file of the newest checkpoint that has any; a kill leaves some without."""
+    return draw.choice([found for _, path in steps if (found := _files(path))][-1])
 
 
 def _shared(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
@@ -81,20 +88,28 @@ def _length_up_to(data: bytes, step: int) -> int:
     return end
 
 
-def choose(folder: pathlib.Path, draw: random.Random) -> Callable[[], None] | None:
+Damage = Callable[[pathlib.Path, random.Random], None]
+"""`cut`, `flip` or `remove`."""
+
+
+def choose(
+    folder: pathlib.Path, damage: Damage, draw: random.Random
+) -> Callable[[], None] | None:
     """A damage to a file of a run that is down; None if it has no file yet.
 
-    The newest of at least two shared checkpoints, the newest local one, or the metrics.
+    The newest of at least two shared checkpoints or the newest local one; metrics can
+    be cut.
 
     Args:
       folder: holds the run's folder `run`, and its local disk `disk`.
-      draw: chooses the file and the damage.
+      damage: what is done to the file.
+      draw: chooses the file and the place.
     """
     tears: list[Callable[[], None]] = []
     if len(_shared(folder)) > 1:
-        tears.append(lambda: _damage_newest(_shared(folder), draw))
+        tears.append(lambda: damage(_newest_file(_shared(folder), draw), draw))
     if any(_files(path) for _, path in _local(folder)):
-        tears.append(lambda: _damage_newest(_local(folder), draw))
-    if (folder / "run" / METRICS).exists():
+        tears.append(lambda: damage(_newest_file(_local(folder), draw), draw))
+    if damage is cut and (folder / "run" / METRICS).exists():
         tears.append(lambda: _tear_metrics(folder, draw))
     return draw.choice(tears) if tears else None

@@ -10,7 +10,6 @@ import meshpar
 from experiments.models.attention import Packed
 from experiments.recipes.config import Config
 from meshpar.arrays import Array, Params
-from meshpar.checkpoint import StoredCheckpoint, read_params
 from meshpar.errors import DataError, shown
 from meshpar.ops import vocabulary
 
@@ -63,20 +62,6 @@ def whole_text(tokens: np.ndarray, config: Config) -> list[dict[str, np.ndarray]
     ]
 
 
-def read_weights(program: meshpar.TrainProgram, checkpoint: StoredCheckpoint) -> Params:
-    """The weights of a checkpoint as a program stores them, without optimizer state.
-
-    Raises:
-      CheckpointError: they cannot be read.
-    """
-    params = read_params(checkpoint, program.portable_state.params)
-    if program.layer_order is None:
-        return params
-    shardings = {path: x.sharding for path, x in program.abstract_params.items()}
-    order = jax.jit(program.layer_order.as_stored, out_shardings=shardings)
-    return order(params)
-
-
 def score(
     program: meshpar.TrainProgram, params: Params, batches: list[dict[str, np.ndarray]]
 ) -> Iterator[Scores]:
@@ -84,7 +69,7 @@ def score(
 
     Args:
       program: of the run.
-      params: from `read_weights`.
+      params: from `meshpar.runs.stored.read_weights`.
       batches: of a text, or of held-out data.
     """
 

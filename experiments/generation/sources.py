@@ -19,15 +19,13 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
 from experiments.recipes.config import Config
 from meshpar.arrays import Params
-from meshpar.checkpoint import StoredCheckpoint, find_checkpoints, read_params
-from meshpar.errors import CheckpointError, ConfigError
-from meshpar.layouts.axes import DATA, REPLICA
+from meshpar.checkpoint import StoredCheckpoint, read_params
+from meshpar.errors import ConfigError
+from meshpar.layouts.axes import DATA
 from meshpar.layouts.offload import PARAMETERS
 from meshpar.lowering.given_params import place_params
 from meshpar.runs import programs
-from meshpar.runs.config import with_mode
-from meshpar.runs.modes import SYNCHRONOUS
-from meshpar.runs.stored import stored_config
+from meshpar.runs.stored import as_one_model, newest_checkpoint, stored_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +53,6 @@ class Source:
     load: Callable[[meshpar.generation.Generator], Params]
 
 
-def newest_checkpoint(path: str) -> StoredCheckpoint:
-    """The newest complete checkpoint of a run, given its folder or their folder.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    run = pathlib.Path(path)
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    complete = [c for c in find_checkpoints(folder) if not c.problem]
-    if not complete:
-        raise CheckpointError(
-            f"{path} holds no complete checkpoint; give the folder of a run"
-        )
-    return complete[-1]
-
-
 def config_of(checkpoint: StoredCheckpoint, layout: str | None) -> Config:
     """The configuration of a run as one model under a layout.
 
@@ -81,13 +63,14 @@ def config_of(checkpoint: StoredCheckpoint, layout: str | None) -> Config:
     Raises:
       MeshparError: a configuration or a layout that cannot be read.
     """
-    config = recipes.of_decoder(stored_config(checkpoint, recipes.CATALOG))
-    config = with_mode(config, SYNCHRONOUS)
-    parsed = meshpar.layouts.parse(layout or config.layout or f"{DATA}=1")
-    if layout is None and parsed.replica > 1:
-        data = {DATA: parsed.data * parsed.replica, REPLICA: 1}
-        parsed = dataclasses.replace(parsed, **data)
-    return dataclasses.replace(config, layout=str(parsed), lowering="")
+    config = stored_config(checkpoint, recipes.CATALOG)
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"{checkpoint.path} is of {config.recipe}, and this command needs a "
+            "decoder of the catalog, whose tokens it knows; use meshpar.generator in a "
+            "script"
+        )
+    return as_one_model(config, layout)
 
 
 def find_source(path: str, layout: str | None, tokenizer: str | None) -> Source:

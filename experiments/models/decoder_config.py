@@ -142,7 +142,7 @@ class DecoderConfig:
             raise ValueError(
                 f"embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}: "
                 "kv_heads must divide heads, and heads must divide embed; use other "
-                "numbers, set in an order that always fits"
+                "numbers"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rope needs an even head_dim")
@@ -176,6 +176,29 @@ class DecoderConfig:
             raise ValueError(
                 "float8=True: experts do not multiply in float8; use float8=False"
             )
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """As `RunConfig.unread`."""
+        found = {}
+        if not self.window:
+            found["window_rope_theta"] = "model.window=0"
+        if not self.rope_length:
+            found |= dict.fromkeys(("rope_low", "rope_high"), "model.rope_length=0")
+        if self.rope_factor == 1:
+            found["rope_length"] = "model.rope_factor=1"
+        if self.position != "rope":
+            names = *_OF_ROPE, "window_rope_theta"
+            found |= dict.fromkeys(names, f"model.position={self.position}")
+        if self.bias:
+            found["attention_bias"] = "model.bias=True"
+        of_other = ("exchange_bound",)
+        if self.routing == "dropless":
+            of_other = ("capacity_factor", "routing_group")
+        found |= dict.fromkeys(of_other, f"model.routing={self.routing}")
+        if not self.num_experts:
+            found |= dict.fromkeys(_OF_EXPERTS, "model.num_experts=0")
+        return found
 
     @property
     def matmul(self) -> Callable | None:
@@ -252,6 +275,14 @@ class DecoderConfig:
         seen *= self.depth // len(self.windows)
         return 6 * weights + 12 * self.heads * self.head_dim * seen
 
+
+_OF_EXPERTS = (
+    *("experts_per_token", "shared_experts", "routing", "capacity_factor"),
+    *("routing_group", "exchange_bound", "router_score", "normalize_weights"),
+    *("weight_scale", "router_nodes", "nodes_per_token", "router_bias"),
+    *("router_jitter", "balance_loss", "z_loss"),
+)
+_OF_ROPE = ("rope_theta", "rope_factor", "rope_length", "rope_low", "rope_high")
 
 _PLAIN = dict(
     score_width=0,

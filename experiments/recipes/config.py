@@ -1,6 +1,7 @@
 """Configuration of a decoder's run, from which its model, optimizer and data follow."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
@@ -10,6 +11,7 @@ import optax
 
 import meshpar
 from experiments.data import Corpus, DataConfig, load, padded_unevenly, unigram_loss
+from experiments.data.files import TOKEN_SUFFIXES
 from experiments.models import linen_decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
@@ -18,9 +20,11 @@ from experiments.recipes.sampling import sample
 from experiments.recipes.token_data import TokenData, check_vocabulary
 from meshpar.arrays import Params
 from meshpar.errors import ConfigError
+from meshpar.islands.mode import GRADIENTS
 from meshpar.layouts.axes import DATA, FSDP, TENSOR
 from meshpar.runs import programs
 from meshpar.runs.config import NEUTRAL, OF_MODEL, RunConfig, settings_of
+from meshpar.runs.modes import ISLANDS
 from meshpar.runs.run import Run
 from meshpar.settings import Choice, Number
 
@@ -196,6 +200,22 @@ class Config(RunConfig):
     def decides_samples(self) -> frozenset[str]:
         """As `RunConfig.decides_samples`."""
         return super().decides_samples | {"data.held_out", "model.length"}
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """As `RunConfig.unread`."""
+        found = {}
+        if not self.model.router_bias:
+            found["optimizer.router_bias_rate"] = "model.router_bias=False"
+        if pathlib.Path(self.data.path).suffix not in TOKEN_SUFFIXES:
+            found["data.separator"] = "data that is no file of token ids"
+        algorithm = self.islands.algorithm
+        if self.optimizer_mode == ISLANDS and algorithm in GRADIENTS:
+            names = (x.name for x in dataclasses.fields(self.optimizer))
+            keys = (f"optimizer.{name}" for name in names if name != "clip_norm")
+            why = f"islands.algorithm={algorithm}, whose optimizer is the store's"
+            found |= dict.fromkeys(keys, why)
+        return super().unread | found
 
     @property
     def plan_facts(self) -> dict[str, Any]:

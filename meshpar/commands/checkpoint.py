@@ -6,7 +6,6 @@ r"""Checkpoints of a run: lists them, or asks whether a layout can resume.
 The recipe of a file has to be named, as its code is run. The command uses only the CPU.
 """
 
-import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -22,7 +21,7 @@ from meshpar.runs import programs
 from meshpar.runs.catalog import FILES_ALONE, Catalog
 from meshpar.runs.config import with_mode
 from meshpar.runs.modes import LOCAL_SGD, SYNCHRONOUS
-from meshpar.runs.stored import stored_config
+from meshpar.runs.stored import checkpoint_folder, newest_checkpoint, stored_config
 
 CAN_RESUME = flags.DEFINE_string(
     "can_resume", None, "A layout: says whether it could resume the run, or why not."
@@ -33,41 +32,6 @@ TAKES = (command_line.RECIPE,)
 """The shared flags that it reads."""
 
 
-def folder_of(path: str) -> pathlib.Path:
-    """The folder of checkpoints, given itself or the folder of its run.
-
-    Raises:
-      CheckpointError: there is no checkpoint.
-    """
-    run = pathlib.Path(path)
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if not persistent.find_checkpoints(folder):
-        raise CheckpointError(f"{path} holds no checkpoint; give the folder of a run")
-    return folder
-
-
-def newest(path: str) -> persistent.StoredCheckpoint:
-    """The newest complete checkpoint of a run.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    folder = folder_of(path)
-    found = persistent.find_checkpoints(folder)
-    complete = [checkpoint for checkpoint in found if not checkpoint.problem]
-    if not complete:
-        raise CheckpointError(
-            f"no checkpoint in {folder} is complete; without flags this command lists "
-            "them with their problems"
-        )
-    return complete[-1]
-
-
-def _recipe() -> str:
-    """The recipe that the user has named; "" for none."""
-    return command_line.RECIPE.value if command_line.RECIPE.present else ""
-
-
 def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
     """A reason why a layout cannot resume from a checkpoint; "" if it can.
 
@@ -75,7 +39,8 @@ def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
       checkpoint: the checkpoint, with metadata.
       text: the layout string.
     """
-    config = stored_config(checkpoint, command_line.catalog(), _recipe())
+    named = command_line.named_recipe()
+    config = stored_config(checkpoint, command_line.catalog(), named)
     layout = parse(text)
     mode = LOCAL_SGD if layout.replica > 1 else SYNCHRONOUS
     if config.optimizer_mode != mode:
@@ -102,12 +67,12 @@ def main(arguments: Sequence[str]) -> int:
         raise CheckpointError("--can_resume=: write a layout, such as fsdp=8")
     if CAN_RESUME.value is None:
         command_line.refuse_unread()
-        folder = folder_of(arguments[1])
+        folder = checkpoint_folder(arguments[1])
         checkpoints = persistent.find_checkpoints(folder)
         print_checkpoints(checkpoints, folder.parent / "corrupt")
         return 0
     command_line.refuse_unread(command_line.RECIPE)
-    checkpoint = newest(arguments[1])
+    checkpoint = newest_checkpoint(arguments[1])
     if reason := why_not(checkpoint, CAN_RESUME.value):
         print(f"no: {reason}")
         return 1

@@ -142,6 +142,11 @@ _KEYS = {DATA.name: "data.path", TOKENIZER.name: "data.tokenizer"}
 """{flag: key of its setting}, where the two differ."""
 
 
+def named_recipe() -> str:
+    """The recipe that the user has named; "" for none."""
+    return RECIPE.value if RECIPE.present else ""
+
+
 def config_from_flags() -> RunConfig:
     """The recipe with all changes from the flags that the command takes.
 

@@ -5,6 +5,7 @@
     meshpar explain my_run.py:gpt --layout=fsdp=8 --topology=v5e:2x4
     meshpar plan my_run.py:gpt --topology=v5p:4x4x4 --batch_size=512
     meshpar checkpoint runs/my_run.gpt --can_resume=fsdp=4 --recipe=my_run.py:gpt
+    meshpar score runs/my_run.gpt --recipe=my_run.py:gpt
     meshpar goodput runs/my_run.gpt
 
 A recipe is FILE.py:FUNCTION or MODULE:FUNCTION, and the function returns a
@@ -17,8 +18,8 @@ import sys
 
 from meshpar.errors import nearest
 
-COMMANDS = ("run", "verify", "explain", "plan", "checkpoint", "goodput")
-_FOLDERS = ("checkpoint", "goodput")
+COMMANDS = ("run", "verify", "explain", "plan", "checkpoint", "score", "goodput")
+_FOLDERS = ("checkpoint", "score", "goodput")
 """Commands whose word is a folder and no recipe."""
 
 

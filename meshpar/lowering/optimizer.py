@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.arrays import Array, Params, abstract, leaves_by_path, stack_of_row
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, shown
 from meshpar.jaxprs.layer_values import LayerValues, Leaf
 from meshpar.jaxprs.reach import Reach, read_reach
 from meshpar.lowering.branchless import without_branches
@@ -262,7 +262,13 @@ def _initial(
         try:
             return flat, jax.eval_shape(transformation.init, flat.nest(params))
         except Exception:
-            raise error from None
+            if isinstance(error, MeshparError):
+                raise error from None
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise MeshparError(
+                f"the optimizer cannot start from the model's weights: "
+                f"{shown(told, 400)}; give masks and labels of the model's own tree"
+            ) from error
 
 
 def _refuse_lookahead(state: Any) -> None:

@@ -46,6 +46,11 @@ def abstract_modules(
 
     def build() -> list[nnx.State]:
         whole = make_model(nnx.Rngs(0))
+        if not isinstance(whole, nnx.Module):
+            raise MeshparError(
+                f"the function that builds the model returned a "
+                f"{type(whole).__name__}; return an nnx.Module"
+            )
         _mark_arrays(whole)
         splits = [nnx.split(module) for module in (whole, *parts(whole))]
         graphs.extend(graph for graph, _ in splits)

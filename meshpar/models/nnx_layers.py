@@ -49,9 +49,10 @@ def module_at(module: nnx.Module, path: str, option: str) -> Any:
         if not hasattr(module, name):
             kinds = nnx.Module, nnx.List
             modules = (k for k, v in vars(module).items() if isinstance(v, kinds))
+            known = ", ".join(sorted(modules)) or "none"
             raise MeshparError(
-                f"{option}: {type(module).__name__} has no "
-                f"attribute {name!r}; its modules are {', '.join(sorted(modules))}"
+                f"{option}: {type(module).__name__} has no attribute {name!r}; its "
+                f"modules are {known}; name one of them, or leave it out"
             )
         module = getattr(module, name)
     return module

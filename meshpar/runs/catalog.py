@@ -34,7 +34,7 @@ class Catalog(NamedTuple):
             return recipe_file.config_of(name)
         if name in self.recipes:
             return self.recipes[name]()
-        what = f"no recipe {name!r}" if name else "no recipe is given"
+        what = f"no recipe {shown(name)!r}" if name else "no recipe is given"
         known = f" ({nearest(name, self.recipes)})" if self.recipes else ""
         raise ConfigError(
             f"{what}{known}; a recipe of your own is FILE.py:FUNCTION or "

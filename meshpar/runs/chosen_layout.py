@@ -50,7 +50,7 @@ def _planned(
       MeshparError: no layout fits.
     """
     config, run = config.prepared()
-    facts = planned_layout.facts_of(config, machine_of(devices))
+    facts = planned_layout.facts_of(config, run, machine_of(devices))
     found = planned_layout.read(folder) if folder else None
     # All processes go by what the first one sees and plans.
     found, facts = agree.allgather_objects("facts of the plan", (found, facts))[0]

@@ -5,6 +5,7 @@ the nearest key.
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -149,6 +150,20 @@ class RunConfig(abc.ABC):
         """{file: hash} of the user's code that makes the run, that of the recipe first.
 
         Recipes of this version have none.
+        """
+        return {}
+
+    def blaming_recipe(self) -> contextlib.AbstractContextManager[None]:
+        """Turns errors of the recipe's own code inside into errors of a line."""
+        return contextlib.nullcontext()
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """{key of a setting that nothing reads: the values because of which}.
+
+        A dataclass of settings may have the same property. A mode's settings that
+        another mode leaves unread are `make_mode`'s to refuse, as some commands choose
+        the mode themselves.
         """
         return {}
 
@@ -300,59 +315,103 @@ def _parse_value(text: str, kind: type) -> Any:
         return text
 
 
-def _set(
-    whole: type[RunConfig],
-    config: Any,
-    key: str,
-    path: Sequence[str],
-    text: str,
-    group: str = "",
-) -> Any:
-    """Sets the value at `path` in `group`; `key` is the whole key, for messages."""
-    kinds = _hints(type(config))
-    name, *rest = path
-    name = whole.FORMER_NAMES.get((type(config), name), name)
-    if name not in kinds:
-        known = nearest(name, kinds)
-        raise ConfigError(f"--set {shown(key)}: no key {shown(name)!r} ({known})")
-    value = getattr(config, name)
+class _Change(NamedTuple):
+    """A value that a setting gives to a field, with the text that it was written as."""
+
+    value: Any
+    text: str
+
+
+_Path = tuple[str, ...]
+"""Names of fields, from the outermost dataclass to the innermost."""
+
+
+def _parsed(config: "RunConfig", key: str, text: str) -> tuple[_Path, _Change]:
+    """(path of the field, its value) of a setting, which is in its range.
+
+    Raises:
+      ConfigError: a key that does not exist, or a value of the wrong type or out of
+        range.
+    """
+    whole, value, path, kind = type(config), config, (), str
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(value):
+            group = ".".join(path)
+            raise ConfigError(
+                f"--set {shown(key)}: {path[-1]} has no parts; write {group}=VALUE"
+            )
+        kinds = _hints(type(value))
+        name = whole.FORMER_NAMES.get((type(value), name), name)
+        if name not in kinds:
+            known = nearest(name, kinds)
+            raise ConfigError(f"--set {shown(key)}: no key {shown(name)!r} ({known})")
+        value, path, kind = getattr(value, name), (*path, name), kinds[name]
     if dataclasses.is_dataclass(value):
-        if not rest:
-            inner = ", ".join(f"{name}.{f.name}" for f in dataclasses.fields(value))
-            raise ConfigError(f"--set {key}: set one of {inner}")
-        new = _set(whole, value, key, rest, text, f"{group}{name}.")
-    elif rest:
-        raise ConfigError(
-            f"--set {shown(key)}: {name} has no parts; write {group}{name}=VALUE"
-        )
-    else:
-        new = _parse_value(text, kinds[name])
-        check_setting(f"{group}{name}", new, text, whole)
+        fields = dataclasses.fields(value)
+        inner = ", ".join(f"{path[-1]}.{field.name}" for field in fields)
+        raise ConfigError(f"--set {key}: set one of {inner}")
+    new = _parse_value(text, kind)
+    check_setting(".".join(path), new, text, whole)
+    return path, _Change(new, text)
+
+
+def _changed(config: Any, changes: Mapping[_Path, _Change], prefix: str = "") -> Any:
+    """A dataclass with all changes made at once, as their order must not matter.
+
+    Args:
+      config: the configuration, or a dataclass in it.
+      changes: {path in it: change}.
+      prefix: begins its keys.
+
+    Raises:
+      ConfigError: values that do not go together, or that nothing reads.
+    """
+    fields: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in changes):
+        inner = {path[1:]: x for path, x in changes.items() if path[0] == name}
+        if () in inner:
+            fields[name] = inner[()].value
+        else:
+            fields[name] = _changed(getattr(config, name), inner, f"{prefix}{name}.")
+    written = {f"{prefix}{'.'.join(path)}": x.text for path, x in changes.items()}
     try:
-        return dataclasses.replace(config, **{name: new})
+        new = dataclasses.replace(config, **fields)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"--set {key}={text}: {error}") from error
+        given = ", ".join(f"{key}={text}" for key, text in written.items())
+        raise ConfigError(f"--set {shown(given)}: {error}") from error
+    before, after = dict(values_of(config)), dict(values_of(new))
+    for name, why in getattr(new, "unread", {}).items():
+        key = f"{prefix}{name}"
+        if key in written and before[name] != after[name]:
+            raise ConfigError(
+                f"--set {key}={shown(written[key])}: nothing reads it with {why}; "
+                "leave it out, or change that"
+            )
+    return new
 
 
 _Config = typing.TypeVar("_Config", bound=RunConfig)
 
 
 def with_settings(config: _Config, settings: Sequence[str]) -> _Config:
-    """Applies `KEY=VALUE` settings such as "model.depth=4", in order.
+    """Applies `KEY=VALUE` settings such as "model.depth=4", all of them at once.
+
+    Of several with one key the last counts.
 
     Raises:
-      ConfigError: a key that does not exist, or a value of the wrong type or out of
-        range.
+      ConfigError: a key that does not exist, a value of the wrong type or out of
+        range, values that do not go together, or a value that nothing reads.
     """
+    changes: dict[_Path, _Change] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {shown(setting)}: write KEY=VALUE")
-        path = key.strip().split(".")
-        config = _set(type(config), config, key, path, text.strip())
-    return config
+        path, change = _parsed(config, key.strip(), text.strip())
+        changes[path] = change
+    return _changed(config, changes)
 
 
 def with_mode(config: _Config, mode: str) -> _Config:

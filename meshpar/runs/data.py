@@ -8,13 +8,16 @@ data is one number that does not depend on the number of processes.
 import abc
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from meshpar.errors import DataError, shown
+from meshpar.lowering.state import Metrics
+from meshpar.lowering.train_program import TrainProgram
+from meshpar.metrics import MetricSums
 from meshpar.multihost import agree
 from meshpar.replicated import map_rows, num_rows, row_leaves
 
@@ -47,6 +50,25 @@ class HeldOut(NamedTuple):
 
     batches: list[Any]
     rest: Any = None
+
+    def metric_sums(
+        self, program: TrainProgram, evaluate: Callable[[Any, int | None], Metrics]
+    ) -> MetricSums:
+        """Sums of the metrics of all batches.
+
+        Args:
+          program: the program that evaluates.
+          evaluate: (this process's rows, number of all rows if the batch has fewer) ->
+            metrics.
+        """
+        sums = program.metric_sums()
+        for batch in self.batches:
+            sums.add(evaluate(batch, None))
+        if self.rest is not None:
+            rows = num_rows(self.rest)
+            own = map_rows(lambda x: x[program.rows_of(rows)], self.rest)
+            sums.add(evaluate(own, rows))
+        return sums
 
     def checked(self) -> "HeldOut":
         """Itself.
@@ -158,7 +180,13 @@ class PartData(Data):
         self.read = read
 
     def _whole(self) -> Any:
-        for batch in self.read(0, 1, 0):
+        batches = self.read(0, 1, 0)
+        if not isinstance(batches, Iterable):
+            raise DataError(
+                f"data(0, 1, 0) gives {shown(repr(batches))}; give an iterator of "
+                "batches"
+            )
+        for batch in batches:
             return jax.tree.map(np.asarray, batch)
         raise DataError("data(0, 1, 0) gives no batch; give at least one")
 

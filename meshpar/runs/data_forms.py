@@ -1,7 +1,8 @@
 """The forms in which a user gives the data of a run."""
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,31 @@ from meshpar.errors import DataError, shown
 from meshpar.replicated import Replicated, is_replicated
 from meshpar.runs.data import Data, PartData
 from meshpar.runs.samples import IndexedData, StreamData
+
+
+def check_takes(
+    function: Any, number: int, what: str, names: str, more: Collection[str] = ()
+) -> None:
+    """Raises DataError for a function that cannot be called with so many arguments.
+
+    Args:
+      function: the function.
+      number: of the arguments.
+      what: name of the argument that holds it.
+      names: of the arguments.
+      more: arguments that it gets by name if it asks for them.
+    """
+    try:
+        taken = inspect.signature(function)
+        named = {name: None for name in more if name in taken.parameters}
+        taken.bind(*range(number), **named)
+    except TypeError as error:
+        raise DataError(
+            f"{what}={shown(repr(function))} cannot be called: {error}; give a "
+            f"function of {names}"
+        ) from error
+    except ValueError:  # Some that are written in C do not say what they take.
+        return
 
 
 class _Columns(Sequence):
@@ -60,9 +86,11 @@ def as_data(source: Any, what: str = "data") -> Data:
             return StreamData(source)
     if isinstance(source, Mapping):
         return IndexedData(_Columns(source), in_order=False)
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    is_text = isinstance(source, str | bytes)
+    if not is_text and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return IndexedData(source, in_order=False)
     if callable(source):
+        check_takes(source, 3, what, "(part, number of parts, position)")
         return PartData(source)
     raise DataError(
         f"{what}={shown(repr(source))}: give {{name: array}}, a sequence of samples, a "

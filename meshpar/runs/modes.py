@@ -13,7 +13,7 @@ import optax
 
 from meshpar import local_sgd
 from meshpar.islands.consistency import ConsistencyText, parse_consistency
-from meshpar.islands.mode import Islands
+from meshpar.islands.mode import GRADIENTS, WEIGHTS, Islands
 from meshpar.local_sgd import LocalSGD
 from meshpar.lowering.mode import Mode
 from meshpar.settings import LARGEST, Choice, Number, helps, ranges, real
@@ -100,12 +100,44 @@ class LocalSGDConfig:
     outer_momentum: Annotated[float, real(0, 1, below=True)] = 0.9
     merge_weight: Annotated[float, real(0, 1)] = 0.5
 
+    @property
+    def unread(self) -> dict[str, str]:
+        """As `RunConfig.unread`."""
+        found = {}
+        if OUTERS[self.outer](self) is None:
+            names = "outer_learning_rate", "outer_momentum"
+            found |= dict.fromkeys(names, f"local_sgd.outer={self.outer}")
+        if self.merge not in ("lerp", "elastic"):
+            found["merge_weight"] = f"local_sgd.merge={self.merge}"
+        return found
+
 
 @_settings_of(Islands)
 class IslandsConfig:
     """Settings of `Islands` as numbers and texts."""
 
     consistency: Annotated[str, ConsistencyText()] = "ssp:1"
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """As `RunConfig.unread`."""
+        names = []
+        if self.algorithm in WEIGHTS:
+            names += ["server_optimizer", "local_learning_rate"]
+        has_momentum = self.algorithm == "diloco" or (
+            self.algorithm in GRADIENTS and self.server_optimizer == "sgd"
+        )
+        names += [] if has_momentum else ["momentum"]
+        names += [] if self.algorithm == "easgd" else ["alpha"]
+        names += [] if self.algorithm == "compensated" else ["compensation"]
+        chosen = f"islands.algorithm={self.algorithm}"
+        chosen += f", islands.server_optimizer={self.server_optimizer}"
+        found = dict.fromkeys(names, chosen)
+        if not self.quorum:
+            found["grace"] = "islands.quorum=0"
+        if self.wire == "f32":
+            found["error_feedback"] = "islands.wire=f32"
+        return found
 
 
 def _local_sgd(settings: LocalSGDConfig) -> LocalSGD:

@@ -5,6 +5,7 @@ planning again. Steps of such a run log how long they take over what was predict
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -16,7 +17,9 @@ from meshpar.errors import CheckpointError, ConfigError, LayoutError
 from meshpar.layouts import parse
 from meshpar.mesh.machine import Machine
 from meshpar.runs import metrics
+from meshpar.runs.code import code_hash
 from meshpar.runs.config import RunConfig
+from meshpar.runs.run import Run
 
 FILE = "plan.json"
 """Name of the file in the folder of a run."""
@@ -70,14 +73,19 @@ class PlannedLayout:
             ) from error
 
 
-def facts_of(config: RunConfig, machine: Machine) -> dict[str, Any]:
+def facts_of(config: RunConfig, run: Run, machine: Machine) -> dict[str, Any]:
     """The facts that a plan depends on, as JSON reads them back.
 
     Args:
       config: the run, with what the data says.
+      run: what it trains.
       machine: the machine to plan for.
     """
+    params = {path: param.shape for path, param in run.model.params.items()}
+    shapes = sorted(params.items()), run.data.abstract_batch(config.batch_size)
     facts = config.plan_facts | {
+        "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        "code": " ".join([code_hash("meshpar"), config.code]).strip(),
         "devices": f"{len(machine.devices)} of {machine.devices[0].device_kind}",
         "slices": machine.num_slices,
         "memory_bytes": machine.memory_bytes,

@@ -1,5 +1,6 @@
 """The programs and plans of a run: its configuration and what it trains, lowered."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.compose import lower
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, shown
 from meshpar.layouts.grammar import write_items
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.rules import as_axes, as_rules
@@ -35,11 +36,15 @@ def make_mode(config: RunConfig) -> Mode | None:
     mode = config.optimizer_mode
     for name in MODES:
         settings = getattr(config, name, None)
-        if name != mode and settings is not None and settings != type(settings)():
-            raise ConfigError(
-                f"{name}.* is set, and {mode} training does not use it; add "
-                f"--optimizer_mode={name}"
-            )
+        if name == mode or settings is None:
+            continue
+        for field in dataclasses.fields(settings):
+            value = getattr(settings, field.name)
+            if value != field.default:
+                raise ConfigError(
+                    f"{name}.{field.name}={shown(str(value))}: {mode} training does "
+                    f"not use it; leave it out, or add --optimizer_mode={name}"
+                )
     return MODES[mode](getattr(config, mode, None))
 
 
@@ -71,20 +76,22 @@ def make_program(
     Raises:
       MeshparError: a model, layout or mode that do not fit.
     """
-    if batch is None:
-        batch = run.data.abstract_batch(config.batch_size)
-    return lower(
-        run.model,
-        run.optimizer if optimizer is None else optimizer,
-        layout,
-        batch,
-        devices=devices,
-        clip_norm=run.clip_norm,
-        compute_dtype=compute_dtype(config),
-        lowering=config.lowering,
-        mode=make_mode(config),
-        axis_names=run.axis_names,
-    )
+    mode = make_mode(config)
+    with config.blaming_recipe():
+        if batch is None:
+            batch = run.data.abstract_batch(config.batch_size)
+        return lower(
+            run.model,
+            run.optimizer if optimizer is None else optimizer,
+            layout,
+            batch,
+            devices=devices,
+            clip_norm=run.clip_norm,
+            compute_dtype=compute_dtype(config),
+            lowering=config.lowering,
+            mode=mode,
+            axis_names=run.axis_names,
+        )
 
 
 def make_plans(
@@ -111,9 +118,11 @@ def make_plans(
             f"--lowering={config.lowering}: the planner predicts shard_map programs; "
             "leave it out"
         )
-    batch = run.data.abstract_batch(config.batch_size)
+    make_mode(config)  # Settings that no mode reads are refused.
     options["compute_dtype"] = compute_dtype(config)
     names = write_items({"axes": as_rules(as_axes(run.axis_names))})
     wanted = filter(None, (options.get("require", ""), names))
     options["require"] = ",".join(wanted)
-    return plan(run.model, run.optimizer, batch, devices, **options)
+    with config.blaming_recipe():
+        batch = run.data.abstract_batch(config.batch_size)
+        return plan(run.model, run.optimizer, batch, devices, **options)

@@ -5,6 +5,7 @@ The keyword arguments of the function are settings: `def gpt(width: int = 256)` 
 `batch_size`, gets the value of that one, and gives it another default.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +17,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, NamedTuple, Self
 
 from meshpar.errors import ConfigError, MeshparError, nearest, shown
@@ -49,17 +50,29 @@ class RecipeConfig(RunConfig):
         function = type(self).FUNCTION
         names = inspect.signature(function).parameters
         arguments = {name: getattr(self, name) for name in names}
-        try:
+        with self.blaming_recipe():
             run = function(**arguments)
+            if not isinstance(run, Run):
+                raise ConfigError(
+                    f"{self.recipe} returned a {type(run).__name__}; return a "
+                    "meshpar.Run"
+                )
+            return self, run.checked()
+
+    @contextlib.contextmanager
+    def blaming_recipe(self) -> Iterator[None]:
+        """As `RunConfig.blaming_recipe`: of errors that a line of the file raises."""
+        try:
+            yield
         except MeshparError:
             raise
-        except Exception as error:
-            raise ConfigError(f"{self.recipe} raised {_told(error)}") from error
-        if not isinstance(run, Run):
+        except _OF_USERS as error:
+            file = type(self).FUNCTION.__code__.co_filename
+            if not (line := _line_of(error, file)):
+                raise
             raise ConfigError(
-                f"{self.recipe} returned a {type(run).__name__}; return a meshpar.Run"
-            )
-        return self, run.checked()
+                f"{self.recipe} raised {_told(error, line)}; mend it, or its settings"
+            ) from error
 
 
 class _Source(NamedTuple):
@@ -112,15 +125,32 @@ def _hash(file: pathlib.Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _told(error: BaseException) -> str:
-    """An error with the line of the user's file that it comes from."""
+_OF_USERS = (Exception, SystemExit)
+"""Errors that code of a user may raise."""
+
+
+def _line_of(error: BaseException, file: str | None = None) -> str:
+    """The last line of a file that raised an error, as FILE:LINE; "" for none.
+
+    Args:
+      error: the error.
+      file: the file; any but those that import it by default.
+    """
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename]
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        where = f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
-    return f"{type(error).__name__}: {shown(str(error), 400)} ({where})"
+    own = [frame for frame in frames if frame.filename == file]
+    if file is None:
+        own = [frame for frame in frames if "importlib" not in frame.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _told(error: BaseException, line: str = "") -> str:
+    """An error in a line, with the line of the user's file that it comes from."""
+    text = " ".join(str(error).split())
+    where = line or _line_of(error)
+    told = f"{type(error).__name__}: {shown(text, 400)}"
+    return f"{told} ({where})" if where else told
 
 
 def config_of(recipe: str) -> RecipeConfig:
@@ -140,15 +170,19 @@ def config_of(recipe: str) -> RecipeConfig:
     functions = [k for k, x in vars(module).items() if inspect.isfunction(x)]
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
-        found = nearest(name, functions) if functions else "it has none"
+        found = nearest(name, functions) if functions else "it has none; write one"
         raise ConfigError(f"--recipe={recipe}: no function {name!r} ({found})")
-    return _class_of(recipe, function, source)(recipe)
+    kind = _class_of(recipe, function, source)
+    try:
+        return kind(recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{recipe}, its defaults: {error}") from error
 
 
 def _source(recipe: str, name: str) -> _Source:
     try:
         return _imported(name)
-    except Exception as error:
+    except _OF_USERS as error:
         raise ConfigError(
             f"--recipe={recipe}: the module {name} cannot be imported: {_told(error)}; "
             "write FILE.py:FUNCTION, or MODULE:FUNCTION of a module on the path"
@@ -187,9 +221,11 @@ def _loaded(path: pathlib.Path, _: int) -> _Source:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except _OF_USERS as error:
         del sys.modules[spec.name]
-        raise ConfigError(f"{path} cannot be imported: {_told(error)}") from error
+        raise ConfigError(
+            f"{path} cannot be imported: {_told(error)}; mend it"
+        ) from error
     return _Source(module, path.parent, earlier)
 
 

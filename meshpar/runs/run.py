@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
+import numpy as np
 import optax
 from flax import nnx
 
@@ -14,7 +16,56 @@ from meshpar.lowering.train_program import TrainProgram
 from meshpar.models.model import Model
 from meshpar.models.nnx import from_nnx
 from meshpar.runs.data import Data
-from meshpar.runs.data_forms import as_data
+from meshpar.runs.data_forms import as_data, check_takes
+from meshpar.settings import LARGEST, Number, real
+
+
+def _is_function(x: Any) -> bool:
+    return x is None or callable(x)
+
+
+def _is_units(x: Any) -> bool:
+    if not isinstance(x, tuple) or list(map(type, x)) != [str, int]:
+        return False
+    return x[1] > 0
+
+
+def _is_baseline(x: Any) -> bool:
+    if x is None:
+        return True
+    named = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str)
+    return named and callable(x[1])
+
+
+OF_CHECKPOINTS = frozenset(
+    {"data", "seed", "position", "data_state", "layout", "config", "code"}
+)
+"""Names of what a checkpoint of a run holds beside the identity that a user gives."""
+
+
+def _is_identity(x: Any) -> bool:
+    if not isinstance(x, Mapping) or OF_CHECKPOINTS.intersection(x):
+        return False
+    return all(isinstance(k, str) and isinstance(v, str | int) for k, v in x.items())
+
+
+_FUNCTION = _is_function, "give a function, or None"
+_LENGTH, _FLOPS = Number(0, 2**24, "tokens"), real(0, LARGEST, "FLOPs")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("loss", "evaluation_loss", "padded", "sample"), _FUNCTION),
+    "learning_rate": (_is_function, "give a function of the step, or None"),
+    "layers": (lambda x: isinstance(x, str), "give the name of the layers, or ''"),
+    "units": (_is_units, 'give a name and a number, such as ("tokens", 1024)'),
+    "length": (_LENGTH.allows, f"use {_LENGTH.in_words}"),
+    "flops": (_FLOPS.allows, f"use {_FLOPS.in_words}"),
+    "baseline": (_is_baseline, 'give a name and a function, ("name", () -> loss)'),
+    "identity": (
+        _is_identity,
+        "give {name: text or whole number}, without the names "
+        f"{', '.join(sorted(OF_CHECKPOINTS))}",
+    ),
+}
+"""{field of a run: (value -> whether it can be meant, the remedy)}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +131,7 @@ class Run:
         Raises:
           MeshparError: a model or data that are none.
         """
+        self._check_fields()
         evaluation = self.evaluation
         if evaluation is not None:
             evaluation = as_data(evaluation, "evaluation")
@@ -93,6 +145,26 @@ class Run:
             layers="",
             trained="",
         )
+
+    def _check_fields(self) -> None:
+        """Raises ConfigError for a field that cannot be what it is for."""
+        for name, (is_good, remedy) in _FIELDS.items():
+            if not is_good(value := getattr(self, name)):
+                raise ConfigError(f"Run({name}={shown(repr(value))}): {remedy}")
+        if self.learning_rate is not None:
+            self._check_learning_rate()
+
+    def _check_learning_rate(self) -> None:
+        try:
+            shape = jax.eval_shape(lambda: self.learning_rate(np.arange(2))).shape
+        except (AttributeError, TypeError, ValueError) as error:
+            shape = f"an error ({' '.join(str(error).split())})"
+        if shape != (2,):
+            raise ConfigError(
+                f"Run(learning_rate={shown(repr(self.learning_rate))}) gives "
+                f"{shown(str(shape), 300)} for two steps at once; give a function of "
+                "steps, such as an optax schedule"
+            )
 
     def _model(self) -> Model:
         if isinstance(self.model, Model):
@@ -113,11 +185,15 @@ class Run:
                 "from_linen"
             )
         linen = isinstance(self.model, nn.Module)
-        if linen or not (isinstance(self.model, nnx.Module) or callable(self.model)):
+        built = isinstance(self.model, nnx.Module)
+        if linen or not (built or callable(self.model)):
             raise ConfigError(
                 f"Run(model={shown(repr(self.model))}): give a model from from_nnx or "
                 "from_linen, an NNX module, or a function of nnx.Rngs that builds one"
             )
+        if not built:
+            check_takes(self.model, 1, "model", "nnx.Rngs")
+        check_takes(self.loss, 2, "loss", "(module, batch)", more=("key", "step"))
         return from_nnx(
             self.model,
             self.loss,

@@ -126,16 +126,21 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _abstract(sample: Any, batch_size: int) -> Any:
-    def leaf(x: Any, rows: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def leaf(path: Any, x: Any, rows: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
+        if x.dtype.kind in "OSUMm":
+            raise DataError(
+                f"a sample{jax.tree_util.keystr(path)} is of {x.dtype}; give numbers, "
+                "such as token ids of a text"
+            )
         return jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype)
 
-    def node(x: Any) -> Any:
+    def node(path: Any, x: Any) -> Any:
         if is_replicated(x):
-            return jax.tree.map(lambda x: leaf(x, ()), x)
-        return leaf(x, (batch_size,))
+            return jax.tree.map(lambda x: leaf(path, x, ()), x)
+        return leaf(path, x, (batch_size,))
 
-    return jax.tree.map(node, sample, is_leaf=is_replicated)
+    return jax.tree_util.tree_map_with_path(node, sample, is_leaf=is_replicated)
 
 
 class IndexedData(Data):

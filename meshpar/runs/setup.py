@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from meshpar.errors import ConfigError, DataError
+from meshpar.errors import ConfigError, DataError, shown
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.runs import compiled, programs
@@ -111,7 +111,9 @@ def prepare(
     folder = folder_of(config)
     compiled.keep_programs(folder)
     config, run = config.prepared()
-    _check_samples(config, run)
+    with config.blaming_recipe():
+        _check_samples(config, run)
+        _check_evaluation(config, run)
     program = programs.make_program(config, run, layout, devices)
     if fallbacks:
         fallbacks.check(
@@ -123,8 +125,27 @@ def prepare(
     return Setup(config, run, program, folder, profile, planned)
 
 
+def _check_evaluation(config: RunConfig, run: Run) -> None:
+    """Raises DataError for evaluation data of another form than the training data."""
+    if not run.evaluates or run.evaluation is run.data:
+        return
+    batches = [x.abstract_batch(config.batch_size) for x in (run.data, run.evaluation)]
+    shapes, other = (
+        {
+            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        for batch in batches
+    )
+    if shapes != other:
+        raise DataError(
+            f"batches to evaluate on are {shown(str(other))}, and those to train on "
+            f"{shown(str(shapes))}; give both the same leaves and shapes"
+        )
+
+
 def _check_samples(config: RunConfig, run: Run) -> None:
-    """Raises DataError for data without a batch, or that end before the last step."""
+    """Raises DataError for less than a batch, or data that end before the last step."""
     run.data.check_batch_size(config.batch_size)
     needed = config.steps * config.batch_size
     if run.data.num_samples < needed:

@@ -10,6 +10,7 @@ import jax
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import DataError
 from meshpar.layouts.layout import Layout
+from meshpar.lowering.state import Metrics
 from meshpar.multihost import agree
 from meshpar.multihost.watchdog import (
     END,
@@ -19,7 +20,6 @@ from meshpar.multihost.watchdog import (
     START,
     Watchdog,
 )
-from meshpar.replicated import map_rows, num_rows
 from meshpar.runs import compiled, goodput, progress_file, report, time_record
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
@@ -393,15 +393,12 @@ class Trainer:
         """Prints and logs the means of the held-out batches, if there are any."""
         if self._held_out is None:
             return
-        program, rest = self._program, self._held_out.rest
-        sums = program.metric_sums()
-        for batch in self._held_out.batches:
-            sums.add(program.evaluate(state, batch))
-        if rest is not None:
-            rows = num_rows(rest)
-            own = map_rows(lambda x: x[program.rows_of(rows)], rest)
-            sums.add(program.evaluate(state, own, rows))
-        found = sums.result()
+        program = self._program
+
+        def evaluate(batch: Any, rows: int | None) -> Metrics:
+            return program.evaluate(state, batch, rows)
+
+        found = self._held_out.metric_sums(program, evaluate).result()
         drift = f", drift {found[DRIFT]:.4f}" if DRIFT in found else ""
         progress.say(f"step {step}: held-out loss {found['loss']:.4f}{drift}")
         if log:

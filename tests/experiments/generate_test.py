@@ -14,12 +14,13 @@ from support.marks import slow
 from support.tiny_runs import ROOT
 
 import meshpar
-from experiments.generation import prompt_files, scoring, sources
+from experiments.generation import prompt_files, sources
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
 from meshpar.errors import CheckpointError
 from meshpar.runs import metrics
 from meshpar.runs.metrics import EVALUATION_LOSS
+from meshpar.runs.stored import newest_checkpoint, read_weights
 
 
 @pytest.fixture
@@ -74,10 +75,10 @@ def test_scores_of_a_text_are_those_of_its_tokens(unbroken, tmp_path, command):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["token"] for row in rows] == ids[1:].tolist()
     assert "".join(row["text"] for row in rows) == text.read_text()[1:]
-    checkpoint = sources.newest_checkpoint(str(unbroken[1]))
+    checkpoint = newest_checkpoint(str(unbroken[1]))
     config = sources.config_of(checkpoint, "data=1")
     program = config.make_program(meshpar.layouts.parse("data=1"), jax.devices()[:1])
-    params = scoring.read_weights(program, checkpoint)
+    params = read_weights(program, checkpoint)
     model = program.model.bind(params)
     want = []
     for start in range(0, len(ids) - 1, config.model.length):
@@ -139,25 +140,25 @@ def test_prompt_and_stop_of_a_run(unbroken, command):
 def test_weights_come_without_optimizer_state_and_changed_ones_are_seen(
     unbroken, tmp_path
 ):
-    checkpoint = sources.newest_checkpoint(str(unbroken[1]))
+    checkpoint = newest_checkpoint(str(unbroken[1]))
     source = sources.find_source(str(unbroken[1]), "fsdp=2", None)
     generator = sources.make_generator(source, jax.devices()[:2], 0, 0)
     params = source.load(generator)
     layout = meshpar.layouts.parse("data=1")
     config = sources.config_of(checkpoint, "data=1")
     program = config.make_program(layout, jax.devices()[:1])
-    want = scoring.read_weights(program, checkpoint)
+    want = read_weights(program, checkpoint)
     for path, x in params.items():
         np.testing.assert_array_equal(x, want[path])
         assert x.sharding == generator.program.abstract_params[path].sharding
     sums = checkpoint.metadata["checksums"][0]
     wrong = checkpoint.metadata | {"checksums": [[x + 1 for x in sums], []]}
     with pytest.raises(CheckpointError, match="is corrupt: .* has changed"):
-        scoring.read_weights(program, checkpoint._replace(metadata=wrong))
+        read_weights(program, checkpoint._replace(metadata=wrong))
     tensors = {k: [[1, *x[0]], x[1]] for k, x in checkpoint.metadata["tensors"].items()}
     other = checkpoint.metadata | {"tensors": tensors}
     with pytest.raises(CheckpointError, match="use the configuration of that run"):
-        scoring.read_weights(program, checkpoint._replace(metadata=other))
+        read_weights(program, checkpoint._replace(metadata=other))
 
 
 def test_a_folder_of_transformers(tmp_path, command):
@@ -194,7 +195,7 @@ def test_flags_that_do_not_fit(words, message, tmp_path, command):
 
 def test_folders_and_files_that_are_none(tmp_path, command):
     said = command("generate", tmp_path, "--prompt=a", code=2)
-    assert "holds no complete checkpoint; give" in said
+    assert "holds no checkpoint; give" in said
     prompts = tmp_path / "prompts.jsonl"
     for content, message in [
         ("", "is empty; give at least one"),

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support import commands
 
 import meshpar
-from experiments import local_sgd_sweep, recipes
+from experiments import data, local_sgd_sweep, recipes
 from experiments.reports import sweep
 from meshpar.errors import ConfigError, StalenessError
 from meshpar.runs import metrics, programs
@@ -79,6 +80,52 @@ def test_a_run_of_replicas_resumes_onto_synchronous_training(tmp_path, capsys):
     assert max(row["sync_age"] for row in rows if "sync_age" in row) <= 2 * 4
     train(with_settings(recipes.get("tiny"), [*common, "steps=12"]), "data=2")
     assert "of 2 replicas, replaced by their average" in capsys.readouterr().out
+
+
+def test_results_of_other_settings_data_or_code_are_old(tmp_path, monkeypatch):
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for number, text in enumerate(texts):
+        text.write_text(f"alpha {number} beta " * 500)
+
+    def made(*settings, text=texts[0]):
+        config = with_settings(
+            recipes.get("tiny"), [f"data.path={text}", "layout=data=4", *settings]
+        )
+        return local_sgd_sweep.made_by(config, data.load(config.data))
+
+    row = json.loads(json.dumps({"made_by": made("seed=3"), "loss": 1.0}))
+    for same in ("seed=5", "workdir=x", "checkpoint_every=7", "sample_tokens=3"):
+        assert not local_sgd_sweep.why_old(row, made(same))
+    for other in ("steps=7", "evaluation_batches=3", "layout=data=2", "model.depth=1"):
+        assert local_sgd_sweep.why_old(row, made(other)) == "settings"
+    assert local_sgd_sweep.why_old(row, made(text=texts[1])) == "data"
+    assert local_sgd_sweep.why_old({}, made()) == "settings and data and code"
+    monkeypatch.setattr(local_sgd_sweep, "code_hash", lambda *_: "new")
+    assert local_sgd_sweep.why_old(row, made()) == "code"
+
+
+@pytest.mark.slow
+def test_a_sweep_over_a_folder_of_old_results_says_so(tmp_path, monkeypatch, capsys):
+    """Results that were written before are not those of another number of steps."""
+    (tmp_path / "text.txt").write_text("alpha beta gamma " * 2000)
+    words = ["--recipe=tiny", f"--data={tmp_path}/text.txt", "--batch_size=4"]
+    words += ["--periods=4", "--staleness=0", "--wires=f32", "--seeds=1"]
+    words += ["--replicas=2", "--devices=2", f"--workdir={tmp_path}/sweep"]
+
+    def sweeps(steps):
+        done = commands.run(
+            "local_sgd_sweep", [*words, f"--steps={steps}"], monkeypatch, capsys
+        )
+        assert not done.code, done.err
+        return done.out
+
+    assert sweeps(2).count(", seed 0: loss") == 3
+    assert ", seed 0: loss" not in sweeps(2)
+    said = sweeps(3)
+    assert "3 result(s)" in said and "other settings made them" in said
+    assert said.count(", seed 0: loss") == 3
+    summary = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert len(summary) == 3 and {row["spread"] for row in summary} == {0.0}
 
 
 def test_the_sweep_runs_each_case_once_and_says_what_it_cost(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Commands on a recipe of your own: a file, and nothing of the project's catalog."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from support import commands, own_run, processes
 from support.tiny_runs import ROOT, losses
 
 import meshpar
-from meshpar.runs import recipe_file
+from meshpar.runs import metrics, recipe_file
 from meshpar.runs.catalog import FILES_ALONE
 from meshpar.runs.config import with_settings
 from meshpar.runs.data import Place
@@ -118,6 +119,23 @@ def test_checkpoints_say_whether_a_layout_can_resume(monkeypatch, capsys, tmp_pa
     assert "no: " in ask("pipe=8").out
     (checkpoint,) = meshpar.checkpoint.find_checkpoints(tmp_path / "checkpoints")
     assert stored_config(checkpoint, FILES_ALONE, RECIPE).width == 24
+
+    def say(name, *words):
+        return commands.run(name, [str(tmp_path), *words], monkeypatch, capsys)
+
+    logged = metrics.read(tmp_path / metrics.METRICS)[-1]
+    done = say("score", "--layout=data=2,tensor=1", "--devices=2")
+    assert not done.code, done.err
+    assert "step 2 of" in done.out and "under data=2" in done.out
+    for name in ("loss", "mae"):
+        found = float(re.search(rf"\b{name} ([0-9.]+)", done.out)[1])
+        assert found == pytest.approx(logged[f"evaluation_{name}"], rel=1e-6)
+    done = say("score", "--data=x")
+    assert done.code == 2 and "has data of its own; leave it out" in done.err
+    done = say("score", "--layout=tensor=2")
+    assert done.code == 2 and "tensor=2" in done.err
+    done = say("generate", "--prompt=a")
+    assert done.code == 2 and "own_run.py:net, and this command needs" in done.err
 
 
 @pytest.mark.parametrize(

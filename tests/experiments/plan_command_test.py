@@ -13,9 +13,12 @@ from support import commands, tiny_stack
 from support.explanations import explanation
 
 import meshpar
+from experiments import recipes
 from meshpar.commands.reports import plan_page
 from meshpar.errors import ConfigError
+from meshpar.mesh.machine import machine_of
 from meshpar.runs import metrics, planned_layout
+from meshpar.runs.config import with_settings
 
 
 @pytest.fixture
@@ -101,6 +104,26 @@ def auto(tmp_path, monkeypatch, capsys):
     words = [f"--data={text}", f"--workdir={tmp_path / 'run'}", "--recipe=tiny"]
     words += ["--layout=auto", "--devices=2"]
     return lambda *more: commands.run("run", [*words, *more], monkeypatch, capsys)
+
+
+def test_a_plan_is_of_a_model_a_file_and_the_planners_code(tmp_path, monkeypatch):
+    path = tmp_path / "my_run.py"
+    path.write_text((commands.ROOT / "tests/support/own_run.py").read_text())
+    machine = machine_of(jax.devices()[:2])
+
+    def facts(*settings):
+        config = with_settings(recipes.get(f"{path}:net"), settings)
+        return planned_layout.facts_of(*config.prepared(), machine)
+
+    first = facts()
+    assert facts("steps=9", "seed=3") == first
+    path.write_text(path.read_text().replace("8, width", "8, 2 * width"))
+    assert {name for name, x in facts().items() if x != first[name]} == {
+        "code",
+        "shapes",
+    }
+    monkeypatch.setattr(planned_layout, "code_hash", lambda *_: "new")
+    assert facts()["code"].startswith("new ")
 
 
 def test_a_run_takes_the_planners_layout_and_goes_on_with_it(auto, tmp_path, command):

@@ -1,6 +1,7 @@
 """Recipes and settings: typed, and strict about names."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -11,7 +12,7 @@ from experiments.recipes.config import DataConfig
 from meshpar import layouts
 from meshpar.errors import ConfigError, MeshparError
 from meshpar.runs import programs
-from meshpar.runs.config import with_mode, with_settings
+from meshpar.runs.config import values_of, with_mode, with_settings
 from meshpar.runs.modes import MODES, SYNCHRONOUS
 
 
@@ -54,6 +55,79 @@ def test_settings_change_nested_typed_values():
 def test_wrong_settings_say_what_to_do(setting, words):
     with pytest.raises(ConfigError, match=words):
         with_settings(recipes.get("tiny"), [setting])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.heads=3", "model.kv_heads=3", "model.embed=48"],
+        ["model.length=48", "model.loss_block=24"],
+        ["model.global_every=2", "model.window=8"],
+        ["model.num_experts=8", "model.shared_experts=1", "model.router_nodes=4"]
+        + ["model.nodes_per_token=2", "model.balance_loss=0.5"],
+        ["model.rope_low=5.0", "model.rope_high=9.0"]
+        + ["model.rope_factor=2.0", "model.rope_length=32"],
+        ["islands.quorum=5", "islands.workers=8", "islands.grace=0.5"],
+        ["local_sgd.merge=lerp", "local_sgd.merge_weight=0.25"],
+    ],
+)
+def test_settings_are_set_together_so_their_order_does_not_matter(settings):
+    found = {
+        with_settings(recipes.get("tiny"), order)
+        for order in itertools.permutations(settings)
+    }
+    assert len(found) == 1
+    for key, text in (setting.split("=") for setting in settings):
+        assert str(dict(values_of(*found))[key]) == text
+
+
+def test_of_two_values_of_one_setting_the_last_counts():
+    config = with_settings(
+        recipes.get("tiny"), ["steps=3", "model.heads=3", "steps=5"] + ["model.heads=2"]
+    )
+    assert (config.steps, config.model.heads) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "setting, because",
+    [
+        ("model.shared_experts=2", "model.num_experts=0"),
+        ("model.router_jitter=0.1", "model.num_experts=0"),
+        ("model.z_loss=0.5", "model.num_experts=0"),
+        ("model.window_rope_theta=500", "model.window=0"),
+        ("model.rope_high=8", "model.rope_length=0"),
+        ("model.rope_length=8", "model.rope_factor=1"),
+        ("model.position=learned model.rope_theta=5", "model.position=learned"),
+        ("model.bias=true model.attention_bias=qkv", "model.bias=True"),
+        ("model.num_experts=4 model.exchange_bound=2", "model.routing=capacity"),
+        (
+            "model.num_experts=4 model.routing=dropless model.capacity_factor=2",
+            "model.routing=dropless",
+        ),
+        ("optimizer.router_bias_rate=0.1", "model.router_bias=False"),
+        ("data.separator=3", "data that is no file of token ids"),
+        ("local_sgd.merge_weight=0.1", "local_sgd.merge=shift"),
+        ("local_sgd.outer_momentum=0.1", "local_sgd.outer=average"),
+        ("islands.alpha=0.2", "islands.algorithm=downpour"),
+        ("islands.momentum=0.2", "islands.server_optimizer=adagrad"),
+        ("islands.compensation=0.2", "islands.algorithm=downpour"),
+        ("islands.grace=2", "islands.quorum=0"),
+        ("islands.error_feedback=false", "islands.wire=f32"),
+        ("optimizer_mode=islands optimizer.b1=0.8", "whose optimizer is the store's"),
+    ],
+)
+def test_a_value_that_nothing_reads_is_refused(setting, because):
+    *_, last = setting.split()
+    with pytest.raises(ConfigError) as caught:
+        with_settings(recipes.get("tiny"), setting.split())
+    said = str(caught.value)
+    assert said.startswith(f"--set {last}: nothing reads it with ") and because in said
+    assert said.endswith("; leave it out, or change that")
+
+
+def test_a_value_that_is_there_already_may_be_said_again():
+    tiny = recipes.get("tiny")
+    assert with_settings(tiny, ["model.shared_experts=0"]) == tiny
 
 
 def test_former_names_of_fields_still_work():

@@ -26,6 +26,7 @@ from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Place
 from meshpar.runs.data_forms import as_data
 from meshpar.runs.finite import FiniteCheck
+from meshpar.runs.modes import IslandsConfig
 from meshpar.runs.programs import make_plans
 from meshpar.runs.replica_check import ReplicaError
 from meshpar.runs.step_log import NonFiniteError
@@ -73,7 +74,7 @@ def train(workdir, layout="data=2,fsdp=2", steps=10, **settings):
     own |= settings
     own_run = own.pop("run", None) or run()
     devices = jax.devices()[: meshpar.layouts.parse(layout).num_devices]
-    own |= {"devices": devices}
+    own = {"devices": devices} | own
     return meshpar.train(
         own_run, layout=layout, steps=steps, workdir=str(workdir), **own
     )
@@ -256,6 +257,24 @@ def test_a_flipped_bit_ends_a_run_before_its_next_checkpoint(tmp_path, every, at
 def test_islands_have_no_copies_to_compare(tmp_path):
     with pytest.raises(ConfigError, match="check_replicas=5: islands have weights"):
         train(tmp_path, "data=1", optimizer_mode="islands", check_replicas=5)
+
+
+def test_islands_that_wait_for_each_other_go_on_as_if_undisturbed(tmp_path):
+    """Under BSP nothing depends on timing, so every loss is equal."""
+    settings = dict(
+        layout="data=1",
+        devices=jax.devices()[:2],
+        optimizer_mode="islands",
+        islands=IslandsConfig(workers=2, consistency="bsp"),
+    )
+    whole = train(tmp_path / "whole", steps=6, **settings)
+    train(tmp_path / "halves", steps=3, **settings)
+    halves = train(tmp_path / "halves", steps=6, **settings)
+
+    assert halves.metrics[-1]["evaluation_loss"] == whole.metrics[-1]["evaluation_loss"]
+    np.testing.assert_array_equal(
+        *(x.weights()["layers/0/dense/kernel"] for x in (halves, whole))
+    )
 
 
 def test_two_runs_in_one_process_and_one_in_a_thread(tmp_path):

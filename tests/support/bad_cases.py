@@ -127,7 +127,7 @@ OWN = [
     ("chaos", ["--scenario=pipe"], "--scenario=.*did you mean 'pipeline'"),
     ("chaos", ["--scenario=pipeline,,two_tiers"], "--scenario=.*use"),
     ("chaos", ["--scenario=pipeline,pipeline"], "names 'pipeline' twice"),
-    ("chaos", ["--scenario=" + "x" * 5000], "--scenario=.*5,0.. characters"),
+    ("chaos", ["--scenario=" + "x" * 5000], "--scenario=.*5,... characters"),
     ("chaos", ["--workdir={root}"], "holds files.*choose another"),
     ("chaos", ["--workdir={root}/text.txt"], "--workdir=.*cannot be written"),
     ("chaos", ["--workdir=/proc/x"], "--workdir=/proc/x cannot be"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import struct
 
@@ -12,6 +13,30 @@ import numpy as np
 from experiments import recipes
 
 THEIRS = pathlib.Path(__file__).parents[1] / "data"
+
+REMEDY = re.compile(
+    r"\b(use|write|give|choose|add|leave|mend|convert|delete|install|change|known:|"
+    r"set one of|did you mean|help lists|lists them|belongs to other|only .* supported|"
+    r"return|rename|import it)"
+)
+
+
+def check_refused(outcome, pattern: str, longest: int) -> None:
+    """Asserts that a command refused its words with a remedy, before any work.
+
+    Args:
+      outcome: of `commands.run`.
+      pattern: that the message matches.
+      longest: most characters of the message.
+    """
+    assert outcome.code == 2, outcome
+    assert outcome.err.startswith("error: "), outcome
+    assert "Traceback" not in outcome.err + outcome.out
+    message = outcome.err.replace("\n", " ")
+    assert re.search(pattern, message), outcome.err
+    assert REMEDY.search(message), outcome.err
+    assert len(message) < longest, outcome.err
+    assert outcome.compilations == 0
 
 
 def _checkpoint(run: pathlib.Path, metadata) -> None:
