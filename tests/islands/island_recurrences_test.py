@@ -4,29 +4,27 @@ The order in which islands communicate and train is fixed, so that nothing depen
 timing.
 """
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 import pytest
 from support import island_reference
-from support.island_reference import CASES, Case, Reference, batch, given, started
+from support.island_reference import (
+    CASES,
+    Case,
+    Reference,
+    batch,
+    given,
+    lowered,
+    started,
+)
 
 from meshpar.islands.algorithms import make_island
 from meshpar.islands.island_program import island_program
-from meshpar.islands.program import IslandsProgram
 from meshpar.islands.threads import make_store
 from meshpar.islands.worker import Worker
 
 QUORUM = dict(workers=2, quorum=2)
 TURNS = 48
-
-
-@functools.cache
-def lowered(momentum):
-    """The program of an island; all tests share what is compiled."""
-    return island_reference.lower(momentum)
 
 
 def leaves_of(state):
@@ -137,3 +135,13 @@ def test_islands_in_a_fixed_order_equal_the_recurrence(name, birth):
     want = run(Reference(case.mode, started(case.momentum, steps)), birth)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     assert np.abs(want[-1] - want[0]).max() > 0.05
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["given weights", "synchronous"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_island_in_a_thread_equals_the_recurrence(name, steps):
+    def replace(host):
+        host.leave(0)
+        host.join(0)
+
+    island_reference.check_host(CASES[name], "threads", replace, steps)

@@ -109,9 +109,15 @@ def lower(momentum, mode=None):
 
 
 @functools.cache
+def lowered(momentum, host=""):
+    """The program of an island, or of a host's; tests share what is compiled."""
+    return lower(momentum, dataclasses.replace(BASE, host=host) if host else None)
+
+
+@functools.cache
 def synchronous_state(momentum, steps=3):
     """The portable state of a synchronous run, on the host."""
-    program = lower(momentum)
+    program = lowered(momentum)
     state = program.init(0, given())
     for step in range(steps):
         state, _ = program.step(state, batch(100 + step))
@@ -300,3 +306,57 @@ class Reference:
 
     def weights(self):
         return self.server.w
+
+
+# One island of a host.
+
+
+def check_host(case, host, replace, synchronous_steps):
+    """Compares the store with the recurrence after every step of one island.
+
+    The island starts from given weights or goes on from synchronous steps, is replaced,
+    and resumes from a checkpoint.
+
+    Args:
+      case: the case.
+      host: name of the host.
+      replace: replaces the island of a `Host`.
+      synchronous_steps: steps of one program before.
+    """
+    whole = lowered(case.momentum, host)
+    mode = dataclasses.replace(case.mode, host=host)
+
+    def fresh():
+        running = type(whole._running)()
+        return dataclasses.replace(whole, mode=mode, _running=running)
+
+    def check(program, state, numbers):
+        for number in numbers:
+            state, _ = program.step(state, batch(number))
+            program.host.drain()
+            reference.turn("a", batch(number))
+            reference.turn("a", None)
+            got, want = program.host.center().reshape(DIM, DIM), reference.weights()
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+        return state
+
+    reference = Reference(case.mode, started(case.momentum, synchronous_steps))
+    reference.join("a")
+    reference.turn("a", None)
+    program = fresh()
+    if synchronous_steps:
+        portable = synchronous_state(case.momentum, synchronous_steps)
+        state = program.as_stored(portable)
+    else:
+        state = program.init(0, given())
+    state = check(program, state, range(4))
+    replace(program.host)
+    reference.leave("a")
+    reference.join("a")
+    reference.turn("a", None)
+    state = check(program, state, range(4, 9))
+    portable, extra = program.in_model_order(state), program.extra_state(state)
+    program.close()
+    program = fresh()
+    check(program, program.as_stored(portable, extra), range(9, 13))
+    program.close()
