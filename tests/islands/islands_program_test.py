@@ -222,8 +222,8 @@ class RematNet(nn.Module):
         return x
 
 
-def test_threads_trace_layers_in_remat_at_once():
-    batch = tiny_stack.batch()
+def traced_anew(batch):
+    """The gradient of a model that no other trace has met, as text."""
     model = meshpar.from_linen(
         RematNet(),
         lambda apply, batch: jnp.square(apply(batch["x"])).mean(),
@@ -231,18 +231,22 @@ def test_threads_trace_layers_in_remat_at_once():
         layers="layer_*",
     )
     params = jax.eval_shape(model.init, jax.random.key(0))
-    together = threading.Barrier(8)
+    grad = jax.grad(lambda p, b: model.loss(p, b, None)[0])
+    return str(jax.make_jaxpr(grad)(params, batch))
+
+
+def test_threads_trace_layers_in_remat_at_once():
+    together, batch = threading.Barrier(4), tiny_stack.batch()
 
     def trace(_):
         together.wait()
-        grad = jax.grad(lambda p, b: model.loss(p, b, None)[0])
-        return [str(jax.make_jaxpr(grad)(params, batch)) for _ in range(5)]
+        return [traced_anew(batch) for _ in range(2)]
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with futures.ThreadPoolExecutor(8) as pool:
-            texts = {text for found in pool.map(trace, range(8)) for text in found}
+        with futures.ThreadPoolExecutor(4) as pool:
+            texts = {text for found in pool.map(trace, range(4)) for text in found}
     finally:
         sys.setswitchinterval(switch)
     assert len(texts) == 1 and "remat" in texts.pop()
