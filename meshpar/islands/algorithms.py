@@ -5,7 +5,7 @@ optimizer of its own and pushes differences of weights: EASGD and DiLoCo.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from meshpar.islands.island_program import IslandProgram
 from meshpar.islands.mode import GRADIENTS, Islands
 from meshpar.islands.optax_update import optax_update
 from meshpar.islands.rules import UpdateFunction
-from meshpar.lowering.state import TrainState
 
 
 def server_update(mode: Islands) -> UpdateFunction:
@@ -45,31 +44,41 @@ class Island(abc.ABC):
     Args:
       program: what it runs.
       mode: the mode.
-      state: a fresh training state.
+      start: leaves of the training state that it starts from, on the host; its first
+        `fetched` puts the store's weights into it.
 
     Attributes:
       weight: of what it pushes next, in an average.
+      read_N: the weights [N] of its newest gradient, where the store needs them.
     """
 
     pulls_before_push = False
     """Whether it needs the newest weights to compute what it pushes."""
 
-    def __init__(self, program: IslandProgram, mode: Islands, state: TrainState):
-        self._program, self._mode, self._state = program, mode, state
+    def __init__(
+        self, program: IslandProgram, mode: Islands, start: Sequence[np.ndarray]
+    ):
+        self._program, self._mode = program, mode
+        self._state = program.placed(start)
         self.vector = program.vector
         self.weight = 0.0
+        self.read_N: np.ndarray | None = None
 
     @abc.abstractmethod
     def fetched(self, center_N: np.ndarray) -> None:
-        """Takes the store's weights [N]."""
+        """Goes on from the store's weights [N]."""
 
     @abc.abstractmethod
     def train(self, batch: Any) -> Mapping[str, float]:
         """Trains on a batch; returns its metrics."""
 
     @abc.abstractmethod
-    def contribution(self) -> np.ndarray:
-        """The next push [N], for the steps since the last call."""
+    def contribution(self, center_N: np.ndarray) -> np.ndarray:
+        """The next push [N], for the steps since the last call.
+
+        Args:
+          center_N: the newest of the store's weights that its worker has read.
+        """
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """The island's own state as a flat dict of host arrays."""
@@ -79,14 +88,9 @@ class Island(abc.ABC):
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Takes the state of a snapshot."""
-        like, structure = jax.tree.flatten(self._program.abstract_state)
-        leaves = [
-            jax.device_put(
-                np.asarray(snapshot[f"state|{i}"]).astype(leaf.dtype), leaf.sharding
-            )
-            for i, leaf in enumerate(like)
-        ]
-        self._state = jax.tree.unflatten(structure, leaves)
+        count = len(jax.tree.leaves(self._state))
+        leaves = [snapshot[f"state|{i}"] for i in range(count)]
+        self._state = self._program.placed(leaves)
         self.weight = float(snapshot["weight"])
         for name in self._own():
             setattr(self, name, np.array(snapshot[name]))
@@ -104,9 +108,13 @@ class Island(abc.ABC):
 class GradientIsland(Island):
     """Pushes sums of gradients, and moves its own weights by SGD between pulls."""
 
-    def __init__(self, program: IslandProgram, mode: Islands, state: TrainState):
-        super().__init__(program, mode, state)
-        self.own_N = self.vector.pack(state.params)
+    def __init__(
+        self, program: IslandProgram, mode: Islands, start: Sequence[np.ndarray]
+    ):
+        super().__init__(program, mode, start)
+        self.own_N = self.vector.pack(self._state.params)
+        if mode.algorithm == "compensated":
+            self.read_N = self.own_N
         self.sum_N = np.zeros_like(self.own_N)
 
     def fetched(self, center_N: np.ndarray) -> None:
@@ -121,40 +129,53 @@ class GradientIsland(Island):
     def train(self, batch: Any) -> Mapping[str, float]:
         """As `Island.train`."""
         metrics, gradients = self._program(self._state, batch)
-        self._state = self._state._replace(step=self._state.step + 1)
+        state = self._state
+        self._state = state.after_step(state.params, state.optimizer_state)
         gradient_N = self.vector.pack(gradients)
         found, clip = self._count(metrics), self._program.clip_norm
         found["grad_norm"] = norm = float(np.linalg.norm(gradient_N))
         if clip and norm > clip:
             gradient_N *= np.float32(clip / norm)
         self.sum_N += gradient_N
+        if self.read_N is not None:
+            self.read_N = self.own_N
         if max(self._mode.fetch, self._mode.push) > 1:
             self._set(self.own_N - self._mode.local_learning_rate * gradient_N)
         return found
 
-    def contribution(self) -> np.ndarray:
+    def contribution(self, center_N: np.ndarray) -> np.ndarray:
         """As `Island.contribution`: the mean gradient of the steps since."""
+        del center_N
         sum_N = self.sum_N / np.float32(self._mode.push)
         self.sum_N, self.weight = np.zeros_like(self.sum_N), 0.0
         return sum_N
 
     def _own(self) -> dict[str, np.ndarray]:
-        return {"own_N": self.own_N, "sum_N": self.sum_N}
+        own = {"own_N": self.own_N, "sum_N": self.sum_N}
+        return own if self.read_N is None else own | {"read_N": self.read_N}
 
 
 class WeightIsland(Island):
-    """Trains with its own optimizer, and pushes differences of weights."""
+    """Trains with its own optimizer, and pushes differences of weights.
 
-    def __init__(self, program: IslandProgram, mode: Islands, state: TrainState):
-        super().__init__(program, mode, state)
-        self.center_N = self.vector.pack(state.params)
+    EASGD takes the store's weights at its birth alone. From then on it moves toward
+    the center by what it pushes, together with its next step: as in the paper, the
+    gradient of that step is taken before the move.
+
+    Attributes:
+      elastic_N: the move toward the center that comes with the next step.
+    """
+
+    def __init__(
+        self, program: IslandProgram, mode: Islands, start: Sequence[np.ndarray]
+    ):
+        super().__init__(program, mode, start)
+        self.elastic_N = np.zeros(self.vector.size, np.float32)
         self.pulls_before_push = mode.algorithm == "easgd"
 
     def fetched(self, center_N: np.ndarray) -> None:
-        """As `Island.fetched`; DiLoCo goes on from these weights."""
-        self.center_N = center_N.copy()
-        if not self.pulls_before_push:
-            self._set(center_N)
+        """As `Island.fetched`."""
+        self._set(center_N)
 
     def _set(self, own_N: np.ndarray) -> None:
         params = {**self._state.params, **self.vector.unpack(own_N)}
@@ -163,22 +184,26 @@ class WeightIsland(Island):
     def train(self, batch: Any) -> Mapping[str, float]:
         """As `Island.train`."""
         self._state, metrics = self._program(self._state, batch)
+        if self.elastic_N.any():
+            self._set(self.vector.pack(self._state.params) - self.elastic_N)
+            self.elastic_N = np.zeros_like(self.elastic_N)
         return self._count(metrics)
 
-    def contribution(self) -> np.ndarray:
-        """As `Island.contribution`; EASGD moves its own weights as well."""
+    def contribution(self, center_N: np.ndarray) -> np.ndarray:
+        """As `Island.contribution`."""
         own_N, self.weight = self.vector.pack(self._state.params), 0.0
         if not self.pulls_before_push:
-            return self.center_N - own_N
-        step_N = np.float32(self._mode.alpha) * (own_N - self.center_N)
-        self._set(own_N - step_N)
-        return step_N
+            return center_N - own_N
+        self.elastic_N = np.float32(self._mode.alpha) * (own_N - center_N)
+        return self.elastic_N
 
     def _own(self) -> dict[str, np.ndarray]:
-        return {"center_N": self.center_N}
+        return {"elastic_N": self.elastic_N}
 
 
-def make_island(program: IslandProgram, mode: Islands, seed: int) -> Island:
-    """The island of a mode's algorithm."""
+def make_island(
+    program: IslandProgram, mode: Islands, start: Sequence[np.ndarray]
+) -> Island:
+    """The island of a mode's algorithm; takes the arguments of `Island`."""
     kind = GradientIsland if mode.algorithm in GRADIENTS else WeightIsland
-    return kind(program, mode, program.fresh(seed))
+    return kind(program, mode, start)

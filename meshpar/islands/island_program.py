@@ -30,7 +30,6 @@ class IslandProgram:
     """The part of a program that an island needs.
 
     Attributes:
-      init: (seed, {}) -> a fresh state.
       run: (state, placed batch) -> (metrics, gradients) for algorithms that push
         gradients; (next state, metrics) for the others.
       place: puts a host batch onto the devices.
@@ -40,7 +39,6 @@ class IslandProgram:
       clip_norm: to which gradients are clipped; None if they are not.
     """
 
-    init: Callable[[Any, Params], TrainState]
     run: Callable[[TrainState, Any], tuple[Any, Any]]
     place: Callable[[Any], Any]
     abstract_batch: Any
@@ -48,9 +46,14 @@ class IslandProgram:
     abstract_state: TrainState
     clip_norm: float | None
 
-    def fresh(self, seed: int) -> TrainState:
-        """A fresh state."""
-        return self.init(np.uint32(seed), {})
+    def placed(self, leaves: Sequence[np.ndarray]) -> TrainState:
+        """The training state of leaves on the host, copied to the devices."""
+        like, structure = jax.tree.flatten(self.abstract_state)
+        found = [
+            jax.device_put(np.asarray(x).astype(leaf.dtype), leaf.sharding)
+            for x, leaf in zip(leaves, like, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
 
     def zeros(self) -> Any:
         """A host batch of zeros."""
@@ -64,7 +67,6 @@ class IslandProgram:
 def island_program(program: TrainProgram, mode: Islands) -> IslandProgram:
     """Makes the part that an island needs; it is compiled when it is first used."""
     return IslandProgram(
-        program.init_function,
         program.gradients if mode.algorithm in GRADIENTS else program.step,
         program.place_batch,
         program.step_batch,
@@ -85,8 +87,7 @@ def compile_island(program: TrainProgram, mode: Islands) -> IslandProgram:
         run = _compiled_gradients(program, island.vector)
     else:
         run = program.compiled
-    init = island.init.lower(np.uint32(0), {}).compile()
-    return dataclasses.replace(island, init=init, run=run, place=program.batches.place)
+    return dataclasses.replace(island, run=run, place=program.batches.place)
 
 
 def _compiled_gradients(

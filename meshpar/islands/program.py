@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.arrays import Params, num_bytes
 from meshpar.errors import MeshparError
 from meshpar.islands.host import Host
-from meshpar.islands.mode import WEIGHTS, Islands, need_ray
+from meshpar.islands.mode import Islands, need_ray
 from meshpar.islands.threads import Threads
 from meshpar.islands.weights_vector import WeightsVector, weights_vector
 from meshpar.islands.worker import Span
@@ -100,7 +100,7 @@ class IslandsProgram(TrainProgram):
     # Training.
 
     def init(self, seed: int = 0, params: Any = None) -> TrainState:
-        """As `TrainProgram.init`; all islands and the store start with it."""
+        """As `TrainProgram.init`; the store and all islands start from it."""
         return super().init(seed, params)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -134,12 +134,14 @@ class IslandsProgram(TrainProgram):
         return state._replace(step=np.int32(step + 1)), metrics
 
     def _start(self, state: TrainState) -> None:
-        seed, snapshot = int(state.seed), None
+        snapshot = None
         if isinstance(state, IslandsState) and state.blob is not None:
             snapshot = unpacked(np.asarray(jax.device_get(state.blob)).reshape(-1))
+        leaves = jax.tree.leaves(jax.device_get(TrainState(*state[:4])))
+        start = list(map(np.asarray, leaves))
         center_N = self.vector.pack(state.params)
         make = Threads if self.build is None else _ray_host(self.build)
-        host = make(self.mode, list(self.programs), seed, center_N, snapshot)
+        host = make(self.mode, list(self.programs), start, center_N, snapshot)
         self._running.host, self._running.step = host, int(state.step)
 
     @property
@@ -209,9 +211,7 @@ class IslandsProgram(TrainProgram):
         workers, vector = self.mode.workers, 4 * self.vector.size
         store = 3 * vector + 4 * vector * workers * self.mode.in_rounds
         own = sum(map(num_bytes, jax.tree.leaves(self.abstract_state)))
-        island = own + 4 * vector
-        if self.mode.algorithm in WEIGHTS:
-            island += vector
+        island = own + 5 * vector
         devices = self.mesh.size
         size = -(-(store + workers * island + _SLACK) // devices)
         sharding = NamedSharding(self.mesh, PartitionSpec(AXES))
@@ -224,7 +224,7 @@ class IslandsProgram(TrainProgram):
         return self.mode.identity()
 
     def as_stored(self, state: TrainState, extra: Any = None) -> TrainState:
-        """The whole state; without `extra` all islands start from the weights."""
+        """The whole state; without `extra` the store and all islands start from it."""
         blob = extra[BYTES] if extra is not None else None
         if blob is not None and not self.extra_numbers(extra):
             blob = None

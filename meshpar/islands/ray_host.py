@@ -8,7 +8,7 @@ import json
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class RayHost(Host):
         build: Callable[[], TrainProgram],
         mode: Islands,
         programs: list[TrainProgram],
-        seed: int,
+        start: Sequence[np.ndarray],
         center_N: np.ndarray,
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
@@ -80,7 +80,7 @@ class RayHost(Host):
         _check_pickles(build)
         start_ray()
         self._compiled = tempfile.TemporaryDirectory(prefix="meshpar-islands-")
-        self._build, self._mode, self._seed = build, mode, seed
+        self._build, self._mode, self._start = build, mode, ray.put(list(start))
         self._program = programs[0]
         self._vector = weights_vector(programs[0])
         self._slices = self._vector.slices(mode.ranges)
@@ -135,7 +135,7 @@ class RayHost(Host):
         if platform is not CPU:
             options |= dict(num_gpus=count)
         actor = ray.remote(IslandProcess).options(**options).remote()
-        settings = self._build, self._mode, self._seed, count, platform.name
+        settings = self._build, self._mode, self._start, count, platform.name
         self._call(index, actor.make.remote(*settings, self._compiled.name))
         clock = 0
         if index not in self._names:

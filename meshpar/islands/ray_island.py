@@ -1,7 +1,7 @@
 """An island as a Ray actor: a process that trains and talks to the store."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ class IslandProcess:
         self,
         build: Callable[[], TrainProgram],
         mode: Islands,
-        seed: int,
+        start: Sequence[np.ndarray],
         num_devices: int,
         platform: str,
         compiled: str,
@@ -57,7 +57,7 @@ class IslandProcess:
         Args:
           build: makes the island's program in this process.
           mode: the mode.
-          seed: of the island's state.
+          start: leaves of the training state that it starts from.
           num_devices: devices that it needs.
           platform: their platform, as jax calls it.
           compiled: folder of compiled programs, from which a process that takes the
@@ -75,8 +75,8 @@ class IslandProcess:
             program = compile_island(build(), mode)
             if shares:
                 save(program, path)
-        make_island(program, mode, seed).train(program.zeros())
-        self._mode, self._island = mode, make_island(program, mode, seed)
+        make_island(program, mode, start).train(program.zeros())
+        self._mode, self._island = mode, make_island(program, mode, start)
 
     def begin(
         self, name: str, slices: list[Slice], coordinator: Any, clock: int

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,8 +74,8 @@ class Threads(Host):
     Args:
       mode: the mode.
       programs: one program per island.
-      seed: of the islands' states.
-      center_N: the first weights.
+      start: leaves of the training state that islands start from, on the host.
+      center_N: the store's first weights.
       snapshot: the store and the islands as `snapshot` gave them, to go on from.
 
     Attributes:
@@ -86,12 +86,12 @@ class Threads(Host):
         self,
         mode: Islands,
         programs: list[TrainProgram],
-        seed: int,
+        start: Sequence[np.ndarray],
         center_N: np.ndarray,
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
         super().__init__(len(programs))
-        self._mode, self._programs, self._seed = mode, programs, seed
+        self._mode, self._programs, self._start = mode, programs, start
         self._vector = weights_vector(programs[0])
         self._slices = self._vector.slices(mode.ranges)
         self.store = make_store(mode, self._vector)
@@ -117,7 +117,7 @@ class Threads(Host):
 
     def _make_worker(self, index: int, name: str, clock: int) -> Worker:
         program = island_program(self._programs[index], self._mode)
-        island = make_island(program, self._mode, self._seed)
+        island = make_island(program, self._mode, self._start)
         endpoint = _Endpoint(self, index, name)
         return Worker(name, island, self._mode, self._slices, endpoint, clock)
 

@@ -137,15 +137,14 @@ class Worker:
         """Runs the phase of a push."""
         if self.island.pulls_before_push:
             self._pull()
-            self.island.fetched(self._center_N)
         start, weight = time.monotonic(), max(self.island.weight, 1e-9)
-        vector_N = self.island.contribution()
+        vector_N = self.island.contribution(self._center_N)
         payloads = {}
         for part in self._slices:
             name, at = part.range.name, slice(part.start, part.stop)
             read = None
-            if self._mode.algorithm == "compensated":
-                read = self._center_N[at].copy()
+            if self.island.read_N is not None:
+                read = self.island.read_N[at].copy()
             payloads[name] = self._wire.encode(
                 name,
                 vector_N[at].copy(),
@@ -175,7 +174,10 @@ class Worker:
         arrays |= {f"error|{k}": v for k, v in self._wire.errors.items()}
         phase = (FETCH, TRAIN, PUSH).index(self.phase)
         counts = np.array([self.clock, self._steps, phase], np.int64)
-        return arrays | {"counts": counts, "center": self._center_N.copy()}
+        names = [part.range.name for part in self._slices]
+        versions = [self._versions.get(name, -1) for name in names]
+        arrays |= {"counts": counts, "versions": np.array(versions, np.int64)}
+        return arrays | {"center": self._center_N.copy()}
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Takes the state of a snapshot."""
@@ -184,4 +186,7 @@ class Worker:
         self._wire.errors = {k: v for (kind, k), v in own.items() if kind == "error"}
         self.clock, self._steps, phase = map(int, snapshot["counts"])
         self._center_N = np.array(snapshot["center"], np.float32)
+        names = [part.range.name for part in self._slices]
+        versions = map(int, snapshot["versions"])
+        self._versions = dict(zip(names, versions, strict=True))
         self.phase = (FETCH, TRAIN, PUSH)[phase]

@@ -54,6 +54,29 @@ def test_settings_that_cannot_be_meant(settings, error, words):
         programs.make_mode(configured(*settings))
 
 
+def test_elastic_islands_go_on_from_a_synchronous_run(tmp_path, capsys):
+    """The held-out loss of their center is that of the run, and not of new weights."""
+    config = dataclasses.replace(
+        recipes.get("tiny"),
+        steps=24,
+        workdir=str(tmp_path),
+        sample_tokens=0,
+        evaluate_every=24,
+    )
+    config = with_settings(config, ["model.depth=1"])
+    layout, devices = meshpar.layouts.parse("data=1"), jax.devices()[:2]
+    assert Trainer(config, layout, devices[:1]).run() == 0
+    words = ["algorithm=easgd", "consistency=asp", "push=2", "workers=2"]
+    settings = ["optimizer_mode=islands", *(f"islands.{word}" for word in words)]
+    config = dataclasses.replace(config, steps=28, evaluate_every=4)
+    assert Trainer(with_settings(config, settings), layout, devices).run() == 0
+    assert "going on from step 24" in capsys.readouterr().out
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    found = {r["step"]: r["evaluation_loss"] for r in rows if "evaluation_loss" in r}
+    print(found)
+    assert found[28] < found[24] + 0.02
+
+
 @pytest.mark.slow
 def test_a_run_of_islands_resumes_and_draws_time_lines(tmp_path, capsys):
     def train(steps):

@@ -3,8 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import sys
+import threading
+from concurrent import futures
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -205,6 +210,46 @@ def test_settings_that_contradict_each_other(settings, words):
 def test_islands_that_do_not_fit(workers, layout, words):
     with pytest.raises(LayoutError, match=words):
         lower(dataclasses.replace(BASE, workers=workers), layout)
+
+
+class RematNet(nn.Module):
+    """Layers in Linen's `nn.remat`."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = nn.remat(nn.Dense)(tiny_stack.DIM, name=f"layer_{i}")(x)
+        return x
+
+
+def traced_anew(batch):
+    """The gradient of a model that no other trace has met, as text."""
+    model = meshpar.from_linen(
+        RematNet(),
+        lambda apply, batch: jnp.square(apply(batch["x"])).mean(),
+        batch["x"],
+        layers="layer_*",
+    )
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    grad = jax.grad(lambda p, b: model.loss(p, b, None)[0])
+    return str(jax.make_jaxpr(grad)(params, batch))
+
+
+def test_threads_trace_layers_in_remat_at_once():
+    together, batch = threading.Barrier(4), tiny_stack.batch()
+
+    def trace(_):
+        together.wait()
+        return [traced_anew(batch) for _ in range(2)]
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with futures.ThreadPoolExecutor(4) as pool:
+            texts = {text for found in pool.map(trace, range(4)) for text in found}
+    finally:
+        sys.setswitchinterval(switch)
+    assert len(texts) == 1 and "remat" in texts.pop()
 
 
 def test_an_older_state_is_refused():

@@ -28,7 +28,7 @@ def run(timeout, *cases):
     )
 
 
-CASES = ["server", "ahead", "trials_of_islands"]
+CASES = ["server", "ahead", "birth", "trials_of_islands"]
 IN_LINUX = ["ports", "zygote"]  # The last one kills the process that forks workers.
 
 
@@ -48,6 +48,10 @@ def test_a_server_is_killed_and_no_answered_push_is_lost(ended):
 
 def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others(ended):
     check(ended, "ahead")
+
+
+def test_an_elastic_island_begins_is_killed_and_resumes_as_its_recurrence(ended):
+    check(ended, "birth")
 
 
 def test_a_trial_whose_process_is_killed_alone_is_run_again(ended):
@@ -77,3 +81,8 @@ def test_islands_and_servers_are_killed_and_training_goes_on():
     done = run(900, "islands")
     print(done.stdout)
     check(done, "islands")
+
+
+@pytest.mark.slow
+def test_islands_of_every_algorithm_begin_as_their_recurrence():
+    check(run(900, "births"), "births")

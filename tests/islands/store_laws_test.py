@@ -44,6 +44,28 @@ def test_the_same_seed_gives_the_same_trace():
     assert {"Request", "Forward", "Acked", "Install", "Moved"} <= kinds
 
 
+def test_a_worker_that_comes_late_begins_at_the_clock_of_the_slowest():
+    run = Schedule(2, ASP()).start()
+    simulator, ranges = run.simulator, [r.name for r in RANGES]
+
+    def ends():
+        clocks = [simulator.states(name)[-1].clocks.values() for name in ranges]
+        return max(map(min, clocks)), max(map(max, clocks))
+
+    simulator.run(lambda: ends()[1] - ends()[0] >= 2)
+    lowest, _ = ends()
+    run.add("late")
+    joined = []
+
+    def has_joined():
+        joined.extend(s.clocks.get("late") for s in simulator.states("u"))
+        return any(clock is not None for clock in joined)
+
+    simulator.run(has_joined)
+    highest, fastest = ends()
+    assert lowest <= next(c for c in joined if c is not None) <= highest < fastest
+
+
 # Three mutations of the store, each of which breaks a law.
 
 

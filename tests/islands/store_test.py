@@ -106,6 +106,40 @@ def test_servers_come_and_go_and_a_snapshot_restores_every_clock():
         one.remove_server("server 0", dead=True)
 
 
+def test_values_are_set_once_per_label_whatever_replica_answers():
+    store = Store([KeyRange("k", 2)], ASP(), updates.add, servers=3, replicas=2)
+    start, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+    store.join("a")
+    store.set_values("k", start)
+    store.push("k", "a", 0, ones)
+    other = Store([KeyRange("k", 2)], ASP(), updates.add)
+    other.restore(store.snapshot())
+    for head in store.chains["k"]:  # Both replicas that saw it; a copy is left.
+        store.remove_server(head, dead=True)
+    for restored in (store, other):
+        restored.set_values("k", start)  # The request comes again.
+        np.testing.assert_array_equal(restored.pull("k").values, ones)
+        restored.set_values("k", 3 * ones, "later")
+        np.testing.assert_array_equal(restored.pull("k").values, 3 * ones)
+
+
+def test_a_worker_joins_at_the_clock_of_the_slowest():
+    store, nothing = Store([KeyRange("k", 1)], SSP(2), updates.add), np.zeros(1)
+    for worker, pushes in (("fast", 4), ("slow", 2)):
+        store.join(worker, 0)
+        for clock in range(pushes):
+            store.push("k", worker, clock, nothing)
+    assert store.join("new") == 2 and store.clocks("k")["new"] == 2
+    assert store.ready("k", "fast", 4)
+    store.push("k", "fast", 4, nothing)
+    assert not store.ready("k", "fast", 5)  # Two others are at clock 2.
+    empty = Store([KeyRange("k", 1)], BSP(), updates.add)
+    empty.join("a")
+    empty.push("k", "a", 0, nothing)
+    empty.leave("a")
+    assert empty.join("b") == 1  # Rounds count where nobody is left.
+
+
 def test_few_ranges_move_when_a_server_joins_and_the_load_is_even():
     names, servers = [f"r{i}" for i in range(200)], [f"s{i}" for i in range(8)]
     before, after = chains(names, servers, 2), chains(names, [*servers, "s8"], 2)

@@ -1,7 +1,7 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py CASE..., with server, islands, ahead, zygote, ports or
-trials_of_islands as cases: prints "CASE done" for each that went well.
+python killed_in_ray.py CASE..., with server, islands, ahead, birth, births, zygote,
+ports or trials_of_islands as cases: prints "CASE done" for each that went well.
 """
 
 import functools
@@ -124,6 +124,29 @@ def ahead():
     made.close()
 
 
+def killed(host):
+    """Kills the process of the first island."""
+    os.kill(host.pids()[0][0], signal.SIGKILL)
+
+
+def birth():
+    """An elastic island begins, is killed and resumes as the recurrence says."""
+    from support import island_reference
+
+    case = island_reference.CASES["eamsgd 1"]
+    island_reference.check_host(case, "ray", killed, 3)
+
+
+def births():
+    """Islands of every algorithm begin, are killed and resume as recurrences say."""
+    from support import island_reference
+
+    for name, case in island_reference.CASES.items():
+        for synchronous_steps in (0, 3):
+            print("births of", name, synchronous_steps, flush=True)
+            island_reference.check_host(case, "ray", killed, synchronous_steps)
+
+
 class Process:
     def pids(self):
         return os.getpid(), os.getppid()
@@ -196,7 +219,7 @@ def trials_of_islands():
 
 def main(*names):
     ray_start.start_ray()
-    cases = server, islands, ahead, zygote, ports, trials_of_islands
+    cases = server, islands, ahead, birth, births, zygote, ports, trials_of_islands
     by_name = {case.__name__: case for case in cases}
     for name in names:
         try:

@@ -102,6 +102,19 @@ WIRES = {
 """{wire: numbers as they arrive}."""
 
 
+def circulant(replicas, distances):
+    """The matrix of equal shares of oneself and of those at some distances."""
+    own = np.eye(replicas)
+    return sum(np.roll(own, d, axis=1) for d in (0, *distances)) / (1 + len(distances))
+
+
+GRAPHS = {
+    "ring": lambda n: [circulant(n, (1, -1))],
+    "exponential": lambda n: [circulant(n, (2**r,)) for r in range(int(np.log2(n)))],
+}
+"""{graph: (replicas, above 2) -> matrices}: Lian et al., 2017; Assran et al., 2019."""
+
+
 def merge(rule, now, snapshot, arrived):
     """A replica's new weights."""
     match rule:
@@ -188,7 +201,9 @@ def reference(program, mode, inner, steps=STEPS):
             if mode.gossip is None:
                 arrived = [center.step(f, before)] * replicas
             else:
-                matrices = mode.gossip.rounds(replicas)
+                matrices = mode.gossip.graph
+                if isinstance(matrices, str):
+                    matrices = GRAPHS[matrices](replicas)
                 matrix = np.asarray(matrices[number % len(matrices)])
                 arrived = np.array(matrix @ before, np.float32)
             for r in range(replicas):
