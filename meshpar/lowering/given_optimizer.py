@@ -20,6 +20,23 @@ _COLLECTION = "params"
 """Key of the parameters where an optimizer was started with all of `module.init`."""
 
 
+def check_one_optimizer(optimizer: Any, mode: str) -> None:
+    """Refuses a user's optimizer where several of them train.
+
+    Args:
+      optimizer: of the user; None for none.
+      mode: the mode in words, which has one for each replica or island; "" for none.
+
+    Raises:
+      MeshparError: there are both.
+    """
+    if optimizer is not None and mode:
+        raise MeshparError(
+            f"{mode}: each has an optimizer state of its own, which is not that of a "
+            "plain loop; leave optimizer out"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class OwnOptimizerState:
     """The optimizer state of the module's own tensors, as a user's loop has it.

@@ -6,7 +6,6 @@ once on shapes alone: what training cannot give it is refused, and its `reach` i
 
 import dataclasses
 import functools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.arrays import Array, Params, abstract, leaves_by_path, stack_of_row
+from meshpar.arrays import Array, Params, abstract, stack_of_row
 from meshpar.errors import MeshparError, shown
 from meshpar.jaxprs.layer_values import LayerValues, Leaf
 from meshpar.jaxprs.reach import Reach, read_reach
@@ -30,6 +29,11 @@ from meshpar.lowering.layer_update import (
     treats_alike,
 )
 from meshpar.lowering.nesting import NestedState, Nesting
+from meshpar.lowering.optimizer_problems import (
+    check_state,
+    missing_arguments,
+    refuse_lookahead,
+)
 from meshpar.models.model import Model
 
 _ZERO_STEPS = 4
@@ -199,7 +203,7 @@ def _of_trees(
     """The optimizer of the model's own tensors."""
     own = rows.unstacked(params, _abstract_row)
     nesting, state = _initial(transformation, own, keys)
-    _refuse_lookahead(state)
+    refuse_lookahead(state)
     transformation, traced = _traced(transformation, nesting.nest(own), state)
     num_state = len(jax.tree.leaves(state))
     reach = read_reach(traced, nesting.paths, num_state)
@@ -271,20 +275,6 @@ def _initial(
             ) from error
 
 
-def _refuse_lookahead(state: Any) -> None:
-    """Refuses optax.lookahead, whose parameters are pairs of weights."""
-
-    def is_lookahead(node: Any) -> bool:
-        return isinstance(node, optax.LookaheadState)
-
-    if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
-        raise MeshparError(
-            "optax.lookahead trains pairs of fast and slow weights "
-            "(optax.LookaheadParams), and a model has one set of weights: use its fast "
-            "optimizer, and meshpar.with_ema for weights that change slowly"
-        )
-
-
 def _traced(
     transformation: optax.GradientTransformationExtraArgs, params: Any, state: Any
 ) -> tuple[optax.GradientTransformationExtraArgs, Any]:
@@ -304,10 +294,10 @@ def _traced(
         except TypeError as error:
             if names and "unexpected keyword argument" in str(error):
                 continue
-            if missing := _missing_arguments(error):
+            if missing := missing_arguments(error):
                 raise missing from error
             raise
-        _check_state(state, new_state)
+        check_state(state, new_state)
         return given, traced
     raise AssertionError("the last attempt gives no extra arguments")
 
@@ -414,38 +404,3 @@ def _dict_keys(tree: Any) -> set[Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     entries = (key for keys, _ in leaves for key in keys)
     return {k.key for k in entries if isinstance(k, jax.tree_util.DictKey)}
-
-
-def _missing_arguments(error: TypeError) -> MeshparError | None:
-    """The error of an update that lacks arguments; None if it is another error."""
-    _, found, names = str(error).partition(" argument")
-    if not found or "missing" not in str(error):
-        return None
-    missing = re.findall(r"'(\w+)'", names)
-    remedy = "use an optimizer that does without"
-    if "value_fn" in missing:
-        remedy = "use one without a line search, as optax.lbfgs(..., linesearch=None)"
-    elif "value" in missing:
-        remedy = (
-            "a wrapper drops these two; make it a GradientTransformationExtraArgs of "
-            "optax (give an optax.MultiSteps itself)"
-        )
-    return MeshparError(
-        f"the optimizer's update needs {', '.join(missing)}, and training gives it "
-        f"the loss (value) and the gradients (grad) as extra arguments: {remedy}"
-    )
-
-
-def _check_state(before: Any, after: Any) -> None:
-    """Refuses a state that does not keep its structure, shapes and dtypes."""
-    old, new = leaves_by_path(before), leaves_by_path(after)
-    for path in {**old, **new}:
-        kinds = [
-            f"{leaf.dtype}{list(leaf.shape)}" if leaf is not None else "missing"
-            for leaf in (old.get(path), new.get(path))
-        ]
-        if kinds[0] != kinds[1]:
-            raise MeshparError(
-                f"the optimizer's state {path} is {kinds[0]} before an update and "
-                f"{kinds[1]} after it; use an optimizer whose state keeps its form"
-            )

@@ -16,7 +16,11 @@ from meshpar.contracts.host_transfers import host_violations
 from meshpar.errors import MeshparError
 from meshpar.lowering.base import Lowering
 from meshpar.lowering.ema import ema_weights
-from meshpar.lowering.given_optimizer import OwnOptimizerState, steps_done
+from meshpar.lowering.given_optimizer import (
+    OwnOptimizerState,
+    check_one_optimizer,
+    steps_done,
+)
 from meshpar.lowering.given_params import (
     flat_params,
     place,
@@ -164,7 +168,7 @@ class TrainProgram(Program):
           MeshparError: it has other variables than the model, or the optimizer is
             another one.
         """
-        self._check_one_optimizer(optimizer)
+        check_one_optimizer(optimizer, self.mode_text)
         check_alive(state)
         weights = jax.device_get(self.weights(state))
         module = updated(module, {p: x for p, x in weights.items() if p != STEP})
@@ -202,7 +206,7 @@ class TrainProgram(Program):
           MeshparError: a parameter or a part of the optimizer state is missing, unknown
             or of another shape.
         """
-        self._check_one_optimizer(optimizer)
+        check_one_optimizer(optimizer, self.mode_text)
         check_alive((flat_params(module), optimizer))
         step = np.int32(steps_done(optimizer) if step is None else step)
         state, like = self.in_model_order(self.init(seed, module)), self.portable_state
@@ -217,18 +221,6 @@ class TrainProgram(Program):
             params = {**params, STEP: place(np.full(count.shape, step), count)}
         state = state._replace(step=place(step, like.step), params=params)
         return self.as_stored(state)
-
-    def _check_one_optimizer(self, optimizer: Any) -> None:
-        """Refuses a user's optimizer where several of them train.
-
-        Raises:
-          MeshparError: the program has one for each replica or island.
-        """
-        if optimizer is not None and self.mode_text:
-            raise MeshparError(
-                f"{self.mode_text}: each has an optimizer state of its own, which is "
-                "not that of a plain loop; leave optimizer out"
-            )
 
     @functools.cached_property
     def _own_optimizer_state(self) -> OwnOptimizerState:
