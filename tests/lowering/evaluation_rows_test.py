@@ -128,7 +128,7 @@ def test_metrics_of_all_rows_are_those_of_a_plain_loop(loss, layout, lowering):
 def contrast(model, batch):
     """Each row against all others of the batch, and a statistic of the batch."""
     z = model(batch["x"])
-    z = (z - z.mean(0)) / (z.std(0) + 0.1)
+    z = (z - z.mean(0, keepdims=True)) / (z.std(0, keepdims=True) + 0.1)
     labels = jnp.arange(len(z))
     return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, labels).mean()
 
@@ -138,9 +138,8 @@ def test_rows_that_are_mixed_are_mixed_with_each_other_alone(rows):
     program = lowered(contrast, "data=2,fsdp=2", "jit")
     state, batch = program.init(0), arrays(rows, 2)
     model = program.update(Net(nnx.Rngs(0)), state)
-    with jax.numpy_rank_promotion("allow"):
-        found = program.evaluate(state, batch)["loss"]
-        assert float(found) == pytest.approx(float(contrast(model, batch)), rel=1e-5)
+    found = program.evaluate(state, batch)["loss"]
+    assert float(found) == pytest.approx(float(contrast(model, batch)), rel=1e-5)
 
 
 DECODERS = [
@@ -149,7 +148,7 @@ DECODERS = [
     slow("pipe=2,microbatches=4,virtual_stages=2", {"depth": 4}),
     slow("pipe=2,microbatches=2,partition=1/2", {"depth": 3}),
     slow("data=2,context=4,context_mode=ring", {}),
-    slow("fsdp=2,expert=2,tensor=2", {"num_experts": 4}),
+    ("fsdp=2,expert=2,tensor=2", {"num_experts": 4}),
     slow("pipe=2,expert=2,microbatches=2", {"num_experts": 4}),
     slow("data=2,tensor=2,layers=fsdp", {}),
 ]
@@ -160,10 +159,10 @@ def test_decoders_evaluate_any_rows_under_any_layout(layout, sizes):
     program = tiny_models.lower(layout, tiny_models.model(**sizes))
     state = program.init(0)
     weights = jax.device_get(program.weights(state))
-    loss = jax.jit(lambda batch: program.model.plain.loss(weights, batch, None)[0])
+    loss = jax.jit(lambda w, batch: program.model.plain.loss(w, batch, None)[0])
     for rows in (1, 6):
         batch = tiny_models.batch(3, rows)
-        want = loss_result(loss(batch)).loss
+        want = loss_result(loss(weights, batch)).loss
         found = program.evaluate(state, batch)["loss"]
         assert float(found) == pytest.approx(float(want), rel=2e-5)
 
@@ -172,7 +171,7 @@ def test_replicas_that_train_apart_evaluate_any_rows():
     mode = meshpar.LocalSGD(period=2)
     program = regression.lower("replica=2,data=2", optax.sgd(0.1), mode=mode)
     state, batch = program.init(0), regression.rows(5)
-    module = program.update(regression.Regression(nnx.Rngs(0)), state)
+    module = program.model.bind(jax.device_get(program.weights(state)))
     for rows in (5, 16):
         own = part(batch, 0, rows)
         found = program.evaluate(state, own)

@@ -139,7 +139,8 @@ def _split_tokens(x_BLD: Array, scope: Scope) -> Spec | None:
     """The axes that split rows and length under lowering=jit; None if not evenly."""
     split = activation_axes(scope, ["batch", "length"], _CALL)
     batch_ways, length_ways = (ways_of(axes, scope.mesh.shape) for axes in split)
-    if len(x_BLD) % batch_ways:
+    shares_experts = in_use((EXPERT,), scope.mesh.shape)
+    if len(x_BLD) % batch_ways or not {*shares_experts} <= {*split[0]}:
         return None
     by_context = split[1] == (CONTEXT,) and x_BLD.shape[1] % length_ways == 0
     return split if by_context else (split[0], ())
