@@ -45,8 +45,6 @@ from meshpar.replicated import map_rows, num_rows, row_leaves
 _ROWS = 2, 4
 """Rows of the batches that are traced: what grows with them, and what does not."""
 
-_NO_EXCHANGE = Layout()
-
 _TOGETHER = NONE, "dots", "attention", "full"
 """Policies that are traced at once, as a search needs all of them."""
 
@@ -249,16 +247,15 @@ def _on_one_device(layout: Layout, mesh: Mesh) -> Iterator[Scope]:
 
 def exchange_of(layout: Layout) -> Layout:
     """A layout with only those axes along which a layer exchanges tokens."""
-    if layout.expert == layout.context == 1:
-        return _NO_EXCHANGE
     if layout.context == 1:
-        return Layout(expert=layout.expert)
+        return Layout(expert=layout.expert, axes=layout.axes)
     return Layout(
         expert=layout.expert,
         context=layout.context,
         context_mode=layout.context_mode,
         context_order=layout.context_order,
         context_heads=layout.context_heads,
+        axes=layout.axes,
     )
 
 
