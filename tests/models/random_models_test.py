@@ -5,6 +5,8 @@ import re
 import pytest
 from models.random_models import EQUAL, REFUSED, Draw, draw, named, outcome
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow\\(\\)' outside")
+
 NUM_DRAWS = 200
 
 EXPECTED = {
@@ -24,7 +26,7 @@ CHOSEN = [
     ("nnx sequences layers attention+layer_norm weighted lamb", "fsdp=4"),
     ("nnx sequences scanned lstm+filtered masked adamw", "data=2,microbatches=2"),
     (
-        "nnx images list conv+batch_norm+depthwise mean_squares momentum",
+        "nnx images one conv+batch_norm+depthwise mean_squares momentum",
         "data=2,fsdp=2",
     ),
     ("nnx tokens twice shared+row_by_row+ensemble with_metrics multi", "fsdp=2"),
@@ -38,7 +40,7 @@ CHOSEN = [
     ("linen tokens scanned causal_attention+rms_norm smoothed adafactor", "fsdp=2"),
     ("linen images remat weight_norm+spectral_norm cosine lion", "fsdp=4,zero=2"),
     (
-        "linen sequences jit bidirectional+whitened masked_by_row by-ndim",
+        "linen sequences one bidirectional+whitened masked_by_row by-ndim",
         "fsdp=4,zero=1",
     ),
 ]
@@ -69,8 +71,7 @@ def test_a_gradient_that_xla_adds_up_wrongly_is_refused():
     assert verdict == REFUSED and "along tensor" in why
     assert "leave tensor out, or name the layers" in why
     layered = *of[:2], "layers", *of[3:]
-    draws = Draw(*of, "data=4"), Draw(*layered, "data=2,tensor=2,allow=.")
-    assert [outcome(each) for each in draws] == [(EQUAL, "")] * 2
+    assert outcome(Draw(*layered, "data=2,tensor=2,allow=.")) == (EQUAL, "")
 
 
 @pytest.mark.slow
