@@ -113,7 +113,7 @@ class StepLog:
         return any(bool(stop) for _, _, stop in finished)
 
     def _log_step(self, step: int, step_metrics: Any, seconds: float) -> None:
-        values: dict[str, Any] = jax.tree.map(np.ndarray.tolist, dict(step_metrics))
+        values = {name: np.asarray(x).tolist() for name, x in step_metrics.items()}
         config = self._setup.config
         (unit, number), flops = self._setup.run.units, self._setup.run.flops
         speed = config.batch_size * number / seconds
