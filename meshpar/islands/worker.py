@@ -126,10 +126,10 @@ class Worker:
         found = self._endpoint.pull(names, self.clock, self._versions)
         self.pulling = False
         for part, values in zip(self._slices, found, strict=True):
-            self._versions[values.range] = values.version
             if values.values is not None:
                 self._center_N[part.start : part.stop] = values.values
                 self._bytes["pulled"] += values.values.nbytes
+            self._versions[values.range] = values.version
         self._age = max(0, self.clock - min(values.slowest for values in found))
         self._spent("wait", start)
 
@@ -175,6 +175,7 @@ class Worker:
         phase = (FETCH, TRAIN, PUSH).index(self.phase)
         counts = np.array([self.clock, self._steps, phase], np.int64)
         names = [part.range.name for part in self._slices]
+        # A pull may end meanwhile: versions first, as it writes them last.
         versions = [self._versions.get(name, -1) for name in names]
         arrays |= {"counts": counts, "versions": np.array(versions, np.int64)}
         return arrays | {"center": self._center_N.copy()}

@@ -110,7 +110,7 @@ def circulant(replicas, distances):
 
 GRAPHS = {
     "ring": lambda n: [circulant(n, (1, -1))],
-    "exponential": lambda n: [circulant(n, (2**r,)) for r in range(int(np.log2(n)))],
+    "exponential": lambda n: [circulant(n, (-(2**r),)) for r in range(int(np.log2(n)))],
 }
 """{graph: (replicas, above 2) -> matrices}: Lian et al., 2017; Assran et al., 2019."""
 
