@@ -192,6 +192,7 @@ def write(
     description = config_json(config)
     tensors, places = tensors_of(config), _places(config, shapes)
     names = {name: _shape_of(*made, shapes) for name, made in tensors.items()}
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{WEIGHTS}.partial"
     try:
@@ -200,8 +201,11 @@ def write(
             for row, place, own in _inside(places[path], index):
                 place.in_tensor(files[place.name], "r+")[own] = part[row]
         partial.replace(folder / WEIGHTS)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        raise
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
     return list(names)
 
