@@ -197,6 +197,7 @@ def write(
     description = config_json(config)
     tensors, places = tensors_of(config), _places(config, shapes)
     names = {name: _shape_of(*made, shapes) for name, made in tensors.items()}
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{WEIGHTS}.partial"
     try:
@@ -206,8 +207,11 @@ def write(
                 with files[place.name].changed(*place.extent(own)) as piece:
                     place.view(piece, own)[...] = part[row]
         partial.replace(folder / WEIGHTS)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        raise
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
     return list(names)
 
