@@ -102,7 +102,10 @@ def test_fields_of_a_layout(fields, words):
         (dict(devices=jax.devices()[:1] * 2, layout="data=2"), ["each of them once"]),
         (dict(batch={}), ["the batch is empty"]),
         (dict(batch={"tokens": [[1, 2]]}), ["batch['tokens'][0][0] is a int"]),
-        (dict(batch={"tokens": np.int32(3)}), ["leading batch dim", "give arrays"]),
+        (
+            dict(batch={"tokens": np.int32(3)}),
+            ["the batch is empty", "at least one array"],
+        ),
         (dict(batch={"tokens": np.zeros((0, 16), np.int32)}), ["batch=0"]),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

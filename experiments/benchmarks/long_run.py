@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 import rich.table
 from absl import flags
-from meshpar.commands.reports.units import readable_bytes
 
 from experiments import recipes
 from meshpar.commands import command_line
@@ -29,6 +28,7 @@ from meshpar.commands.reports import terminal
 from meshpar.errors import ConfigError
 from meshpar.runs.metrics import METRICS
 from meshpar.settings import Number
+from meshpar.units import readable_bytes
 
 EVERY = flags.DEFINE_integer("every", 200, "Steps from one checkpoint to the next.")
 command_line.limit(EVERY, Number(1, 10**6, "steps"))

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -39,7 +40,7 @@ class SteadyFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        self._status = self.status
+        self._status, self._lock = self.status, threading.Lock()
         self.size = self._status.st_size
         self._sampled = self._sample()
 
@@ -70,11 +71,12 @@ class SteadyFile:
             )
         if status.st_mtime_ns != self._status.st_mtime_ns:
             raise self._changed(what)
-        if status.st_ctime_ns != self._status.st_ctime_ns:
-            if self._sample() != self._sampled:
-                raise self._changed(what)
-            self._status = status
-            self._look_at_name()
+        with self._lock:  # Several threads read, and one of them looks.
+            if status.st_ctime_ns != self._status.st_ctime_ns:
+                if self._sample() != self._sampled:
+                    raise self._changed(what)
+                self._status = status
+                self._look_at_name()
         return content
 
     def _changed(self, what: str) -> DataError:

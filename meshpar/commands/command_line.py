@@ -81,7 +81,7 @@ NUM_PROCESSES = flags.DEFINE_integer(
 START_TIMEOUT = flags.DEFINE_float(
     "start_timeout", 120.0, "Seconds to wait for all processes at the start."
 )
-PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Number of this process, from 0.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process, from 0.")
 
 OF_CONFIG = (RECIPE, LAYOUT, LOWERING, OPTIMIZER_MODE, DATA, TOKENIZER, STEPS)
 OF_CONFIG += (BATCH_SIZE, SEED, SET)
@@ -116,7 +116,7 @@ def limit(flag: flags.FlagHolder, allowed: Range) -> None:
 limit(DEVICES, Number(0, 2**20, "devices", "0 for as many as the layout fills"))
 limit(COORDINATOR, Address())
 limit(NUM_PROCESSES, Number(0, 2**16, "processes", "0 for what a launcher sets"))
-limit(PROCESS_ID, Number(-1, 2**16, note="-1 for what a launcher sets"))
+limit(PROCESS_ID, Number(0, 2**16, note="by default what a launcher sets"))
 limit(START_TIMEOUT, Number(0, 1e6, "seconds", whole=False, above=True))
 
 

@@ -71,7 +71,8 @@ def start(
       MeshparError: fewer devices than requested, or processes that do not fit.
     """
     coordinator = COORDINATOR.value or ""
-    info = process_info(coordinator, NUM_PROCESSES.value, PROCESS_ID.value)
+    rank = -1 if PROCESS_ID.value is None else PROCESS_ID.value
+    info = process_info(coordinator, NUM_PROCESSES.value, rank)
     if PLATFORM.value:
         jax.config.update("jax_platforms", JAX_PLATFORMS[PLATFORM.value])
     named = config.layout not in ("", AUTO)

@@ -85,7 +85,7 @@ def facts_of(config: RunConfig, run: Run, machine: Machine) -> dict[str, Any]:
     shapes = sorted(params.items()), run.data.abstract_batch(config.batch_size)
     facts = config.plan_facts | {
         "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-        "code": " ".join([code_hash("meshpar"), config.code]).strip(),
+        "code": " ".join([code_hash("meshpar"), *config.code.values()]),
         "devices": f"{len(machine.devices)} of {machine.devices[0].device_kind}",
         "slices": machine.num_slices,
         "memory_bytes": machine.memory_bytes,

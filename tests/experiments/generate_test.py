@@ -20,7 +20,7 @@ from experiments.models.language_model import language_model
 from meshpar.errors import CheckpointError
 from meshpar.runs import metrics
 from meshpar.runs.metrics import EVALUATION_LOSS
-from meshpar.runs.stored import newest_checkpoint, read_weights
+from meshpar.runs.stored import newest_checkpoint, weights_for
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_scores_of_a_text_are_those_of_its_tokens(unbroken, tmp_path, command):
     checkpoint = newest_checkpoint(str(unbroken[1]))
     config = sources.config_of(checkpoint, "data=1")
     program = config.make_program(meshpar.layouts.parse("data=1"), jax.devices()[:1])
-    params = read_weights(program, checkpoint)
+    params = weights_for(program, checkpoint)
     model = program.model.bind(params)
     want = []
     for start in range(0, len(ids) - 1, config.model.length):
@@ -147,18 +147,18 @@ def test_weights_come_without_optimizer_state_and_changed_ones_are_seen(
     layout = meshpar.layouts.parse("data=1")
     config = sources.config_of(checkpoint, "data=1")
     program = config.make_program(layout, jax.devices()[:1])
-    want = read_weights(program, checkpoint)
+    want = weights_for(program, checkpoint)
     for path, x in params.items():
         np.testing.assert_array_equal(x, want[path])
         assert x.sharding == generator.program.abstract_params[path].sharding
     sums = checkpoint.metadata["checksums"][0]
     wrong = checkpoint.metadata | {"checksums": [[x + 1 for x in sums], []]}
     with pytest.raises(CheckpointError, match="is corrupt: .* has changed"):
-        read_weights(program, checkpoint._replace(metadata=wrong))
+        weights_for(program, checkpoint._replace(metadata=wrong))
     tensors = {k: [[1, *x[0]], x[1]] for k, x in checkpoint.metadata["tensors"].items()}
     other = checkpoint.metadata | {"tensors": tensors}
     with pytest.raises(CheckpointError, match="use the configuration of that run"):
-        read_weights(program, checkpoint._replace(metadata=other))
+        weights_for(program, checkpoint._replace(metadata=other))
 
 
 def test_a_folder_of_transformers(tmp_path, command):

@@ -121,7 +121,8 @@ def test_checkpoints_say_whether_a_layout_can_resume(monkeypatch, capsys, tmp_pa
     assert stored_config(checkpoint, FILES_ALONE, RECIPE).width == 24
 
     def say(name, *words):
-        return commands.run(name, [str(tmp_path), *words], monkeypatch, capsys)
+        words = [str(tmp_path), f"--recipe={RECIPE}", *words]
+        return commands.run(name, words, monkeypatch, capsys)
 
     logged = metrics.read(tmp_path / metrics.METRICS)[-1]
     done = say("score", "--layout=data=2,tensor=1", "--devices=2")

@@ -96,7 +96,7 @@ def test_a_checkpoint_whose_files_lead_elsewhere_is_not_read(stored, tmp_path):
     file.symlink_to(tmp_path / "moved" / file.name)
     (found,) = find_checkpoints(stored)
     assert "is a link out of the checkpoint" in found.problem
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="is complete"):
         newest_checkpoint(str(stored))
     tier = PersistentTier(stored, 1, 16)
     with pytest.raises(ValueError, match="has to hold its own files"):
@@ -182,7 +182,7 @@ def test_no_secret_of_the_environment_is_written(tmp_path, text, fails):
     )
     assert (done.returncode == 0) is not fails, done.stdout + done.stderr
     written = [x for x in tmp_path.rglob("*") if x.is_file()]
-    assert len(written) > (3 if fails else 10)
+    assert len(written) >= (3 if fails else 10)
     assert SECRET not in done.stdout + done.stderr
     for file in written:
         assert SECRET.encode() not in file.read_bytes(), file

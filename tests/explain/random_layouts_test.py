@@ -43,7 +43,7 @@ def test_every_option_of_a_layout_is_drawn_or_left_out_by_name():
     drawn |= {*random_layouts.SHARDED, *random_layouts.SPLIT}
     drawn |= {*random_layouts.UNPIPED, *random_layouts.PIPELINE}
     needs_the_model = {"params", "activations", "paths", "prefetch", "partition"}
-    needs_the_model |= {"expert"}
+    needs_the_model |= {"expert", "axes"}
     assert drawn | needs_the_model | {REPLICA, "allow"} == set(DEFAULTS)
     layouts = [parse(draw.layout) for draw in draw_layouts(500, 8)]
     for name in drawn:

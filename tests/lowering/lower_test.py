@@ -189,7 +189,7 @@ def test_a_batch_of_another_shape_is_an_error(wrong, words):
     [
         ({}, "the batch is empty"),
         ({"x": np.zeros((8, 2)), "y": np.zeros(4)}, "same leading batch dim"),
-        ({"x": np.float32(1)}, "same leading batch dim"),
+        ({"x": np.float32(1)}, "the batch is empty"),
     ],
 )
 def test_lowering_refuses_batches_without_a_common_dim(data, words):

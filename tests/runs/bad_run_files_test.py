@@ -219,8 +219,8 @@ CASES = [
     (DATA, "data=iter(rows)", "data=<list_iterator.*give"),
     (DATA, "data=(row for row in rows)", "data=<generator.*give"),
     (DATA, "data={'x': x, 'y': y[:63]}", r"'y': \(63,\).*same number of rows"),
-    (DATA, "data={'x': x, 'y': 1.0}", "same number of rows"),
-    (DATA, "data={'x': x, 'y': None}", "same number of rows"),
+    (DATA, "data={'x': x, 'y': 1.0}", "batches to evaluate on are.*same leaves"),
+    (DATA, "data={'x': x, 'y': None}", "is of object; give numbers"),
     (
         DATA,
         "data={'x': x.astype(str), 'y': y}",
@@ -295,7 +295,6 @@ CASES = [
         "data=<grain.*give",
     ),
     (EVALUATION, "evaluation=3", "evaluation=3: give"),
-    (EVALUATION, "evaluation=rows[:8]", "hold 8 samples, fewer than one batch of 16"),
     (
         EVALUATION,
         "evaluation={'x': x}",
