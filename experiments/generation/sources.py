@@ -20,7 +20,7 @@ from experiments.models.language_model import language_model
 from experiments.recipes.config import Config
 from meshpar.arrays import Params
 from meshpar.checkpoint import StoredCheckpoint, read_params
-from meshpar.errors import ConfigError
+from meshpar.errors import ConfigError, shown
 from meshpar.layouts.axes import DATA
 from meshpar.layouts.offload import PARAMETERS
 from meshpar.lowering.given_params import place_params
@@ -63,14 +63,15 @@ def config_of(checkpoint: StoredCheckpoint, layout: str | None) -> Config:
     Raises:
       MeshparError: a configuration or a layout that cannot be read.
     """
-    config = stored_config(checkpoint, recipes.CATALOG)
-    if not isinstance(config, Config):
+    stored = checkpoint.metadata.get("config")
+    recipe = stored.get("recipe") if isinstance(stored, dict) else None
+    if isinstance(recipe, str) and ":" in recipe:
         raise ConfigError(
-            f"{checkpoint.path} is of {config.recipe}, and this command needs a "
+            f"{checkpoint.path} is of {shown(recipe)}, and this command needs a "
             "decoder of the catalog, whose tokens it knows; use meshpar.generator in a "
             "script"
         )
-    return as_one_model(config, layout)
+    return as_one_model(stored_config(checkpoint, recipes.CATALOG), layout)
 
 
 def find_source(path: str, layout: str | None, tokenizer: str | None) -> Source:

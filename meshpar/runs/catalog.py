@@ -53,7 +53,8 @@ class Catalog(NamedTuple):
 
         Raises:
           ConfigError: fields or values that this version, or the recipe's file as it is
-            now, does not know, or a recipe of a file that the user has not named.
+            now, does not know, a recipe of a file that the user has not named, or
+            another one than the user has named.
         """
         name = values.get("recipe") if isinstance(values, Mapping) else None
         own = isinstance(name, str) and ":" in name
@@ -67,6 +68,11 @@ class Catalog(NamedTuple):
                 f"the run names the recipe {shown(name)}, whose code this command "
                 "would run; if you trust it, and the command takes a recipe, say "
                 f"--recipe={shown(name)}"
+            )
+        if recipe and name != recipe:
+            raise ConfigError(
+                f"--recipe={shown(recipe)}: the run is of {shown(str(name))}; leave it "
+                "out"
             )
         return from_dict(values, type(self.get(name)) if own else self.kind)
 

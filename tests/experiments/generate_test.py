@@ -213,7 +213,6 @@ def test_folders_and_files_that_are_none(tmp_path, command):
 @pytest.mark.parametrize(
     "name, flag",
     [
-        ("score", "--recipe=llama2-7b"),
         ("score", "--steps=3"),
         ("score", "--seed=5"),
         ("generate", "--set=model.depth=99"),

@@ -135,7 +135,10 @@ def test_checkpoints_say_whether_a_layout_can_resume(monkeypatch, capsys, tmp_pa
     assert done.code == 2 and "has data of its own; leave it out" in done.err
     done = say("score", "--layout=tensor=2")
     assert done.code == 2 and "tensor=2" in done.err
-    done = say("generate", "--prompt=a")
+    done = say("score", "--recipe=tiny")
+    assert done.code == 2 and "whose code this command would run" in done.err
+    words = [str(tmp_path), "--prompt=a"]
+    done = commands.run("generate", words, monkeypatch, capsys)
     assert done.code == 2 and "own_run.py:net, and this command needs" in done.err
 
 
