@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.arrays import Params
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.contract import Contract
+from meshpar.errors import MeshparError
 from meshpar.layouts.axes import REPLICA
 from meshpar.layouts.plan import Plan
 from meshpar.local_sgd.clock import Clock
@@ -181,6 +182,19 @@ class LocalProgram(TrainProgram):
         return jax.jit(
             lambda params: {path: replica_average(x) for path, x in params.items()},
             out_shardings=shardings,
+        )
+
+    def evaluate_params(
+        self, params: Params, batch: Any, rows: int | None = None
+    ) -> Metrics:
+        """Refused: replicas that train apart evaluate their average, by a state.
+
+        Raises:
+          MeshparError: always.
+        """
+        raise MeshparError(
+            f"{self.mode_text}: evaluate_params takes weights of one model; use "
+            "evaluate(state, batch), or a program without mode= for other weights"
         )
 
     def evaluate(

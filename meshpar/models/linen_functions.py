@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ from meshpar.models.updates import check_updates
 _PARAMS = "params"
 _AXES = "_axes"
 """Ending of collections in which t5x and flax.linen.partitioning keep dim names."""
+
+_RUNNING = threading.RLock()
+"""Held while a module runs: `nn.remat` makes a class then, for which Flax changes
+annotations of `nn.Module` for a moment, in all threads."""
 
 _WITHOUT_INTERMEDIATES = DenyList("intermediates")
 """The collections that `module.init` makes by default."""
@@ -57,7 +62,7 @@ class LinenFunctions:
         keys = jax.random.split(key, 1 + len(self.rngs))
         rngs = dict(zip((_PARAMS, *self.rngs), keys, strict=True))
         args, kwargs = jax.tree.map(_zeros, (self.args, self.kwargs))
-        with unsharded():
+        with _RUNNING, unsharded():
             return self.module.init(rngs, *args, mutable=mutable, **kwargs)
 
     def abstract(self, mutable: Any = _WITHOUT_INTERMEDIATES) -> Any:
@@ -241,9 +246,13 @@ class Apply:
             kwargs.setdefault("rngs", random_keys)
         kept = () if self._key is None else self._collections
         mutable = scopes.union_filters(asked, kept)
+        if mutable:
+            kwargs["mutable"] = mutable
+        with _RUNNING:
+            result = self._module.apply(variables, *args, **kwargs)
         if not mutable:
-            return self._module.apply(variables, *args, **kwargs)
-        output, new = self._module.apply(variables, *args, mutable=mutable, **kwargs)
+            return result
+        output, new = result
         for collection in {*kept, _PARAMS} & {*new}:
             leaves = traverse_util.flatten_dict(new[collection], sep="/")
             self._keep(collection, leaves)

@@ -178,6 +178,8 @@ def test_replicas_that_train_apart_evaluate_any_rows():
         want = regression.loss(module, own)
         assert float(found["loss"]) == pytest.approx(float(want), rel=1e-5)
         assert found["weight"] == rows and found["drift"] == 0
+    with pytest.raises(meshpar.MeshparError, match="use evaluate.state, batch."):
+        program.evaluate_params(program.evaluated_params(state), batch)
 
 
 def test_processes_say_how_many_rows_a_batch_has(monkeypatch):
