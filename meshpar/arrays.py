@@ -63,6 +63,28 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     return tuple(vary(x, axes) for x in arrays)
 
 
+def other_leaf(tree: Any, like: Any) -> tuple[str, str, str] | None:
+    """The first leaf that has another shape or dtype than that of another tree.
+
+    Args:
+      tree: pytree of arrays.
+      like: pytree of arrays or ShapeDtypeStructs.
+
+    Returns:
+      (its path, what it is, what it is in `like`), "missing" where a tree lacks it;
+      None if there is no such leaf.
+    """
+    given, wanted = leaves_by_path(tree), leaves_by_path(like)
+    for path in {**wanted, **given}:
+        kinds = [
+            "missing" if x is None else f"{jnp.result_type(x)}{list(x.shape)}"
+            for x in (given.get(path), wanted.get(path))
+        ]
+        if kinds[0] != kinds[1]:
+            return path, *kinds
+    return None
+
+
 def to_host(tree: Any) -> Any:
     """Arrays moved to host memory, each shard to its device's host; under jit alone."""
     return jax.device_put(tree, jax.memory.Space.Host)

@@ -20,6 +20,7 @@ from meshpar.lowering.state import Metrics
 from meshpar.metrics import WEIGHT
 from meshpar.runs import programs, stored
 from meshpar.runs.catalog import FILES_ALONE, Catalog
+from meshpar.runs.changes import changed_files
 from meshpar.runs.config import RunConfig, check_setting
 from meshpar.runs.data import Place
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     checkpoint = stored.newest_checkpoint(arguments[1])
     named = command_line.named_recipe()
     config = stored.stored_config(checkpoint, command_line.catalog(), named)
-    changed = checkpoint.metadata.get("code", config.code) != config.code
+    changed = changed_files(checkpoint.metadata.get("code", {}), config.code)
     layout, devices = start_devices(config := config_from_flags(config))
     config, run = config.prepared()
     if not run.evaluates:
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     found = held_out.metric_sums(program, evaluate).result()
     if jax.process_index() == 0:
         if changed:
-            print(f"the file of {config.recipe} has changed since the checkpoint")
+            print(f"changed since the checkpoint: {', '.join(changed)}")
         print(f"step {checkpoint.step} of {arguments[1]} under {layout}")
         batches = len(held_out.batches) + (held_out.rest is not None)
         number = f"{batches} held-out batch(es) of at most {config.batch_size}"

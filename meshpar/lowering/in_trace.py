@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
-from meshpar.arrays import leaves_by_path
+from meshpar.arrays import other_leaf
 from meshpar.errors import MeshparError
 from meshpar.mesh.order import after
 from meshpar.mesh.platform import platform_of
@@ -59,17 +58,12 @@ def _sharded(tree: Any, like: Any) -> Any:
     Raises:
       MeshparError: they are others.
     """
-    given, wanted = leaves_by_path(tree), leaves_by_path(like)
-    for path in {**wanted, **given}:
-        kinds = [
-            f"{jnp.result_type(leaf)}{list(leaf.shape)}" if leaf is not None else "none"
-            for leaf in (given.get(path), wanted.get(path))
-        ]
-        if kinds[0] != kinds[1]:
-            raise MeshparError(
-                f"(state, batch){path} is {kinds[0]} inside your jit, and the program "
-                f"was lowered for {kinds[1]}"
-            )
+    if found := other_leaf(tree, like):
+        path, given, wanted = found
+        raise MeshparError(
+            f"(state, batch){path} is {given} inside your jit, and the program was "
+            f"lowered for {wanted}"
+        )
 
     def constrain(x: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, leaf.sharding)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from meshpar.arrays import leaves_by_path
+from meshpar.arrays import other_leaf
 from meshpar.errors import MeshparError
 
 
@@ -46,14 +46,9 @@ def missing_arguments(error: TypeError) -> MeshparError | None:
 
 def check_state(before: Any, after: Any) -> None:
     """Refuses a state that does not keep its structure, shapes and dtypes."""
-    old, new = leaves_by_path(before), leaves_by_path(after)
-    for path in {**old, **new}:
-        kinds = [
-            f"{leaf.dtype}{list(leaf.shape)}" if leaf is not None else "missing"
-            for leaf in (old.get(path), new.get(path))
-        ]
-        if kinds[0] != kinds[1]:
-            raise MeshparError(
-                f"the optimizer's state {path} is {kinds[0]} before an update and "
-                f"{kinds[1]} after it; use an optimizer whose state keeps its form"
-            )
+    if found := other_leaf(after, before):
+        path, new, old = found
+        raise MeshparError(
+            f"the optimizer's state {path} is {old} before an update and {new} after "
+            "it; use an optimizer whose state keeps its form"
+        )

@@ -236,7 +236,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _of_linen(value: Any) -> Any:
-    """The same of a module or of its class; other values as they are."""
+    """A module or its class as values that can be compared; others as they are."""
     if _is_module(value):
         return _comparable(type(value)), _comparable(_fields(value))
     if isinstance(value, type) and (made := Lift.of(value)):

@@ -73,11 +73,11 @@ def seal(token: bytes, challenge: str, message: Message) -> bytes:
 
 
 def unseal(token: bytes, challenge: str, line: bytes) -> dict[str, Any] | None:
-    """The content of a line; None if its sender does not know the token.
+    """The content of a line, or None.
 
-    The proof is checked before anything of the message is parsed, in a time that does
-    not depend on where it differs. What is no object of JSON, or has a key twice, is
-    None as well, whoever sent it.
+    None is for a sender who does not know the token, and for a message that is no
+    object of JSON or that has a key twice. The proof is checked before anything of the
+    message is parsed, in a time that does not depend on where it differs.
     """
     proof, _, body = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(proof, _proof(token, challenge, body)):

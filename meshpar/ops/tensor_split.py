@@ -5,7 +5,7 @@ blocks, F those that devices split: one dim or more.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,38 @@ from meshpar.mesh.order import zero_after
 INTO = "activations into column-parallel matmuls"
 OUT = "activations out of row-parallel matmuls"
 """Purposes of what sublayers move."""
+
+
+def mapped_unchecked(
+    fn: Callable, in_specs: Any, out_specs: Any, axes: Collection[str]
+) -> Callable:
+    """A function on the shards of each device, inside a shard_map over other axes.
+
+    Steps of rings do not say that their result is equal on all devices, so nothing
+    checks it, and the function needs a derivative of its own.
+
+    Args:
+      fn: the function of shards.
+      in_specs: of its arguments, as of `jax.shard_map`.
+      out_specs: of its results.
+      axes: the automatic axes, which become manual inside.
+
+    Returns:
+      A function of arrays that vary alike over the axes outside; so do its results.
+    """
+
+    def run(*args: Any) -> Any:
+        mapped = jax.shard_map(
+            fn,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        outside = jax.typeof(jax.tree.leaves(args)[0]).manual_axis_type.varying
+        return jax.tree.map(lambda x: vary(x, tuple(outside)), mapped(*args))
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,20 +140,7 @@ class MatmulSplit:
 
     def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function on the shards of each device."""
-
-        def run(*args: Any) -> Any:
-            # Steps of rings do not say that their result is equal on all devices.
-            mapped = jax.shard_map(
-                fn,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                axis_names=self.automatic,
-                check_vma=False,
-            )
-            axes = jax.typeof(jax.tree.leaves(args)[0]).manual_axis_type.varying
-            return jax.tree.map(lambda x: vary(x, tuple(axes)), mapped(*args))
-
-        return run
+        return mapped_unchecked(fn, in_specs, out_specs, self.automatic)
 
     # Inside shard_map.
 

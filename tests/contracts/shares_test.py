@@ -103,8 +103,9 @@ def test_tokens_of_experts_over_tensor_are_declared_exactly(layout):
     assert program.violations() == []
     terms = [t for t in program.contract.terms if t.axes == ("tensor",)]
     found = [c for c in program.collectives if c.axes == ("tensor",)]
-    for kind, share in (("all_gather", 0.95), ("reduce_scatter", 1)):
+    for kind in ("all_gather", "reduce_scatter"):
         exact = sum(t.wire_bytes for t in terms if t.kind == kind and not t.bound)
-        moved = sum(c.wire_bytes for c in found if c.kind == kind)
-        assert 0 < share * moved <= exact <= moved
+        # On CPUs XLA gathers the scores of which it takes the largest.
+        moved = [c for c in found if c.kind == kind and "router.py" not in c.source]
+        assert exact == sum(c.wire_bytes for c in moved) > 0
     assert Shares.of(*program.busiest).exact > 0.9 * Shares.of(*program.busiest).total

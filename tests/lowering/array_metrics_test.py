@@ -5,32 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from support.classifier import CLASSES, ROWS, Net
 
 import meshpar
 from meshpar.errors import LayoutError
 from meshpar.metrics import Max, Mean, Sum
-
-CLASSES, ROWS = 3, 16
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return x + nnx.gelu(self.dense(x))
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
-        self.head = nnx.Linear(4, CLASSES, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def numbers(logits, labels):

@@ -9,32 +9,12 @@ import optax
 import pytest
 from flax import nnx
 from support import regression, tiny_models
+from support.classifier import CLASSES, ROWS, Net
 from support.marks import slow
 
 import meshpar
 from meshpar.errors import MeshparError
 from meshpar.metrics import Max, Mean, Sum, loss_result
-
-ROWS, CLASSES = 16, 3
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return x + nnx.gelu(self.dense(x))
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
-        self.head = nnx.Linear(4, CLASSES, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(meshpar.layouts.constrain(x, "batch", "embed"))
 
 
 def numbers(logits, batch):

@@ -355,16 +355,17 @@ class Listed(nnx.Module):
         return self.named["a"](x) + self.named["b"](x)
 
 
+@nnx.split_rngs(splits=3)
+@nnx.vmap
+def three_layers(rngs):
+    return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
 class Ensemble(nnx.Module):
     """Modules that nnx.vmap has stacked, and runs side by side."""
 
     def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap
-        def members(rngs):
-            return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-        self.members = members(rngs)
+        self.members = three_layers(rngs)
 
     def __call__(self, x):
         run = nnx.vmap(lambda member, x: jnp.tanh(member(x)), in_axes=(0, None))
@@ -375,12 +376,7 @@ class Stacked(nnx.Module):
     """Modules that nnx.vmap has stacked, and nnx.scan runs."""
 
     def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap
-        def members(rngs):
-            return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-        self.members = members(rngs)
+        self.members = three_layers(rngs)
 
     def __call__(self, x):
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)

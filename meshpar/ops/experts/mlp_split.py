@@ -24,7 +24,7 @@ from meshpar.layouts.plan import partition_spec
 from meshpar.layouts.scope import Scope, activation_axes
 from meshpar.ops.experts.config import Experts
 from meshpar.ops.experts.exchange import Collective, with_transpose
-from meshpar.ops.tensor_split import INTO, OUT
+from meshpar.ops.tensor_split import INTO, OUT, mapped_unchecked
 
 Outputs = Callable[[Array, Array, Array, Experts], tuple[Array, Any]]
 """(tokens [B, L, D], their experts [B, L, X], weights [B, L, X], matrices) -> (outputs
@@ -96,22 +96,12 @@ class MlpSplit:
     def mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """A function on the shards of each device."""
 
-        def plain(*args: Any) -> Any:
-            # Types of arguments say over which axes they vary, and no others do.
+        def untyped(*args: Any) -> Any:
+            # Types of arguments name the axes over which they vary, and types of
+            # results do not: a derivative refuses the mixture. A reshape drops them.
             return fn(*jax.tree.map(lambda x: x[None].squeeze(0), args))
 
-        def run(*args: Any) -> Any:
-            mapped = jax.shard_map(
-                plain,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                axis_names=self.automatic,
-                check_vma=False,
-            )
-            axes = jax.typeof(jax.tree.leaves(args)[0]).manual_axis_type.varying
-            return jax.tree.map(lambda x: vary(x, tuple(axes)), mapped(*args))
-
-        return run
+        return mapped_unchecked(untyped, in_specs, out_specs, self.automatic)
 
     @property
     def tokens(self) -> PartitionSpec:
@@ -171,7 +161,11 @@ def _run(
 def _forward(
     split: MlpSplit, outputs: Outputs, experts_BLX: Array, args: tuple[Array, ...]
 ) -> tuple[tuple[Array, Any], tuple]:
-    """Jax itself would save values of a nested shard_map with axes that it lacks."""
+    """The result, and what the backward pass needs, stacked over the devices.
+
+    Jax saves values of a nested shard_map as if all axes around it were automatic, and
+    cannot lower that, so they are saved by hand.
+    """
     backward: list[Callable] = []
 
     def on_shards(args: tuple[Array, ...], experts_BKX: Array) -> tuple:
@@ -204,7 +198,15 @@ def _gradients(
     args: tuple[Array, ...],
     dy_BKD: Array,
 ) -> tuple[Array, ...]:
-    """Gradients of the arguments, from what a backward pass saved."""
+    """Gradients of the arguments, from what the forward pass saved.
+
+    Args:
+      tree: structure of the derivative.
+      given: for each of its leaves, the number of the argument that it is, or None.
+      own: the other leaves.
+      args: the arguments.
+      dy_BKD: gradient of the outputs.
+    """
     left = iter(own)
     leaves = [next(left)[0] if i is None else args[i] for i in given]
     return jax.tree.unflatten(tree, leaves)(dy_BKD)
