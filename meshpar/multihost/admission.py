@@ -157,6 +157,8 @@ class Admission:
         challenge = tokens.make_challenge()
         expires = time.monotonic() + PROOF_S
         visitor = _Visitor(connection, host, challenge, expires)
+        if len(self._strangers) == MAX_STRANGERS:
+            self._refuse(self._strangers[0])
         self._strangers.append(visitor)
         self._selector.register(connection, selectors.EVENT_READ, visitor)
         try:
@@ -164,8 +166,6 @@ class Admission:
             connection.sendall(f"{GREETING} {challenge}\n".encode())
         except OSError:
             self._refuse(visitor)
-        if len(self._strangers) > MAX_STRANGERS:
-            self._refuse(self._strangers[0])
 
     def _read(self, visitor: _Visitor) -> None:
         """Reads what a connection sent; after its proof it may only stay open."""
