@@ -220,10 +220,10 @@ class Admission:
 
     def _refuse(self, visitor: _Visitor) -> None:
         if visitor in self._strangers:
-            self._drop(visitor, self._strangers)
             known = visitor.host in self.refused or len(self.refused) < MAX_HOSTS
             host = visitor.host if known else OTHERS
             self.refused[host] = self.refused.get(host, 0) + 1
+            self._drop(visitor, self._strangers)
 
     def _drop(self, visitor: _Visitor, held: list[_Visitor]) -> None:
         held.remove(visitor)
