@@ -13,13 +13,9 @@ import orbax.checkpoint as ocp
 
 from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint import persistent
-from meshpar.runs import metrics, startup
+from meshpar.runs import metrics
+from meshpar.runs.step_log import measures_time
 
-_OF_TIME = {
-    *("tokens_per_second", "step_seconds", "mfu", startup.TOTAL, startup.CPU_TOTAL),
-    *map(startup.metric_name, startup.PARTS),
-}
-"""Metrics that two equal runs do not share."""
 METRICS, STATE, LOSS = "metrics", "state", "loss"
 """Promises of a mode of training: every metric and the state are equal bit for bit; the
 state and the loss of the end are, where islands on the way are a step apart; or only
@@ -56,7 +52,7 @@ def read_results(folder: pathlib.Path) -> Results:
     values: dict[int, dict[str, float]] = {}
     for row in metrics.read(folder / metrics.METRICS):
         known = values.setdefault(row["step"], {})
-        known |= {k: x for k, x in row.items() if k not in _OF_TIME}
+        known |= {k: x for k, x in row.items() if not measures_time(k)}
     newest = persistent.find_checkpoints(folder / "checkpoints")[-1]
     tensors = {}
     for item in (persistent.STATE, persistent.EXTRA):

@@ -61,6 +61,13 @@ def _is_ahead(fault: Fault, section: str) -> bool:
     return _ORDER.get(fault.section, 2) >= _ORDER.get(section, 2) or not section
 
 
+def _last(said: str) -> str:
+    """The last error among lines of output, or else the last line."""
+    lines = said.strip().split("\n")
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines)[-1]
+
+
 class Conductor:
     """Runs one scenario, unbroken at first and then under faults."""
 
@@ -210,7 +217,6 @@ class Conductor:
         full = run.disk_was_full and code == 2 and "make room" in said
         # Such as a kill of the supervisor, or two after the same step.
         if not (full or code not in FINAL) or run.starts > _MOST_STARTS:
-            last = said.strip().rpartition("\n")[2]
-            raise LostError(f"start {run.starts} ended with code {code}: {last}")
+            raise LostError(f"start {run.starts} ended with code {code}: {_last(said)}")
         run.start()
         return False

@@ -10,12 +10,13 @@ from meshpar.multihost.watchdog import EVALUATION, SAVE, SECTIONS, START, STEP
 KILL, KILL_SUPERVISOR, STOP, PAUSE = "kill", "kill_supervisor", "stop", "pause"
 FULL_DISK, SLOW_DISK = "full_disk", "slow_disk"
 CUT_FILE, FLIPPED_BIT, REMOVED_FILE = "cut_file", "flipped_bit", "removed_file"
-GARBAGE = "garbage"
+CLOCK_JUMP, KILL_ACTOR, GARBAGE = "clock_jump", "kill_actor", "garbage"
 
-_EVERYWHERE = (KILL, KILL_SUPERVISOR, STOP, PAUSE, FULL_DISK, SLOW_DISK)
-_EVERYWHERE += (CUT_FILE, FLIPPED_BIT, REMOVED_FILE)
-_COPIES_OF_GARBAGE = 6
-KINDS = (*_EVERYWHERE, GARBAGE)
+EVERYWHERE = (KILL, KILL_SUPERVISOR, STOP, PAUSE, FULL_DISK, SLOW_DISK)
+EVERYWHERE += (CUT_FILE, FLIPPED_BIT, REMOVED_FILE, CLOCK_JUMP)
+"""Kinds of faults that strike every scenario in every section."""
+_COPIES_OF_GARBAGE, _COPIES_OF_ACTORS = 6, 3
+KINDS = (*EVERYWHERE, KILL_ACTOR, GARBAGE)
 """Kinds of faults, in the order of reports."""
 
 _REPEATED = (STEP, EVALUATION, SAVE)
@@ -51,10 +52,15 @@ def draw_faults(seed: int, name: str, scenario: Scenario) -> Iterator[Fault]:
     Args:
       seed: of all draws.
       name: the scenario's; scenarios draw independently.
-      scenario: garbage only reaches the port of one with several processes.
+      scenario: garbage only reaches the port of one with several processes, and only
+        some have actors of Ray.
     """
     draw = random.Random(f"{seed}/{name}")
-    cards = [(kind, section) for kind in _EVERYWHERE for section in SECTIONS]
+    kinds = (
+        *EVERYWHERE,
+        *([KILL_ACTOR] * _COPIES_OF_ACTORS if scenario.actors else ()),
+    )
+    cards = [(kind, section) for kind in kinds for section in SECTIONS]
     if scenario.processes > 1:
         cards += [(GARBAGE, START)] * _COPIES_OF_GARBAGE
     while True:

@@ -1,6 +1,7 @@
 """Kinds of faults: each strikes a watched run once, and says in which section."""
 
 import functools
+import os
 import random
 import resource
 import signal
@@ -9,7 +10,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from experiments.faults import draws, slow_disk, torn
+from experiments.faults import draws, faulty_machine, torn
 from experiments.faults.draws import Fault
 from experiments.faults.watched import POLL_S, WatchedRun, is_running, send, variables
 from meshpar.multihost import address
@@ -20,6 +21,8 @@ _FILE_LIMITS = (0, 4096, 1 << 16)
 """Largest sizes of files, in bytes, that stand in for a full disk."""
 _SHORTLY_S = 1.0
 _LONGEST_SLOW_S = 4.0
+_JUMPS_S = (1, 3600, 86_400 * 400)
+"""Jumps of the clock, in seconds: a correction, a time zone, a dead battery."""
 _CONNECTIONS = 12
 _CONNECTION_S = 0.5
 
@@ -87,9 +90,31 @@ def _full_disk(run: WatchedRun, draw: random.Random) -> str:
 def _slow_disk(run: WatchedRun, draw: random.Random) -> str:
     """Lets every file that the run opens, renames or removes take its time."""
     section = run.section()
-    slow_disk.flag(run.folder).touch()
+    faulty_machine.slow_flag(run.folder).touch()
     time.sleep(draw.uniform(0, _LONGEST_SLOW_S))
-    slow_disk.flag(run.folder).unlink()
+    faulty_machine.slow_flag(run.folder).unlink()
+    return section
+
+
+def _clock_jump(run: WatchedRun, draw: random.Random) -> str:
+    """Sets the clock of the day forward or back, for a short time or for good."""
+    section, seconds = run.section(), draw.choice(_JUMPS_S)
+    flag, size = faulty_machine.clock_flag(run.folder), draw.choice((-1, 1)) * seconds
+    flag.touch()
+    moved = faulty_machine.EPOCH_NS + size * 10**9
+    os.utime(flag, ns=(moved, moved))
+    if draw.random() < 0.5:
+        time.sleep(draw.uniform(0, _SHORTLY_S))
+        flag.unlink()
+    return section
+
+
+def _kill_actor(run: WatchedRun, draw: random.Random) -> str:
+    """Kills one process of Ray: that of an island, a server or their coordinator."""
+    section, actors = run.section(), run.actors()
+    if not section or not actors:
+        return ""
+    send(draw.choice(actors), signal.SIGKILL)
     return section
 
 
@@ -167,6 +192,8 @@ _STRIKES: dict[str, Callable[[WatchedRun, random.Random], str]] = {
     draws.PAUSE: _pause,
     draws.FULL_DISK: _full_disk,
     draws.SLOW_DISK: _slow_disk,
+    draws.CLOCK_JUMP: _clock_jump,
+    draws.KILL_ACTOR: _kill_actor,
     draws.CUT_FILE: functools.partial(_damaged, torn.cut),
     draws.FLIPPED_BIT: functools.partial(_damaged, torn.flip),
     draws.REMOVED_FILE: functools.partial(_damaged, torn.remove),

@@ -39,6 +39,7 @@ class Scenario:
       flags: further flags of its command.
       settings: further settings (`--set`).
       local: whether it also keeps checkpoints on a local disk.
+      actors: whether its islands and their servers are processes of Ray.
       promise: what equals an undisturbed run: `METRICS`, `STATE` or `LOSS`.
     """
 
@@ -47,6 +48,7 @@ class Scenario:
     flags: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     local: bool = False
+    actors: bool = False
     promise: str = METRICS
 
     def command(
@@ -59,7 +61,7 @@ class Scenario:
           data: the text to train on; a recipe of a file has data of its own.
           recipe: `RECIPE`, or FILE.py:FUNCTION.
         """
-        words = [sys.executable, "-m", "experiments.faults.slow_disk", str(folder)]
+        words = [sys.executable, "-m", "experiments.faults.faulty_machine", str(folder)]
         words += ["experiments.run", f"--recipe={recipe}", "--platform=cpu"]
         words += [f"--layout={self.layout}", f"--steps={STEPS}"]
         words += [f"--workdir={folder / 'run'}", *self.flags]
@@ -108,7 +110,8 @@ SCENARIOS: dict[str, Scenario] = {
         f"{DATA}=1",
         flags=(f"--optimizer_mode={ISLANDS}",),
         settings=("islands.workers=2", "islands.consistency=ssp:1")
-        + ("islands.host=ray",),
+        + ("islands.host=ray", "islands.servers=2", "islands.replicas=2"),
+        actors=True,
         promise=LOSS,
     ),
 }

@@ -22,6 +22,7 @@ _CHECK_S = 0.5
 
 _SUPERVISE = "experiments.supervise"
 _RESTARTS = 1000
+_ACTOR, _IDLE = b"ray::", b"ray::IDLE"
 
 
 class LostError(Exception):
@@ -132,6 +133,19 @@ class WatchedRun:
                 self._ranks[pid] = self._rank(pid)
         ranks = {pid: self._ranks[pid] for pid in found if is_running(pid)}
         return {rank: pid for pid, rank in ranks.items() if rank is not None}
+
+    def actors(self) -> list[int]:
+        """Ids of the running actors of Ray that its processes started."""
+        found, left = [], [*self.pids().values()]
+        while left:
+            pid = left.pop()
+            with contextlib.suppress(OSError):
+                for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+                    left += [int(x) for x in (task / "children").read_text().split()]
+                words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+                if words.startswith(_ACTOR) and not words.startswith(_IDLE):
+                    found.append(pid)
+        return sorted(found)
 
     def _rank(self, pid: int) -> int | None:
         """The rank of a process; None for a guard, or before it runs the command."""

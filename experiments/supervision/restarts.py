@@ -7,12 +7,11 @@ from experiments.supervision.attempt import STOPPED
 PORT_TAKEN = 74
 """Exit code of process 0 when another program listens at its port."""
 
-FINAL = {
-    0: "done",
-    1: "an error in the program, which would happen again",
-    2: "an error of the user",
-}
+FINAL = {0: "done", 2: "an error of the user"}
 """{exit code: what it means} of the ends after which a run is not started again."""
+
+_ERROR = 1
+"""Exit code of Python after an uncaught error, and of libraries that end a process."""
 
 LONGEST_S = 60.0
 """Longest pause before a restart, in seconds."""
@@ -66,6 +65,10 @@ class Restarts:
         if code == PORT_TAKEN and self.ports_taken < _PORTS:
             self.ports_taken += 1
             return self._backoff
+        if code == _ERROR and step is None:
+            if self.most:
+                self.why_not = ", an error before its first step: not started again"
+            return None
         if code != STOPPED:
             if step is not None and step == self._failed_after:
                 self.why_not = f" twice after step {step}: not started again"

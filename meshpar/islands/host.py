@@ -9,6 +9,14 @@ import numpy as np
 
 from meshpar.errors import MeshparError
 from meshpar.islands.worker import Span
+from meshpar.multihost.watchdog import HUNG
+
+
+class StoreLostError(MeshparError):
+    """The processes of the store are gone; a launcher may start the run again."""
+
+    exit_code = HUNG
+
 
 _MOST_STARTS = 5
 """Times that the process of an island may die before it trains."""
@@ -132,6 +140,8 @@ class Host(abc.ABC):
 
     def _wait(self, condition: Any) -> None:
         self.changed.wait_for(lambda: self._error or condition())
+        if isinstance(self._error, StoreLostError):
+            raise self._error
         if self._error:
             raise MeshparError(f"an island failed: {self._error}") from self._error
 
@@ -157,7 +167,10 @@ class Host(abc.ABC):
         except BaseException as error:  # `_wait` raises it in the caller.
             self._error = error
         finally:
-            self.disconnect(index)
+            try:
+                self.disconnect(index)
+            except StoreLostError as error:
+                self._error = self._error or error
             with self.changed:
                 self._stopped[index] = True
                 self.waiting(index, True)

@@ -8,6 +8,7 @@ import numpy as np
 import ray
 
 from meshpar.errors import MeshparError
+from meshpar.islands.host import StoreLostError
 from meshpar.islands.messages import (
     Done,
     Moved,
@@ -28,6 +29,30 @@ _GONE = (
     ray.exceptions.ObjectLostError,
 )
 """Errors of Ray for a server that is dead, or cannot be reached for now."""
+
+_LOST = (
+    *(ray.exceptions.RayActorError, ray.exceptions.ObjectLostError),
+    *(ray.exceptions.NodeDiedError, ray.exceptions.LocalRayletDiedError),
+    *(ray.exceptions.RaySystemError, ray.exceptions.WorkerCrashedError),
+)
+"""Errors of Ray for what it cannot bring back: the coordinator, or Ray itself."""
+
+
+def result(ref: Any, timeout: float | None = None) -> Any:
+    """What an actor's method has returned.
+
+    Raises:
+      StoreLostError: its process is gone, or Ray is.
+      TimeoutError: it takes longer.
+    """
+    try:
+        return ray.get(ref, timeout=timeout)
+    except _LOST as error:
+        why = str(error).strip().split("\n")[0]
+        raise StoreLostError(
+            f"the store of the islands is lost ({why}); run the same command again: it "
+            "goes on from the last complete checkpoint"
+        ) from error
 
 
 class RayClient:
@@ -117,16 +142,15 @@ class RayClient:
         """Asks for the newest view.
 
         Raises:
-          MeshparError: the store is lost.
+          StoreLostError: there is none.
         """
         self._view, self._handles = self._coordinate(self._coordinator.view.remote())
 
     def _coordinate(self, ref: Any) -> Any:
         try:
-            return ray.get(ref)
-        except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
-            reason = getattr(error, "cause", None) or "its coordinator is gone"
-            raise MeshparError(f"the store is lost: {reason}") from error
+            return result(ref)
+        except ray.exceptions.RayTaskError as error:
+            raise StoreLostError(f"the store is lost: {error.cause}") from error
 
     def _collect(self, refs: dict, answers: dict[int, Done | Values]) -> bool:
         """Waits for answers; returns whether all came."""

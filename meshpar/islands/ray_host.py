@@ -4,8 +4,10 @@ A process may be killed at any time. The batch of an island that dies goes to an
 one, and a new process takes its place; a server's ranges are taken from their replicas.
 """
 
+import contextlib
 import json
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +18,10 @@ import ray
 
 from meshpar.errors import MeshparError
 from meshpar.islands.algorithms import server_update
-from meshpar.islands.host import Host, Stopped, WorkerDied
+from meshpar.islands.host import Host, Stopped, StoreLostError, WorkerDied
 from meshpar.islands.messages import Join, Leave, SetValues
 from meshpar.islands.mode import Islands
-from meshpar.islands.ray_client import RayClient
+from meshpar.islands.ray_client import RayClient, result
 from meshpar.islands.ray_island import IslandProcess
 from meshpar.islands.ray_servers import Coordination
 from meshpar.islands.ray_start import start_ray
@@ -45,8 +47,22 @@ def start_servers(
     spread = options | dict(scheduling_strategy="SPREAD")
     actor = ray.remote(Coordination).options(**options)
     coordinator = actor.remote(ranges, make_rules, servers, replicas, spread)
-    ray.get(coordinator.start.remote(coordinator))
+    result(coordinator.start.remote(coordinator))
     return coordinator
+
+
+def _is_importable(name: str) -> bool:
+    """Whether another process finds a module by its name."""
+    finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path]
+    return any(find(name, None) for find in finders if find)
+
+
+def _carry_modules() -> None:
+    """Sends code of files that were not imported by their name, such as recipes."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and "." not in name and name != "__main__" and not _is_importable(name):
+            ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _check_pickles(build: Callable[[], TrainProgram]) -> None:
@@ -58,6 +74,14 @@ def _check_pickles(build: Callable[[], TrainProgram]) -> None:
             f"islands: host=ray sends model and optimizer to processes, and {error}: "
             "move what cannot be pickled to the top of a module, or use host=threads"
         ) from error
+
+
+def _spans(actor: Any) -> list[Span]:
+    """The activities of an island; [] if it is dead."""
+    try:
+        return result(actor.spans.remote(), timeout=2.0)
+    except (StoreLostError, ray.exceptions.RayError):
+        return []
 
 
 class RayHost(Host):
@@ -77,6 +101,7 @@ class RayHost(Host):
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
         super().__init__(mode.workers)
+        _carry_modules()
         _check_pickles(build)
         start_ray()
         self._compiled = tempfile.TemporaryDirectory(prefix="meshpar-islands-")
@@ -207,10 +232,7 @@ class RayHost(Host):
             name, actor = self._names.pop(index, None), self._actors[index]
             self._actors[index] = None
         if actor is not None:
-            try:
-                self._past[index] += ray.get(actor.spans.remote(), timeout=2.0)
-            except (ray.exceptions.RayError, TimeoutError):
-                pass  # It is dead, and its time line with it.
+            self._past[index] += _spans(actor)
             ray.kill(actor)
         if name is not None and ray.is_initialized():
             client = self._client(f"leave {index}")
@@ -220,9 +242,10 @@ class RayHost(Host):
         """As `Host.close`; the servers end as well."""
         super().close()
         if ray.is_initialized():
-            _, handles = ray.get(self._coordinator.view.remote())
-            for handle in handles.values():
-                ray.kill(handle)
+            with contextlib.suppress(StoreLostError):  # Nothing is left to end.
+                _, handles = result(self._coordinator.view.remote())
+                for handle in handles.values():
+                    ray.kill(handle)
         self._compiled.cleanup()
 
     def center(self) -> np.ndarray:
@@ -235,32 +258,32 @@ class RayHost(Host):
     def pids(self) -> tuple[dict[int, int], dict[str, int]]:
         """Ids of the processes: {island: id}, {server: id}."""
         pids = {i: a.pid.remote() for i, a in enumerate(self._actors) if a is not None}
-        servers = ray.get(self._coordinator.pids.remote())
-        return {i: ray.get(ref) for i, ref in pids.items()}, servers
+        servers = result(self._coordinator.pids.remote())
+        return {i: result(ref) for i, ref in pids.items()}, servers
 
     def resize(self, servers: int) -> None:
         """Servers join or leave, until there are so many."""
-        ray.get(self._coordinator.resize.remote(servers))
+        result(self._coordinator.resize.remote(servers))
 
     def spans(self) -> list[list[Span]]:
         """As `Host.spans`."""
         return [
-            past + (ray.get(actor.spans.remote()) if actor is not None else [])
+            past + (_spans(actor) if actor is not None else [])
             for past, actor in zip(self._past, self._actors, strict=True)
         ]
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """As `Host.snapshot`."""
         arrays: dict[str, np.ndarray] = {}
-        view, handles = ray.get(self._coordinator.view.remote())
+        view, handles = result(self._coordinator.view.remote())
         for name in self._ranges:
             tail = handles[view.chains[name][-1]]
-            if (state := ray.get(tail.snapshot.remote(name))) is None:
+            if (state := result(tail.snapshot.remote(name))) is None:
                 raise MeshparError(f"range {name} is being moved: save again")
             arrays |= {f"store|{name}|{k}": v for k, v in state.items()}
         for index, actor in enumerate(self._actors):
             if actor is not None:
-                own = ray.get(actor.snapshot.remote())
+                own = result(actor.snapshot.remote())
                 arrays |= {f"{index}|{k}": v for k, v in own.items()}
         meta = json.dumps([self._births, self._names]).encode()
         return arrays | {"names": np.frombuffer(meta, np.uint8)}
@@ -274,10 +297,10 @@ class RayHost(Host):
         for key, array in parts.pop("store").items():
             name, _, rest = key.partition("|")
             ranges.setdefault(name, {})[rest] = array
-        view, handles = ray.get(self._coordinator.view.remote())
+        view, handles = result(self._coordinator.view.remote())
         for name, state in ranges.items():
             for server in view.chains[name]:
-                ray.get(handles[server].restore.remote(name, state))
+                result(handles[server].restore.remote(name, state))
         self._births, names = json.loads(parts.pop("names")[""].tobytes())
         self._names = {int(index): name for index, name in names.items()}
         self._saved = parts

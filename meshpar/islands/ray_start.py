@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
+import warnings
 
 import ray
 from ray._private import ray_constants
@@ -21,7 +23,7 @@ def start_ray() -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default actors run at a low priority, and starve beside any other work.
@@ -30,9 +32,14 @@ def start_ray() -> None:
     # The variable is for its processes; this one read it when it imported Ray.
     os.environ[_OUTER_ADDRESSES] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-    with _forked_workers():
+    with _forked_workers(), warnings.catch_warnings():
+        # Ray starts its daemons beside the threads of jax: they do not use jax.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         ray.init(
-            include_dashboard=False, log_to_driver=False, _node_ip_address=_LOOPBACK
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=_LOOPBACK,
         )
 
 

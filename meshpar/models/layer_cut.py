@@ -87,6 +87,10 @@ class LayerCut:
         own = {p: x for p, x in params.items() if p.startswith(found.stack.prefix)}
         return cls(found.layers, found.stack, own, run, found.call)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes alone: traces stay in their process."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
     @functools.cached_property
     def named(self) -> Named:
         """The layers, for errors."""

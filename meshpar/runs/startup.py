@@ -31,9 +31,11 @@ STEP = "first step"
 
 PARTS = (IMPORTS, DEVICES, SETUP, RESTORE, TRACING, COMPILING, STEP)
 
-TOTAL = "startup_seconds"
+PREFIX = "startup_"
+"""What the names of all metrics of a startup begin with."""
+TOTAL = f"{PREFIX}seconds"
 """Name of the sum of all parts in the metrics."""
-CPU_TOTAL = "startup_cpu_seconds"
+CPU_TOTAL = f"{PREFIX}cpu_seconds"
 """Name of the processor's seconds in the metrics, of all threads of the process."""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -136,7 +138,7 @@ class Startup:
 
 def metric_name(part: str) -> str:
     """Name of a part's seconds in the metrics."""
-    return f"startup_{part.replace(' ', '_')}"
+    return f"{PREFIX}{part.replace(' ', '_')}"
 
 
 def as_metrics(seconds: dict[str, float], cpu_seconds: float) -> dict[str, float]:

@@ -16,7 +16,16 @@ from meshpar.runs.metrics import MetricsLog
 from meshpar.runs.planned_layout import STEP_OVER_PREDICTED
 from meshpar.runs.progress import Progress
 from meshpar.runs.setup import Setup
-from meshpar.runs.startup import Startup, as_metrics
+from meshpar.runs.startup import PREFIX, Startup, as_metrics
+
+STEP_SECONDS, MFU = "step_seconds", "mfu"
+_PER_SECOND = "_per_second"
+
+
+def measures_time(name: str) -> bool:
+    """Whether a metric of a run says how fast it was: equal runs do not share it."""
+    measured = (STEP_SECONDS, MFU, STEP_OVER_PREDICTED)
+    return name in measured or name.endswith(_PER_SECOND) or name.startswith(PREFIX)
 
 
 class NonFiniteError(MeshparError):
@@ -117,13 +126,13 @@ class StepLog:
         config = self._setup.config
         (unit, number), flops = self._setup.run.units, self._setup.run.flops
         speed = config.batch_size * number / seconds
-        values |= {f"{unit}_per_second": speed, "step_seconds": seconds}
+        values |= {f"{unit}{_PER_SECOND}": speed, STEP_SECONDS: seconds}
         if self._rates is not None:
             values["learning_rate"] = float(self._rates[step - 1])
         if (planned := self._setup.planned) and step > self._start + 1:
             values[STEP_OVER_PREDICTED] = seconds / planned.seconds
         if self._peak_flops and flops:
-            values["mfu"] = flops * config.batch_size / seconds / self._peak_flops
+            values[MFU] = flops * config.batch_size / seconds / self._peak_flops
         if self._log:
             self._log.write(step, **values)
         self._progress.update(step, values["loss"], speed)

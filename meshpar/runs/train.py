@@ -1,6 +1,7 @@
 """`train`: a whole run in a script or a notebook."""
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +49,7 @@ class Trained:
 def train(
     run: Run,
     *,
-    workdir: str,
+    workdir: str | os.PathLike[str],
     layout: Layout | str = "",
     devices: Sequence[jax.Device] | None = None,
     start_anew: bool = False,
@@ -80,7 +81,7 @@ def train(
       ConfigError: a setting that does not exist, or a value out of its range.
       MeshparError: a model, layout, data or folder that do not fit.
     """
-    checked = run.checked()
+    checked, workdir = run.checked(), os.fspath(workdir)
 
     class Given(RunConfig):
         """The configuration of the run that is given."""

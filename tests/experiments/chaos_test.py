@@ -11,16 +11,18 @@ import sys
 
 import numpy as np
 import pytest
-from support import commands
+from support import commands, own_run
 
+import meshpar
 from experiments.faults import conductor as conductors
-from experiments.faults import draws, slow_disk, torn, watched
+from experiments.faults import draws, faulty_machine, torn, watched
 from experiments.faults.comparison import (
     LOSS,
     METRICS,
     STATE,
     Results,
     first_difference,
+    read_results,
 )
 from experiments.faults.conductor import (
     HUNG,
@@ -91,7 +93,7 @@ def test_faults_hit_the_sections_that_they_aim_at(tmp_path, monkeypatch):
     "on_restart, verdict, why",
     [
         ("[ -s done ] && sed -i 1d done", SILENT, "step 1: loss is missing"),
-        ("[ -s done ] && exit 1", LOST, "an error in the program"),
+        ("[ -s done ] && exit 1", LOST, "an error before its first step"),
         ("[ -s done ] && sleep 60", HUNG, "no progress for 8 s"),
     ],
 )
@@ -111,13 +113,13 @@ def test_a_planted_loss_is_found_and_its_folder_is_kept(
 def test_equal_seeds_draw_equal_faults_and_a_deck_holds_all():
     for name, scenario in SCENARIOS.items():
         first, again, other = (
-            list(itertools.islice(draw_faults(seed, name, scenario), 60))
+            list(itertools.islice(draw_faults(seed, name, scenario), 100))
             for seed in (7, 7, 8)
         )
         assert first == again != other
         found = {(each.kind, each.section) for each in first}
-        kinds = set(draws.KINDS) - {draws.GARBAGE}
-        assert {*itertools.product(kinds, SECTIONS)} <= found
+        assert {*itertools.product(draws.EVERYWHERE, SECTIONS)} <= found
+        assert ((draws.KILL_ACTOR, "step") in found) == scenario.actors
         garbage = (draws.GARBAGE, "start") in found
         assert garbage == (scenario.processes > 1)
 
@@ -223,11 +225,17 @@ print(time.monotonic() - began)
 
 def test_a_slow_disk_is_slow_while_its_flag_is_up(tmp_path):
     (tmp_path / "touch.py").write_text(SLOW)
-    words = ["-m", "experiments.faults.slow_disk", str(tmp_path), "touch", tmp_path]
+    words = [
+        "-m",
+        "experiments.faults.faulty_machine",
+        str(tmp_path),
+        "touch",
+        tmp_path,
+    ]
     seconds = []
     for is_slow in (False, True):
         if is_slow:
-            slow_disk.flag(tmp_path).touch()
+            faulty_machine.slow_flag(tmp_path).touch()
         done = subprocess.run(
             [sys.executable, *words],
             cwd=ROOT,
@@ -237,6 +245,35 @@ def test_a_slow_disk_is_slow_while_its_flag_is_up(tmp_path):
         )
         seconds.append(float(done.stdout))
     assert seconds[0] < 0.4 < 0.5 <= seconds[1]
+
+
+CLOCK = """
+import os, sys, time
+from experiments.faults import faulty_machine
+import pathlib
+flag = faulty_machine.clock_flag(pathlib.Path(sys.argv[1]))
+steady = time.monotonic()
+begin = time.time()
+flag.touch()
+moved = faulty_machine.EPOCH_NS - 3600 * 10**9
+os.utime(flag, ns=(moved, moved))
+there = time.time()
+flag.unlink()
+print(round(there - begin), round(time.time() - begin), time.monotonic() >= steady)
+"""
+
+
+def test_a_clock_jumps_while_its_flag_is_up(tmp_path):
+    (tmp_path / "clock.py").write_text(CLOCK)
+    words = ["experiments.faults.faulty_machine", str(tmp_path), "clock", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["-3600", "0", "True"], done.stderr
 
 
 def test_the_table_has_a_row_for_each_kind_and_a_column_for_each_scenario():
@@ -270,6 +307,16 @@ def test_a_recipe_of_the_catalog_is_too_slow_to_be_broken(
     done = say(f"--recipe={ROOT}/tests/support/own_run.py:nat")
     assert done.code == 2 and "did you mean 'net'" in done.err
     assert not (tmp_path / "x").exists()
+
+
+def test_equal_runs_of_a_file_give_equal_results_however_fast_they_are(tmp_path):
+    settings = {"checkpoint_every": 2, "evaluate_every": 2, "steps": 4}
+    found = []
+    for name in ("once", "again"):
+        meshpar.train(own_run.net(steps=4), workdir=tmp_path / name, **settings)
+        found.append(read_results(tmp_path / name))
+    assert not first_difference(*found)
+    assert found[0].values[4].keys() >= {"loss", "mae", "evaluation_loss"}
 
 
 @pytest.mark.slow

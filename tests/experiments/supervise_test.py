@@ -182,6 +182,16 @@ def test_pauses_double_while_no_step_is_finished():
     assert [restarts.pause(137, step) for step in (1, 2, 3, None)] == [1, 1, 1, 2]
 
 
+def test_an_error_in_the_program_is_tried_again_once_after_steps():
+    restarts = Restarts(most=50, backoff_s=1.0)
+    assert (
+        restarts.pause(1, None) is None and "before its first step" in restarts.why_not
+    )
+    assert restarts.pause(1, 7) == 1.0  # Such as a network that was away.
+    assert restarts.pause(1, 9) == 1.0
+    assert restarts.pause(1, 9) is None and "twice after step 9" in restarts.why_not
+
+
 def test_a_port_that_is_always_taken_ends_the_run():
     restarts = Restarts(most=0, backoff_s=1.0)
     pauses = [restarts.pause(PORT_TAKEN, None) for _ in range(6)]
