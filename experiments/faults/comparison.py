@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ state and the loss of the end are, where islands on the way are a step apart; or
 the loss of the end is near, where it depends on timing."""
 
 _NEAR = 0.1
-"""Largest relative difference of losses that are near."""
+"""Largest relative difference of losses that are near, beside their spread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,20 @@ class Results:
       values: {step: {metric: value}}, the held-out loss among them.
       step: that of the newest checkpoint.
       tensors: {path: array} of that checkpoint: parameters, optimizer, all else.
+      spread: largest distance between the last held-out losses of equal runs, where
+        they depend on timing.
     """
 
     values: Mapping[int, Mapping[str, float]]
     step: int
     tensors: Mapping[str, np.ndarray]
+    spread: float = 0.0
+
+    @property
+    def last_loss(self) -> float:
+        """The last held-out loss; NaN without one."""
+        last = self.values[max(self.values)]
+        return last.get(metrics.EVALUATION_LOSS, math.nan)
 
 
 def read_results(folder: pathlib.Path) -> Results:
@@ -73,6 +82,13 @@ def _read(item: pathlib.Path) -> dict[str, np.ndarray]:
         return leaves_by_path(reader.restore(item, args=whole))
 
 
+def median_of(runs: Sequence[Results]) -> Results:
+    """The results of the middle one of equal runs, with the spread of all."""
+    ordered = sorted(runs, key=lambda run: run.last_loss)
+    spread = ordered[-1].last_loss - ordered[0].last_loss
+    return dataclasses.replace(ordered[len(ordered) // 2], spread=spread)
+
+
 def first_difference(found: Results, expected: Results, promise: str = METRICS) -> str:
     """The first thing in which a run breaks a promise; "" if it keeps it.
 
@@ -84,7 +100,7 @@ def first_difference(found: Results, expected: Results, promise: str = METRICS) 
     if promise == METRICS:
         difference = _of_rows(found, expected)
     else:
-        difference = _of_the_end(found, expected, 0.0 if promise == STATE else _NEAR)
+        difference = _of_the_end(found, expected, is_near=promise == LOSS)
     if difference:
         return difference
     if found.step != expected.step:
@@ -107,15 +123,13 @@ def _of_rows(found: Results, expected: Results) -> str:
     return ""
 
 
-def _of_the_end(found: Results, expected: Results, tolerance: float) -> str:
+def _of_the_end(found: Results, expected: Results, is_near: bool) -> str:
     """A step that is missing, or a last held-out loss elsewhere; "" without."""
     if missing := sorted(expected.values.keys() - found.values.keys()):
         return f"step {missing[0]} is missing"
-    ours, theirs = (
-        x.values[max(expected.values)].get(metrics.EVALUATION_LOSS, math.nan)
-        for x in (found, expected)
-    )
-    if abs(ours - theirs) <= tolerance * abs(theirs):
+    ours, theirs = found.last_loss, expected.last_loss
+    apart = expected.spread + _NEAR * abs(theirs) if is_near else 0.0
+    if abs(ours - theirs) <= apart:
         return ""
     return f"the last held-out loss is {ours}, not {theirs}"
 

@@ -14,8 +14,8 @@ import pytest
 from support import commands, own_run
 
 import meshpar
+from experiments.faults import comparison, draws, faulty_machine, torn, watched
 from experiments.faults import conductor as conductors
-from experiments.faults import draws, faulty_machine, torn, watched
 from experiments.faults.comparison import (
     LOSS,
     METRICS,
@@ -209,6 +209,10 @@ def test_results_that_depend_on_timing_may_differ_a_little():
         ending(1.0), values=RESULTS.values | {2: {"evaluation_loss": 1.0}}
     )
     assert not apart(earlier, STATE) and apart(earlier, METRICS)
+    spread = comparison.median_of([ending(1.0), ending(0.9), ending(1.1)])
+    assert spread.last_loss == 1.0 and round(spread.spread, 6) == 0.2
+    assert not first_difference(ending(1.29), spread, LOSS)
+    assert "is 1.31, not 1.0" in first_difference(ending(1.31), spread, LOSS)
     other = dataclasses.replace(ending(1.0), tensors={"state/w": np.ones(2)})
     assert "state/w should not be there" in apart(other, STATE)
     assert not apart(other, LOSS)
