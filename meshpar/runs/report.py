@@ -9,6 +9,7 @@ from meshpar.islands.program import IslandsProgram
 from meshpar.runs import metrics
 from meshpar.runs.metrics import EVALUATION_LOSS, MetricsLog
 from meshpar.runs.progress import Progress
+from meshpar.runs.run_record import CHECKPOINTS
 from meshpar.runs.setup import Setup
 
 
@@ -59,7 +60,7 @@ def finish(
     paths = {
         "metrics": log.path,
         "tensorboard": log.tensorboard,
-        "checkpoints": setup.folder / "checkpoints",
+        "checkpoints": setup.folder / CHECKPOINTS,
         "plot": setup.folder / "loss.png",
     }
     if isinstance(setup.program, IslandsProgram):

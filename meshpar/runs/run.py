@@ -1,6 +1,7 @@
 """`Run`: the model, loss, optimizer and data of a training run."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ _FUNCTION = _is_function, "give a function, or None"
 _LENGTH, _FLOPS = Number(0, 2**24, "tokens"), real(0, LARGEST, "FLOPs")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("loss", "evaluation_loss", "padded", "sample"), _FUNCTION),
+    **dict.fromkeys(("after_step", "after_evaluation", "after_checkpoint"), _FUNCTION),
     "learning_rate": (_is_function, "give a function of the step, or None"),
     "layers": (lambda x: isinstance(x, str), "give the name of the layers, or ''"),
     "units": (_is_units, 'give a name and a number, such as ("tokens", 1024)'),
@@ -101,6 +103,12 @@ class Run:
       padded: a batch -> the batch with weights of its tokens, as `verify --padded`
         needs it; None where nothing can be padded.
       sample: (program, parameters) -> a text to print at the end; None for none.
+      after_step: (step, {metric: value}) -> None, called with the metrics of a step in
+        every process, possibly while the next step runs.
+      after_evaluation: (step, {metric: value}, program, state) -> None, called in every
+        process.
+      after_checkpoint: (step, its folder) -> None, called in process 0 as soon as a
+        checkpoint in the run's folder is complete.
       identity: {name: value} that may not change when a run resumes, beside the data
         and the seed.
     """
@@ -123,6 +131,11 @@ class Run:
     depends_on_microbatches: bool = False
     padded: Callable[[Any], Any] | None = None
     sample: Callable[[TrainProgram, Params], str] | None = None
+    after_step: Callable[[int, dict[str, Any]], None] | None = None
+    after_evaluation: (
+        Callable[[int, dict[str, Any], TrainProgram, Any], None] | None
+    ) = None
+    after_checkpoint: Callable[[int, pathlib.Path], None] | None = None
     identity: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
 
     def checked(self) -> "Run":

@@ -16,6 +16,8 @@ from meshpar.multihost import agree
 from meshpar.runs.metrics import METRICS
 
 RECORD = "run.json"
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints in that of a run."""
 _SAVED = "saved"
 
 
@@ -64,7 +66,7 @@ class RunRecord:
           step: that of the checkpoint that was written last, 0 for none.
         """
         if step and not self._saved and self._is_writer:
-            if (self._folder / "checkpoints" / str(step)).is_dir():
+            if (self._folder / CHECKPOINTS / str(step)).is_dir():
                 self.saved()
 
     def saved(self) -> None:
@@ -87,7 +89,7 @@ def _older_run(folder: pathlib.Path) -> str:
         never_saved = json.dumps({_SAVED: False}).encode()
         return "" if record.read_bytes().strip() == never_saved else RECORD
     metrics, corrupt = folder / METRICS, folder / "corrupt"
-    run_id = folder / "checkpoints" / "run_id"
+    run_id = folder / CHECKPOINTS / "run_id"
     traces = {
         METRICS: metrics.is_file() and metrics.stat().st_size,
         "checkpoints/run_id": run_id.exists(),

@@ -12,6 +12,7 @@ import numpy as np
 from meshpar.errors import MeshparError
 from meshpar.mesh import chips
 from meshpar.multihost.watchdog import Watchdog
+from meshpar.runs.callbacks import Callbacks
 from meshpar.runs.metrics import MetricsLog
 from meshpar.runs.planned_layout import STEP_OVER_PREDICTED
 from meshpar.runs.progress import Progress
@@ -52,6 +53,7 @@ class StepLog:
         log: MetricsLog | None,
         progress: Progress,
         watchdog: Watchdog,
+        callbacks: Callbacks,
         startup: Startup | None = None,
     ):
         """Starts the clock.
@@ -63,11 +65,12 @@ class StepLog:
           log: receives the metrics; None on all processes but the first.
           progress: shows the metrics.
           watchdog: hears of every finished step.
+          callbacks: hears of its metrics.
           startup: the clock that the first finished step stops.
         """
         self._setup, self._start, self._position = setup, start, position
         self._log, self._progress, self._watchdog = log, progress, watchdog
-        self._startup = startup
+        self._callbacks, self._startup = callbacks, startup
         self.saved_step = start
         config, mesh = setup.config, setup.program.mesh
         rates = setup.run.learning_rate
@@ -136,6 +139,7 @@ class StepLog:
         if self._log:
             self._log.write(step, **values)
         self._progress.update(step, values["loss"], speed)
+        self._callbacks.step(step, values)
 
     def _end_startup(self, step: int) -> None:
         """Says how long the first step took to come, after the first step only."""

@@ -14,6 +14,7 @@ from meshpar.lowering.train_program import TrainProgram
 from meshpar.runs.catalog import Catalog
 from meshpar.runs.config import AUTO, RunConfig, with_mode
 from meshpar.runs.modes import SYNCHRONOUS
+from meshpar.runs.run_record import CHECKPOINTS
 
 
 def checkpoint_folder(path: str) -> pathlib.Path:
@@ -23,7 +24,7 @@ def checkpoint_folder(path: str) -> pathlib.Path:
       CheckpointError: there is no checkpoint.
     """
     run = pathlib.Path(path)
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    folder = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
     if not find_checkpoints(folder):
         raise CheckpointError(
             f"{path} holds no checkpoint; give the folder of a run, such as "

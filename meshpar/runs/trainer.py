@@ -21,6 +21,7 @@ from meshpar.multihost.watchdog import (
     Watchdog,
 )
 from meshpar.runs import compiled, goodput, progress_file, report, time_record
+from meshpar.runs.callbacks import Callbacks
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Batches
 from meshpar.runs.fallbacks import Fallbacks
@@ -30,7 +31,7 @@ from meshpar.runs.metrics import DRIFT, MetricsLog, of_evaluation
 from meshpar.runs.planned_layout import PlannedLayout
 from meshpar.runs.progress import Progress
 from meshpar.runs.replica_check import ReplicaCheck, ReplicaError, describe
-from meshpar.runs.run_record import RunRecord
+from meshpar.runs.run_record import CHECKPOINTS, RunRecord
 from meshpar.runs.setup import prepare
 from meshpar.runs.start import NO_CONSENT, Consent, Start, restore
 from meshpar.runs.startup import RESTORE, SETUP, STEP, Startup
@@ -137,6 +138,7 @@ class Trainer:
         self._replicas = None
         if setup.config.check_replicas:
             self._replicas = ReplicaCheck(setup.program)
+        self._callbacks = Callbacks(setup.config, setup.run, setup.folder / CHECKPOINTS)
         self._consent, self._can_grow, self._startup = consent, can_grow, startup
         self._held_out = None
         if setup.run.evaluates:
@@ -195,6 +197,7 @@ class Trainer:
             checkpoints.wait()
             checkpoints.check_saved(int(state.step))
             record.saved()
+            self._callbacks.look()
             if int(state.step) < num_steps:
                 grows = not stop.signal and self._can_grow()
                 why = "; processes have come that were missing" if grows else ""
@@ -247,7 +250,7 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpoints:
         config, program = self._config, self._program
         return Checkpoints(
-            self._setup.folder / "checkpoints",
+            self._setup.folder / CHECKPOINTS,
             program.portable_state,
             config.keep_checkpoints,
             local_folder=config.checkpoint_local_dir,
@@ -293,8 +296,8 @@ class Trainer:
         place = self._setup.place(position, data_state)
         batches = self._setup.run.data.training_batches(place)
         any_process = agree.make_any_process(program.mesh)
-        startup = self._startup
-        steps = StepLog(self._setup, step, position, log, progress, watchdog, startup)
+        hears = watchdog, self._callbacks, self._startup
+        steps = StepLog(self._setup, step, position, log, progress, *hears)
         stopping = False
         watchdog.enter(FIRST_STEP)
         with contextlib.ExitStack() as trace:
@@ -306,6 +309,7 @@ class Trainer:
                 stops = stop.signal is not None or self._can_grow()
                 steps.add(step, step_metrics, any_process(stops))
                 record.look(steps.saved_step)
+                self._callbacks.look()
                 due = Due.after(step, config)
                 first = step == start.step + 1  # Ends the startup.
                 stopping = steps.read(keep=0 if first or any(due) else 1)
@@ -386,6 +390,8 @@ class Trainer:
                 "goes on"
             )
         checkpoints.save(step, portable, metadata, extra, persistent=persistent)
+        if persistent:
+            self._callbacks.saving(step)
 
     def _evaluate(
         self, state: Any, step: int, log: MetricsLog | None, progress: Progress
@@ -403,3 +409,4 @@ class Trainer:
         progress.say(f"step {step}: held-out loss {found['loss']:.4f}{drift}")
         if log:
             log.write(step, **of_evaluation(found))
+        self._callbacks.evaluation(step, found, program, state)

@@ -236,6 +236,50 @@ def test_a_signal_stops_a_run_which_the_same_call_goes_on_with(tmp_path, monkeyp
     )
 
 
+def test_callbacks_hear_of_steps_evaluations_and_whole_checkpoints(tmp_path):
+    steps, evaluations, checkpoints = {}, {}, {}
+
+    def after_evaluation(step, metrics, program, state):
+        weights = program.evaluated_params(state)["head/bias"]
+        evaluations[step] = metrics, int(state.step), np.asarray(weights)
+
+    def after_checkpoint(step, folder):
+        found = {x.step: x.path for x in find_checkpoints(folder.parent)}
+        checkpoints[step] = found[step] == folder
+
+    def heard(folder, **changes):
+        own = run(
+            after_step=steps.__setitem__,
+            after_evaluation=after_evaluation,
+            after_checkpoint=after_checkpoint,
+            **changes,
+        )
+        return train(tmp_path / folder, run=own)
+
+    done = heard("heard")
+    rows = {row["step"]: row for row in done.metrics if "loss" in row}
+    assert steps == {
+        step: {k: x for k, x in row.items() if k != "step" and "startup" not in k}
+        for step, row in rows.items()
+    }
+    assert list(steps) == list(range(1, 11))
+    assert checkpoints == {4: True, 8: True, 10: True}
+    assert {step: at for step, (_, at, _) in evaluations.items()} == {5: 5, 10: 10}
+    found, _, weights = evaluations[10]
+    assert found["loss"] == done.metrics[-1]["evaluation_loss"]
+    np.testing.assert_array_equal(done.weights()["head/bias"], weights)
+
+    def fail(step, metrics):
+        if step == 6:
+            raise ValueError("no room for a picture")
+
+    with pytest.raises(ValueError, match="no room"):
+        train(tmp_path / "failed", run=run(after_step=fail))
+    assert [x.step for x in find_checkpoints(tmp_path / "failed/checkpoints")] == [4]
+    with pytest.raises(ConfigError, match="after_step=3.*give a function"):
+        train(tmp_path / "bad", run=run(after_step=3))
+
+
 @pytest.mark.parametrize("every, at", [(3, 6), (100, 8)])
 def test_a_flipped_bit_ends_a_run_before_its_next_checkpoint(tmp_path, every, at):
     """Also where no comparison is due; then the same call trains as if it never was."""
