@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from support import commands
 from support.tiny_runs import ROOT
 
 from experiments.benchmarks import long_run
@@ -72,3 +73,9 @@ def test_a_run_keeps_its_memory_files_and_threads():
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_unknown_recipe_is_refused_before_anything_runs(monkeypatch, capsys):
+    words = ["--recipe=tine"]
+    done = commands.run("benchmarks.long_run", words, monkeypatch, capsys)
+    assert done.code == 2 and "did you mean 'tiny'" in done.err
