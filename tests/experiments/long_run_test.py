@@ -11,6 +11,7 @@ from support.tiny_runs import ROOT
 
 from experiments.benchmarks import long_run
 from experiments.benchmarks.long_run import Growth, left_behind, sample
+from meshpar.errors import ConfigError
 
 NOISE = np.random.default_rng(0).normal(0, 1e6, 300)
 
@@ -75,7 +76,13 @@ def test_a_run_keeps_its_memory_files_and_threads():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_unknown_recipe_is_refused_before_anything_runs(monkeypatch, capsys):
-    words = ["--recipe=tine"]
+def test_it_starts_the_run_that_is_asked_for(monkeypatch, capsys):
+    def start(words, **_):
+        raise ConfigError(" ".join(words))
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    words = ["--recipe=tiny", "--steps=7", "--every=3"]
     done = commands.run("benchmarks.long_run", words, monkeypatch, capsys)
-    assert done.code == 2 and "did you mean 'tiny'" in done.err
+    assert done.code == 2
+    assert "experiments.run --recipe=tiny --layout=data=1 --steps=7" in done.err
+    assert "--set=checkpoint_every=3" in done.err
