@@ -124,7 +124,7 @@ def left_behind(folder: pathlib.Path, temporary: pathlib.Path) -> list[pathlib.P
 
 def main(_: Sequence[str]) -> int:
     """Trains, prints a table, and returns the exit code."""
-    command_line.catalog().get(command_line.RECIPE.value)  # Errors come at once.
+    command_line.config_from_flags()  # Errors of flags come before the start.
     if not pathlib.Path("/proc/self/fd").is_dir():
         raise ConfigError("this system has no /proc; run the command on Linux")
     with tempfile.TemporaryDirectory(prefix="meshpar-long-run-") as place:

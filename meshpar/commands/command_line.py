@@ -153,7 +153,8 @@ def config_from_flags() -> RunConfig:
     Raises:
       ConfigError: an unknown recipe or key, or a bad value.
     """
-    config, settings = catalog().get(RECIPE.value), [*SET.value]
+    config = catalog().get(RECIPE.value)
+    settings = [*SET.value] if SET.name in flags.FLAGS else []
     known = settings_of(type(config))
     for flag in OF_CONFIG:
         taken = flag.name in flags.FLAGS and flag.name not in (RECIPE.name, SET.name)
