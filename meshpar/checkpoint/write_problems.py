@@ -6,6 +6,14 @@ from collections.abc import Sequence
 
 from meshpar.errors import CheckpointError, MeshparError
 from meshpar.multihost import MissingError
+from meshpar.multihost.watchdog import HUNG
+
+
+class StalledWriteError(CheckpointError):
+    """A checkpoint that took too long to write; a launcher may start the run again."""
+
+    exit_code = HUNG
+
 
 _NO_ROOM = ("No space left", "File too large", "quota", "RESOURCE_EXHAUSTED")
 _GONE = ("No such file", "NOT_FOUND", "Stale file handle")
@@ -27,7 +35,9 @@ def failed_write(
 ) -> MeshparError:
     """The error of a failed write, with its cause and the remedy.
 
-    The loss of another process is a `MissingError`: the run can start again.
+    After the loss of another process (`MissingError`), or a write that took too long
+    (`StalledWriteError`), the run can start again. Orbax measures that time by the
+    clock of the day, which may jump.
 
     Args:
       folder: holds the checkpoints.
@@ -51,7 +61,8 @@ def failed_write(
         if any(words in text for words in _NO_ROOM):
             free = shutil.disk_usage(folder).free
             remedy = f"{free} bytes are free there: make room and {remedy}"
-    return CheckpointError(f"writing a checkpoint to {folder} failed: {text}; {remedy}")
+    kind = StalledWriteError if isinstance(error, TimeoutError) else CheckpointError
+    return kind(f"writing a checkpoint to {folder} failed: {text}; {remedy}")
 
 
 def _gone(folder: pathlib.Path) -> str:

@@ -46,20 +46,26 @@ _ALIVE_S = 10.0
 """Longest time without a line, in seconds."""
 
 
+def steady_clock() -> Callable[[], float]:
+    """A clock of seconds since the epoch, which no later change of the date moves."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class TimeRecord:
     """Writes one start of a run to the record of its folder."""
 
     def __init__(
-        self, begin: float | None = None, clock: Callable[[], float] = time.time
+        self, begin: float | None = None, clock: Callable[[], float] | None = None
     ):
         """Starts the clock, in the part `START`; nothing is written yet.
 
         Args:
           begin: when the process began, if that counts as the start of the run.
-          clock: gives seconds since the epoch.
+          clock: gives seconds since the epoch; `steady_clock` by default.
         """
-        self._clock = clock
-        self._since = clock() if begin is None else begin
+        self._clock = clock or steady_clock()
+        self._since = self._clock() if begin is None else begin
         self._file: TextIO | None = None
         self._compiled: list[tuple[float, float]] = []
         self._lock, self._closed = threading.Lock(), threading.Event()

@@ -92,6 +92,15 @@ def test_each_cause_has_its_remedy(text, remedy, tmp_path):
     assert ("make room" in str(error)) == ("make room" in remedy)
 
 
+def test_a_write_that_took_too_long_lets_the_run_start_again(tmp_path):
+    (tmp_path / "1").mkdir()
+    slow = TimeoutError("ChainedFuture timed out after 34560000.03 seconds.")
+    error = write_problems.failed_write(tmp_path, slow, [1])
+    assert error.exit_code == HUNG and "run the same command again" in str(error)
+    other = write_problems.failed_write(tmp_path, ValueError("broken"), [1])
+    assert not hasattr(other, "exit_code")
+
+
 def test_a_folder_that_the_write_made_anew_is_not_said_to_be_unchanged(tmp_path):
     error = write_problems.failed_write(tmp_path, ValueError("No ArrayMetadata"), [1])
     assert "mount or restore" in str(error) and "unchanged" not in str(error)

@@ -226,3 +226,12 @@ def test_a_run_killed_twice_and_resumed_elsewhere_accounts_for_all_its_time(
     assert shown.returncode == 0, shown.stderr
     assert f"goodput {found.value:.1%}" in shown.stdout
     assert (workdir / "goodput.png").stat().st_size > 1000
+
+
+def test_a_date_that_jumps_moves_no_line_of_a_start(tmp_path, monkeypatch):
+    record, now = TimeRecord(), time.time
+    with record.recording(tmp_path):
+        monkeypatch.setattr(time, "time", lambda: now() + 400 * 86_400)
+        record.enter(RESTORE)
+        record.close(DONE)
+    assert 0 <= goodput.read(tmp_path).wall_seconds < 60
