@@ -5,8 +5,10 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from support.tiny_models import lower, model, relative_error
+from support.marks import slow
+from support.tiny_models import batch, host, lower, model, relative_error
 
 from meshpar.errors import MeshparError
 from meshpar.ops import float8
@@ -56,6 +58,34 @@ def test_a_layout_multiplies_by_every_weight_of_a_layer_in_float8(layout):
     in_float8 = [line for line in dots if "f8E4M3FN" in line]
     assert sum("f8E5M2" in line for line in in_float8) == 2 * 7
     assert sum("f8E5M2" not in line for line in in_float8) >= 7
+
+
+def updates(layout):
+    program = lower(layout, model(float8=True), optax.sgd(1.0))
+    state = program.init()
+    before = host(state.params)
+    state, _ = program.step(state, batch())
+    assert program.violations() == []
+    return {path: x - before[path] for path, x in host(state.params).items()}
+
+
+@pytest.fixture(scope="module")
+def of_one_device():
+    return updates("data=1")
+
+
+@pytest.mark.parametrize(
+    "layout, error",
+    [
+        ("data=2,fsdp=2,context=2", 1e-5),
+        slow("data=8", 1e-5),
+        slow("fsdp=8", 1e-5),
+        # Sums in another order round some activations to the next number.
+        slow("fsdp=2,tensor=2", 1e-2),
+    ],
+)
+def test_layouts_round_alike(layout, error, of_one_device):
+    assert relative_error(updates(layout), of_one_device) < error
 
 
 def test_experts_refuse_it():
