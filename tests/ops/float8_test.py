@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from support.marks import slow
 from support.tiny_models import batch, host, lower, model, relative_error
@@ -72,7 +73,7 @@ def test_devices_round_gradients_of_weights_as_one_does():
         (dw,) = pull(dy)
         return jax.lax.psum(dw, axes) if axes else dw
 
-    mesh = jax.make_mesh((5,), ("data",), devices=jax.devices()[:5])
+    mesh = Mesh(np.array(jax.devices()[:5]), ("data",))
     rows, whole = P("data"), P()
     split = jax.shard_map(
         lambda *args: pulled(*args, ("data",)),
