@@ -20,14 +20,14 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 
 from meshpar.errors import LayoutError, nearest, shown
 from meshpar.jaxprs.walk import equations
-from meshpar.layouts.mixes import average, canonical_mix, is_mix
+from meshpar.layouts.mixes import average, canonical_mix, is_mix, segments
 
 EXPERT_ROWS = "expert_rows"
 """Name of what a device receives for its experts (`ops.experts`)."""
@@ -52,6 +52,9 @@ _KEPT_NAMES = {
     "experts": (EXPERT_ROWS,),
 }
 """{policy: names of the values that it keeps}."""
+
+_NEEDED_NAMES = {"attention": ATTENTION, "experts": EXPERT_ROWS}
+"""{policy: the name of values without which it keeps nothing}."""
 
 
 def _policy_of(remat: str) -> Callable[..., bool]:
@@ -119,6 +122,24 @@ def repeats(policy: str, name: str) -> bool:
     return policy != NONE and name not in _kept_names(policy)
 
 
+def named_values(jaxpr: Any) -> frozenset[str]:
+    """The names that a model gives to values, of attention always its own."""
+    named = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "name")
+    given = {eqn.params["name"] for eqn in named}
+    return frozenset(given | ({ATTENTION} if given & {*_ATTENTION_NAMES} else set()))
+
+
+def lacks_values(policy: str, given: Collection[str]) -> str:
+    """The name of the values that a policy is for, if a model has none; "" otherwise.
+
+    Args:
+      policy: one policy, no mix.
+      given: the names that the model gives to values.
+    """
+    needed = _NEEDED_NAMES.get(policy, "")
+    return "" if needed in given else needed
+
+
 def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) -> None:
     """Checks that a model has what `remat=` of its layout needs.
 
@@ -129,8 +150,8 @@ def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) ->
       marks_outside: whether it marks anything outside the layers of its stack.
 
     Raises:
-      LayoutError: no layer is, a name that the model gives to no value, or a mix and a
-        mark that belongs to no layer.
+      LayoutError: no layer is, a name that the model gives to no value, a policy that
+        keeps values which no layer has, or a mix and a mark that belongs to no layer.
     """
     if marks_outside and is_mix(remat):
         raise LayoutError(
@@ -143,17 +164,24 @@ def check_marks(remat: str, jaxpr: Any, is_marked: bool, marks_outside: bool) ->
             f"remat={remat}: the model has no rematerialization point; wrap its layer "
             "in layouts.remat(layer)"
         )
-    if names := _names(remat):
-        named = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "name")
-        given = {eqn.params["name"] for eqn in named}
-        given |= {ATTENTION} if given & {*_ATTENTION_NAMES} else set()
-        for name in names:
-            if name not in given:
-                known = nearest(name, given) if given else "it names none"
-                raise LayoutError(
-                    f"remat={remat}: the model gives no value the name {name!r} "
-                    f"({known}); name one by jax.ad_checkpoint.checkpoint_name"
-                )
+    policies = [policy for policy, _ in segments(remat, depth=1)]
+    if not _NEEDED_NAMES.keys() & {*policies} and not _names(remat):
+        return
+    given = named_values(jaxpr)
+    for name in _names(remat):
+        if name not in given:
+            known = nearest(name, given) if given else "it names none"
+            raise LayoutError(
+                f"remat={remat}: the model gives no value the name {name!r} "
+                f"({known}); name one by jax.ad_checkpoint.checkpoint_name"
+            )
+    for policy in policies:
+        if lacking := lacks_values(policy, given):
+            raise LayoutError(
+                f"remat={remat}: {policy} keeps the values that meshpar.ops names "
+                f"{lacking!r}, and no layer has any under this layout; use remat=full, "
+                "which would keep as much"
+            )
 
 
 def _names(remat: str) -> list[str]:

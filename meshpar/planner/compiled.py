@@ -28,7 +28,7 @@ from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.machine import Machine
 from meshpar.models.model import Model
 from meshpar.planner.candidate import Candidate
-from meshpar.planner.facts import constrained_names
+from meshpar.planner.facts import used_names
 from meshpar.planner.seconds import Terms
 from meshpar.planner.space import layouts
 from meshpar.planner.transfers import bandwidth
@@ -163,7 +163,7 @@ def _space(
         shapes[0][0],
         length,
         wanted,
-        lambda: constrained_names(model, batch, machine.devices[0]),
+        lambda: used_names(model, batch, machine.devices[0]).dims,
     )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from meshpar.layouts.axes import AXES
 from meshpar.layouts.layer_uses import splits_rows
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.mixes import is_mix
-from meshpar.layouts.remat import NONE
+from meshpar.layouts.remat import NONE, named_values
 from meshpar.layouts.resolve import make_plan
 from meshpar.layouts.scope import Scope, unsharded
 from meshpar.lowering.layer_trace import (
@@ -113,10 +113,9 @@ class Facts:
         return max((shape[1] for shape in shapes if len(shape) > 1), default=1)
 
     @functools.cached_property
-    def constrained(self) -> frozenset[str]:
-        """Names of the dims of activations that the model constrains."""
-        batch = self._batch_of(_ROWS[0])
-        return constrained_names(self.model, batch, self._devices[0])
+    def used(self) -> "UsedNames":
+        """The names that the model uses."""
+        return used_names(self.model, self._batch_of(_ROWS[0]), self._devices[0])
 
     def _batch_of(self, rows: int) -> Any:
         def resized(x: Any) -> jax.ShapeDtypeStruct:
@@ -222,8 +221,20 @@ class Facts:
         return Flops(layer, narrow, max(0.0, count(*args) - layer), outside)
 
 
-def constrained_names(model: Model, batch: Any, device: jax.Device) -> frozenset[str]:
-    """Names of the dims of activations that a model constrains, from one trace.
+class UsedNames(NamedTuple):
+    """The names that a model uses in its loss.
+
+    Attributes:
+      dims: of the dims of activations that it constrains.
+      values: of the values that it names for rematerialization.
+    """
+
+    dims: frozenset[str]
+    values: frozenset[str]
+
+
+def used_names(model: Model, batch: Any, device: jax.Device) -> UsedNames:
+    """The names that a model uses, from one trace of its loss.
 
     Args:
       model: the model.
@@ -234,8 +245,9 @@ def constrained_names(model: Model, batch: Any, device: jax.Device) -> frozenset
     mesh = make_mesh(layout, [device])
     key = jax.eval_shape(lambda: jax.random.key(0))
     with _on_one_device(layout, mesh) as scope:
-        jax.eval_shape(model.loss, params, batch, key)
-    return frozenset(name for name in scope.names_used if name)
+        jaxpr = jax.make_jaxpr(model.loss)(params, batch, key)
+    dims = frozenset(name for name in scope.names_used if name)
+    return UsedNames(dims, named_values(jaxpr))
 
 
 @contextlib.contextmanager

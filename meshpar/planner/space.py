@@ -28,7 +28,12 @@ from meshpar.layouts.context_modes import ALLGATHER, ULYSSES
 from meshpar.layouts.layer_uses import FEATURES, ROWS
 from meshpar.layouts.layout import DEFAULTS, Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from meshpar.layouts.remat import NONE, REMAT_POLICIES
+from meshpar.layouts.remat import (
+    EXPERT_ROWS,
+    NONE,
+    REMAT_POLICIES,
+    lacks_values,
+)
 from meshpar.layouts.wanted import Wanted
 from meshpar.models.model import Model
 
@@ -67,6 +72,7 @@ def layouts(
     length: int,
     wanted: Wanted,
     constrained: Callable[[], frozenset[str]] = frozenset,
+    named: Callable[[], frozenset[str]] = frozenset,
 ) -> Iterator[Layout]:
     """Generates layouts that fill all devices and that are valid by themselves.
 
@@ -79,6 +85,7 @@ def layouts(
       wanted: what the user asks for.
       constrained: gives the names of the dims of activations that the model constrains;
         called if some dim does not divide.
+      named: gives the names that its layers give to values.
     """
     layered = model.layered
     names = {name for p in model.params.values() for name in p.names or ()}
@@ -107,7 +114,7 @@ def layouts(
         rules = {
             kind: own | wanted.required.get(kind, {}) for kind, own in rules.items()
         }
-        for options in _options(sizes, rows) if layered else _zero_levels(sizes):
+        for options in _options(sizes, rows, named) if layered else _zero_levels(sizes):
             # What is required stands in for what the space would try.
             fields = {**sizes, **options, **wanted.required, **rules}
             try:
@@ -177,7 +184,9 @@ def _sizes(num_devices: int, most: Mapping[str, int]) -> Iterator[dict[str, int]
         yield dict(zip(axes, chosen, strict=True))
 
 
-def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
+def _options(
+    sizes: Mapping[str, int], rows: int, named: Callable[[], frozenset[str]]
+) -> Iterator[dict[str, Any]]:
     """Generates the options to try with sizes of axes."""
     split = ways_of(BATCH_AXES, sizes)
     stages = sizes[PIPE]
@@ -188,9 +197,8 @@ def _options(sizes: Mapping[str, int], rows: int) -> Iterator[dict[str, Any]]:
     }
     if sizes[CONTEXT] > 1:
         tried["context_mode"] = [ALLGATHER, ULYSSES]
-    remat = [NONE, *(name for name in REMAT_POLICIES if name != "experts")]
-    if sizes[EXPERT] > 1:
-        remat.append("experts")
+    given = named() | ({EXPERT_ROWS} if sizes[EXPERT] > 1 else set())
+    remat = [NONE, *(x for x in REMAT_POLICIES if not lacks_values(x, given))]
     uses = [FEATURES, ROWS] if _is_possible(**sizes, layers=ROWS) else [FEATURES]
     # Layouts that differ in `remat` alone follow each other: they share most costs.
     tried_in_layers = {"layers": uses, "remat": remat}

@@ -3,8 +3,10 @@
 import jax
 import optax
 import pytest
+from support import own_run
 from support.tiny_models import BATCH, LENGTH, batch, lower, model
 
+import meshpar
 from meshpar.errors import LayoutError
 
 
@@ -22,6 +24,27 @@ def test_a_layer_keeps_its_input_and_what_is_named():
     assert saved("fsdp=2,remat=names:attention") - full == depth * rows * embed * item
     assert both - full == depth * rows * (embed + mlp) * item
     assert both < saved("fsdp=2,remat=none")
+
+
+@pytest.mark.parametrize(
+    "layout, named",
+    [
+        ("data=2,remat=attention", "attention"),
+        ("data=2,remat=2*full+2*attention", "attention"),
+        ("data=2,remat=experts", "expert_rows"),
+    ],
+)
+def test_a_policy_whose_values_no_layer_has_is_refused(layout, named):
+    own = meshpar.from_nnx(
+        lambda rngs: own_run.Net(8, 4, rngs), own_run.loss, layers="layers"
+    )
+    x = jax.ShapeDtypeStruct((4, 8), "float32")
+    rows = {"x": x, "y": jax.ShapeDtypeStruct((4,), "float32")}
+    with pytest.raises(LayoutError, match=f"names '{named}', and no layer.*remat=full"):
+        meshpar.lower(own, optax.sgd(0.1), layout, rows, devices=jax.devices()[:2])
+    plans = meshpar.plan(own, optax.sgd(0.1), rows, jax.devices()[:2])
+    tried = {plan.layout.remat for plan in (*plans.best, *plans.others)}
+    assert "full" in tried and not any("attention" in remat for remat in tried)
 
 
 @pytest.mark.parametrize(
