@@ -53,7 +53,6 @@ _RUNNERS = {OURS: gpu_programs.run_ours, PAGE: gpu_programs.run_page}
 _FAILED = "failed:"
 _TOLERANCE = 1e-2
 """Largest relative difference of losses in bfloat16 that counts as rounding."""
-_VERIFY = "--recipe=tiny", "--layout=data=1,microbatches=2,remat=full", "--devices=1"
 _OTHERS = gpu_programs.PAGE, gpu_torch.PROGRAM
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -76,8 +75,6 @@ class Job(NamedTuple):
     @property
     def words(self) -> list[str]:
         """The words of the process's command."""
-        if self.part == VERIFY:
-            return ["-m", "experiments.verify", *_VERIFY]
         words = ["-m", "experiments.benchmarks.gpu", f"--part={self.part}"]
         if self.case is not None:
             words += [f"--case={json.dumps(self.case._asdict())}"]
@@ -109,6 +106,8 @@ def _run_part(part: str) -> None:
             gpu_kernels.run_device(REHEARSE.value)
         elif part == CHECKS:
             gpu_programs.run_checks(REHEARSE.value)
+        elif part == VERIFY:
+            gpu_programs.run_verify()
         elif part == TORCH:
             gpu_torch.run(case, REHEARSE.value)
         else:
@@ -172,10 +171,7 @@ def _rows_of(job: Job, end: float) -> Iterator[dict[str, Any]]:
             row["process_s"] = time.perf_counter() - begin
             print(_brief(row), flush=True)
             yield row
-    if job.part == VERIFY:
-        status = "ok" if last.startswith("EQUAL") else f"WRONG: {last}"
-        yield dict(program=VERIFY, case=" ".join(_VERIFY), status=status)
-    elif not found or last.startswith(_FAILED):
+    if not found or last.startswith(_FAILED):
         row = dict(program=job.part, case=case, status=last or f"{_FAILED} no row")
         print(_brief(row), flush=True)
         yield row
@@ -262,22 +258,14 @@ def _compiled_rows() -> list[dict[str, Any]]:
 
 _COLUMNS = {
     "ms": "{:.1f}",
-    "ms_least": "{:.1f}",
-    "ms_most": "{:.1f}",
     "mfu": "{:.1%}",
     "tokens_per_second": "{:,.0f}",
     "peak_gb": "{:.1f}",
     "compile_s": "{:.0f}",
     "first_loss": "{:.4f}",
     "large_copies": "{}",
-    "kernel_ms": "{}",
-    "matmul_tflops": "{:.0f}",
-    "copy_tb_s": "{:.2f}",
-    "clocks.sm": "{}",
-    "power.draw": "{}",
-    "driver_version": "{}",
-    "jax": "{}",
 }
+"""{key of a row: its form} in the table; lines and JSON have all keys."""
 
 
 def _brief(row: dict[str, Any]) -> str:
@@ -287,7 +275,7 @@ def _brief(row: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
-    """All rows; the columns of numbers that they have."""
+    """All rows; those columns of numbers that some of them have."""
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
     table = rich.table.Table("program", "case", "status", *columns)
     for row in rows:

@@ -1,6 +1,7 @@
 """The jax programs of the GPU benchmark: meshpar, and a page of plain jax."""
 
 import collections
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from experiments.benchmarks.gpu_cases import (
 )
 from meshpar import compat
 from meshpar.contracts.hlo_text import parse_computations, type_bytes
+from meshpar.explain.verify import verify
 from meshpar.mesh.platform import GPU, platform_named
 from meshpar.ops import attention_kernels
 
@@ -168,6 +170,20 @@ def facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
         "large_copies": len(large),
         "large_copies_gb": sum(large) / 1e9,
     }
+
+
+def run_verify() -> None:
+    """Prints whether a tiny model trains on this device as a plain loop does."""
+    case = Case("llama-1b", 4096, rows=4, remat="full")
+    config = dataclasses.replace(case.config(rehearsal=True), compute_dtype="float32")
+    layout = meshpar.layouts.parse("data=1,microbatches=2,remat=full")
+    program = config.make_program(layout, jax.devices()[:1])
+    report = verify(program, None, [random_batch(config)] * 3)
+    emit(
+        program="verify",
+        case=f"a tiny {case.recipe}, {layout}",
+        status="ok" if report.ok else f"WRONG: {report}",
+    )
 
 
 def run_checks(rehearsal: bool) -> None:

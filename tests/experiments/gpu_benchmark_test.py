@@ -101,5 +101,10 @@ from meshpar.runs import trainer
 from experiments.benchmarks import gpu, gpu_cases, gpu_programs
 case = gpu_cases.Case("llama-1b", 4096, 2)
 gpu_programs.make_program(case, True, jax.devices()[0])
+gpu_programs.run_verify()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE
+    )
+    (row,) = done.stdout.decode().splitlines()
+    assert json.loads(row.removeprefix(gpu_cases.ROW))["status"] == "ok"
