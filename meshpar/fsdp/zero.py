@@ -130,6 +130,14 @@ class Zero:
         return in_scan and not self.transports.widens
 
     @property
+    def loops(self) -> bool:
+        """Whether layers run in a loop, for which stacks of all layers are made.
+
+        They hold copies of the weights, and what layers save.
+        """
+        return not 1 < self.layout.scan_unroll >= self.layered.depth
+
+    @property
     def reduces_early(self) -> bool:
         """Whether the layers' gradients are reduced inside the backward pass."""
         sums = self.in_ticks or self.layout.microbatches > 1

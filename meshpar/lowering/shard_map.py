@@ -216,7 +216,7 @@ class ShardMapLowering(Lowering):
     def held(self, traced: TracedLayer) -> Held:
         """Bytes held all through a step, from one traced layer."""
         held = super().held(traced)
-        if self.zero.casts_layers or self.zero.streams:
+        if self.zero.casts_layers or self.zero.streams or not self.zero.loops:
             shared = self.model.layered.split(self.plan.weights)[0]
             copies = sum(leaf.bytes_per_device for leaf in shared.values())
             held = held._replace(weights=copies)

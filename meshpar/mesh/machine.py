@@ -71,6 +71,11 @@ class Machine:
         """FLOP/s of matmuls on one device."""
         return self.efficiency * self.chip.peak_flops
 
+    def attention_flops(self, width: int) -> float:
+        """FLOP/s of cuDNN's attention on one device, for heads of a width."""
+        nearest = min(_ATTENTION, key=lambda known: abs(known - width))
+        return _ATTENTION[nearest] * self.chip.peak_flops
+
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second that one device sends over the links of one collective."""
@@ -79,11 +84,16 @@ class Machine:
         return 2 * self.chip.link_bandwidth
 
 
-_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "cpu": 1.0}
+_EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "h200": 0.69, "cpu": 1.0}
 """{chip: share of its peak FLOP/s that matmuls reach}; 0.7 for all others.
 
-The peak of a CPU is what matmuls reached on one.
+The peak of a CPU is what matmuls reached on one, and h200's is fitted to steps measured
+on one (docs/performance.md).
 """
+
+_ATTENTION = {64: 0.41, 128: 0.555}
+"""{width of a head: share of a GPU's peak that cuDNN's attention reaches}, fitted to
+the same steps; heads of other widths are taken for the nearest."""
 
 _NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.

@@ -39,7 +39,7 @@ from meshpar.mesh.platform import CPU
 from meshpar.models.layer_stack import LayeredModel
 from meshpar.models.model import Model
 from meshpar.models.model_scope import model_scope
-from meshpar.planner.flops import Flops, matmul_flops
+from meshpar.planner.flops import Flops, cudnn_kernel, matmul_flops
 from meshpar.replicated import map_rows, num_rows, row_leaves
 
 _ROWS = 2, 4
@@ -205,8 +205,11 @@ class Facts:
         with _on_one_device(layout, mesh):
             x = jax.eval_shape(layered.embed, shared, batch, key)
             context = jax.eval_shape(layered.context, shared, batch, key)
-        args = layered.layer, abstract_layer(stack), x, key, context
-        traced, layer = trace(self._devices[0], *args)
+        weights = abstract_layer(stack)
+        args = layered.layer, weights, x, key, context
+        # Some kernels take half the precision alone.
+        narrow_args = map(self._in_compute_dtype, (weights, x))
+        traced, layer = trace(self._devices[0], args[0], *narrow_args, key, context)
         lanes = lanes_of(make_mesh(layout, [self._devices[0]]))
         narrow = matmul_flops(traced, lanes) / _ROWS[0]
 
@@ -218,7 +221,18 @@ class Facts:
 
         outside = 3 * count(layered.embed, shared, batch, key)
         outside += count(head, shared, x, batch, key)
-        return Flops(layer, narrow, max(0.0, count(*args) - layer), outside)
+        kernels = max(0.0, count(*args) - layer)
+        return Flops(layer, narrow, kernels, outside, cudnn_kernel(traced))
+
+    def _in_compute_dtype(self, tree: Any) -> Any:
+        """Shapes whose floats are in the dtype of the computation."""
+
+        def cast(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            floating = jnp.issubdtype(x.dtype, jnp.floating)
+            dtype = self.compute_dtype if floating and self.compute_dtype else x.dtype
+            return jax.ShapeDtypeStruct(x.shape, dtype)
+
+        return jax.tree.map(cast, tree)
 
 
 class UsedNames(NamedTuple):

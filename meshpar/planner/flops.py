@@ -2,10 +2,22 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshpar.jaxprs.flops import equation_flops
-from meshpar.jaxprs.walk import inner_jaxprs
+from meshpar.jaxprs.walk import equations, inner_jaxprs
+
+
+class Kernel(NamedTuple):
+    """A kernel of attention.
+
+    Attributes:
+      width: of a head.
+      computed: share of the scores that it computes: half of them if it is causal.
+    """
+
+    width: int
+    computed: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +32,23 @@ class Flops:
         they skipped nothing.
       outside: of embedding and head, forward and backward; a head that computes its
         logits again for the backward pass counts them twice.
+      kernel: cuDNN's, if that is what runs attention.
     """
 
     layer: float
     narrow: float
     kernels: float
     outside: float
+    kernel: Kernel | None = None
+
+
+def cudnn_kernel(jaxpr: Any) -> Kernel | None:
+    """The first kernel of attention by cuDNN in a jaxpr; None without one."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name.startswith("dot_product_attention_fwd"):
+            causal = "CAUSAL" in str(eqn.params["mask_type"])
+            return Kernel(eqn.invars[0].aval.shape[-1], 0.5 if causal else 1.0)
+    return None
 
 
 def matmul_flops(jaxpr: Any, narrower_than: int = 0) -> float:

@@ -16,6 +16,7 @@ from meshpar.layouts.remat import KEEPS_MATMULS, NONE, repeats
 from meshpar.lowering.layer_trace import TracedLayer, logits_ways
 from meshpar.lowering.runner import Runner
 from meshpar.lowering.shard_map import ShardMapLowering
+from meshpar.mesh.chips import GPU
 from meshpar.mesh.machine import Machine
 from meshpar.mesh.platform import platform_named, platform_of
 from meshpar.ops.attention_kernels import NAMES
@@ -41,6 +42,11 @@ float32 copies and a gradient are written and read block by block; for each byte
 weights and gradients, and of activations over `tensor`, that the device sends, which is
 sliced, copied and added to. All are fitted to the cycles that compilers state
 (docs/planning.md)."""
+
+_HELD_ON_GPUS, _BACKWARD_OF_CUDNN = 0.87, 2.5
+"""Bytes for each byte that a layer holds, fitted to steps measured on cards
+(docs/performance.md); and matmuls of cuDNN's attention backward over those forward, as
+it computes the scores again."""
 
 _EXPOSED_OF_RINGS = 0.25
 """Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
@@ -138,7 +144,8 @@ def step_seconds(
     needed = layout.microbatches * lowering.model.layered.depth / layout.pipe
     # Stages that save their inputs run forward once more.
     stages_again = layer.forward if passes.repeats else 0.0
-    layers, again = 3 * needed * layer.forward, needed * (layer.again + stages_again)
+    layers = needed * (3 * layer.forward + layer.backward_more)
+    again = needed * (layer.again + stages_again)
     # Embedding and head of a pipeline run in ticks of their own stages.
     heads = layout.microbatches
     # Each device computes all logits of its rows if nothing splits the vocabulary.
@@ -161,13 +168,15 @@ def step_seconds(
     moves += _TENSOR_MOVES * (tensor_bytes + sent_by_rows)
     sent = sent * _EXPOSED_OF_RINGS if rings else sent
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
+    # Without a loop nothing is copied into stacks, and out of them.
+    saves = passes.saves if lowering.zero.loops else 0
     return Seconds(
         layers=layers,
         again=again,
         bubble=max(0.0, sum(compute.values()) - layers - again),
         outside=heads * outside,
         update=update / memory_bandwidth,
-        saved=_SAVED * passes.saves * traced.saved / memory_bandwidth,
+        saved=_SAVED * saves * traced.saved / memory_bandwidth,
         fresh=temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
         state=state_seconds(lowering, machine, traffic, compute),
@@ -218,18 +227,20 @@ class _LayerSeconds(NamedTuple):
       kernels: the part of that in kernels written by hand.
       again: that its backward pass repeats.
       kernels_again: the part of that in kernels.
+      backward_more: of kernels whose backward pass takes more than twice as long.
     """
 
     forward: float
     kernels: float
     again: float
     kernels_again: float
+    backward_more: float = 0.0
 
     def of(self, name: str) -> tuple[float, float]:
         """Seconds of a named pass: (in all, in kernels)."""
         if name != "backward":
             return self.forward, self.kernels
-        all_seconds = 2 * self.forward + self.again
+        all_seconds = 2 * self.forward + self.backward_more + self.again
         return all_seconds, 2 * self.kernels + self.kernels_again
 
 
@@ -239,9 +250,15 @@ def _layer_seconds(
     """The compute of one layer with some rows."""
     # What a layer holds is what its elementwise operations make.
     held = facts.layer(layout, rows, layout.tensor).running
-    elementwise = _HELD * held / machine.chip.memory_bandwidth
+    kernel = facts.flops.kernel
+    times_held = _HELD_ON_GPUS if machine.chip.platform == GPU else _HELD
+    elementwise = times_held * held / machine.chip.memory_bandwidth
     row_seconds = rows / layout.tensor / machine.flops
-    kernels = row_seconds * facts.flops.kernels
+    kernels, more = row_seconds * facts.flops.kernels, 0.0
+    if kernel:
+        slower = machine.flops / machine.attention_flops(kernel.width)
+        kernels *= kernel.computed * slower
+        more = (_BACKWARD_OF_CUDNN - 2) * kernels
     forward = row_seconds * facts.flops.layer + kernels + elementwise
     narrow = rows / layout.tensor * facts.flops.narrow / machine.chip.peak_flops
     forward += machine.narrow * narrow
@@ -257,4 +274,4 @@ def _layer_seconds(
 
     policies = layout.remat, facts.layered.depth
     again, kernels_again = (average(*policies, of) for of in (again_of, kernels_of))
-    return _LayerSeconds(forward, kernels, again, kernels_again)
+    return _LayerSeconds(forward, kernels, again, kernels_again, more)
