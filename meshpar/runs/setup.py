@@ -1,7 +1,6 @@
 """Setup of a run: reads the data and lowers the program, before anything is written."""
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +30,8 @@ class Setup:
       folder: absolute path of metrics, checkpoints and plot.
       profile: whether to write a profiler trace of a few steps.
       planned: the layout, if the planner took it.
+      fingerprint: of the data.
+      baseline: name and value of the loss to beat; None without one.
     """
 
     config: RunConfig
@@ -39,14 +40,8 @@ class Setup:
     folder: pathlib.Path
     profile: bool
     planned: PlannedLayout | None
-
-    @functools.cached_property
-    def baseline(self) -> tuple[str, float] | None:
-        """Name and value of the loss to beat; None without one."""
-        if self.run.baseline is None:
-            return None
-        name, loss = self.run.baseline
-        return name, loss()
+    fingerprint: str
+    baseline: tuple[str, float] | None
 
     def place(self, position: int = 0, state: Any = None) -> Place:
         """The part of the batches that this process reads.
@@ -61,8 +56,8 @@ class Setup:
     @property
     def identity(self) -> dict[str, str | int]:
         """The values that may not change when a run resumes."""
-        fingerprint = self.run.data.fingerprint
-        return {"data": fingerprint, **self.run.identity, "seed": self.config.seed}
+        own = self.run.identity
+        return {"data": self.fingerprint, **own, "seed": self.config.seed}
 
 
 def folder_of(config: RunConfig) -> pathlib.Path:
@@ -114,6 +109,7 @@ def prepare(
     with config.blaming_recipe():
         _check_samples(config, run)
         _check_evaluation(config, run)
+        fingerprint, baseline = run.data.fingerprint, _baseline(run)
     program = programs.make_program(config, run, layout, devices)
     if fallbacks:
         fallbacks.check(
@@ -122,7 +118,22 @@ def prepare(
             ),
             layout.num_devices,
         )
-    return Setup(config, run, program, folder, profile, planned)
+    return Setup(config, run, program, folder, profile, planned, fingerprint, baseline)
+
+
+def _baseline(run: Run) -> tuple[str, float] | None:
+    """Name and value of the loss to beat; None without one."""
+    if run.baseline is None:
+        return None
+    name, loss = run.baseline
+    value = loss()
+    try:
+        return name, float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Run(baseline={shown(repr(run.baseline))}): its function returns "
+            f"{shown(repr(value))}; return a number"
+        ) from error
 
 
 def _check_evaluation(config: RunConfig, run: Run) -> None:

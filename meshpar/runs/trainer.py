@@ -141,9 +141,10 @@ class Trainer:
         self._held_out = None
         if setup.run.evaluates:
             limit = setup.config.evaluation_batches
-            self._held_out = setup.run.evaluation.evaluation_batches(
-                setup.place(), limit
-            )
+            with setup.config.blaming_recipe():
+                self._held_out = setup.run.evaluation.evaluation_batches(
+                    setup.place(), limit
+                )
 
     def run(self) -> int:
         """Trains to the last step; returns the exit code.
@@ -238,7 +239,7 @@ class Trainer:
                 layout=program.layout,
                 jax=jax.__version__,
                 devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
-                data=self._setup.run.data.fingerprint,
+                data=self._setup.fingerprint,
                 program=program.fingerprint,
             ),
             agree.READ_S,  # A process without the hash of its data reads all of it.
