@@ -239,8 +239,8 @@ class Trainer:
                 layout=program.layout,
                 jax=jax.__version__,
                 devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
-                data=self._setup.fingerprint,
                 program=program.fingerprint,
+                **self._setup.facts,
             ),
             agree.READ_S,  # A process without the hash of its data reads all of it.
         )
@@ -375,6 +375,7 @@ class Trainer:
             "layout": self._config.layout,
             "config": dataclasses.asdict(self._config),
             "code": self._config.code,
+            "program": self._setup.step_program,
             **self._setup.identity,
         }
         portable = self._program.in_model_order(state)
