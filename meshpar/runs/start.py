@@ -1,6 +1,6 @@
 """The start of a run: restores the newest checkpoint, or initializes the state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshpar.checkpoint.checkpoints import Checkpoints
@@ -83,7 +83,6 @@ def restore(
         record.start_anew(consent.start_anew)
         return Start(program.init(setup.config.seed))
     metadata, step = restored.metadata, int(restored.state.step)
-    notes = [restored.note] if restored.note else []
     found = changes(metadata["config"], setup.config)
     files = changed_files(metadata.get("code", {}), setup.config.code)
     is_same = bool(setup.config.code) and not (files or any(found))
@@ -95,22 +94,13 @@ def restore(
             "run"
         )
     of_training = (*identity, *found.of_training)
-    if files:
-        notes.append(f"the code has changed since step {step}: {', '.join(files)}")
-    if found.neutral:
-        notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
-    own = setup.step_program
-    before = metadata.get("program", own)
-    if is_same and before == own | {"hash": before["hash"]} and before != own:
+    notes = [restored.note] if restored.note else []
+    notes += _notes(step, files, found.neutral, of_training)
+    if is_same and _is_other_step(setup, metadata):
         notes.append(
             f"WARNING: the step is another program than before step {step}, with the "
             "same files and settings: the model, the loss or the optimizer reads "
             f"{CAUSES}; make all of them of the settings"
-        )
-    if of_training:
-        lines = "\n  ".join(of_training)
-        notes.append(
-            f"WARNING: from step {step} on the run trains in another way:\n  {lines}"
         )
     if metadata["data"] != setup.identity["data"] and not identity:
         notes.append(
@@ -136,6 +126,29 @@ def restore(
         of_training,
         restored.persistent,
     )
+
+
+def _notes(
+    step: int,
+    files: Sequence[str],
+    neutral: Sequence[str],
+    of_training: Sequence[str],
+) -> Iterator[str]:
+    """Generates what has changed since a step, for people."""
+    if files:
+        yield f"the code has changed since step {step}: {', '.join(files)}"
+    if neutral:
+        yield f"changed since step {step}: {'; '.join(neutral)}"
+    if of_training:
+        lines = "\n  ".join(of_training)
+        yield f"WARNING: from step {step} on the run trains in another way:\n  {lines}"
+
+
+def _is_other_step(setup: Setup, metadata: Mapping[str, Any]) -> bool:
+    """Whether the same jax on the same devices lowers the step to something else."""
+    own = setup.step_program
+    before = metadata.get("program", own)  # An earlier version has none.
+    return before != own and own == before | {"hash": own["hash"]}
 
 
 def _changed_identity(
