@@ -9,6 +9,7 @@ other settings, data or code are old: they stay in the file, and out of the tabl
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -146,10 +147,8 @@ def train(
     for _ in range(config.steps):
         state, metrics = program.step(state, next(batches))
         bytes_sent += metrics.get("replica_bytes", synchronous_bytes)
-    sums = program.metric_sums()
-    for batch in held_out:
-        sums.add(program.evaluate(state, batch))
-    found = sums.result()
+    evaluate = functools.partial(program.evaluate, state)
+    found = held_out.metric_sums(program, evaluate).result()
     means = {name: found[name] for name in ("loss", "drift") if name in found}
     return means | {"bytes_per_step": bytes_sent / config.steps}
 

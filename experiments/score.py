@@ -38,13 +38,16 @@ def _batches(config: Config) -> tuple[Config, data.Corpus, list]:
     if path is None:
         corpus = data.load(config.data)
         config = config.fitted(corpus)
-        batches = data.held_out_batches(
+        held_out = data.held_out_batches(
             corpus,
             length=config.model.length,
             batch_size=config.batch_size,
             rows=everything,
             limit=config.evaluation_batches,
         )
+        batches = held_out.batches
+        if held_out.rest is not None:
+            batches.append(scoring.filled(held_out.rest, config.batch_size))
         return config, corpus, batches
     settings = dataclasses.replace(config.data, pack=False)
     whole = dataclasses.replace(settings, path=path, held_out=0.0, separator=-1)

@@ -135,8 +135,9 @@ def constrain_out_shardings(
 ) -> None:
     """Makes `out_sharding=` and `reshard` constraints, which automatic axes take.
 
-    jax itself takes them on explicit axes alone. Those of matmuls and einsums of two
-    arrays, of `x.at[i].get`, and `jax.sharding.reshard`; jax refuses others.
+    jax itself takes them on explicit axes alone. Those of matmuls and einsums, of
+    `x.at[i]`, of `reshape`, `zeros` and its kin, `arange`, `broadcast_to` and random
+    numbers, of `auto_axes` and `reshard`; jax refuses others.
 
     Args:
       translate: as in `translate_constraints`.
@@ -144,7 +145,9 @@ def constrain_out_shardings(
     """
     from jax._src import source_info_util
     from jax._src.lax import lax
-    from jax._src.numpy import array_methods, einsum, indexing
+    from jax._src.numpy import array_methods, einsum, indexing, util
+    from jax._src.ops import scatter
+    from jax._src.random import core as random
 
     source_info_util.register_exclusion(__file__)  # No operation is written here.
 
@@ -162,9 +165,9 @@ def constrain_out_shardings(
 
         return run
 
-    def accepting(canonicalize: Callable, names: Sequence[str]) -> Callable:
+    def accepting(canonicalize: Callable) -> Callable:
         def run(sharding: Any, name: str, **kwargs: Any) -> Any:
-            if sharding is None or name not in names or not applies():
+            if sharding is None or not applies():
                 return canonicalize(sharding, name, **kwargs)
             own, mesh = translate(sharding), jax.sharding.get_abstract_mesh()
             if mesh.empty:
@@ -173,12 +176,35 @@ def constrain_out_shardings(
 
         return run
 
+    def ended(auto_axes: Callable) -> Callable:
+        @functools.wraps(auto_axes)
+        def run(fn: Callable | None = None, /, **options: Any) -> Callable:
+            if fn is None:
+                return functools.partial(run, **options)
+            explicit = auto_axes(fn, **options)
+
+            @functools.wraps(fn)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not applies():
+                    return explicit(*args, **kwargs)
+                end = options.get("out_sharding") or kwargs.pop("out_sharding")
+                return jax.lax.with_sharding_constraint(fn(*args, **kwargs), end)
+
+            return call
+
+        return run
+
     # Libraries hold the functions that call these.
-    jax.lax.dot = lax.dot = constrained(lax.dot)
+    fillers = "broadcast_in_dim", "broadcasted_iota", "empty"
+    for name in ("dot", "reshape", "reduce_sum", *fillers):
+        function = constrained(getattr(lax, name))
+        setattr(lax, name, function)
+        setattr(jax.lax, name, function)
     indexing.rewriting_take = constrained(indexing.rewriting_take)
-    for module, names in ((einsum, ["einsum"]), (array_methods, [".get"])):
-        accept = accepting(module.canonicalize_sharding, names)
-        module.canonicalize_sharding = accept
+    for module in (array_methods, einsum, random, scatter, util):
+        module.canonicalize_sharding = accepting(module.canonicalize_sharding)
+    for module in (jax.sharding, einsum, random, scatter):
+        module.auto_axes = ended(module.auto_axes)
     reshard = jax.sharding.reshard
 
     def resharded(xs: Any, out_shardings: Any) -> Any:

@@ -27,6 +27,10 @@ class ConfigError(MeshparError):
     """A recipe, setting or flag that does not exist or fit, with the remedy."""
 
 
+class RecipeError(ConfigError):
+    """Code of a recipe's file that raises an error, with its line."""
+
+
 class DataError(MeshparError):
     """Data that are missing, too few, or of another form, with the remedy."""
 

@@ -11,6 +11,7 @@ least 0.97 of the steps over 10 minutes. Needs `pip install -e ".[islands]"`.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -103,10 +104,8 @@ class Run:
         held_out = data.held_out_batches(
             self._corpus, limit=self._config.evaluation_batches, **self._shape
         )
-        sums = self._program.metric_sums()
-        for batch in held_out:
-            sums.add(self._program.evaluate(self._state, batch))
-        return sums.result()["loss"]
+        evaluate = functools.partial(self._program.evaluate, self._state)
+        return held_out.metric_sums(self._program, evaluate).result()["loss"]
 
 
 def main(_: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from experiments.data.corpus import Corpus
 from experiments.data.files import Tokens
 from experiments.data.packing import PackedSamples
 from meshpar.errors import DataError
-from meshpar.runs.data import Place
+from meshpar.runs.data import HeldOut, Place
 from meshpar.runs.samples import batches_of, shuffled, spread_batches
 
 
@@ -35,28 +35,12 @@ class Windows:
 
 
 def _samples(
-    tokens: Tokens,
-    starts: np.ndarray | None,
-    part: str,
-    batch_size: int,
-    length: int,
+    tokens: Tokens, starts: np.ndarray | None, length: int
 ) -> Windows | PackedSamples:
-    """The samples of one part of a corpus.
-
-    Raises:
-      DataError: fewer than one batch needs.
-    """
+    """The samples of one part of a corpus."""
     if starts is None:
-        samples = Windows(tokens, length)
-    else:
-        samples = PackedSamples(tokens, starts, length)
-    if len(samples) < batch_size:
-        raise DataError(
-            f"the {part} part of the data has {len(samples)} samples of {length} "
-            f"tokens, fewer than one batch of {batch_size}; give more text, a smaller "
-            "--batch_size or a smaller model.length"
-        )
-    return samples
+        return Windows(tokens, length)
+    return PackedSamples(tokens, starts, length)
 
 
 def training_batches(
@@ -84,15 +68,21 @@ def training_batches(
     Raises:
       DataError: fewer samples than one batch needs.
     """
-    source = _samples(corpus.train, corpus.train_starts, "training", batch_size, length)
+    source = _samples(corpus.train, corpus.train_starts, length)
+    if len(source) < batch_size:
+        raise DataError(
+            f"the training part of the data has {len(source)} samples of {length} "
+            f"tokens, fewer than one batch of {batch_size}; give more text, a smaller "
+            "--batch_size or a smaller model.length"
+        )
     place = Place(batch_size, rows, seed, position)
     return batches_of(shuffled(source, seed), place)
 
 
 def held_out_batches(
     corpus: Corpus, *, length: int, batch_size: int, rows: Sequence[int], limit: int
-) -> list[dict[str, np.ndarray]]:
-    """At most `limit` whole batches, spread evenly over the held-out part.
+) -> HeldOut:
+    """The held-out part, each sample once; or `limit` batches, spread evenly over more.
 
     Args:
       corpus: the data.
@@ -105,13 +95,15 @@ def held_out_batches(
       Batches as in `training_batches`.
 
     Raises:
-      DataError: fewer samples than one batch needs.
+      DataError: not one sample.
     """
-    source = _samples(
-        corpus.held_out, corpus.held_out_starts, "held-out", batch_size, length
-    )
-    limit = min(limit, len(source) // batch_size)
-    return spread_batches(source, Place(batch_size, rows), limit).batches
+    source = _samples(corpus.held_out, corpus.held_out_starts, length)
+    if not len(source):
+        raise DataError(
+            f"the held-out part of the data has no sample of {length} tokens; give "
+            "more text, or a smaller model.length"
+        )
+    return spread_batches(source, Place(batch_size, rows), limit)
 
 
 def padded_unevenly(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -62,6 +62,14 @@ def whole_text(tokens: np.ndarray, config: Config) -> list[dict[str, np.ndarray]
     ]
 
 
+def filled(batch: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+    """A batch of fewer rows with rows of weight 0 to `num_rows`."""
+    ones = np.ones(batch["targets"].shape, np.float32)
+    more = num_rows - len(ones)
+    whole = {"weights": ones} | batch
+    return {name: np.pad(x, ((0, more), (0, 0))) for name, x in whole.items()}
+
+
 def score(
     program: meshpar.TrainProgram, params: Params, batches: list[dict[str, np.ndarray]]
 ) -> Iterator[Scores]:

@@ -74,7 +74,7 @@ class TokenData(Data):
     def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
         """As `Data.evaluation_batches`, of the part that is held out."""
         of = self._of(place)
-        return HeldOut(data.held_out_batches(self.corpus, limit=limit, **of))
+        return data.held_out_batches(self.corpus, limit=limit, **of)
 
     @property
     def fingerprint(self) -> str:

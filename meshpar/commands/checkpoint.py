@@ -14,7 +14,7 @@ from absl import flags
 from meshpar.checkpoint import persistent
 from meshpar.commands import command_line
 from meshpar.commands.reports.checkpoints import print_checkpoints
-from meshpar.errors import CheckpointError, MeshparError
+from meshpar.errors import CheckpointError, MeshparError, RecipeError
 from meshpar.layouts.layout import parse
 from meshpar.mesh import simulate
 from meshpar.runs import programs
@@ -38,6 +38,9 @@ def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
     Args:
       checkpoint: the checkpoint, with metadata.
       text: the layout string.
+
+    Raises:
+      RecipeError: code of the recipe raises, under whatever layout.
     """
     named = command_line.named_recipe()
     config = stored_config(checkpoint, command_line.catalog(), named)
@@ -51,6 +54,8 @@ def why_not(checkpoint: persistent.StoredCheckpoint, text: str) -> str:
     try:
         config, run = config.prepared()
         program = programs.make_program(config, run, layout, devices)
+    except RecipeError:
+        raise
     except MeshparError as error:
         return str(error)
     return persistent.reason_not_restorable(

@@ -64,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     program = programs.make_program(config, run, layout, devices)
     place = Place(config.batch_size, program.batch_rows, config.seed)
-    held_out = run.evaluation.evaluation_batches(place, config.evaluation_batches)
+    with config.blaming_recipe():
+        held_out = run.evaluation.evaluation_batches(place, config.evaluation_batches)
     params = stored.weights_for(program, checkpoint)
 
     def evaluate(batch: Any, rows: int | None) -> Metrics:

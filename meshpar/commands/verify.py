@@ -89,28 +89,30 @@ def main(_: Sequence[str]) -> int:
         raise ConfigError("--optimizers draws programs at random: add --random=N")
     layout, devices = start_devices(config)
     config, run = config.prepared()
-    place = Place(config.batch_size, range(config.batch_size), config.seed)
-    batches = run.data.training_batches(place)
-    batches = list(itertools.islice(batches, VERIFY_STEPS.value))
+    with config.blaming_recipe():
+        place = Place(config.batch_size, range(config.batch_size), config.seed)
+        batches = run.data.training_batches(place)
+        batches = list(itertools.islice(batches, VERIFY_STEPS.value))
     if PADDED.value:
-        batches = [_padded(run, batch) for batch in batches]
+        batches = _padded(config, run, batches)
     case = _Case(config, run, devices, batches)
     with jax.default_matmul_precision("highest"):
         return _verify_random(case) if RANDOM.value else _verify_one(case, layout)
 
 
-def _padded(run: Run, batch: Any) -> Any:
-    """The batch with weights, its rows padded unevenly.
+def _padded(config: RunConfig, run: Run, batches: Sequence[Any]) -> list[Any]:
+    """Batches with weights, their rows padded unevenly.
 
     Raises:
-      ConfigError: the recipe says nothing about padding.
+      ConfigError: the recipe says nothing about padding, or its function raises.
     """
     if run.padded is None:
         raise ConfigError(
             "--padded weighs tokens, and this recipe has no padded=(batch) -> batch "
             "with weights; add it to its meshpar.Run, or leave --padded out"
         )
-    return run.padded(batch)
+    with config.blaming_recipe():
+        return [run.padded(batch) for batch in batches]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +180,7 @@ def _second_opinion(
 
 def _verify_random(case: _Case) -> int:
     """Verifies random layouts, prints their outcomes and returns the exit code."""
+    case.lower(Layout())  # An error under every layout is no refusal of one.
     dims = {
         dim for param in case.run.model.params.values() for dim in param.names or ()
     }
@@ -219,7 +222,7 @@ def _verify_drawn(
     run = dataclasses.replace(case.run, clip_norm=clip_norm or None)
     batches, padded = case.batches, padded and run.padded is not None
     if padded and not PADDED.value:
-        batches = [_padded(run, batch) for batch in batches]
+        batches = _padded(case.config, run, batches)
     more = f"optimizer={name!r}" + (f" clip_norm={clip_norm}" if clip_norm else "")
     draw = dataclasses.replace(draw, more=more + (" padded" if padded else ""))
     case = dataclasses.replace(case, run=run, batches=batches)

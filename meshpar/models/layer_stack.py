@@ -65,7 +65,8 @@ def refuse_updates(updates: Params) -> None:
         raise MeshparError(
             f"the model changes its variable {path!r} while it runs; models that run "
             "layer by layer keep no running state. Give the loss function alone, "
-            "without layers, or use another layer (LayerNorm or GroupNorm in place of "
+            "without layers: under data, fsdp and tensor the state is then that of the "
+            "whole batch. Or use another layer (LayerNorm or GroupNorm in place of "
             "BatchNorm)"
         )
 

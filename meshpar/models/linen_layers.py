@@ -80,7 +80,8 @@ class LinenLayers:
                 raise MeshparError(
                     f"layers={layers!r}: a layer keeps {path}, which is no parameter; "
                     "layers that meshpar runs one by one have parameters alone. Leave "
-                    "layers out, or use a layer without running state"
+                    "layers out: under data, fsdp and tensor the state is then that of "
+                    "the whole batch. Or use a layer without running state"
                 )
         return cls(functions, layers, stack, ignored, frozenset(sown))
 

@@ -154,7 +154,7 @@ class RunConfig(abc.ABC):
         return {}
 
     def blaming_recipe(self) -> contextlib.AbstractContextManager[None]:
-        """Turns errors of the recipe's own code inside into errors of a line."""
+        """Makes a RecipeError, with the line, of errors of the recipe's own code."""
         return contextlib.nullcontext()
 
     @property

@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, NamedTuple, Self
 
-from meshpar.errors import ConfigError, MeshparError, nearest, shown
+from meshpar.errors import ConfigError, MeshparError, RecipeError, nearest, shown
 from meshpar.runs.config import RunConfig, settings_of
 from meshpar.runs.run import Run
 from meshpar.settings import entries, range_of
@@ -62,15 +62,17 @@ class RecipeConfig(RunConfig):
     @contextlib.contextmanager
     def blaming_recipe(self) -> Iterator[None]:
         """As `RunConfig.blaming_recipe`: of errors that a line of the file raises."""
+        file = type(self).FUNCTION.__code__.co_filename
         try:
             yield
-        except MeshparError:
-            raise
+        except MeshparError as error:
+            if not (line := _line_of(error.__cause__, file)):
+                raise
+            raise RecipeError(f"{error} ({line})") from error.__cause__
         except _OF_USERS as error:
-            file = type(self).FUNCTION.__code__.co_filename
             if not (line := _line_of(error, file)):
                 raise
-            raise ConfigError(
+            raise RecipeError(
                 f"{self.recipe} raised {_told(error, line)}; mend it, or its settings"
             ) from error
 
@@ -129,16 +131,16 @@ _OF_USERS = (Exception, SystemExit)
 """Errors that code of a user may raise."""
 
 
-def _line_of(error: BaseException, file: str | None = None) -> str:
+def _line_of(error: BaseException | None, file: str | None = None) -> str:
     """The last line of a file that raised an error, as FILE:LINE; "" for none.
 
     Args:
-      error: the error.
+      error: the error, if there is one.
       file: the file; any but those that import it by default.
     """
     if isinstance(error, SyntaxError) and error.lineno:
         return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error and error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
     if file is None:
         own = [frame for frame in frames if "importlib" not in frame.filename]

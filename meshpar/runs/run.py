@@ -39,7 +39,7 @@ def _is_baseline(x: Any) -> bool:
 
 
 OF_CHECKPOINTS = frozenset(
-    {"data", "seed", "position", "data_state", "layout", "config", "code"}
+    {"data", "seed", "position", "data_state", "layout", "config", "code", "program"}
 )
 """Names of what a checkpoint of a run holds beside the identity that a user gives."""
 

@@ -1,9 +1,9 @@
 """Setup of a run: reads the data and lowers the program, before anything is written."""
 
 import dataclasses
-import functools
 import pathlib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,16 @@ import jax
 from meshpar.errors import ConfigError, DataError, shown
 from meshpar.layouts.layout import Layout
 from meshpar.lowering.train_program import TrainProgram
-from meshpar.runs import compiled, programs
+from meshpar.runs import compiled, programs, repeats
 from meshpar.runs.config import RunConfig
 from meshpar.runs.data import Place
 from meshpar.runs.fallbacks import Fallbacks
 from meshpar.runs.modes import ISLANDS
 from meshpar.runs.planned_layout import PlannedLayout
 from meshpar.runs.run import Run
+
+_QUICK_S = 5.0
+"""The function of a file that is as quick is called a second time, to compare."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Setup:
       folder: absolute path of metrics, checkpoints and plot.
       profile: whether to write a profiler trace of a few steps.
       planned: the layout, if the planner took it.
+      facts: what it is made of, as processes and starts compare it.
+      baseline: name and value of the loss to beat; None without one.
     """
 
     config: RunConfig
@@ -39,14 +44,8 @@ class Setup:
     folder: pathlib.Path
     profile: bool
     planned: PlannedLayout | None
-
-    @functools.cached_property
-    def baseline(self) -> tuple[str, float] | None:
-        """Name and value of the loss to beat; None without one."""
-        if self.run.baseline is None:
-            return None
-        name, loss = self.run.baseline
-        return name, loss()
+    facts: Mapping[str, str]
+    baseline: tuple[str, float] | None
 
     def place(self, position: int = 0, state: Any = None) -> Place:
         """The part of the batches that this process reads.
@@ -61,8 +60,17 @@ class Setup:
     @property
     def identity(self) -> dict[str, str | int]:
         """The values that may not change when a run resumes."""
-        fingerprint = self.run.data.fingerprint
-        return {"data": fingerprint, **self.run.identity, "seed": self.config.seed}
+        own = self.run.identity
+        return {repeats.DATA: self.facts[repeats.DATA], **own, "seed": self.config.seed}
+
+    @property
+    def step_program(self) -> dict[str, str]:
+        """The hash of the lowered step, and what it depends on beside the run."""
+        return {
+            "hash": self.program.fingerprint,
+            "jax": jax.__version__,
+            "device": self.program.mesh.devices.flat[0].device_kind,
+        }
 
 
 def folder_of(config: RunConfig) -> pathlib.Path:
@@ -110,10 +118,15 @@ def prepare(
         )
     folder = folder_of(config)
     compiled.keep_programs(folder)
+    begin = time.monotonic()
     config, run = config.prepared()
+    is_quick = time.monotonic() - begin < _QUICK_S
     with config.blaming_recipe():
         _check_samples(config, run)
         _check_evaluation(config, run)
+        facts, baseline = repeats.facts(run), _baseline(run)
+        again = config.prepared()[1] if config.code and is_quick else run
+        repeats.check(config.recipe, facts, repeats.facts(again))
     program = programs.make_program(config, run, layout, devices)
     if fallbacks:
         fallbacks.check(
@@ -122,7 +135,22 @@ def prepare(
             ),
             layout.num_devices,
         )
-    return Setup(config, run, program, folder, profile, planned)
+    return Setup(config, run, program, folder, profile, planned, facts, baseline)
+
+
+def _baseline(run: Run) -> tuple[str, float] | None:
+    """Name and value of the loss to beat; None without one."""
+    if run.baseline is None:
+        return None
+    name, loss = run.baseline
+    value = loss()
+    try:
+        return name, float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Run(baseline={shown(repr(run.baseline))}): its function returns "
+            f"{shown(repr(value))}; return a number"
+        ) from error
 
 
 def _check_evaluation(config: RunConfig, run: Run) -> None:

@@ -1,6 +1,6 @@
 """The start of a run: restores the newest checkpoint, or initializes the state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshpar.checkpoint.checkpoints import Checkpoints
@@ -8,6 +8,7 @@ from meshpar.errors import ConfigError
 from meshpar.multihost import agree
 from meshpar.runs.changes import changed_files, changes
 from meshpar.runs.finite import FiniteCheck
+from meshpar.runs.repeats import CAUSES
 from meshpar.runs.run_record import RunRecord
 from meshpar.runs.setup import Setup
 
@@ -82,9 +83,10 @@ def restore(
         record.start_anew(consent.start_anew)
         return Start(program.init(setup.config.seed))
     metadata, step = restored.metadata, int(restored.state.step)
-    notes = [restored.note] if restored.note else []
-    identity = _changed_identity(setup, metadata, consent.changes)
     found = changes(metadata["config"], setup.config)
+    files = changed_files(metadata.get("code", {}), setup.config.code)
+    is_same = bool(setup.config.code) and not (files or any(found))
+    identity = _changed_identity(setup, metadata, consent.changes, is_same)
     if found.of_model:
         raise ConfigError(
             f"the run in {setup.folder} trains another model: "
@@ -92,14 +94,13 @@ def restore(
             "run"
         )
     of_training = (*identity, *found.of_training)
-    if files := changed_files(metadata.get("code", {}), setup.config.code):
-        notes.append(f"the code has changed since step {step}: {', '.join(files)}")
-    if found.neutral:
-        notes.append(f"changed since step {step}: {'; '.join(found.neutral)}")
-    if of_training:
-        lines = "\n  ".join(of_training)
+    notes = [restored.note] if restored.note else []
+    notes += _notes(step, files, found.neutral, of_training)
+    if is_same and _is_other_step(setup, metadata):
         notes.append(
-            f"WARNING: from step {step} on the run trains in another way:\n  {lines}"
+            f"WARNING: the step is another program than before step {step}, with the "
+            "same files and settings: the model, the loss or the optimizer reads "
+            f"{CAUSES}; make all of them of the settings"
         )
     if metadata["data"] != setup.identity["data"] and not identity:
         notes.append(
@@ -127,10 +128,39 @@ def restore(
     )
 
 
+def _notes(
+    step: int,
+    files: Sequence[str],
+    neutral: Sequence[str],
+    of_training: Sequence[str],
+) -> Iterator[str]:
+    """Generates what has changed since a step, for people."""
+    if files:
+        yield f"the code has changed since step {step}: {', '.join(files)}"
+    if neutral:
+        yield f"changed since step {step}: {'; '.join(neutral)}"
+    if of_training:
+        lines = "\n  ".join(of_training)
+        yield f"WARNING: from step {step} on the run trains in another way:\n  {lines}"
+
+
+def _is_other_step(setup: Setup, metadata: Mapping[str, Any]) -> bool:
+    """Whether the same jax on the same devices lowers the step to something else."""
+    own = setup.step_program
+    before = metadata.get("program", own)  # An earlier version has none.
+    return before != own and own == before | {"hash": own["hash"]}
+
+
 def _changed_identity(
-    setup: Setup, metadata: Mapping[str, Any], allowed: bool
+    setup: Setup, metadata: Mapping[str, Any], allowed: bool, is_same: bool
 ) -> list[str]:
     """Changes of data, length and seed as lines "name: before -> after".
+
+    Args:
+      setup: the run.
+      metadata: of the checkpoint.
+      allowed: whether the user agrees to changes.
+      is_same: whether files and settings are those of the checkpoint.
 
     Raises:
       ConfigError: there is one, and it is not allowed.
@@ -142,6 +172,13 @@ def _changed_identity(
             continue
         if name == "data" and setup.run.data.has_fingerprint(before):
             continue
+        if not allowed and is_same:
+            raise ConfigError(
+                f"the run in {setup.folder} has {name}={before}, and the same files "
+                f"with the same settings now give {name}={after}: they read {CAUSES}. "
+                "Make everything of the settings and use another --workdir, or add "
+                "--allow_changes to go on with other samples"
+            )
         if not allowed:
             raise ConfigError(
                 f"the run in {setup.folder} has {name}={before}, this command has "

@@ -143,9 +143,10 @@ class Trainer:
         self._held_out = None
         if setup.run.evaluates:
             limit = setup.config.evaluation_batches
-            self._held_out = setup.run.evaluation.evaluation_batches(
-                setup.place(), limit
-            )
+            with setup.config.blaming_recipe():
+                self._held_out = setup.run.evaluation.evaluation_batches(
+                    setup.place(), limit
+                )
 
     def run(self) -> int:
         """Trains to the last step; returns the exit code.
@@ -241,8 +242,8 @@ class Trainer:
                 layout=program.layout,
                 jax=jax.__version__,
                 devices=[(d.process_index, d.id) for d in program.mesh.devices.flat],
-                data=self._setup.run.data.fingerprint,
                 program=program.fingerprint,
+                **self._setup.facts,
             ),
             agree.READ_S,  # A process without the hash of its data reads all of it.
         )
@@ -378,6 +379,7 @@ class Trainer:
             "layout": self._config.layout,
             "config": dataclasses.asdict(self._config),
             "code": self._config.code,
+            "program": self._setup.step_program,
             **self._setup.identity,
         }
         portable = self._program.in_model_order(state)

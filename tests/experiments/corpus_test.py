@@ -82,7 +82,7 @@ def test_position_resumes_with_any_number_of_processes(corpus, processes):
 
 def test_held_out_batches_are_fixed_and_never_trained_on(corpus):
     shape = dict(length=LENGTH, batch_size=16, rows=list(range(16)), limit=2)
-    one, two = (data.held_out_batches(corpus, **shape) for _ in range(2))
+    one, two = (data.held_out_batches(corpus, **shape).batches for _ in range(2))
     assert len(one) == 2
     np.testing.assert_array_equal(one[1]["tokens"], two[1]["tokens"])
     assert not set(first_tokens(one)) & set(first_tokens(batches(corpus, 20)))
@@ -176,8 +176,21 @@ def test_too_little_data_for_a_batch(corpus):
     shape = dict(length=LENGTH, batch_size=1000)
     with pytest.raises(DataError, match="159 samples of 8 tokens, fewer than one"):
         data.training_batches(corpus, **shape, seed=0, rows=[0], position=0)
-    with pytest.raises(DataError, match="held-out part"):
+    shape["length"] = len(corpus.held_out)
+    with pytest.raises(DataError, match="held-out part.*no sample"):
         data.held_out_batches(corpus, **shape, rows=[0], limit=1)
+
+
+def test_all_held_out_samples_are_evaluated_once(corpus):
+    shape = dict(length=LENGTH, batch_size=16, rows=range(8, 16), limit=1000)
+    held_out = data.held_out_batches(corpus, **shape)
+    number = (len(corpus.held_out) - 1) // LENGTH
+    assert len(held_out.batches) == number // 16
+    assert all(len(batch["tokens"]) == 8 for batch in held_out.batches)
+    assert len(held_out.rest["tokens"]) == number % 16 > 0
+    np.testing.assert_array_equal(
+        held_out.rest["targets"][-1], corpus.held_out[:][LENGTH * number - 7 :][:LENGTH]
+    )
 
 
 def test_rows_are_padded_unevenly_and_none_wholly(corpus):

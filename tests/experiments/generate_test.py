@@ -1,5 +1,6 @@
 """The commands that generate and score, with the weights of a run and of a folder."""
 
+import dataclasses
 import json
 import math
 import re
@@ -9,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from support import commands, whole_weights
+from support import commands, tiny_runs, whole_weights
 from support.marks import slow
 from support.tiny_runs import ROOT
 
 import meshpar
+from experiments import data
 from experiments.generation import prompt_files, sources
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.language_model import language_model
@@ -63,6 +65,31 @@ def test_the_score_is_the_held_out_loss_of_the_run(unbroken, layout, command):
     said = command("score", unbroken[1], f"--layout={layout}")
     loss = float(re.search(r"loss (\S+) nats", said)[1])
     assert loss == pytest.approx(held_out_loss(unbroken[1]), rel=1e-6)
+
+
+def test_all_held_out_samples_are_evaluated_and_scored(text, tmp_path, command):
+    """Batches of 16 of few samples: the last one has fewer rows."""
+    changes = dict(steps=1, evaluation_batches=100)
+    own = tiny_runs.config(text, tmp_path / "run", **changes)
+    own = dataclasses.replace(own, data=dataclasses.replace(own.data, held_out=0.01))
+    assert tiny_runs.train(own, SCORED) == 0
+    said = command("score", tmp_path / "run", "--layout=data=2,tensor=2")
+    corpus = data.load(own.data)
+    own = own.fitted(corpus)
+    number = (len(corpus.held_out) - 1) // own.model.length
+    assert number > 16 and number % 16
+    assert f"{number * own.model.length:,} tokens" in said
+    checkpoint = newest_checkpoint(str(tmp_path / "run"))
+    program = own.make_program(meshpar.layouts.parse("data=1"), jax.devices()[:1])
+    model = program.model.bind(weights_for(program, checkpoint))
+    length = own.model.length
+    tokens = np.asarray(corpus.held_out[: number * length + 1], np.int32)
+    logits = jax.nn.log_softmax(model(tokens[:-1].reshape(number, length)))
+    targets = tokens[1:].reshape(number, length, 1)
+    want = -np.take_along_axis(np.asarray(logits), targets, axis=2).mean()
+    assert held_out_loss(tmp_path / "run") == pytest.approx(want, rel=1e-5)
+    loss = float(re.search(r"loss (\S+) nats", said)[1])
+    assert loss == pytest.approx(want, rel=1e-5)
 
 
 def test_scores_of_a_text_are_those_of_its_tokens(unbroken, tmp_path, command):

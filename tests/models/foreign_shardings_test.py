@@ -132,11 +132,45 @@ def test_out_shardings_are_constraints(layout):
     np.testing.assert_allclose(*both, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["data=8", "fsdp=4,tensor=2"])
+def test_out_shardings_of_new_arrays_are_constraints(layout):
+    rows, names = P(("data", "fsdp")), P("tensor")
+
+    def change(logits):
+        flat = jnp.reshape(logits, (len(logits), -1), out_sharding=rows)
+        logits = flat.reshape(logits.shape, out_sharding=P("fsdp", None, "tensor"))
+        zeros = jnp.zeros(logits.shape, out_sharding=rows)
+        added = zeros.at[..., 0].add(logits[..., 1], out_sharding=rows)
+        three = jnp.einsum(
+            "bld,dk,kj->blj", added, *[jnp.eye(16)] * 2, out_sharding=rows
+        )
+        steps = jnp.arange(16.0, out_sharding=names) + jnp.ones(16, out_sharding=names)
+        noise = jax.random.normal(jax.random.key(0), 16, out_sharding=names)
+        doubled = jax.sharding.auto_axes(lambda x: 2 * x, out_sharding=names)(noise)
+        wide = jnp.broadcast_to(steps + doubled, logits.shape, out_sharding=rows)
+        return logits + three + wide
+
+    def plain(logits):
+        first = jnp.arange(16) == 0
+        steps = jnp.arange(1.0, 17.0) + 2 * jax.random.normal(jax.random.key(0), 16)
+        return logits + logits[..., 1:2] * first[None, None] + steps[None, None]
+
+    program, same = (lowered(Shardings(), layout, x) for x in (change, plain))
+    report = verify(program, None, [DATA, DATA])
+    assert report.ok, report
+    constraints = [
+        p.lowered.as_text().count("sharding_constraint") for p in (program, same)
+    ]
+    assert constraints[0] >= constraints[1] + 10
+    both = (p.step(p.init(0), DATA)[1]["loss"] for p in (program, same))
+    np.testing.assert_allclose(*both, rtol=1e-5)
+
+
 def test_an_out_sharding_that_is_no_constraint_is_refused():
     def change(logits):
-        return jnp.reshape(logits, (-1, 16), out_sharding=P("fsdp"))
+        return jnp.repeat(logits, 1, axis=0, out_sharding=P("fsdp"))
 
-    with pytest.raises(LayoutError, match="reshape.*Explicit.*layouts.constrain"):
+    with pytest.raises(LayoutError, match="repeat.*Explicit.*layouts.constrain"):
         lowered(Shardings(), "fsdp=4,tensor=2", change)
 
 

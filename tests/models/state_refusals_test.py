@@ -44,6 +44,49 @@ def test_a_loss_that_changes_a_parameter_is_refused():
         lower(model, "data=2")
 
 
+class Normalizing(nnx.Module):
+    """Layers with BatchNorm."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class LinenNormalizing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = nn.BatchNorm(False, name=f"layer_{i}")(x)
+        return x
+
+
+def linen_loss(apply, batch):
+    return jnp.square(apply(batch["x"], mutable=["batch_stats"])[0] - batch["y"]).mean()
+
+
+def normalizing(framework, **layers):
+    if framework == "nnx":
+        return meshpar.from_nnx(Normalizing, squared, **layers)
+    x = jnp.ones((1, WIDTH))
+    return meshpar.from_linen(LinenNormalizing(), linen_loss, x, **layers)
+
+
+def test_layers_that_change_state_run_without_their_name(framework):
+    layers = {"nnx": "layers", "linen": "layer_*"}[framework]
+    with pytest.raises(ValueError, match="under data, fsdp and tensor the state is"):
+        lower(normalizing(framework, layers=layers), "fsdp=2")
+    states = [
+        host(train(lower(normalizing(framework), layout), 2)[0].params)
+        for layout in ("data=1", "data=2,fsdp=2")
+    ]
+    for path, want in states[0].items():
+        np.testing.assert_allclose(states[1][path], want, 1e-5, 1e-6, err_msg=path)
+
+
 @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat], ids=["jit", "remat"])
 def test_parameters_handed_through_a_transform_are_not_changed(transform):
     """Flax puts new values into all variables of a module that runs in a transform."""

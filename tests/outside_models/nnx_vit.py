@@ -9,12 +9,12 @@ CLASSES = 5
 
 
 class EncoderBlock(nnx.Module):
-    def __init__(self, features, *, rngs):
-        self.norm1 = nnx.LayerNorm(features, rngs=rngs)
+    def __init__(self, features, norm, *, rngs):
+        self.norm1 = norm(features, rngs=rngs)
         self.attn = nnx.MultiHeadAttention(
             num_heads=2, in_features=features, decode=False, use_bias=False, rngs=rngs
         )
-        self.norm2 = nnx.LayerNorm(features, rngs=rngs)
+        self.norm2 = norm(features, rngs=rngs)
         self.mlp = nnx.Sequential(
             nnx.Linear(features, 2 * features, rngs=rngs),
             nnx.gelu,
@@ -27,7 +27,7 @@ class EncoderBlock(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    def __init__(self, features=16, *, rngs):
+    def __init__(self, features=16, norm=nnx.LayerNorm, *, rngs):
         self.patch_embeddings = nnx.Conv(
             3, features, kernel_size=(4, 4), strides=(4, 4), padding="VALID", rngs=rngs
         )
@@ -35,9 +35,9 @@ class VisionTransformer(nnx.Module):
         init = nnx.initializers.truncated_normal(0.02)
         self.position_embeddings = nnx.Param(init(rngs.params(), (1, 5, features)))
         self.encoder = nnx.Sequential(
-            *[EncoderBlock(features, rngs=rngs) for _ in range(2)]
+            *[EncoderBlock(features, norm, rngs=rngs) for _ in range(2)]
         )
-        self.final_norm = nnx.LayerNorm(features, rngs=rngs)
+        self.final_norm = norm(features, rngs=rngs)
         self.classifier = nnx.Linear(features, CLASSES, rngs=rngs)
 
     def __call__(self, images):

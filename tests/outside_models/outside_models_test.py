@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from outside_models.plain_loop import train
 from outside_models.public_models import MODELS
 
 import meshpar
@@ -60,6 +59,16 @@ RESNET_PATHS = ",".join(
         'allow="bias|scale"',
     ]
 )
+BONSAI = [
+    *("data=8,axes.tp=tensor", "fsdp=4,remat=full,axes.tp=tensor"),
+    *("data=2,microbatches=4,axes.tp=tensor", "fsdp=2,tensor=2,axes.tp=tensor"),
+]
+OWN_AXES = "axes.data=data+fsdp,axes.model=tensor"
+EXPLICIT = [
+    *("data=8", "fsdp=4,zero=3", "data=2,microbatches=4"),
+    "data=2,fsdp=2,tensor=2",
+]
+PEFT = [*EVERYWHERE, "fsdp=8,zero=3", "fsdp=2,tensor=2,allow=lora"]
 LAYOUTS = {
     "lm1b": [*EVERYWHERE, *NAMED, *STAGED],
     "wmt": [*EVERYWHERE, *FEW_STAGES],
@@ -71,6 +80,18 @@ LAYOUTS = {
         "data=2,fsdp=2,tensor=2,zero=2,microbatches=4,remat=dots",
         "pipe=2,fsdp=2,tensor=2,microbatches=2",
     ],
+    "vit_batch_norm": ["data=8", "data=2,fsdp=4", "fsdp=8,zero=3"],
+    "bonsai": [*BONSAI, "pipe=2,microbatches=4,axes.tp=tensor"],
+    "bonsai_jit": [layout.replace("remat=full,", "") for layout in BONSAI],
+    "explicit": [
+        *(f"{layout},{OWN_AXES}" for layout in EXPLICIT),
+        f"pipe=2,data=2,tensor=2,microbatches=2,{OWN_AXES}",
+    ],
+    "explicit_jit": [f"{layout},{OWN_AXES}" for layout in EXPLICIT],
+    "peft": [*PEFT, "pipe=2,data=2,microbatches=2"],
+    "peft_jit": PEFT,
+    "diffusion": [*EVERYWHERE, "fsdp=8,zero=3", "data=2,fsdp=2,microbatches=2"],
+    "rnn": [*EVERYWHERE, "fsdp=8,zero=3", "pipe=2,data=2,microbatches=2"],
     "stacked": [*EVERYWHERE, *NAMED, *STAGED],
     "resnet": [RESNET[0], *(f"{layout},{RESNET_PATHS}" for layout in RESNET[1:])],
     "resnet_nnx": [RESNET[0], *(f"{layout},{RESNET_PATHS}" for layout in RESNET[1:])],
@@ -82,6 +103,9 @@ DEFAULT = {
     ("gpt2", f"tensor=2,{GPT2_PATHS}", "sgd"),
     ("vit", "data=2,microbatches=4", "sgd"),
     ("gemma", "pipe=2,microbatches=4", "sgd"),
+    ("bonsai", "pipe=2,microbatches=4,axes.tp=tensor", "sgd"),
+    ("explicit_jit", f"data=2,fsdp=2,tensor=2,{OWN_AXES}", "sgd"),
+    ("peft", "fsdp=2,tensor=2,allow=lora", "adam"),
     ("stacked", "fsdp=8,zero=3", "adam"),
     ("stacked", "pipe=2,fsdp=2,tensor=2,microbatches=2", "adam"),
     ("stacked_jit", "fsdp=8,zero=3", "adam"),
@@ -127,8 +151,7 @@ def plain(name, optimizer):
     model = public(name)
     params, state = model.start()
     first = jax.device_get(model.flat(params, state))
-    make_optimizer = OPTIMIZERS[optimizer]
-    losses, *last = train(model.loss, params, state, make_optimizer(), batches(name))
+    losses, *last = model.train(OPTIMIZERS[optimizer](), batches(name))
     return first, losses, jax.device_get(model.flat(*last))
 
 
@@ -168,10 +191,26 @@ def test_the_loops_learn():
     """The comparison is of training that moves every model."""
     for name, _, optimizer in itertools.islice(sorted(DEFAULT), 3):
         model, batch = public(name), batches(name)[0]
-        params, state = model.start()
-        losses, *_ = train(
-            model.loss, params, state, OPTIMIZERS[optimizer](), [batch] * 3
-        )
+        losses, *_ = model.train(OPTIMIZERS[optimizer](), [batch] * 3)
         assert losses[-1] < losses[0] - 0.01
         first, _, last = plain(name, optimizer)
         assert sum(np.linalg.norm(x - first[path]) for path, x in last.items()) > 0.1
+
+
+def test_a_diffusion_model_is_averaged_as_in_a_plain_loop():
+    public_model, decay = public("diffusion"), 0.8
+    params, state = public_model.start()
+    want = first = jax.device_get(public_model.flat(params, state))
+    for number in range(STEPS):
+        last = public_model.train(optax.sgd(0.01), batches("diffusion")[: number + 1])
+        now = jax.device_get(public_model.flat(*last[1:]))
+        want = {path: decay * x + (1 - decay) * now[path] for path, x in want.items()}
+    optimizer = meshpar.with_ema(optax.sgd(0.01), decay)
+    batch = batches("diffusion")[0]
+    program = meshpar.lower(public_model.model, optimizer, "fsdp=8", batch)
+    state = program.init(0, params=first)
+    for batch in batches("diffusion"):
+        state, _ = program.step(state, batch)
+    for path, x in program.ema_weights(state).items():
+        np.testing.assert_allclose(x, want[path], 1e-4, 1e-6, err_msg=path)
+        assert np.abs(want[path] - now[path]).max() > 1e-5

@@ -1,23 +1,30 @@
 """Public models, each for meshpar and for a plain loop of Flax and optax."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from flax import nnx, traverse_util
+from jax.sharding import AxisType
 from outside_models import (
     linen_gpt2,
     linen_lm1b,
     linen_mixer,
     linen_resnet,
     linen_wmt,
+    nnx_bonsai,
+    nnx_diffusion,
+    nnx_explicit,
     nnx_gemma,
+    nnx_peft,
     nnx_resnet,
+    nnx_rnn,
     nnx_stacked,
     nnx_vit,
+    plain_loop,
 )
 
 import meshpar
@@ -34,13 +41,26 @@ class Public:
         alone.
       flat: (parameters, other variables) -> {path of the module: array}.
       make_batch: (seed, rows) -> a batch.
+      axes: axes of the mesh of one device, all explicit, that the plain loop needs.
     """
 
     model: meshpar.Model
     start: Callable[[], tuple[Any, Any]]
     loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
     flat: Callable[[Any, Any], dict[str, Any]]
-    make_batch: Callable[[int, int], dict[str, np.ndarray]]
+    make_batch: Callable[[int, int], Any]
+    axes: tuple[str, ...] = ()
+
+    def train(self, optimizer, batches):
+        """Losses, last parameters and other variables of the plain loop."""
+        with contextlib.ExitStack() as stack:
+            if self.axes:
+                ones, types = (1,) * len(self.axes), (AxisType.Explicit,)
+                mesh = jax.make_mesh(
+                    ones, self.axes, types * len(ones), devices=jax.devices()[:1]
+                )
+                stack.enter_context(jax.set_mesh(mesh))
+            return plain_loop.train(self.loss, *self.start(), optimizer, batches)
 
 
 def scalar(result):
@@ -79,21 +99,27 @@ def linen(module, file, *inputs, **options):
 
 def nnx_model(make, file, stack=None, **options):
     """An NNX module with the loss of its file, or as a LayerStack."""
+    trained = options.get("trained", nnx.Param)
 
     with nnx.use_eager_sharding(False):
-        graphdef, *variables = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+        graphdef, *variables = nnx.split(make(nnx.Rngs(0)), trained, ...)
 
     def loss(params, state, batch):
         module = nnx.merge(graphdef, params, state, copy=True)
         loss = scalar(file.loss_fn(module, batch))
-        return loss, nnx.split(module, nnx.Param, ...)[2]
+        return loss, nnx.split(module, trained, ...)[2]
 
     def flat(params, state):
         leaves = nnx.to_flat_state(nnx.merge_state(params, state))
-        return {"/".join(map(str, keys)): x.get_value() for keys, x in leaves}
+        return {
+            "/".join(map(str, keys)): x.get_value()
+            for keys, x in leaves
+            if not isinstance(x, nnx.RngState)
+        }
 
     model = meshpar.from_nnx(make, stack or file.loss_fn, **options)
-    return Public(model, lambda: variables, loss, flat, file.make_batch)
+    axes = getattr(file, "AXES", ())
+    return Public(model, lambda: variables, loss, flat, file.make_batch, axes)
 
 
 LM1B = ("inputs", "inputs_position", "inputs_segmentation")
@@ -131,11 +157,27 @@ def mixer(**options):
     return linen(linen_mixer.MlpMixer(), linen_mixer, "image", **options)
 
 
-def vit(**options):
+def vit(norm=nnx.LayerNorm, **options):
     def make(rngs):
-        return nnx_vit.VisionTransformer(rngs=rngs)
+        return nnx_vit.VisionTransformer(norm=norm, rngs=rngs)
 
     return nnx_model(make, nnx_vit, **options)
+
+
+def bonsai(**options):
+    return nnx_model(lambda rngs: nnx_bonsai.Qwen3(rngs=rngs), nnx_bonsai, **options)
+
+
+def explicit(**options):
+    return nnx_model(lambda rngs: nnx_explicit.Net(rngs=rngs), nnx_explicit, **options)
+
+
+def peft(**options):
+    return nnx_model(nnx_peft.make, nnx_peft, trained=nnx.LoRAParam, **options)
+
+
+def rnn(**options):
+    return nnx_model(lambda rngs: nnx_rnn.LanguageModel(rngs=rngs), nnx_rnn, **options)
 
 
 def stacked(stack=None):
@@ -151,6 +193,17 @@ MODELS = {
     "vit": lambda: vit(layers="encoder.layers"),
     "gemma": lambda: gemma(layers="layers"),
     "gemma_jit": gemma,
+    "vit_batch_norm": lambda: vit(nnx.BatchNorm),
+    "bonsai": lambda: bonsai(layers="layers"),
+    "bonsai_jit": bonsai,
+    "explicit": lambda: explicit(layers="layers"),
+    "explicit_jit": explicit,
+    "peft": lambda: peft(layers="layers"),
+    "peft_jit": peft,
+    "diffusion": lambda: nnx_model(
+        lambda rngs: nnx_diffusion.UNet(rngs=rngs), nnx_diffusion
+    ),
+    "rnn": lambda: rnn(layers="layers"),
     "stacked": lambda: stacked(STACK),
     "stacked_jit": stacked,
     "resnet": lambda: linen(linen_resnet.ResNet(), linen_resnet, "image"),
