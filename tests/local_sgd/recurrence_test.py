@@ -46,13 +46,29 @@ CASES = {
     ),
     "streaming, int4": (
         SGD,
-        dict(period=6, staleness=2, fragments=3, outer=NESTEROV, wire="int4"),
+        dict(
+            period=6,
+            staleness=2,
+            fragments=3,
+            outer=NESTEROV,
+            merge=local_sgd.Lerp(0.5),
+            wire="int4",
+        ),
     ),
     "streaming after warm-up": (
         ADAM,
         dict(period=local_sgd.warm_up(3, 4), staleness=2, fragments=2, outer=NESTEROV),
     ),
-    "one step late": (SGD, dict(period=3, staleness=1, merge=local_sgd.Overwrite())),
+    "one step late": (
+        SGD,
+        dict(
+            period=3,
+            staleness=1,
+            outer=NESTEROV,
+            damping=1.0,
+            merge=local_sgd.Overwrite(),
+        ),
+    ),
     "shift": (MOMENTUM, dict(period=4, staleness=3)),
     "damping": (SGD, dict(period=4, staleness=2, outer=NESTEROV, damping=1.0)),
     "EASGD": (SGD, dict(period=3, merge=local_sgd.Elastic(0.2))),
@@ -78,8 +94,14 @@ CASES = {
     ),
 }
 
+DEFAULT = {
+    *("post-local", "streaming, int4", "one step late", "EASGD, late"),
+    *("int8 without error feedback", "gossip, exponential", "gossip, matrices"),
+}
+"""Cases of every rule, among them all that travel; `-m slow` runs all others."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", [n if n in DEFAULT else slow(n) for n in CASES])
 def test_equals_the_recurrence(name):
     inner, options = CASES[name]
     mode = meshpar.LocalSGD(**options)
@@ -170,6 +192,7 @@ def with_noise_for_the_other(r, seed):
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
+@pytest.mark.slow
 def test_a_longer_period_than_the_run_is_independent_runs():
     """No rows of one replica influence the other, bit for bit."""
     mode = meshpar.LocalSGD(STEPS + 1)
