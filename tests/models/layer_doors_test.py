@@ -186,8 +186,14 @@ def model_of(name):
     return meshpar.from_nnx(make, nnx_loss, layers=layers)
 
 
+DOORS = ("index", "dict", "attributes", "masks", "remat", "scan_with_axes")
+"""Ways of keeping layers; -m slow has those that differ in their calls alone."""
+
+
 @pytest.mark.parametrize("layout", ["data=2", slow("pipe=2,microbatches=2")])
-@pytest.mark.parametrize("name", [*NNX, *LINEN])
+@pytest.mark.parametrize(
+    "name", [name if name in DOORS else slow(name) for name in (*NNX, *LINEN)]
+)
 def test_layers_train_wherever_they_are_kept(name, layout):
     optimizer, devices = optax.sgd(0.1, momentum=0.9), jax.devices()[:2]
     program = meshpar.lower(model_of(name), optimizer, layout, BATCH, devices=devices)
