@@ -61,7 +61,7 @@ class Row:
 
 
 BY_US = [
-    Row("data=8", wire=(2.0, 2.0)),
+    Row("data=8", wire=(2.0, 2.0), slow=True),
     Row("fsdp=8,zero=1", wire=(2.0, 2.0), slow=True),
     Row("fsdp=8,zero=2", wire=(2.0, 2.0), slow=True),
     Row("fsdp=8,zero=3", wire=(2.7, 3.0), slow=True),
@@ -70,7 +70,7 @@ BY_US = [
     Row("data=2,fsdp=4,zero=3,remat=full", wire=(2.5, 3.0)),
     Row("tensor=4", slow=True),
     Row("data=2,fsdp=2,tensor=2", slow=True),
-    Row("data=2,fsdp=2,tensor=2,microbatches=2"),
+    Row("data=2,fsdp=2,tensor=2,microbatches=2", slow=True),
     Row("fsdp=4,tensor=2,microbatches=2", slow=True),
     Row("fsdp=2,remat=dots", slow=True),
     Row("fsdp=2,remat=names:attention+mlp_hidden,offload=activations"),
@@ -79,16 +79,18 @@ BY_US = [
         slow=True,
     ),
     Row("fsdp=4,prefetch=attention/[qkv]$,prefetch=mlp", slow=True),
-    Row("data=2,fsdp=2,tensor=2,remat=full,microbatches=2", "linen"),
+    Row("data=2,fsdp=2,tensor=2,remat=full,microbatches=2", "linen", slow=True),
     Row("data=2,fsdp=2,tensor=2,remat=3*full+3*none+2*dots", slow=True),
     Row("fsdp=4,zero=1,remat=1*full+6*dots+1*none", slow=True),
     Row("fsdp=4,zero=2,remat=4*none+4*full", slow=True),
     Row("fsdp=2,remat=5*full+3*none,offload=activations", slow=True),
     Row(
-        "fsdp=2,remat=5*full+3*none,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp"
+        "fsdp=2,remat=5*full+3*none,microbatches=2,prefetch=attention/[qkv]$,prefetch=mlp",
+        slow=True,
     ),
     Row("fsdp=2,tensor=2,remat=1*none+7*full,microbatches=2", "linen", slow=True),
-    Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=4"),
+    Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=2"),
+    Row("fsdp=2,zero=2,remat=4*attention+4*dots,scan_unroll=4", slow=True),
     Row("fsdp=2,remat=full,scan_unroll=3,microbatches=2", slow=True),
     Row("data=2,tensor=2,remat=full,scan_unroll=8", "linen", slow=True),
     Row("fsdp=2,tensor=4,layers=fsdp", slow=True),
@@ -101,10 +103,10 @@ BY_US = [
 ]
 BY_THE_COMPILER = [
     Row("data=2,fsdp=2,tensor=2", lowering="jit", slow=True),
-    Row("fsdp=8,zero=2", lowering="jit"),
+    Row("fsdp=8,zero=2", lowering="jit", slow=True),
     Row("data=2,fsdp=2,tensor=2,remat=3*full+5*none", lowering="jit"),
     Row("fsdp=8,zero=3", "plain", slow=True),
-    Row("data=2,fsdp=2,tensor=2", "plain"),
+    Row("data=2,fsdp=2,tensor=2", "plain", slow=True),
     Row("data=8", "plain", slow=True),
     Row("fsdp=8,zero=1", "plain", slow=True),
     Row("fsdp=8,zero=2", "plain", slow=True),
@@ -125,7 +127,7 @@ PIPELINES = [
     ),
     Row("pipe=2,data=4,microbatches=2,virtual_stages=4,remat=dots", slow=True),
     Row("pipe=3,fsdp=2,microbatches=2", slow=True),
-    Row("pipe=2,data=2,microbatches=4,partition=3/5,save=residuals"),
+    Row("pipe=2,data=2,microbatches=4,partition=3/5,save=residuals", slow=True),
     Row("pipe=4,fsdp=2,microbatches=8,schedule=zb_h1", slow=True),
     Row("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", slow=True),
     Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2,vocab=pipe"),
@@ -133,15 +135,15 @@ PIPELINES = [
         "pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,save=residuals,"
         "tick_loop=uniform"
     ),
-    Row("pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals"),
+    Row("pipe=2,data=2,microbatches=4,schedule=zb_h1,save=residuals", slow=True),
     Row("pipe=2,fsdp=2,tensor=2,microbatches=4,virtual_stages=2", "linen", slow=True),
     Row("pipe=2,data=2,microbatches=4,schedule=zb_h1", "linen", slow=True),
     Row(
         "pipe=2,fsdp=2,zero=3,microbatches=4,virtual_stages=2,tick_loop=uniform",
         slow=True,
     ),
-    Row("pipe=2,data=2,microbatches=4", "tied"),
-    Row("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe", "tied"),
+    Row("pipe=2,data=2,microbatches=4", "tied", slow=True),
+    Row("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe", "tied", slow=True),
 ]
 ROWS = [*BY_US, *BY_THE_COMPILER, *PIPELINES]
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from support import tiny_stack
+from support.marks import slow
 
 import meshpar
 from meshpar import layouts, schedules
@@ -41,15 +42,9 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize(
     "name",
     [
-        *("docs/layouts.md", "docs/experts.md", "docs/index.md"),
-        *(
-            "docs/faults.md",
-            "docs/long_sequences.md",
-            "docs/generation.md",
-            "docs/memory.md",
-            "docs/proof.md",
-            "docs/sparse.md",
-        ),
+        *("docs/index.md", "docs/faults.md", "docs/memory.md", "docs/sparse.md"),
+        *map(slow, ("docs/layouts.md", "docs/generation.md")),
+        *map(slow, ("docs/experts.md", "docs/long_sequences.md", "docs/proof.md")),
     ],
 )
 def test_programs_run_as_they_stand(name, monkeypatch, capsys):
@@ -73,7 +68,8 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["docs/your_model.md", "docs/layout_steps.md", "docs/your_run.md"]
+    "name",
+    [*map(slow, ("docs/your_model.md", "docs/layout_steps.md")), "docs/your_run.md"],
 )
 def test_the_programs_of_a_page_run_from_top_to_bottom(
     name, monkeypatch, capsys, tmp_path
@@ -122,6 +118,7 @@ def test_the_program_of_planning_runs(capsys):
     assert capsys.readouterr().out.count("zero=3") >= 2
 
 
+@pytest.mark.slow
 def test_the_program_of_a_model_without_layers_compiles_its_layouts(
     monkeypatch, capsys
 ):
@@ -134,6 +131,7 @@ def test_the_program_of_a_model_without_layers_compiles_its_layouts(
     assert f"At most {MOST_COMPILED} layouts are compiled" in " ".join(page.split())
 
 
+@pytest.mark.slow
 def test_the_programs_of_methods_run(capsys):
     batch, optimizer = tiny_stack.batch(), optax.adam(1e-3)
     program = tiny_stack.lower("fsdp=8")

@@ -52,6 +52,7 @@ def test_the_wheel_holds_every_file_of_the_library_and_no_other(unpacked):
     assert info.endswith(".dist-info")
 
 
+@pytest.mark.slow
 def test_the_wheel_imports_and_trains(unpacked, tmp_path):
     script = ROOT / "tests" / "support" / "import_and_train.py"
     done = subprocess.run(

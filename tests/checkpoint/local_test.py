@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from checkpoint_test import TINY, assert_equal, on_devices, trained
-from support.tiny_models import lower
+from checkpoint_test import assert_equal, on_devices, trained
+from support.tiny_stack import lower
 
 from meshpar.checkpoint.boxes import Box, assemble_shard, complete_boxes
 from meshpar.checkpoint.checkpoints import Checkpoints
@@ -33,7 +33,7 @@ def saved(tmp_path):
 
 
 def restore(tmp_path, layout="data=2", **options):
-    program = lower(layout, TINY)
+    program = lower(layout)
     with open_checkpoints(tmp_path, program, **options) as checkpoints:
         restored = checkpoints.restore()
     return restored and (restored.metadata["position"] // 16, restored.state)
@@ -91,7 +91,7 @@ def test_a_new_run_does_not_see_the_files_of_another(saved):
 
 def test_a_full_disk_is_a_warning(saved, monkeypatch, caplog):
     tmp_path, _ = saved
-    program = lower("data=2", TINY)
+    program = lower("data=2")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

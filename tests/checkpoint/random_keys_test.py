@@ -54,6 +54,7 @@ def test_a_checkpoint_restores_the_keys(trained, tmp_path, local):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_verify_compares_the_keys(trained):
     report = verify(trained[0], lower("data=1", NOISY), [rows(0)])
     assert report.ok
@@ -61,6 +62,7 @@ def test_verify_compares_the_keys(trained):
     assert any("rng_key" in tensor for tensor in compared), compared
 
 
+@pytest.mark.slow
 def test_replicas_have_keys_of_their_own_state():
     program = lower(
         "replica=2,fsdp=2", NOISY, mode=meshpar.LocalSGD(period=2), lowering="jit"

@@ -12,9 +12,11 @@ import chex
 import jax
 import numpy as np
 import pytest
+from support import tiny_models, tiny_stack
 from support.equality import start
+from support.marks import slow
 from support.processes import environment
-from support.tiny_models import batch, host, lower_standard
+from support.tiny_models import host
 
 import meshpar
 from experiments import recipes
@@ -36,35 +38,39 @@ LAYOUTS = [
 SAVED, STEPS = 2, 4
 
 
+LOWER = {"stack": tiny_stack.lower, "decoder": tiny_models.lower_standard}
+BATCH = {"stack": tiny_stack.batch, "decoder": tiny_models.batch}
+
+
 @functools.cache
-def program(layout):
-    return lower_standard(layout)
+def program(of, layout):
+    return LOWER[of](layout)
 
 
-def trained(layout, state, first):
+def trained(of, layout, state, first):
     """The state after the last step, and the losses of the steps."""
     losses = []
     for step in range(first, STEPS + 1):
-        state, step_metrics = program(layout).step(state, batch(step))
+        state, step_metrics = program(of, layout).step(state, BATCH[of](step))
         losses.append(float(step_metrics["loss"]))
     return state, losses
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """`saved(layout)`: folder, saved state, and losses of a run without a restart."""
+    """`saved(of, layout)`: folder, saved state, losses of a run without a restart."""
 
     @functools.cache
-    def save(layout):
-        before, folder = program(layout), tmp_path_factory.mktemp("run") / "c"
+    def save(of, layout):
+        before, folder = program(of, layout), tmp_path_factory.mktemp("run") / "c"
         state = start(before)
         for step in range(1, SAVED + 1):
-            state, _ = before.step(state, batch(step))
+            state, _ = before.step(state, BATCH[of](step))
         portable = before.in_model_order(state)
         with open_checkpoints(folder, before) as checkpoints:
             checkpoints.save(SAVED, portable, {"position": 16 * SAVED})
         on_host = host(portable)
-        return folder, on_host, trained(layout, state, SAVED + 1)[1]
+        return folder, on_host, trained(of, layout, state, SAVED + 1)[1]
 
     return save
 
@@ -77,23 +83,20 @@ CIRCLE = [LAYOUTS[i] for i in (0, 1, 5, 6, 7)]
 """Layouts of every form of stored state: whole, split, split twice, by stages."""
 
 
-def pairs():
-    """All ordered pairs of layouts; all but those around CIRCLE are marked slow."""
-    around = set(itertools.pairwise([*CIRCLE, CIRCLE[0]]))
-    for before, after in itertools.permutations(LAYOUTS, 2):
-        marks = () if (before, after) in around else pytest.mark.slow
-        yield pytest.param(before, after, marks=marks)
+AROUND = list(itertools.pairwise([*CIRCLE, CIRCLE[0]]))
+PAIRS = [("stack", *pair) for pair in AROUND]
+PAIRS += [slow("decoder", *pair) for pair in itertools.permutations(LAYOUTS, 2)]
 
 
-@pytest.mark.parametrize("before, after", list(pairs()))
-def test_any_layout_resumes_from_any_other(before, after, saved):
-    folder, want, unbroken = saved(before)
-    with open_checkpoints(folder, program(after)) as checkpoints:
+@pytest.mark.parametrize("of, before, after", PAIRS)
+def test_any_layout_resumes_from_any_other(of, before, after, saved):
+    folder, want, unbroken = saved(of, before)
+    with open_checkpoints(folder, program(of, after)) as checkpoints:
         restored = checkpoints.restore()
     assert restored.metadata["position"] == 16 * SAVED
     chex.assert_trees_all_equal(host(restored.state), want)
-    state = program(after).as_stored(restored.state)
-    _, losses = trained(after, state, SAVED + 1)
+    state = program(of, after).as_stored(restored.state)
+    _, losses = trained(of, after, state, SAVED + 1)
     np.testing.assert_allclose(losses, unbroken, rtol=1e-5)
 
 

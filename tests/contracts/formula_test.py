@@ -16,7 +16,7 @@ from support.tiny_models import lower, model, standard_model
 from meshpar.layouts.axes import CONTEXT, EXPERT, PIPE
 from meshpar.lowering.layer_collectives import layer_collectives, layers_terms
 
-NUM, SLOW_NUM = 6, 24
+NUM, SLOW_NUM = 2, 24
 TIED = functools.cache(functools.partial(model, depth=8, tied=True))
 MIXTURE = functools.cache(functools.partial(model, num_experts=8, experts_per_token=2))
 
@@ -66,11 +66,12 @@ def test_random_layouts_write_what_the_formula_says(seed):
     check(lower(random_layout(seed), standard_model()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        "fsdp=4,prefetch=attention/[qkv]$,prefetch=mlp",
-        "fsdp=4,zero=1,remat=1*full+6*dots+1*none",
+        slow("fsdp=4,prefetch=attention/[qkv]$,prefetch=mlp"),
+        slow("fsdp=4,zero=1,remat=1*full+6*dots+1*none"),
         "data=2,fsdp=2,tensor=2,microbatches=2,layers=3*fsdp+4*tensor+1*fsdp",
         slow("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe,tick_loop=uniform"),
         slow("pipe=2,data=2,microbatches=4,partition=3/5"),
@@ -80,6 +81,7 @@ def test_layouts_of_every_kind_write_what_the_formula_says(layout):
     check(lower(layout, standard_model()))
 
 
+@pytest.mark.slow
 def test_tied_weights_are_written_once():
     check(lower("pipe=4,fsdp=2,zero=3,microbatches=4,vocab=pipe", TIED()))
 
@@ -98,8 +100,8 @@ def totals(terms):
     [
         ("data=2,expert=4,remat=full,microbatches=2", "capacity"),
         slow("fsdp=2,expert=4,remat=1*full+1*dots", "dropless"),
-        ("pipe=2,data=2,expert=2,microbatches=4", "capacity"),
-        ("context=4,context_mode=ring,remat=full", ""),
+        slow("pipe=2,data=2,expert=2,microbatches=4", "capacity"),
+        slow("context=4,context_mode=ring,remat=full", ""),
         slow("data=2,context=4,remat=full", ""),
         slow("fsdp=2,context=4,context_mode=ulysses,remat=dots,microbatches=2", ""),
     ],

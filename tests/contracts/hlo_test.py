@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from support.marks import slow
 from support.tiny_models import lower, model
 
 import meshpar
@@ -253,7 +254,7 @@ def test_asynchronous_pairs_count_once():
 
 @pytest.mark.parametrize(
     "layout, payloads",
-    [("data=8", 2.0), ("fsdp=8,zero=1", 3.0), ("fsdp=8,zero=2", 3.0)],
+    [slow("data=8", 2.0), slow("fsdp=8,zero=1", 3.0), ("fsdp=8,zero=2", 3.0)],
 )
 def test_the_jit_lowering_moves_as_many_bytes_as_theory_says(layout, payloads):
     """The unit is (n-1)/n of the bytes of all parameters; scalars are left out.

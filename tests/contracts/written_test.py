@@ -317,8 +317,8 @@ def lower(mlp, layout="fsdp=4,tensor=2"):
 @pytest.mark.parametrize(
     "form",
     [
-        *("plain", "jit", "custom_vjp", "scan", "vmap", "checkpoint"),
-        *(slow(form) for form in ("scan over weights", "fori_loop")),
+        "jit",
+        *(slow(form) for form in FORMS if form != "jit"),
     ],
 )
 def test_however_a_layer_calls_a_function_its_moves_are_declared_exactly(form):

@@ -15,6 +15,7 @@ import pytest
 import supervised
 from flax import nnx
 from support import plain_optax
+from support.marks import slow
 
 import meshpar
 from experiments import recipes
@@ -23,7 +24,7 @@ from meshpar.runs.data import Place
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, ROWS, SIZES = 4, 8, {"width": 16, "depth": 2, "length": 40}
-LAYOUTS = "data=2,fsdp=2", "pipe=2,data=2"
+LAYOUTS = ["data=2,fsdp=2", slow("pipe=2,data=2")]
 
 
 def run_of(name, *settings):
@@ -91,6 +92,7 @@ def assert_close(found, expected, **tolerance):
         np.testing.assert_allclose(x, expected[name], err_msg=name, **tolerance)
 
 
+@pytest.mark.slow  # The adapters' test has the same data, losses and decoder.
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_supervised_equals_its_plain_loop(layout, tmp_path):
     run = run_of("supervised")
@@ -158,8 +160,9 @@ def merged(module):
     return plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("int8", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("int8", [slow(False), True], ids=["lora", "qlora"])
 def test_lora_equals_its_plain_loop_and_leaves_the_base_as_it_was(
     int8, layout, tmp_path
 ):

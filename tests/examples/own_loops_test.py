@@ -13,6 +13,7 @@ import plain_loop
 import pytest
 from flax import nnx
 from support import plain_optax
+from support.marks import slow
 
 import meshpar
 from experiments import recipes
@@ -33,7 +34,7 @@ def start_of(make, loss):
     return graph, state
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=2", "pipe=2,data=2"])
+@pytest.mark.parametrize("layout", [slow("data=2,fsdp=2"), "pipe=2,data=2"])
 def test_my_run_equals_its_plain_loop(layout, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, " * 50)
@@ -62,7 +63,8 @@ def test_windows_of_my_run_are_the_text():
     assert data["next"][7] == text[23]
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=2", "pipe=2,tensor=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=2,fsdp=2", slow("pipe=2,tensor=2")])
 def test_a_loop_of_ones_own_equals_a_plain_one(layout, tmp_path, capsys):
     graph, start = start_of(plain_loop.Net, plain_loop.loss)
     x = np.random.default_rng(1).normal(size=(100, 32)).astype(np.float32)
@@ -83,6 +85,7 @@ def test_a_loop_of_ones_own_equals_a_plain_one(layout, tmp_path, capsys):
         np.testing.assert_allclose(own, x[...], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_a_script(tmp_path):
     script = [sys.executable, str(ROOT / "examples" / "plain_loop.py"), "fsdp=8"]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)

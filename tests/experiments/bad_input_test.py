@@ -5,7 +5,6 @@ cases are in `support/bad_cases.py`.
 """
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -40,8 +39,18 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def inputs(root):
+    """Everything in that folder, which no case may change."""
+    return files_in(root)
+
+
 def files_in(folder):
-    return sorted(str(path) for path in pathlib.Path(folder).rglob("*"))
+    return sorted(
+        os.path.join(place, name)
+        for place, folders, files in os.walk(folder)
+        for name in folders + files
+    )
 
 
 SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in settings(quick=False)]
@@ -49,7 +58,7 @@ SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in settings(quick=False)]
 
 @pytest.mark.parametrize("command, words, pattern", [*cases(), *SLOW], ids=label)
 def test_bad_input_is_an_error_with_a_remedy(
-    command, words, pattern, root, tmp_path, monkeypatch, capsys
+    command, words, pattern, root, inputs, tmp_path, monkeypatch, capsys
 ):
     base = [] if command.endswith("!") else BASE[command]
     places = {"{root}": str(root), "{cwd}": str(tmp_path)}
@@ -57,10 +66,9 @@ def test_bad_input_is_an_error_with_a_remedy(
     for name, place in places.items():
         words = [word.replace(name, place) for word in words]
     monkeypatch.chdir(tmp_path)
-    before = files_in(root)
     outcome = commands.run(command.rstrip("!"), words, monkeypatch, capsys)
     bad_input.check_refused(outcome, pattern, longest=2000)
-    assert files_in(tmp_path) == [] and files_in(root) == before
+    assert files_in(tmp_path) == [] and files_in(root) == inputs
     assert outcome.seconds < MAX_SECONDS
 
 

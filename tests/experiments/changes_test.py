@@ -89,6 +89,7 @@ def test_other_data_needs_consent(trained, capsys):
     assert row["step"] == 2 and row["changes"][0].startswith("data: 'sha256-")
 
 
+@pytest.mark.slow
 def test_what_changes_training_stands_out(trained, capsys):
     assert train(config(trained)) == 0
     assert "WARNING" not in capsys.readouterr().out
@@ -131,6 +132,7 @@ def test_another_function_of_the_same_weights_is_refused(setting, original):
             train(config(original, setting), changes=True)
 
 
+@pytest.mark.slow
 def test_a_fingerprint_of_an_earlier_version_still_resumes(trained, capsys):
     """It covers a sample of the data; the next checkpoint holds that of all of it."""
     (path,) = (trained / "run/checkpoints").glob("2/metadata/metadata")

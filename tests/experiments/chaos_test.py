@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from support import commands, own_run
+from support.marks import slow
 
 import meshpar
 from experiments.faults import comparison, draws, faulty_machine, torn, watched
@@ -94,7 +95,7 @@ def test_faults_hit_the_sections_that_they_aim_at(tmp_path, monkeypatch):
     [
         ("[ -s done ] && sed -i 1d done", SILENT, "step 1: loss is missing"),
         ("[ -s done ] && exit 1", LOST, "an error before its first step"),
-        ("[ -s done ] && sleep 60", HUNG, "no progress for 8 s"),
+        slow("[ -s done ] && sleep 60", HUNG, "no progress for 8 s"),
     ],
 )
 def test_a_planted_loss_is_found_and_its_folder_is_kept(

@@ -67,6 +67,7 @@ def test_the_checkpoint_command_knows_what_could_go_on(
         checkpoint_command(unbroken[1], "--can_resume=fdsp=2")
 
 
+@pytest.mark.slow
 def test_the_checkpoint_program_ends_with_1_for_no(unbroken):
     """A process has the devices that the layout needs."""
     tool = [sys.executable, "-m", "experiments.checkpoint", str(unbroken[1])]

@@ -258,10 +258,11 @@ run.start(CATALOG)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call, section, limit_s",
     # The start also reads the data, which a busy machine does slowly.
-    [("restore", "start", 10), slow("save", "save", 3), slow("wait", "end", 3)],
+    [slow("restore", "start", 10), ("save", "save", 3), slow("wait", "end", 3)],
 )
 def test_a_storage_that_stalls_ends_the_run_with_its_name(
     call, section, limit_s, tmp_path

@@ -181,6 +181,7 @@ def test_without_a_record_there_is_no_goodput(tmp_path):
     assert found.starts == () and found.value == 0
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_and_resumed_elsewhere_accounts_for_all_its_time(
     text, tmp_path
 ):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from support.marks import first
 
 from experiments.benchmarks import (
     gpu,
@@ -28,7 +29,8 @@ def test_flops_count_causal_attention_by_half():
     assert gpu_cases.flops_per_token(model) == want
 
 
-@pytest.mark.parametrize("recipe", gpu_cases.RECIPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", first(1, gpu_cases.RECIPES))
 def test_the_page_has_the_loss_of_meshpar(recipe):
     case = Case(recipe, 4096, 2)
     program = gpu_programs.make_program(case, True, jax.devices()[0])
@@ -84,6 +86,7 @@ def test_kernels_have_classes():
     assert gpu_kernels.class_of("loop_add_fusion") == "other"
 
 
+@pytest.mark.slow
 def test_it_needs_no_package_that_it_does_not_use():
     """Images of GPU machines have jax and few others."""
     code = """

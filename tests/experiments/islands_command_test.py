@@ -54,6 +54,7 @@ def test_settings_that_cannot_be_meant(settings, error, words):
         programs.make_mode(configured(*settings))
 
 
+@pytest.mark.slow
 def test_elastic_islands_go_on_from_a_synchronous_run(tmp_path, capsys):
     """The held-out loss of their center is that of the run, and not of new weights."""
     config = dataclasses.replace(

@@ -133,6 +133,7 @@ def test_tokens_without_weight_do_not_count(framework, block):
     np.testing.assert_allclose(evaluate(params, whole)[0], plain, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("data=2,fsdp=2"), "data=2,fsdp=2,tensor=2"])
 def test_a_chunked_loss_is_the_loss_in_less_memory(layout):
     found, memory = {}, {}
@@ -150,11 +151,12 @@ def test_a_chunked_loss_is_the_loss_in_less_memory(layout):
     assert memory[0] - memory[2] > (logits // 8 if "tensor" in layout else logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, layout",
     [
         (OLMO2, "fsdp=2,tensor=2"),
-        (GEMMA3 | dict(depth=4), "pipe=2,fsdp=2,microbatches=2,remat=full"),
+        slow(GEMMA3 | dict(depth=4), "pipe=2,fsdp=2,microbatches=2,remat=full"),
         slow(GEMMA3 | dict(depth=4), "data=2,context=2,tensor=2"),
         slow(GEMMA3 | dict(depth=3), "fsdp=2,tensor=2,remat=full"),
         slow(OLMO2, "pipe=2,data=2,tensor=2,microbatches=2"),

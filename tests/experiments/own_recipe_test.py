@@ -15,7 +15,7 @@ from support import commands, own_run, processes
 from support.tiny_runs import ROOT, losses
 
 import meshpar
-from meshpar.runs import metrics, recipe_file
+from meshpar.runs import goodput, metrics, recipe_file
 from meshpar.runs.catalog import FILES_ALONE
 from meshpar.runs.config import with_settings
 from meshpar.runs.data import Place
@@ -35,7 +35,7 @@ def on_own(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """Losses of a loop of plain optax on the same batches."""
+    """Losses of a loop of plain optax on the same batches, and of all held-out rows."""
     config, run = recipe_file.config_of(RECIPE).prepared()
     module = run.model.bind(run.model.init(jax.random.key(config.seed)))
     graph, params = nnx.split(module)
@@ -55,17 +55,18 @@ def undisturbed():
     for _ in range(config.steps):
         params, state, value = step(params, state, next(batches))
         found.append(float(value))
-    return found
+    evaluated, _ = own_run.loss(nnx.merge(graph, params), own_run.net().evaluation)
+    return found, float(evaluated)
 
 
 def test_a_run_goes_on_in_two_processes_under_another_layout(undisturbed, tmp_path):
-    """It is killed after its fourth step; batches and losses are as undisturbed."""
+    """It is killed after a checkpoint; batches and losses are as undisturbed."""
     workdir = tmp_path / "w"
     words = [f"--recipe={RECIPE}", f"--workdir={workdir}", "--set=checkpoint_every=3"]
     run = [sys.executable, "-m", "experiments.run", *words]
     one = [*run, "--layout=fsdp=2", "--set=evaluate_every=100"]
     process = subprocess.Popen(one, cwd=ROOT)
-    while max(losses(workdir), default=0) < 4 and process.poll() is None:
+    while not (workdir / "checkpoints" / "3").exists() and process.poll() is None:
         time.sleep(0.01)
     process.kill()
     process.wait()
@@ -79,11 +80,17 @@ def test_a_run_goes_on_in_two_processes_under_another_layout(undisturbed, tmp_pa
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = losses(workdir)
+    found, (expected, evaluated) = losses(workdir), undisturbed
     assert list(found) == list(range(1, 13))
-    np.testing.assert_allclose(list(found.values()), undisturbed, rtol=1e-5)
+    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5)
+    *_, last = metrics.read(workdir / "metrics.jsonl")
+    assert last["evaluation_loss"] == pytest.approx(evaluated, rel=1e-5)
+    starts = goodput.read(workdir).starts
+    assert [start.facts["processes"] for start in starts] == [1, 2]
+    assert starts[-1].ended == "done" and starts[-1].restored >= 3
 
 
+@pytest.mark.slow
 def test_verify_judges_it_by_a_plain_loop(on_own):
     done = on_own("verify", "--layout=pipe=2,fsdp=2", "--devices=4", "--verify_steps=2")
     assert not done.code, done.out + done.err
@@ -92,6 +99,7 @@ def test_verify_judges_it_by_a_plain_loop(on_own):
     assert padded.code == 2 and "has no padded=" in padded.err
 
 
+@pytest.mark.slow
 def test_explain_plan_and_scaling_read_it(on_own, tmp_path):
     done = on_own("explain", "--layout=fsdp=4", "--topology=v5e:2x2", "--json")
     assert not done.code, done.err

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.marks import slow
 from support.tiny_models import model
 
 import meshpar
@@ -61,8 +62,8 @@ def test_samples_are_filled_best_fit_first():
     assert pieces_of(np.array([0, 12]), 14, 5) == [(0, 5), (5, 5), (10, 1), (12, 1)]
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("layout", ["data=1", "context=4"])
+@pytest.mark.parametrize("position", ["rope", slow("learned")])
+@pytest.mark.parametrize("layout", [slow("data=1"), "context=4"])
 def test_a_document_alone_equals_the_document_packed(samples, position, layout):
     """Its losses do not depend on what shares its sample."""
     of = model(kv_heads=4, position=position)

@@ -51,6 +51,7 @@ def test_plans_are_listed_drawn_and_written_as_page_and_json(tmp_path, command):
         assert f'<td class="number">{count}</td><td>{html.escape(reason)}</td>' in text
 
 
+@pytest.mark.slow
 def test_a_page_says_what_is_wrong_with_compiled_layouts(tmp_path):
     plans = meshpar.plan(
         tiny_stack.model(), optax.adam(1e-3), tiny_stack.batch(), jax.devices()[:2]

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from support.marks import slow
 
 from experiments.benchmarks import compiled_programs, predictions
 from experiments.benchmarks.program_cases import CASES, EXHAUSTIVE
@@ -26,10 +27,10 @@ def group(case):
 
 @pytest.fixture(
     scope="module",
-    params=["large groups", pytest.param("every group", marks=pytest.mark.slow)],
+    params=[slow("large groups"), slow("every group")],
 )
 def rows(request):
-    """Predictions; by default of four in five programs, in two fifths of the time."""
+    """Predictions; also of four in five programs, in two fifths of the time."""
     if request.param == "every group":
         return predictions.predicted(TPU_CASES)
     sizes = collections.Counter(map(group, TPU_CASES))

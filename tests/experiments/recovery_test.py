@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from support.marks import slow
 from support.tiny_runs import train_on_one_device as train
 
 from experiments import recipes
@@ -59,7 +60,7 @@ def saved(workdir):
     return {int(path.name) for path in found if path.name.isdigit()}
 
 
-@pytest.mark.parametrize("lost", [[STEPS], [2, STEPS]])
+@pytest.mark.parametrize("lost", [slow([STEPS]), [2, STEPS]])
 def test_a_step_that_only_local_disks_hold_is_written_to_the_folder(
     lost, finished, text, capsys
 ):
@@ -105,7 +106,7 @@ def test_a_run_whose_last_checkpoint_is_gone_does_not_end_well(
         train(config(text, tmp_path))
 
 
-@pytest.mark.parametrize("step", [2, STEPS])
+@pytest.mark.parametrize("step", [2, slow(STEPS)])
 def test_an_evaluation_that_a_kill_prevented_is_made_up(
     step, unbroken, text, tmp_path, monkeypatch
 ):
@@ -128,6 +129,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up(
     assert train(config(text, tmp_path)) == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_prevented_is_made_up(text, tmp_path, monkeypatch):
     write = metrics.MetricsLog.write
 
@@ -146,7 +148,9 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up(text, tmp_path, monkey
     assert [*by_step(tmp_path, "evaluation_loss")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("trace", ["run.json", "metrics.jsonl", "corrupt", "run_id"])
+@pytest.mark.parametrize(
+    "trace", ["run.json", slow("metrics.jsonl"), slow("corrupt"), "run_id"]
+)
 def test_a_folder_whose_checkpoints_are_gone_is_refused(trace, finished, text):
     """The record, or in runs without one anything else, shows the older run."""
     run = finished / "run"
@@ -167,7 +171,7 @@ def test_a_folder_whose_checkpoints_are_gone_is_refused(trace, finished, text):
         assert (run / "metrics.jsonl").read_bytes() == rows
 
 
-@pytest.mark.parametrize("only_id_is_left", [False, True])
+@pytest.mark.parametrize("only_id_is_left", [False, slow(True)])
 def test_start_anew_trains_in_a_folder_whose_checkpoints_are_gone(
     only_id_is_left, finished, text, capsys
 ):
@@ -190,6 +194,7 @@ def test_start_anew_trains_in_a_folder_whose_checkpoints_are_gone(
     assert "going on from step 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     text, tmp_path, monkeypatch
 ):

@@ -18,6 +18,7 @@ from meshpar.runs.replica_check import DIVERGED
 from meshpar.runs.trainer import RESTART
 
 
+@pytest.mark.slow
 def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_path):
     """The metrics log may be ahead of the checkpoint, and its last line torn."""
     process = subprocess.Popen(command(text, tmp_path), cwd=ROOT)
@@ -36,6 +37,7 @@ def test_kill_9_loses_only_the_steps_since_the_checkpoint(unbroken, text, tmp_pa
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num, layout",
     [
@@ -79,6 +81,7 @@ def test_real_processes_go_on_where_one_stopped(
     assert [start.num_steps for start in starts] == [stopped, 12 - stopped]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_one_of_two_processes_is_named_and_ends_both(text, tmp_path):
     """Exit code 77; the same command goes on from the checkpoint before."""
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]
@@ -102,6 +105,7 @@ def test_a_flipped_bit_in_one_of_two_processes_is_named_and_ends_both(text, tmp_
     assert "going on from step 4" in output
 
 
+@pytest.mark.slow
 def test_launch_local_names_the_process_with_another_config(text, tmp_path):
     """One process of three has another seed: all stop before the first collective."""
     logs = tmp_path / "logs"
@@ -134,6 +138,7 @@ def test_launch_local_returns_the_code_of_the_process_that_fails(tmp_path):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_launch_local_passes_a_signal_on_and_the_run_saves(text, tmp_path):
     workdir = tmp_path / "run"
     launch = ["launch/local.sh", f"--log_dir={tmp_path}/logs", "2", "--"]

@@ -92,6 +92,7 @@ def test_unwritable_workdir(text, tmp_path):
         train(config(text, tmp_path / "file" / "run"), "data=1")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(text, tmp_path):
     wild = with_settings(
         config(text, tmp_path, checkpoint_every=2),

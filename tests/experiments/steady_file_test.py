@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from support.marks import slow
 
 from experiments import data
 from experiments.data import DataConfig
@@ -16,7 +17,7 @@ OTHERS = np.random.default_rng(1).integers(0, 250, 40_000)
 PLACE = dict(length=16, batch_size=8, seed=0, rows=range(8))
 
 
-@pytest.fixture(params=["ids.bin", "ids.npy"])
+@pytest.fixture(params=[slow("ids.bin"), "ids.npy"])
 def file(tmp_path, request):
     path = tmp_path / request.param
     write(path, TOKENS)

@@ -5,6 +5,7 @@ Nothing secret of this machine goes into logs, records or pages.
 
 import ast
 import dataclasses
+import functools
 import re
 import subprocess
 
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import processes
 from support.explanations import explanation
+from support.marks import slow
 from support.tiny_runs import ROOT, command
 
 from experiments.data import DataConfig
@@ -38,16 +40,19 @@ TRUSTED = {
 """{file: what it loads and runs}."""
 
 
+@functools.cache
 def calls():
     """(file, name of the function, call) of all code of the project."""
+    found = []
     for room in ("meshpar", "experiments", "examples", "docs"):
         for path in (ROOT / room).rglob("*.py"):
+            file = str(path.relative_to(ROOT))
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
-                    yield str(path.relative_to(ROOT)), ast.unparse(node.func), node
+                    found.append((file, ast.unparse(node.func), node))
                 if isinstance(node, ast.ClassDef):
-                    for base in node.bases:
-                        yield str(path.relative_to(ROOT)), ast.unparse(base), None
+                    found += [(file, ast.unparse(base), None) for base in node.bases]
+    return found
 
 
 def test_no_file_is_loaded_that_could_run_code():
@@ -163,7 +168,7 @@ def test_pages_escape_all_names(tmp_path):
 SECRET = "planted-secret-5f1d"
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [slow(False), True])
 def test_no_secret_of_the_environment_is_written(tmp_path, text, fails):
     """Two processes that train, and two that end with an error and its stack."""
     token = f"{SECRET}-of-the-run-0123456789"

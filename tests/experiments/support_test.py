@@ -5,6 +5,7 @@ import functools
 import pathlib
 
 import pytest
+from support.marks import slow
 from support.tiny_models import lower, model, plain_model
 
 import meshpar
@@ -38,18 +39,32 @@ def recommended(error):
     return str(error).partition("\nThis layout fits: ")[2]
 
 
-@pytest.mark.parametrize(
+refused_cells = pytest.mark.parametrize(
     "cell",
     [cell for cell in support_cells() if cell.reasons],
     ids=lambda cell: f"{cell.strategy.name}: {cell.feature.name}",
 )
-def test_a_refused_cell_is_refused_with_its_reason_and_a_layout_that_lowers(cell):
+
+
+def refused(cell):
+    """The layout that the error of a refused cell recommends."""
     with pytest.raises(UnsupportedError) as error:
         lowered(cell)
     assert error.value.reasons == cell.reasons
     for reason in cell.reasons:
         assert str(reason) in str(error.value)
-    fitting = recommended(error.value)
+    return recommended(error.value)
+
+
+@refused_cells
+def test_a_refused_cell_is_refused_with_its_reason_and_another_layout(cell):
+    assert str(meshpar.layouts.parse(refused(cell))) != cell.layout
+
+
+@pytest.mark.slow
+@refused_cells
+def test_the_layout_that_is_recommended_for_a_refused_cell_lowers(cell):
+    fitting = refused(cell)
     if cell.feature.name == f"layers={FSDP}" and cell.strategy.name == "schedule=zb_h1":
         # A layout by itself knows no schedule: the model's depth makes it.
         with pytest.raises(UnsupportedError) as error:
@@ -60,7 +75,8 @@ def test_a_refused_cell_is_refused_with_its_reason_and_a_layout_that_lowers(cell
 
 
 @pytest.mark.parametrize(
-    "feature", ["local SGD", "prefetch", "remat by layer", "vocab=pipe"]
+    "feature",
+    ["remat by layer", *map(slow, ("vocab=pipe", "local SGD", "prefetch"))],
 )
 def test_a_supported_cell_lowers(feature):
     cells = [c for c in support_cells() if c.feature.name == feature and not c.reasons]

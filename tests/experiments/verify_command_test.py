@@ -15,9 +15,12 @@ def verify(text, monkeypatch, capsys):
     return run
 
 
+TWO = "--verify_steps=1", "--devices=2"
+
+
+@pytest.mark.slow
 def test_random_layouts_are_drawn_counted_and_judged(verify):
-    two = "--verify_steps=1", "--devices=2"
-    done = verify(*two, "--padded", "--random=2", "--seed=4")
+    done = verify(*TWO, "--padded", "--random=2", "--seed=4")
     assert not done.code, done.out + done.err
     *outcomes, counts = done.out.splitlines()
     verdicts = [line.split()[0] for line in outcomes]
@@ -25,9 +28,17 @@ def test_random_layouts_are_drawn_counted_and_judged(verify):
     assert counts == (
         f"{verdicts.count('equal')} equal, {verdicts.count('refused')} refused, 0 WRONG"
     )
-    done = verify(*two, "--random=1", "--seed=4", "--tolerance=1e-12")
+
+
+@pytest.mark.slow
+def test_a_random_layout_that_differs_is_wrong(verify):
+    done = verify(*TWO, "--random=1", "--seed=4", "--tolerance=1e-12")
     assert done.code == 1 and "WRONG" in done.out
-    done = verify(*two, "--random=3", "--layout=data=2")
+    assert done.out.splitlines()[-1] == "0 equal, 0 refused, 1 WRONG"
+
+
+def test_random_layouts_leave_out_the_layout(verify):
+    done = verify(*TWO, "--random=3", "--layout=data=2")
     assert done.code == 2 and "leave out --layout" in done.err
 
 

@@ -32,7 +32,7 @@ from meshpar.runs.config import with_settings
         slow("fsdp=8,zero=2", "v5e:2x4", 2.0, 2.0),
         slow("fsdp=8,prefetch=attention/q,remat=full", "v5e:2x4", 2.7, 3.0),
         ("fsdp=8,remat=full", "v5p:2x2x2", 2.7, 3.0),
-        ("data=2,fsdp=4,remat=full", "2*v5e:2x2", 2.5, 3.2),
+        slow("data=2,fsdp=4,remat=full", "2*v5e:2x2", 2.5, 3.2),
         slow("fsdp=4,tensor=2,remat=full", "v5e:2x4", 0, 99),
     ],
 )
@@ -55,6 +55,7 @@ def test_tpu_programs_keep_the_contract(layout, topology, least, most):
         assert program.compiled.as_text().count('"tpu_custom_call"') == 3
 
 
+@pytest.mark.slow
 @tpu
 @pytest.mark.parametrize("topology", ["v5e:2x4", slow("v5p:2x2x2")])
 def test_tpu_programs_hide_what_tensor_moves(topology):
@@ -173,6 +174,7 @@ def test_permutes_of_many_chips_are_not_written_out_pair_by_pair():
     assert torus.compiler_options(few) is None
 
 
+@pytest.mark.slow
 @tpu
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved,virtual_stages=2"])
 def test_tpu_pipelines_hide_their_sends_in_constant_memory(schedule):

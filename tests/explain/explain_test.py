@@ -3,11 +3,10 @@
 import html.parser
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
+from support import commands
 from support.tiny_models import lower, model
 
 from meshpar.commands.reports import page, pictures
@@ -150,14 +149,15 @@ class Tags(html.parser.HTMLParser):
         self.links += [v for k, v in attrs if k in ("src", "href") and v[:1] != "#"]
 
 
-def test_the_program_prints_json_and_writes_a_page_of_its_own(tmp_path):
+def test_the_program_prints_json_and_writes_a_page_of_its_own(
+    tmp_path, monkeypatch, capsys
+):
     page = tmp_path / "page.html"
-    command = [sys.executable, "-m", "experiments.explain", "--recipe=tiny"]
-    flags = ["--layout=fsdp=4", "--diff=data=4", "--json", f"--html={page}"]
-    flags += ["--set=model.vocab=64"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    one, other = json.loads(done.stdout)
+    flags = ["--recipe=tiny", "--set=model.vocab=64", f"--html={page}"]
+    flags += ["--layout=fsdp=4", "--diff=data=4", "--devices=4", "--json"]
+    done = commands.run("explain", flags, monkeypatch, capsys)
+    assert done.code == 0, done.err
+    one, other = json.loads(done.out)
     assert (one["layout"], other["layout"]) == ("fsdp=4,zero=3", "data=4")
     assert one["state_bytes"] < other["state_bytes"] / 3
     tags = Tags()

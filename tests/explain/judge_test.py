@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from support import tiny_models, tiny_stack
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import MeshparError
@@ -83,9 +84,9 @@ def linen(**options):
     "program",
     [
         lambda: lower(layered(), "data=2,pipe=4,microbatches=2", clip_norm=0.1),
-        lambda: lower(linen(), "data=8"),
-        lambda: lower(linen(trained="block_[23]"), "data=8", optax.lamb(1e-2)),
-        lambda: tiny_models.lower("fsdp=2,tensor=2"),
+        slow(lambda: lower(linen(), "data=8")),
+        slow(lambda: lower(linen(trained="block_[23]"), "data=8", optax.lamb(1e-2))),
+        slow(lambda: tiny_models.lower("fsdp=2,tensor=2")),
     ],
     ids=["pipeline", "batch statistics", "partly frozen", "stacked by the user"],
 )
@@ -139,8 +140,8 @@ def test_weights_at_the_start_are_compared():
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        (optax.adamw(1e-2), optax.adam(1e-2)),
-        (optax.adamw(1e-4, weight_decay=1e-2), optax.adam(1e-4)),
+        slow(optax.adamw(1e-2), optax.adam(1e-2)),
+        slow(optax.adamw(1e-4, weight_decay=1e-2), optax.adam(1e-4)),
         (optax.sgd(1e-4), optax.sgd(1.01e-4)),
     ],
     ids=["a small decay", "a decay under a small rate", "a rate that is 1% off"],

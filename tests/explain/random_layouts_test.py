@@ -21,11 +21,11 @@ BATCHES = [tiny_stack.batch()]
 
 
 def test_draws_follow_the_seed_and_fit_the_devices():
-    draws = draw_layouts(1500, 8, seed=1)
-    assert draws == draw_layouts(1500, 8, seed=1) != draw_layouts(1500, 8, seed=2)
+    draws = draw_layouts(500, 8, seed=1)
+    assert draws == draw_layouts(500, 8, seed=1) != draw_layouts(500, 8, seed=2)
     layouts = [parse(draw.layout) for draw in draws]
     assert {layout.num_devices for layout in layouts} == {1, 2, 3, 4, 5, 6, 7, 8}
-    assert sum(layout.num_devices == 8 for layout in layouts) > 750
+    assert sum(layout.num_devices == 8 for layout in layouts) > 250
     for axis in random_layouts.DRAWN_AXES:
         assert {layout.sizes[axis] for layout in layouts} >= {1, 2, 4, 8}
     assert {draw.lowering for draw in draws} == {"", "jit", "shard_map"}

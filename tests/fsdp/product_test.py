@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow
 
 from meshpar.fsdp.product import Product, whole, with_products
 
@@ -54,7 +55,7 @@ def test_no_matmul_is_done_twice():
 
 
 @pytest.mark.parametrize("path", ["q", "out"])
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dim", [0, slow(1), 2])
 def test_parts_are_cut_and_added(path, dim):
     product = with_products(backward, *arguments())[0][path]
     want = whole(product)

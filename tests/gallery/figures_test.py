@@ -41,6 +41,7 @@ def test_laws_of_speedup():
     accept(scaling.PAPER)
 
 
+@pytest.mark.slow
 def test_gradient_coding(monkeypatch):
     monkeypatch.setattr(gradient_coding, "CODES", gradient_coding.CODES[:1])
     accept(gradient_coding.PAPER)
@@ -60,6 +61,7 @@ def test_a_code_that_sums_wrong_parts_is_not_accepted(monkeypatch):
     assert error > 1e-5
 
 
+@pytest.mark.slow
 def test_gradient_diversity(monkeypatch):
     monkeypatch.setattr(gradient_diversity, "FOLDS", (64,))
     monkeypatch.setattr(gradient_diversity, "RATES", 2.0 ** np.arange(-1, 1.5, 0.5))
@@ -85,6 +87,7 @@ def test_quick_versions_that_compile_more(name):
     accept(catalog.get(name))
 
 
+@pytest.mark.slow
 def test_trials_equal_runs_and_other_trials_do_not(monkeypatch):
     claims = hyperparameter_search.equality_claims(runs=1, steps=2)
     assert failed(claims) == []
@@ -112,6 +115,7 @@ def test_the_expected_best_of_some_trials():
     assert best(losses, 2) == pytest.approx((3 * 1 + 2 * 2 + 3) / 6)
 
 
+@pytest.mark.slow
 def test_layers_that_run_without_the_schedule_are_counted():
     batches, counter = (
         [tiny_stack.batch(), tiny_stack.batch(1)],

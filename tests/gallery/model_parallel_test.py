@@ -17,6 +17,7 @@ def result():
     return model_parallel.PAPER.run(setting)
 
 
+@pytest.mark.slow
 def test_the_figure_is_accepted(result):
     assert [claim.text for claim in result.claims if not claim.holds] == []
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.marks import first
 
 from experiments.gallery import (
     catalog,
@@ -41,7 +42,7 @@ def texts(claims):
     return [claim.text for claim in claims if not claim.holds]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", first(4, QUICK))
 def test_quick_figures_are_accepted(name):
     assert failed(name) == []
 
@@ -133,6 +134,7 @@ def test_published_models_have_their_parameters():
         assert published.data * published.tensor * published.pipe == published.gpus
 
 
+@pytest.mark.slow
 def test_memory_of_a_pipeline_grows_with_the_layers_of_a_stage_alone():
     two, four = gpipe.peak_bytes(2, 2), gpipe.peak_bytes(4, 4)
     assert two == four < gpipe.peak_bytes(2, 4)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import first
 
 from experiments.gallery import digits, unsupervised
 from experiments.gallery import unsupervised_models as models
@@ -26,6 +27,7 @@ def machine(seed=0):
     return model, params
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_contrastive_divergence():
     model, params = machine()
     v0, key = digits.load()[0].x[:16], jax.random.key(3)
@@ -61,7 +63,8 @@ def test_codes_are_at_the_minimum_of_the_objective():
     assert np.abs(slopes[~used]).max() <= 1.02
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", first(1, KINDS))
 def test_sharded_training_equals_one_device(kind):
     assert unsupervised.sharded_error(kind, digits.load()[0].x) < 1e-9
 

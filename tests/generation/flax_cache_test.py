@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 from meshpar.generation import GREEDY
@@ -138,7 +139,7 @@ def nnx_model(**options):
 
 
 @pytest.mark.parametrize(
-    "make, layers", [(linen_model, "LinenBlock_*"), (nnx_model, "blocks")]
+    "make, layers", [(linen_model, "LinenBlock_*"), slow(nnx_model, "blocks")]
 )
 def test_cached_logits_are_those_of_the_whole_sequence(make, layers):
     """Also of a model whose layers are stacked in training, for ragged prompts."""

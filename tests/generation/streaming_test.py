@@ -45,8 +45,8 @@ def make(kind, layout):
 @pytest.mark.parametrize(
     "kind, layout",
     [
-        ("llama", "fsdp=2,tensor=2"),
-        slow("llama", "data=1"),
+        ("llama", "data=1"),
+        slow("llama", "fsdp=2,tensor=2"),
         slow("llama", "context=2"),
         slow("windows", "fsdp=4"),
         slow("experts", "fsdp=2,expert=2"),

@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow
+"""Simulated and threaded islands have the same store and laws by default."""
+
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -76,13 +79,11 @@ def test_ray_listens_on_the_loopback_alone(ended):
     check(ended, "ports")
 
 
-@pytest.mark.slow
 def test_islands_and_servers_are_killed_and_training_goes_on():
     done = run(900, "islands")
     print(done.stdout)
     check(done, "islands")
 
 
-@pytest.mark.slow
 def test_islands_of_every_algorithm_begin_as_their_recurrence():
     check(run(900, "births"), "births")

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow
 
 from meshpar.local_sgd.fragments import Fragments
 
 SHAPES = {"a": (3, 5), "b": (), "c": (40,), "d": (2, 7)}
 
 
-@pytest.mark.parametrize("num_fragments, num_slices", [(1, 1), (3, 2), (5, 4)])
+@pytest.mark.parametrize("num_fragments, num_slices", [slow(1, 1), slow(3, 2), (5, 4)])
 def test_fragments_hold_every_number_once(num_fragments, num_slices):
     cut = Fragments(SHAPES, num_fragments, num_slices, replicas=2)
     rngs = np.random.default_rng(0)

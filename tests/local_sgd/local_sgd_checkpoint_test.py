@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.marks import slow
 from support.regression import ADAM, NESTEROV, STEPS, lower, rows, train
 from support.tiny_models import host, relative_error
 
@@ -59,9 +60,9 @@ def test_resumes_bit_for_bit_while_a_fragment_travels(saved):
 @pytest.mark.parametrize(
     "layout, note",
     [
-        ("replica=2,tensor=2", "kept apart"),
+        slow("replica=2,tensor=2", "kept apart"),
         ("replica=4", "replaced by their average"),
-        ("data=2", "replaced by their average"),
+        slow("data=2", "replaced by their average"),
     ],
 )
 def test_restores_onto_other_replicas_through_the_average(saved, layout, note):
@@ -81,6 +82,7 @@ def test_restores_onto_other_replicas_through_the_average(saved, layout, note):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_another_mode_drops_the_traveling_fragment(saved):
     """Its shapes are equal, but its schedule differs."""
     folder, program, before = saved
@@ -142,6 +144,7 @@ def test_identities_differ_between_modes():
     assert len({mode.identity() for mode in (warm, *others)}) == 5
 
 
+@pytest.mark.slow
 def test_a_synchronous_checkpoint_starts_replicas(tmp_path):
     program = lower("data=2", ADAM)
     state, _ = train(program, 3)

@@ -16,10 +16,10 @@ from meshpar.local_sgd.exchange import make_exchange
 @pytest.mark.parametrize(
     "options, ratio",
     [
-        (dict(), 1),
+        slow(dict(), 1),
         slow(dict(staleness=3), 1),
         slow(dict(wire="bf16"), 1 / 2),
-        (dict(wire="int8"), 1 / 4),
+        slow(dict(wire="int8"), 1 / 4),
         (dict(wire="int4", staleness=2, fragments=2), 1 / 8),
     ],
 )
@@ -67,7 +67,8 @@ def test_a_wrong_contract_fails(monkeypatch):
     assert "at once: all_gather over replica" in "\n".join(at_once.violations())
 
 
-@pytest.mark.parametrize("wire, share", [("f32", 2 / 4), ("int8", 1 + 1 + 2 / 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wire, share", [slow("f32", 2 / 4), ("int8", 1 + 1 + 2 / 4)])
 def test_memory_is_in_the_plan(wire, share):
     """Momentum takes 1/R, and so do global weights, unless the wire is lossy."""
     mode = meshpar.LocalSGD(8, outer=NESTEROV, wire=wire)

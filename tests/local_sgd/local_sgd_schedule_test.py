@@ -74,6 +74,7 @@ def test_the_reason_names_the_remedy(layout, lowering, words):
         tiny_models.lower(layout, tiny_models.model(depth=4), **options)
 
 
+@pytest.mark.slow
 def test_synchronous_pipelines_have_replicas():
     options = dict(mode=meshpar.LocalSGD(), lowering="shard_map")
     assert tiny_models.lower("replica=2,pipe=2,microbatches=2", **options)

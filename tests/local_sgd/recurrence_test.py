@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import tiny_models
+from support import tiny_models, tiny_stack
 from support.marks import slow
 from support.regression import (
     ADAM,
@@ -46,13 +46,29 @@ CASES = {
     ),
     "streaming, int4": (
         SGD,
-        dict(period=6, staleness=2, fragments=3, outer=NESTEROV, wire="int4"),
+        dict(
+            period=6,
+            staleness=2,
+            fragments=3,
+            outer=NESTEROV,
+            merge=local_sgd.Lerp(0.5),
+            wire="int4",
+        ),
     ),
     "streaming after warm-up": (
         ADAM,
         dict(period=local_sgd.warm_up(3, 4), staleness=2, fragments=2, outer=NESTEROV),
     ),
-    "one step late": (SGD, dict(period=3, staleness=1, merge=local_sgd.Overwrite())),
+    "one step late": (
+        SGD,
+        dict(
+            period=3,
+            staleness=1,
+            outer=NESTEROV,
+            damping=1.0,
+            merge=local_sgd.Overwrite(),
+        ),
+    ),
     "shift": (MOMENTUM, dict(period=4, staleness=3)),
     "damping": (SGD, dict(period=4, staleness=2, outer=NESTEROV, damping=1.0)),
     "EASGD": (SGD, dict(period=3, merge=local_sgd.Elastic(0.2))),
@@ -78,8 +94,14 @@ CASES = {
     ),
 }
 
+DEFAULT = {
+    *("post-local", "streaming, int4", "one step late", "EASGD, late"),
+    *("int8 without error feedback", "gossip, exponential", "gossip, matrices"),
+}
+"""Cases of every rule, among them all that travel; `-m slow` runs all others."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", [n if n in DEFAULT else slow(n) for n in CASES])
 def test_equals_the_recurrence(name):
     inner, options = CASES[name]
     mode = meshpar.LocalSGD(**options)
@@ -113,36 +135,48 @@ def test_period_1_with_adam_is_not_synchronous_training():
 
 
 INSIDE = optax.sgd(0.1, 0.9)
-BATCHES = [tiny_models.batch(step) for step in range(2)]
+EQUAL_ROWS = {"weight": np.ones(tiny_stack.BATCH, np.float32)}
+"""Replicas count alike, whatever their rows weigh."""
+
+
+def of_model(name):
+    """A function that lowers, and two batches."""
+    if name == "stack":
+        return tiny_stack.lower, [tiny_stack.batch(i) | EQUAL_ROWS for i in range(2)]
+    return tiny_models.lower, [tiny_models.batch(i) for i in range(2)]
 
 
 @functools.cache
-def one_device():
+def one_device(name):
     """Weights after two steps, and the loss of the last batch then."""
-    single = tiny_models.lower("data=1", optimizer=INSIDE)
+    lower_model, batches = of_model(name)
+    single = lower_model("data=1", optimizer=INSIDE)
     state = single.init(0)
-    for batch in BATCHES:
+    for batch in batches:
         state, _ = single.step(state, batch)
-    return host(state.params), float(single.evaluate(state, BATCHES[-1])["loss"])
+    return host(state.params), float(single.evaluate(state, batches[-1])["loss"])
 
 
 @pytest.mark.parametrize(
-    "layout, lowering",
+    "name, layout, lowering",
     [
-        ("replica=2,fsdp=2,tensor=2", "shard_map"),
-        slow("replica=2,fsdp=2,context=2", "shard_map"),
-        ("replica=2,pipe=2,fsdp=2,microbatches=2", "shard_map"),
-        slow("replica=2,data=2,fsdp=2,zero=2,microbatches=2", "jit"),
+        ("stack", "replica=2,fsdp=2,tensor=2", "shard_map"),
+        ("stack", "replica=2,pipe=2,fsdp=2,microbatches=2", "shard_map"),
+        slow("decoder", "replica=2,fsdp=2,tensor=2", "shard_map"),
+        slow("decoder", "replica=2,fsdp=2,context=2", "shard_map"),
+        slow("decoder", "replica=2,pipe=2,fsdp=2,microbatches=2", "shard_map"),
+        slow("decoder", "replica=2,data=2,fsdp=2,zero=2,microbatches=2", "jit"),
     ],
 )
-def test_any_layout_inside_a_replica(layout, lowering):
+def test_any_layout_inside_a_replica(name, layout, lowering):
     mode = meshpar.LocalSGD(1, wire="f32")
-    program = tiny_models.lower(layout, optimizer=INSIDE, mode=mode, lowering=lowering)
-    state, (want, loss) = program.init(0), one_device()
-    for batch in BATCHES:
+    lower_model, batches = of_model(name)
+    program = lower_model(layout, optimizer=INSIDE, mode=mode, lowering=lowering)
+    state, (want, loss) = program.init(0), one_device(name)
+    for batch in batches:
         state, _ = program.step(state, batch)
     assert relative_error(host(program.weights(state)), want) < 1e-6
-    evaluated = program.evaluate(state, BATCHES[-1])
+    evaluated = program.evaluate(state, batches[-1])
     assert float(evaluated["drift"]) < 1e-7
     assert float(evaluated["loss"]) == pytest.approx(loss, rel=1e-5)
     assert program.violations() == []
@@ -158,6 +192,7 @@ def with_noise_for_the_other(r, seed):
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
+@pytest.mark.slow
 def test_a_longer_period_than_the_run_is_independent_runs():
     """No rows of one replica influence the other, bit for bit."""
     mode = meshpar.LocalSGD(STEPS + 1)

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 import pytest
 
+from tests.support import tiny_models, tiny_stack
 from tests.support.marks import slow
-from tests.support.tiny_models import batch, host, lower, model, relative_error
+from tests.support.tiny_models import host, lower, model, relative_error
 
 LAYOUTS = [
     "data=8",
@@ -22,8 +23,10 @@ LAYOUTS = [
     "tensor=4",
     "data=2,fsdp=2,tensor=2",
     "fsdp=4,tensor=2,microbatches=2",
+    "fsdp=4,remat=full,offload=optimizer+parameters+activations",
 ]
-BY_DEFAULT = [("nnx", "fsdp=8,zero=3"), ("nnx", "data=2,fsdp=2,tensor=2")]
+BY_DEFAULT = [("stack", layout) for layout in (LAYOUTS[3], LAYOUTS[5], LAYOUTS[-1])]
+"""Decoders, of either framework, run with `-m slow`."""
 
 
 @functools.cache
@@ -31,9 +34,16 @@ def small_model(framework):
     return model(framework, **({"kv_heads": 4} if framework == "nnx" else {}))
 
 
-def trained(layout, framework, **options):
+def lowered(layout, framework, **options):
     options = {"optimizer": optax.adamw(1e-2), "clip_norm": 1.0, **options}
-    program = lower(layout, small_model(framework), **options)
+    if framework == "stack":
+        return tiny_stack.lower(layout, **options)
+    return lower(layout, small_model(framework), **options)
+
+
+def trained(layout, framework, **options):
+    program = lowered(layout, framework, **options)
+    batch = tiny_stack.batch if framework == "stack" else tiny_models.batch
     state = program.init(0)
     for step in range(3):
         state, _ = program.step(state, batch(step))
@@ -49,7 +59,7 @@ def one_device(framework):
     "framework, layout",
     [
         (pytest.param if row in BY_DEFAULT else slow)(*row)
-        for row in itertools.product(("nnx", "linen"), LAYOUTS)
+        for row in itertools.product(("stack", "nnx", "linen"), LAYOUTS)
     ],
 )
 def test_parameters_equal_one_device(framework, layout):
@@ -66,6 +76,6 @@ def test_a_layered_model_under_jit_equals_one_device(layout):
 
 
 def test_the_first_steps_move_every_parameter():
-    start = host(lower("data=1", small_model("nnx")).init(0).params)
-    after = one_device("nnx")
+    start = host(lowered("data=1", "stack").init(0).params)
+    after = one_device("stack")
     assert all(np.any(after[path] != x) for path, x in start.items())

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.classifier import CLASSES, ROWS, Net
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import LayoutError
@@ -52,11 +53,11 @@ def plain(model, params, batch):
 @pytest.mark.parametrize(
     "layout, lowering",
     [
-        ("data=1", ""),
-        ("data=2,fsdp=2", ""),
-        ("fsdp=2,microbatches=2", "jit"),
+        slow("data=1", ""),
+        slow("data=2,fsdp=2", ""),
+        slow("fsdp=2,microbatches=2", "jit"),
         ("pipe=2,data=2,microbatches=2", ""),
-        ("data=4", "shard_map"),
+        slow("data=4", "shard_map"),
     ],
 )
 def test_arrays_are_those_of_the_whole_batch(layout, lowering):

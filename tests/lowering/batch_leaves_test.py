@@ -105,8 +105,8 @@ def one_device():
 @pytest.mark.parametrize(
     "layout, lowering",
     [
-        ("data=2,fsdp=2,tensor=2", ""),
-        ("fsdp=2,microbatches=4", "jit"),
+        slow("data=2,fsdp=2,tensor=2", ""),
+        slow("fsdp=2,microbatches=4", "jit"),
         ("pipe=2,fsdp=2,microbatches=4", ""),
         slow("data=8", ""),
         slow("fsdp=4,zero=2,microbatches=2", ""),

@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support.tiny_models import batch, host, lower, model, relative_error
+from support import tiny_stack
+from support.marks import slow
+from support.tiny_models import host, relative_error
 
 import meshpar
 from meshpar.errors import LayoutError
@@ -82,7 +84,7 @@ def fsdp_splits_the_length(monkeypatch):
     monkeypatch.setitem(axes.BATCH_DIMS, "length", ("fsdp",))
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=4", "data=2,fsdp=2,zero=2"])
+@pytest.mark.parametrize("layout", [slow("data=2,fsdp=4"), "data=2,fsdp=2,zero=2"])
 def test_an_axis_may_split_the_length(layout, fsdp_splits_the_length):
     """Placing, noise and sums follow the spec: the gradients equal one device's."""
     data, results = rows(), []
@@ -107,12 +109,13 @@ def test_a_length_that_does_not_divide_is_refused(fsdp_splits_the_length):
 
 def test_a_program_needs_no_optimizer():
     """Parameters and evaluation stand below what trains."""
-    train = lower("fsdp=2", model())
+    train = tiny_stack.lower("fsdp=2")
     lowering = dataclasses.replace(train.lowering, optimizer=None)
     program = Program(lowering, train.abstract_batch)
     params = program.init_params(seed=3)
     state = train.init(3)
     for path, value in host(state.params).items():
         np.testing.assert_array_equal(params[path], value, err_msg=path)
-    loss = program.evaluate_params(params, batch())["loss"]
-    assert float(loss) == float(train.evaluate(state, batch())["loss"])
+    batch = tiny_stack.batch()
+    loss = program.evaluate_params(params, batch)["loss"]
+    assert float(loss) == float(train.evaluate(state, batch)["loss"])

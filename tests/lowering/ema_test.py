@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from support.biased_model import lower, rows, train, train_plainly
+from support.marks import slow
 from support.tiny_models import host, relative_error
 
 import meshpar
@@ -14,7 +15,7 @@ ADAM = optax.adam(1e-2)
 AVERAGED = meshpar.with_ema(ADAM, DECAY)
 
 
-@pytest.mark.parametrize("layout", ["fsdp=8", "pipe=2,fsdp=2,microbatches=2"])
+@pytest.mark.parametrize("layout", [slow("fsdp=8"), "pipe=2,fsdp=2,microbatches=2"])
 def test_equals_a_plain_loop(layout):
     program = lower(layout, AVERAGED)
     start = program.in_model_order(program.init(0)).params
@@ -44,6 +45,7 @@ def test_the_average_is_sharded_as_the_weights():
         np.testing.assert_array_equal(x, state.params[path], err_msg=path)
 
 
+@pytest.mark.slow
 def test_stages_of_pipedream_average_their_own_weights():
     program = lower(
         "pipe=3,microbatches=4,schedule=pipedream", meshpar.with_ema(ADAM, 0.0)

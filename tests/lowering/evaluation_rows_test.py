@@ -81,9 +81,9 @@ def plain(model, loss, batch):
 @pytest.mark.parametrize(
     "loss, layout, lowering",
     [
-        (mean_loss, "data=2,fsdp=4", ""),
+        slow(mean_loss, "data=2,fsdp=4", ""),
         (weighted_loss, "pipe=2,data=2,microbatches=2", ""),
-        (mean_loss, "pipe=2,fsdp=2,microbatches=4", ""),
+        slow(mean_loss, "pipe=2,fsdp=2,microbatches=4", ""),
         (weighted_loss, "data=4", "jit"),
         slow(mean_loss, "data=4", "shard_map"),
         slow(weighted_loss, "fsdp=2,microbatches=4", ""),
@@ -123,17 +123,18 @@ def test_rows_that_are_mixed_are_mixed_with_each_other_alone(rows):
 
 
 DECODERS = [
-    ("fsdp=2,context=2,tensor=2", {}),
+    slow("fsdp=2,context=2,tensor=2", {}),
     ("pipe=2,fsdp=2,context=2,microbatches=2,vocab=pipe", {}),
     slow("pipe=2,microbatches=4,virtual_stages=2", {"depth": 4}),
     slow("pipe=2,microbatches=2,partition=1/2", {"depth": 3}),
     slow("data=2,context=4,context_mode=ring", {}),
-    ("fsdp=2,expert=2,tensor=2", {"num_experts": 4}),
+    slow("fsdp=2,expert=2,tensor=2", {"num_experts": 4}),
     slow("pipe=2,expert=2,microbatches=2", {"num_experts": 4}),
     slow("data=2,tensor=2,layers=fsdp", {}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, sizes", DECODERS)
 def test_decoders_evaluate_any_rows_under_any_layout(layout, sizes):
     program = tiny_models.lower(layout, tiny_models.model(**sizes))

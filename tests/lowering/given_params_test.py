@@ -10,6 +10,7 @@ import pytest
 from flax import nnx, traverse_util
 from support import adapted_model as adapted
 from support import resnets
+from support.marks import slow
 from support.tiny_models import host
 
 import meshpar
@@ -160,8 +161,8 @@ def save(folder, tree):
     "tree, at",
     [
         (lambda: {"step": np.int32(3), "params": nested(whole())}, "params"),
-        (lambda: {"state": {"weights": whole()}}, "state/weights"),
-        (lambda: nested(whole()), ""),
+        slow(lambda: {"state": {"weights": whole()}}, "state/weights"),
+        slow(lambda: nested(whole()), ""),
         (lambda: {"params": nnx.state(module(whole()))}, "params"),
     ],
     ids=["nested", "flat", "all", "nnx"],

@@ -39,6 +39,7 @@ def test_a_stage_saves_what_its_own_rows_need():
     assert stage.running == pytest.approx(alone.running, rel=0.02)
 
 
+@pytest.mark.slow
 @tpu
 def test_grouped_matmuls_read_and_write_rows_of_the_worst_case():
     """Each device keeps place for the rows of all devices along `expert`."""

@@ -51,6 +51,7 @@ def test_bfloat16_compute_over_float32_master_weights():
     assert 1e-4 < error < 3e-2
 
 
+@pytest.mark.slow
 def test_clipping_bounds_the_update_and_reports_the_norm_before():
     free = lower("fsdp=2", cached_model("nnx"), optax.sgd(1.0))
     clipped = lower("fsdp=2", cached_model("nnx"), optax.sgd(1.0), clip_norm=0.25)
@@ -65,6 +66,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before():
     assert moved["clipped"] == pytest.approx(0.25, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_the_mesh(framework):
     dropping = model(framework, dropout=0.5)
     alone, split = (
@@ -115,13 +117,13 @@ def test_microbatches_weigh_by_their_weight():
 
 
 def test_step_donates_and_counts():
-    program = lower("fsdp=2", cached_model("nnx"))
+    program = tiny_stack.lower("fsdp=2")
     state = program.init(3)
-    old = state.params["embedding"]
-    state, metrics = program.step(state, program.place_batch(batch()))
+    old = state.params["head"]
+    state, metrics = program.step(state, program.place_batch(tiny_stack.batch()))
     assert int(state.step) == 1 and int(state.seed) == 3
     assert old.is_deleted()
-    assert set(metrics) == {"loss", "grad_norm"}
+    assert set(metrics) == {"loss", "grad_norm", "weight"}
 
 
 def test_fingerprint_tells_programs_apart():
@@ -130,6 +132,7 @@ def test_fingerprint_tells_programs_apart():
     assert one.fingerprint != tiny_stack.lower("fsdp=2").fingerprint
 
 
+@pytest.mark.slow
 def test_equality_holds_for_the_default_sizes_at_initialization():
     """Larger tensors take other vectorized code paths: still bitwise the same."""
     sizes = dict(vocab=256, embed=96, mlp=160, heads=4, kv_heads=2)

@@ -76,6 +76,7 @@ def test_a_segment_of_one_layer_shares_nothing_with_its_backward_pass():
     assert one.violations() == []
 
 
+@pytest.mark.slow
 def test_what_tensor_moves_again_is_declared_for_the_layers_that_do():
     def runs(remat):
         program = lower(f"fsdp=2,tensor=4,remat={remat}", model(depth=4))

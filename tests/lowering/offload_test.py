@@ -29,6 +29,7 @@ def memory_kinds(state):
     return {path for path, kind in kinds.items() if kind == HOST_MEMORY}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=4,remat=full"])
 def test_a_run_with_offload_equals_the_run_without_it_bit_for_bit(layout):
     """In a process whose compiler has no fused multiply-add.

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.marks import slow
 
 from meshpar.commands.optimizers import OPTIMIZERS
 from meshpar.lowering.layer_rows import LayerRows
@@ -99,11 +100,10 @@ def trained_plainly(name):
 
 
 def rows_to_try():
-    """All optimizers; those that treat elements alike need no padded layers twice."""
+    """All optimizers; by default Adam alone of those that treat elements alike."""
     for name in OPTIMIZERS:
-        own = name in LAYER_BY_LAYER | AT_ONCE | {"adam"}
-        yield pytest.param(name, "as in the model", marks=())
-        yield pytest.param(name, "padded", marks=() if own else pytest.mark.slow)
+        kind = pytest.param if name in LAYER_BY_LAYER | AT_ONCE | {"adam"} else slow
+        yield from (kind(name, order) for order in ORDERS)
 
 
 @pytest.mark.parametrize("name, order", list(rows_to_try()))

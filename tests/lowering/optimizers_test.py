@@ -15,6 +15,7 @@ from support.biased_model import (
     train,
     train_plainly,
 )
+from support.marks import slow
 from support.tiny_models import host, model, relative_error
 
 import meshpar
@@ -71,8 +72,8 @@ def error_to_plain_loop(program, transformation):
     return relative_error(host(state.params), plain)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("name", ["masked", "labelled"])
+@pytest.mark.parametrize("lowering", ["shard_map", slow("jit")])
+@pytest.mark.parametrize("name", [slow("masked"), "labelled"])
 def test_masks_and_labels_by_path_mean_the_paths_of_the_model(name, lowering):
     transformation = {"masked": MASKED, "labelled": LABELLED}[name]
     program = lower("fsdp=8", transformation, lowering=lowering)
@@ -92,14 +93,14 @@ def test_a_mask_by_path_matters():
 
 @pytest.mark.parametrize(
     "name, transformation",
-    {
-        "plateau": PLATEAU,
-        "polyak": optax.polyak_sgd(max_learning_rate=0.1),
-        "lamb": optax.lamb(1e-2, mask=no_bias),
-        "sm3": optax.sm3(0.1),
-        "adaptive": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
-        "muon": contrib.muon(1e-2),
-    }.items(),
+    [
+        ("plateau", PLATEAU),
+        slow("lamb", optax.lamb(1e-2, mask=no_bias)),
+        ("muon", contrib.muon(1e-2)),
+        slow("polyak", optax.polyak_sgd(max_learning_rate=0.1)),
+        slow("sm3", optax.sm3(0.1)),
+        slow("adaptive", optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1))),
+    ],
 )
 def test_what_is_not_elementwise_equals_one_device_and_declares_its_traffic(
     name, transformation
@@ -204,7 +205,7 @@ def test_a_mask_of_the_flat_dict_still_works():
 @pytest.mark.parametrize(
     "layout, options",
     [
-        ("replica=2,fsdp=2", {"mode": meshpar.LocalSGD(period=1)}),
+        slow("replica=2,fsdp=2", {"mode": meshpar.LocalSGD(period=1)}),
         ("pipe=3,microbatches=1,schedule=pipedream", {}),
     ],
 )

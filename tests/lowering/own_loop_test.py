@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import MeshparError
@@ -118,7 +119,10 @@ class LinenLoop:
         return self.given
 
 
-LAYOUTS = ["data=4", "fsdp=4", "fsdp=2,tensor=2", "pipe=2,data=2,microbatches=2"]
+LAYOUTS = [
+    "pipe=2,data=2,microbatches=2",
+    *map(slow, ("fsdp=2,tensor=2", "data=4", "fsdp=4")),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -168,6 +172,7 @@ def test_a_padded_pipeline_takes_what_it_gave():
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_from_seed_and_step():
     model = meshpar.from_nnx(lambda rngs: Net(rngs, 0.5), loss)
     program = lowered(model, "data=2,fsdp=2")
@@ -256,6 +261,7 @@ def test_steps_in_a_scan_of_the_users_own(make, layout):
     state, _ = program.step(state, BATCHES[0])  # Its shards are those of the program.
 
 
+@pytest.mark.slow
 def test_steps_and_evaluation_in_a_jit_of_the_users_own():
     model = meshpar.from_nnx(lambda rngs: Net(rngs, 0.5), loss, layers="layers")
     program = lowered(model, "data=2,fsdp=2,microbatches=2")

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 from tests.support import tiny_models
@@ -25,7 +26,7 @@ def inputs(rows):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=8", "fsdp=4,tensor=2", "pipe=2,fsdp=2,microbatches=4"]
+    "layout", [slow("data=8"), slow("fsdp=4,tensor=2"), "pipe=2,fsdp=2,microbatches=4"]
 )
 def test_equal_to_one_device(layout, expected):
     program = tiny_models.lower(layout)

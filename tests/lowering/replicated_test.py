@@ -64,10 +64,10 @@ def flat(kind, params):
 @pytest.mark.parametrize(
     "kind, layout, lowering",
     [
-        ("nnx", "data=2,fsdp=2", ""),
-        ("linen", f"fsdp=2,tensor=2,microbatches=4,{TENSOR}", ""),
-        ("nnx", "pipe=2,data=2,microbatches=4", ""),
-        ("linen", "fsdp=2,context=2", ""),
+        slow("nnx", "data=2,fsdp=2", ""),
+        slow("linen", f"fsdp=2,tensor=2,microbatches=4,{TENSOR}", ""),
+        slow("nnx", "pipe=2,data=2,microbatches=4", ""),
+        slow("linen", "fsdp=2,context=2", ""),
         ("nnx", "data=2,microbatches=2", "jit"),
         ("linen", "pipe=2,fsdp=2,microbatches=4,save=residuals", ""),
         slow("nnx", "pipe=2,context=2,microbatches=2", ""),

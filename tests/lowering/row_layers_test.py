@@ -29,7 +29,8 @@ def trained(layout, of, steps=2, **options):
     return metrics, state.params
 
 
-@pytest.mark.parametrize("layers", ["fsdp", "1*tensor+1*fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [slow("fsdp"), "1*tensor+1*fsdp"])
 def test_dropout_draws_what_one_device_draws(layers):
     of = model(dropout=0.3)
     ours, params = trained(f"fsdp=2,tensor=2,layers={layers}", of)
@@ -100,6 +101,7 @@ def test_layers_that_split_rows_keep_their_contract(layout):
     assert sum(gathers) == sum(found) > 0
 
 
+@pytest.mark.slow
 def test_replicas_that_train_apart_may_split_rows():
     metrics = [
         trained(f"replica=2,fsdp=2,{rest}", model(), mode=meshpar.LocalSGD(period=2))[0]

@@ -27,7 +27,7 @@ TINY = model(depth=3)
 @pytest.mark.parametrize(
     "shape, gathers_around_rings, kinds",
     [
-        ((2, 2), False, {"all_gather", "permute"}),
+        slow((2, 2), False, {"all_gather", "permute"}),
         ((4,), True, {"permute"}),
     ],
 )
@@ -76,7 +76,7 @@ def test_on_cpus_collectives_outside_loops_wait_for_those_inside(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "layout", ["pipe=2,fsdp=2,microbatches=2,vocab=pipe", "fsdp=2,tensor=2"]
+    "layout", [slow("pipe=2,fsdp=2,microbatches=2,vocab=pipe"), "fsdp=2,tensor=2"]
 )
 def test_loops_over_blocks_of_the_loss_run_in_turn(layout):
     program = lower(layout, model(depth=4, kv_heads=2, loss_block=4))
@@ -123,6 +123,7 @@ def test_zero_3_keeps_no_gathered_weight():
     assert growth < layer / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("fsdp=4,zero=1"), "fsdp=2,tensor=2,zero=2"])
 def test_bfloat16_at_every_level_of_zero(layout):
     program = lower(layout, TINY, compute_dtype=jnp.bfloat16)
@@ -177,7 +178,9 @@ STAGES = meshpar.LayerStack(
 )
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4", "data=2,fsdp=2,zero=1,microbatches=2"])
+@pytest.mark.parametrize(
+    "layout", [slow("fsdp=4"), "data=2,fsdp=2,zero=1,microbatches=2"]
+)
 def test_shards_weigh_by_their_weight_and_draw_their_own_noise(layout):
     """Masks that differ between shards, and dropout, give the values of one device."""
     rng = np.random.default_rng(0)

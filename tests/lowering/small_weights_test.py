@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 
@@ -51,16 +52,20 @@ def num_collectives(program):
 
 
 @pytest.mark.parametrize(
-    "layers, lowering", [(None, ""), (None, "shard_map"), ("layers", "")]
+    "layers, lowering", [slow(None, ""), (None, "shard_map"), ("layers", "")]
 )
-@pytest.mark.parametrize("layout", ["data=8", "fsdp=8", "data=2,fsdp=4,zero=1"])
+@pytest.mark.parametrize(
+    "layout", [slow("data=8"), slow("fsdp=8"), "data=2,fsdp=4,zero=1"]
+)
 def test_collectives_do_not_grow_with_the_number_of_weights(layout, layers, lowering):
     few, many = (make_program(n, layout, layers, lowering) for n in (4, 16))
     assert num_collectives(few) == num_collectives(many)
     assert many.violations() == []
 
 
-@pytest.mark.parametrize("layout", ["fsdp=8", "data=2,fsdp=4", "fsdp=8,zero=2"])
+@pytest.mark.parametrize(
+    "layout", [slow("fsdp=8"), "data=2,fsdp=4", slow("fsdp=8,zero=2")]
+)
 def test_weights_of_a_bucket_train_as_on_one_device(layout):
     program = make_program(4, layout, None)
     state = program.init(0)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 
@@ -83,24 +84,28 @@ def test_a_model_without_layers_is_traced_once(framework):
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 @pytest.mark.parametrize(
-    "layout", ["fsdp=2", "data=2,fsdp=2,tensor=2", "data=2,fsdp=2,microbatches=2"]
+    "layout",
+    [slow("fsdp=2"), slow("data=2,fsdp=2,tensor=2"), "data=2,fsdp=2,microbatches=2"],
 )
 def test_a_model_with_layers_is_traced_for_its_rows_and_for_its_step(layout, framework):
     assert num_traces(layout, framework=framework) == 4
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", ["nnx", slow("linen")])
 @pytest.mark.parametrize(
-    "layout", ["pipe=2,data=2,microbatches=4", "pipe=2,fsdp=2,tensor=2,microbatches=2"]
+    "layout",
+    ["pipe=2,data=2,microbatches=4", slow("pipe=2,fsdp=2,tensor=2,microbatches=2")],
 )
 def test_a_pipeline_is_traced_once_more_for_its_evaluation(layout, framework):
     assert num_traces(layout, framework=framework) == 5
 
 
-def test_evaluation_that_differs_from_training_is_traced_itself():
+@pytest.mark.parametrize(
+    "layout, number", [slow("data=2,fsdp=2", 5), ("pipe=2,data=2,microbatches=4", 7)]
+)
+def test_evaluation_that_differs_from_training_is_traced_itself(layout, number):
     """Dropout makes it differ: it is cut, and checked for its rows in a pipeline."""
-    assert num_traces("data=2,fsdp=2", rate=0.1) == 5
-    assert num_traces("pipe=2,data=2,microbatches=4", rate=0.1) == 7
+    assert num_traces(layout, rate=0.1) == number
 
 
 def test_a_model_without_layers_in_parts_is_traced_for_its_rows():

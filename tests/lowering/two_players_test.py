@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 from support.tiny_models import host
 
 import meshpar
@@ -98,7 +99,7 @@ def plain_loop():
     return losses, {"/".join(keys): np.asarray(leaf[...]) for keys, leaf in leaves}
 
 
-@pytest.mark.parametrize("layout", ["data=8", f"fsdp=8,{NAMES}"])
+@pytest.mark.parametrize("layout", [slow("data=8"), f"fsdp=8,{NAMES}"])
 def test_two_players_train_as_in_a_plain_loop(layout):
     first, second = (
         meshpar.lower(model(player), OPTIMIZERS[player], layout, rows())

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from support import tiny_models
+from support.marks import slow
 
 import meshpar
 from meshpar.methods.row_table import RowTable
@@ -76,7 +77,7 @@ def dense(layout, num):
     return jax.device_get(state.params["table"]), losses
 
 
-@pytest.mark.parametrize("layout", ["data=1", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("layout", [slow("data=1"), "fsdp=2,tensor=2"])
 def test_a_table_trains_as_the_whole_parameter_does(layout):
     want, losses = dense(layout, 12)
     program = lower(SLOTS, layout)

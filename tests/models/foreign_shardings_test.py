@@ -14,6 +14,7 @@ from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import LayoutError
@@ -89,6 +90,7 @@ def lowered(config, layout, change=lambda logits: logits):
     return meshpar.lower(model, optax.sgd(1.0), layout, DATA, devices=devices)
 
 
+@pytest.mark.slow
 def test_metadata_with_mesh_axes_and_constraints_over_them_run():
     losses = []
     for layout in ("data=8", "fsdp=4,tensor=2", "fsdp=2,tensor=2,microbatches=2"):
@@ -109,7 +111,7 @@ def test_a_parameter_on_an_axis_of_another_name_is_named():
     assert program.plan.specs["embedder/embedding"] == P("tensor", "fsdp")
 
 
-@pytest.mark.parametrize("layout", ["data=8", "fsdp=4,tensor=2"])
+@pytest.mark.parametrize("layout", [slow("data=8"), "fsdp=4,tensor=2"])
 def test_out_shardings_are_constraints(layout):
     def change(logits):
         logits = jnp.einsum("bld->bdl", logits)  # Of one array: without out_sharding.
@@ -290,7 +292,8 @@ def linen_loop(num_steps):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=4", "fsdp=4", "fsdp=2,tensor=2", "pipe=2,tensor=2"]
+    "layout",
+    [slow("data=4"), slow("fsdp=4"), slow("fsdp=2,tensor=2"), "pipe=2,tensor=2"],
 )
 @pytest.mark.parametrize("layers", ["", "block_*"])
 def test_a_model_that_names_axes_trains_as_in_its_own_loop(layout, layers):
@@ -304,7 +307,7 @@ def test_a_model_that_names_axes_trains_as_in_its_own_loop(layout, layers):
     compare_with_the_loop(program, layout)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_a_mesh_of_the_users_own_may_be_in_use(kind):
     config = Shardings(tensor="tp", act_btf=P("fsdp", None, "tp"), act_btd=P("fsdp"))
     layout = "fsdp=4,tensor=2,axes.tp=tensor"

@@ -37,8 +37,8 @@ def assert_trains_its_own(program, steps=3):
     [
         slow("data=4", {}),
         slow("fsdp=4,zero=2,microbatches=2", {}),
-        ("fsdp=4,zero=3", {}),
-        ("fsdp=4", {"lowering": "jit"}),
+        slow("fsdp=4,zero=3", {}),
+        slow("fsdp=4", {"lowering": "jit"}),
         slow("data=2,fsdp=2,tensor=2", {}),
         ("pipe=2,fsdp=2,zero=3,microbatches=4", {}),
     ],
@@ -93,13 +93,14 @@ def test_no_gradient_of_a_frozen_parameter_is_sent(zero):
     assert program.violations() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, trained",
     [
         slow("fsdp=4,zero=1", "head"),
-        ("fsdp=4,zero=2,microbatches=2", "norm|head"),
+        slow("fsdp=4,zero=2,microbatches=2", "norm|head"),
         ("fsdp=4,zero=3", "head"),
-        ("fsdp=4,zero=3", "embed"),
+        slow("fsdp=4,zero=3", "embed"),
         slow("pipe=2,microbatches=4", "head"),
     ],
 )
@@ -124,6 +125,7 @@ def test_a_path_selects_what_a_filter_selects():
     }
 
 
+@pytest.mark.slow
 def test_replicas_average_the_trained_parameters_alone():
     mode = meshpar.LocalSGD(period=1)
     program = adapted.lower("replica=2,fsdp=2", optimizer=optax.sgd(0.1), mode=mode)
@@ -134,6 +136,7 @@ def test_replicas_average_the_trained_parameters_alone():
     assert program.step(state, adapted.rows())[1]["replica_bytes"] <= 2 * 4 * floats
 
 
+@pytest.mark.slow
 def test_compute_dtype_casts_frozen_weights_but_not_integers():
     program = adapted.lower("fsdp=2", compute_dtype=jax.numpy.bfloat16)
     kinds = {path: str(leaf.dtype) for path, leaf in program.plan.weights.items()}

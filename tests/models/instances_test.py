@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 from meshpar.errors import MeshparError
@@ -103,7 +104,9 @@ def test_other_modules_get_no_weights():
         program.update(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), program.init())
 
 
-@pytest.mark.parametrize("mode", [None, meshpar.LocalSGD(period=2)], ids=["", "local"])
+@pytest.mark.parametrize(
+    "mode", [slow(None), meshpar.LocalSGD(period=2)], ids=["", "local"]
+)
 def test_a_state_that_a_step_has_taken_says_so(mode):
     layout = "data=4" if mode is None else "replica=2,data=2"
     optimizer, devices = optax.sgd(0.1), jax.devices()[:4]

@@ -26,10 +26,6 @@ LAYOUTS = {
 }
 DEFAULT = {
     ("nnx", "prefetch"),
-    ("nnx_pattern", "pipe"),
-    ("linen_pattern", "tensor"),
-    ("encoder_decoder", "saved"),
-    ("linen", "zero_bubble"),
 }
 """Rows that run by default; `-m slow` runs all others."""
 
@@ -107,6 +103,7 @@ def test_bf16_compute_stays_close(name):
     assert losses[0] != plain(name)[1][0]
 
 
+@pytest.mark.slow
 def test_pipedream_trains_layers_with_context():
     """While weights hardly move, microbatches add up to steps of the whole batch."""
     cut, num, small = CUTS["nnx_pattern"], 4, optax.sgd(1e-3)

@@ -113,12 +113,8 @@ LAYOUTS = {
 }
 DEFAULT = {
     ("deep_supervision", "interleaved"),
-    ("early_exit", "tensor"),
-    ("mean_of_all", "zero_bubble"),
     ("penalties_of_layers", "fsdp"),
-    ("sizes_of_activations", "uneven"),
-    ("weights_of_all", "1f1b"),
-    ("weights_of_one", "pipe"),
+    ("weights_of_one", "1f1b"),
 }
 
 
@@ -182,8 +178,11 @@ def weights_of_blocks(apply, batch):
     return linen_loss(apply, batch) + sum(jnp.square(x).sum() for x in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "scan, loss", [(False, weights_of_blocks), (True, linen_loss)], ids=["loop", "scan"]
+    "scan, loss",
+    [slow(False, weights_of_blocks), (True, linen_loss)],
+    ids=["loop", "scan"],
 )
 def test_a_loss_of_a_linen_module_reads_what_it_wants(scan, loss):
     layers = "block" if scan else "block_*"
@@ -224,7 +223,7 @@ def test_what_parts_of_a_batch_cannot_give_is_refused_of_any_layer(loss, cause):
         lower(model)
 
 
-@pytest.mark.parametrize("loss", [deep_supervision, weights_of_all])
+@pytest.mark.parametrize("loss", [slow(deep_supervision), weights_of_all])
 def test_without_layers_they_train(loss):
     report = equality.compare(lower(meshpar.from_nnx(Net, loss)), None, BATCHES)
     assert report.ok, report

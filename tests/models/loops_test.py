@@ -111,8 +111,7 @@ LAYOUTS = {
     "pipe": ("pipe=2,data=2,microbatches=4", True),
 }
 DEFAULT = {
-    *(("nnx gru", "layers"), ("state space", "pipe"), ("while", "parts")),
-    ("slash in a name", "layers"),
+    *(("while", "parts"), ("slash in a name", "layers")),
 }
 ROWS = [
     (inner, layout) if (inner, layout) in DEFAULT else slow(inner, layout)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 
 import meshpar
 
@@ -53,7 +54,7 @@ def losses(layout, **options):
 
 @pytest.mark.parametrize(
     "layout",
-    ["data=8", "fsdp=2,tensor=2", "pipe=2,data=2,microbatches=2"],
+    [slow("data=8"), slow("fsdp=2,tensor=2"), "pipe=2,data=2,microbatches=2"],
 )
 def test_key_and_step_are_the_same_in_all_parts_of_a_model(layout):
     expected = losses("data=1")
@@ -67,7 +68,7 @@ def always_noisy(model, batch, key):
 
 @pytest.mark.parametrize(
     "layers, layout",
-    [("", "data=8"), ("blocks", "data=2"), ("blocks", "pipe=4,microbatches=2")],
+    [("", "data=8"), slow("blocks", "data=2"), slow("blocks", "pipe=4,microbatches=2")],
 )
 def test_a_loss_that_cannot_do_without_a_key_is_told_so_when_it_is_lowered(
     layers, layout

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from models.random_models import EQUAL, REFUSED, Draw, draw, named, outcome
+from support.marks import first
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow\\(\\)' outside")
 
@@ -23,27 +24,29 @@ EXPECTED = {
 """{words of a refusal: why nothing else can be done}."""
 
 CHOSEN = [
-    ("nnx sequences layers attention+layer_norm weighted lamb", "fsdp=4"),
     ("nnx sequences scanned lstm+filtered masked adamw", "data=2,microbatches=2"),
+    ("nnx tokens twice shared+row_by_row+ensemble with_metrics multi", "fsdp=2"),
+    ("nnx images one sown+cached+counter sown sgd", "data=4"),
+    ("linen images remat weight_norm+spectral_norm cosine lion", "fsdp=4,zero=2"),
+    # With -m slow:
+    ("linen sequences layers dense+decayed penalized partly", "pipe=2,microbatches=2"),
     (
         "nnx images one conv+batch_norm+depthwise mean_squares momentum",
         "data=2,fsdp=2",
     ),
-    ("nnx tokens twice shared+row_by_row+ensemble with_metrics multi", "fsdp=2"),
+    ("nnx sequences layers attention+layer_norm weighted lamb", "fsdp=4"),
     ("nnx sequences attributes gru+dropout scheduled clipped", "pipe=2,microbatches=2"),
-    ("nnx images one sown+cached+counter sown sgd", "data=4"),
     (
         "nnx sequences one dense+lora+stacked noisy accumulated",
         "data=2,tensor=2,allow=.",
     ),
-    ("linen sequences layers dense+decayed penalized partly", "pipe=2,microbatches=2"),
     ("linen tokens scanned causal_attention+rms_norm smoothed adafactor", "fsdp=2"),
-    ("linen images remat weight_norm+spectral_norm cosine lion", "fsdp=4,zero=2"),
     (
         "linen sequences one bidirectional+whitened masked_by_row by-ndim",
         "fsdp=4,zero=1",
     ),
 ]
+NUM_BY_DEFAULT = 4
 """Models and layouts by which most kinds are met."""
 
 
@@ -57,7 +60,11 @@ def test_draws_follow_the_seed_and_meet_every_kind():
         assert len({getattr(each, name) for each in draws}) >= least, name
 
 
-@pytest.mark.parametrize("words, layout", CHOSEN, ids=[words for words, _ in CHOSEN])
+@pytest.mark.parametrize(
+    "words, layout",
+    first(NUM_BY_DEFAULT, CHOSEN),
+    ids=[words for words, _ in CHOSEN],
+)
 def test_chosen_models_equal_a_plain_loop(words, layout):
     framework, data, arrangement, parts, loss, optimizer = words.split()
     parts, optimizer = tuple(parts.split("+")), optimizer.replace("-", " ")

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from support import resnets
+from support.marks import slow
 from support.state_models import (
     COUNTING,
     ROWS,
@@ -28,7 +29,9 @@ from meshpar.errors import LayoutError
 CONSTANTS = {"shift", "host_shift", "listed/0"}
 
 
-@pytest.mark.parametrize("layout", ["data=8", "fsdp=8", "data=2,microbatches=4"])
+@pytest.mark.parametrize(
+    "layout", [slow("data=8"), slow("fsdp=8"), "data=2,microbatches=4"]
+)
 @pytest.mark.parametrize("model", [COUNTING, SPECTRAL], ids=["counting", "spectral"])
 def test_state_of_every_kind_equals_one_device(model, layout):
     results = []

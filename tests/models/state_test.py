@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from support import resnets
+from support.marks import slow
 from support.state_models import NAMES, STEPS, train
 from support.tiny_models import host
 
@@ -26,7 +27,7 @@ def usual_loop(framework, params):
     return losses, host(flat_params(variables))
 
 
-@pytest.mark.parametrize("layout", ["data=8", f"fsdp=8,{NAMES}"])
+@pytest.mark.parametrize("layout", [slow("data=8"), f"fsdp=8,{NAMES}"])
 def test_a_residual_network_trains_as_in_the_usual_loop(framework, layout):
     program = resnets.lower(framework, layout)
     begin = host(program.init(0).params)

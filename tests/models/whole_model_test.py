@@ -70,7 +70,7 @@ def first_step(program):
 @pytest.mark.parametrize(
     "layout, loss, rate",
     [
-        ("fsdp=8", mean, 0.5),
+        slow("fsdp=8", mean, 0.5),
         ("data=2,fsdp=4,microbatches=2", masked, 0.0),
         slow("data=8", masked, 0.5),
         slow("data=2,fsdp=4,zero=1", mean, 0.0),

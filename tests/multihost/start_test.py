@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support import processes
+from support.marks import slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,7 +31,9 @@ print("sum", jax.jit(lambda x: x.sum(), out_shardings=whole)(x))
 """
 
 
-@pytest.mark.parametrize("host, given_late", [("localhost", False), ("[::1]", True)])
+@pytest.mark.parametrize(
+    "host, given_late", [slow("localhost", False), ("[::1]", True)]
+)
 def test_processes_start_together_with_a_cache_that_serves_one_of_them(
     host, given_late, tmp_path
 ):

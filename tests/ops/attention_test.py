@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType
+from support.marks import slow
 
 from meshpar import layouts
 from meshpar.jaxprs.walk import equations
@@ -41,7 +42,7 @@ def test_shapes_that_cudnn_refuses_take_plain_jnp(monkeypatch):
     np.testing.assert_array_equal(y, expected)
 
 
-@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("head_dim", [slow(128), 64])
 def test_splash_attention_equals_plain_jnp(head_dim):
     q, k, v = arrays(dim=head_dim)
 
@@ -58,8 +59,8 @@ def test_splash_attention_equals_plain_jnp(head_dim):
 @pytest.mark.parametrize(
     "part, order, window, most_fused",
     [
-        (0, CONTIGUOUS, 0, 8),
-        (1, ZIGZAG, 0, 1),
+        slow(0, CONTIGUOUS, 0, 8),
+        slow(1, ZIGZAG, 0, 1),
         (1, STRIPED, 100, 8),
         (1, ZIGZAG, 100, 1),
     ],
@@ -133,7 +134,7 @@ def test_a_kernel_runs_forward_once_where_its_results_are_kept(manual, remat, ru
 
 
 @pytest.mark.parametrize("saves", ["", "attention"])
-@pytest.mark.parametrize("manual", [(), ("data", "fsdp")])
+@pytest.mark.parametrize("manual", [slow(()), ("data", "fsdp")])
 def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual, saves):
     layout = layouts.parse("data=2,fsdp=2,tensor=2")
     mesh = jax.make_mesh(
@@ -206,7 +207,7 @@ def test_outside_a_layout_the_platform_is_the_default_backend():
 
 @pytest.mark.parametrize(
     "order, busiest, total",
-    [(ZIGZAG, 1.0, 1.0), (STRIPED, 1.0, 1.1), (CONTIGUOUS, 1.7, 1.0)],
+    [slow(ZIGZAG, 1.0, 1.0), slow(STRIPED, 1.0, 1.1), (CONTIGUOUS, 1.7, 1.0)],
 )
 def test_orders_of_tokens_share_the_work_of_splash(order, busiest, total):
     """By the blocks that the kernel computes on each of four devices."""

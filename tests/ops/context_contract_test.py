@@ -36,8 +36,8 @@ HOP = KV / WAYS
         slow("context_mode=ulysses", 2 * EXCHANGED, 0),
         ("context_mode=ulysses,remat=dots", 3 * EXCHANGED, 0),
         slow("context_mode=ring", 2 * SENT + KV, 0),
-        ("context_mode=ring,context_order=striped", 2 * SENT + KV, 0),
-        ("context_mode=ring,remat=full", 3 * SENT + KV, HOP),
+        slow("context_mode=ring,context_order=striped", 2 * SENT + KV, 0),
+        slow("context_mode=ring,remat=full", 3 * SENT + KV, HOP),
     ],
 )
 def test_bytes_follow_the_formula(options, wire, merged):
@@ -51,6 +51,7 @@ def test_bytes_follow_the_formula(options, wire, merged):
     assert sum(c.wire_bytes for c in found) == DEPTH * (wire - merged)
 
 
+@pytest.mark.slow
 def test_keys_around_rings_move_the_same_bytes(monkeypatch):
     """As on TPUs: a few heads at a time, with every step declared."""
     rings = Rings({CONTEXT: (2, 2)})
@@ -104,6 +105,7 @@ def test_a_model_with_positions_of_its_own_is_left_to_the_compiler():
     assert lower("context=2", flax, lowering="jit").violations() == []
 
 
+@pytest.mark.slow
 def test_tokens_are_dealt_out_once():
     """Arrays that lie on devices already are those of place_batch, or refused."""
     program = lower("context=4")

@@ -20,7 +20,7 @@ STEPS = 2
 
 LAYOUTS = [
     slow("fsdp=2,context=4,params.embed=fsdp+context"),
-    "fsdp=2,context=2,tensor=2,context_mode=ulysses,remat=full",
+    slow("fsdp=2,context=2,tensor=2,context_mode=ulysses,remat=full"),
     "pipe=2,fsdp=2,context=2,microbatches=4,context_mode=ring",
     slow("data=2,context=2 jit"),
     slow("fsdp=4,context=2,zero=1,params.embed=fsdp+context"),
@@ -80,6 +80,7 @@ def packed(number):
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", PACKED)
 def test_packed_documents_train_alike(layout):
     """With layers whose attention has a window, and layers without one."""
@@ -96,6 +97,7 @@ def test_packed_documents_train_alike(layout):
     assert report.ok, report.problem
 
 
+@pytest.mark.slow
 def test_parts_of_sequences_weigh_as_their_tokens_do():
     """One part may have no token at all."""
     batches = [padded_unevenly(batch(i)) for i in range(STEPS)]

@@ -84,7 +84,7 @@ BESIDE = "data=2,context=2,tensor=2"
     [
         *((mode, "context=8", 2) for mode in CONTEXT_MODES),
         *(slow(mode, "context=2", 1) for mode in CONTEXT_MODES),
-        ("allgather", BESIDE, 4),
+        slow("allgather", BESIDE, 4),
         slow("ulysses", BESIDE, 4),
         slow("ring", BESIDE, 4),
     ],
@@ -97,13 +97,13 @@ def test_every_mode_equals_whole_sequences(mode, layout, kv_heads):
 @pytest.mark.parametrize(
     ("layout", "kv_heads"),
     [
-        ("context=4,context_order=contiguous", 8),
-        ("context=4,context_order=striped", 2),
-        ("context=4,context_mode=ring,context_order=contiguous", 2),
+        slow("context=4,context_order=contiguous", 8),
+        slow("context=4,context_order=striped", 2),
+        slow("context=4,context_mode=ring,context_order=contiguous", 2),
         ("context=4,context_mode=ring,context_order=striped", 8),
-        ("context=8,context_mode=ring,context_heads=2", 8),
+        slow("context=8,context_mode=ring,context_heads=2", 8),
         ("context=8,context_mode=ring,context_heads=4,context_order=striped", 1),
-        ("context=4,tensor=2,context_mode=ring,context_heads=2", 2),
+        slow("context=4,tensor=2,context_mode=ring,context_heads=2", 2),
     ],
 )
 def test_orders_of_tokens_change_nothing(layout, kv_heads):
@@ -131,11 +131,11 @@ SEGMENTS = np.repeat([[0, 1, 2, 2], [3, 3, 4, 1]], [5, 9, 11, 7], axis=1)
 @pytest.mark.parametrize(
     "options",
     [
-        "context=1",
-        "context=4",
-        "context=4,context_order=striped",
+        slow("context=1"),
+        slow("context=4"),
+        slow("context=4,context_order=striped"),
         "context=4,context_mode=ulysses",
-        "context=4,context_mode=ring",
+        slow("context=4,context_mode=ring"),
         "context=4,context_mode=ring,context_heads=2",
         "data=2,context=2,tensor=2,context_mode=ring,context_order=contiguous",
     ],
@@ -175,7 +175,9 @@ def test_the_jit_lowering_takes_the_same_modes(mode):
     assert_equal(results, expected(4))
 
 
-@pytest.mark.parametrize("mode", CONTEXT_MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "ring" else slow(mode) for mode in CONTEXT_MODES]
+)
 def test_no_position_sees_a_later_one(mode):
     """Gradients across the borders of shards, too: a part has four tokens here."""
     run = mapped(context.attention, f"context=8,context_mode={mode}")

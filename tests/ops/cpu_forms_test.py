@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow
 
 from meshpar.collectives.collective_matmul import contract, weight_gradient
 from meshpar.ops import activations
@@ -30,7 +31,7 @@ def assert_close(found, wanted, tolerance):
         assert np.linalg.norm(x - want) <= tolerance * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, slow(2), 4])
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_by_heads(kv_heads, window, packed):

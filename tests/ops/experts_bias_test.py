@@ -57,6 +57,7 @@ def test_the_bias_follows_the_counts_of_the_whole_batch():
     assert len(set(np.round(steps))) > 2
 
 
+@pytest.mark.slow
 def test_loads_are_exact_in_bfloat16_and_count_for_no_norm():
     of = model(num_experts=E, mlp=32, router_bias=True, routing="dropless")
     optimizer = experts.balanced(optax.adamw(1e-2), of, RATE)

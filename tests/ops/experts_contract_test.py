@@ -30,7 +30,9 @@ def moved(layout, *kinds, **options):
     return declared
 
 
-@pytest.mark.parametrize(("remat", "times"), [("none", 4), ("full", 5), ("experts", 4)])
+@pytest.mark.parametrize(
+    ("remat", "times"), [slow("none", 4), ("full", 5), slow("experts", 4)]
+)
 def test_bytes_of_capacity_routing_follow_the_formula(remat, times):
     tokens = BATCH * LENGTH // 4
     slots = PER_TOKEN * tokens  # Capacity factor 1: as many as there are choices.
@@ -39,6 +41,7 @@ def test_bytes_of_capacity_routing_follow_the_formula(remat, times):
     assert moved(f"expert={WAYS},remat={remat}") == wire
 
 
+@pytest.mark.slow
 def test_bytes_of_dropless_routing_follow_its_bound():
     slots = PER_TOKEN * BATCH * LENGTH // WAYS
     numbers = 4 * slots * EMBED + 2 * slots + EXPERTS
@@ -61,6 +64,7 @@ def test_dropless_routing_without_a_bound_moves_tokens_and_not_their_copies(
     assert moved(layout, *kinds, routing="dropless") == wire
 
 
+@pytest.mark.slow
 def test_tokens_around_rings_move_the_same_bytes(monkeypatch):
     """As on TPUs, for which every step is declared."""
     rings = Rings({EXPERT: (2, 2)})
@@ -81,7 +85,8 @@ def moved_over_tensor(per_token, routing):
     return sum(c.wire_bytes for c in found)
 
 
-@pytest.mark.parametrize("routing", ["capacity", "dropless"])
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", [slow("capacity"), "dropless"])
 def test_outputs_of_experts_are_combined_before_they_are_summed_over_tensor(routing):
     """One expert more for each token moves its number, its weight and a gradient."""
     one, four = (moved_over_tensor(number, routing) for number in (1, 4))
@@ -121,6 +126,7 @@ def test_a_dense_model_has_nothing_for_the_axis():
         lower("expert=2")
 
 
+@pytest.mark.slow
 def test_replicas_that_train_apart_evaluate_as_one_device():
     of, mode = model(num_experts=EXPERTS, mlp=32), meshpar.LocalSGD(period=2)
     apart, alone = lower("replica=2,expert=2", of, mode=mode), lower("data=1", of)

@@ -37,7 +37,9 @@ LAYOUTS = [
     slow("capacity data=2,tensor=2"),
     slow("capacity pipe=2,data=2,microbatches=2"),
     slow("capacity pipe=2,expert=2,tensor=2,microbatches=4,save=residuals"),
-    "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert",
+    slow(
+        "capacity pipe=2,fsdp=2,expert=2,zero=3,microbatches=4,params.embed=fsdp+expert"
+    ),
     slow("dropless expert=8"),
     slow("dropless expert=2,fsdp=4,zero=2"),
     slow("dropless fsdp=2,expert=2,tensor=2,params.embed=fsdp+expert jit"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow
 
 from meshpar.errors import MeshparError
 from meshpar.ops import experts
@@ -57,7 +58,7 @@ def reference(x_BLD, router_DE, matrices, config):
 
 
 @pytest.mark.parametrize("config", [CAPACITY, DROPLESS], ids=lambda c: c.routing)
-@pytest.mark.parametrize("tokens", [1, L])
+@pytest.mark.parametrize("tokens", [slow(1), L])
 def test_a_mixture_equals_a_loop_over_tokens(config, tokens):
     x, router, matrices = normal(0, B, tokens, D), normal(4, D, E), weights(tokens > 1)
     mixed = experts.mixture(x, router, matrices, config)
@@ -90,7 +91,8 @@ def test_more_experts_cost_no_more_compute():
     assert matmuls < few < many < 1.1 * matmuls
 
 
-@pytest.mark.parametrize("config", [CAPACITY, DROPLESS], ids=lambda c: c.routing)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [CAPACITY, slow(DROPLESS)], ids=lambda c: c.routing)
 def test_all_tokens_may_go_to_one_expert(config):
     config = dataclasses.replace(config, experts_per_token=1)
     x = jnp.abs(normal(0, B, L, D))

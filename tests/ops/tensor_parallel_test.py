@@ -49,7 +49,7 @@ def one_device(of, key):
     "layout, remat",
     [
         ("fsdp=2,tensor=4", "full"),
-        ("tensor=4", "full"),
+        slow("tensor=4", "full"),
         slow("fsdp=2,tensor=4", "none"),
         slow("fsdp=2,tensor=4", "dots"),
     ],
@@ -70,7 +70,9 @@ def test_the_bytes_are_those_of_megatron(layout, remat):
     assert relative_error(got, one_device(TINY, "tiny")) < 1e-5
 
 
-@pytest.mark.parametrize("gathers_beside_compute", [True, False], ids=["v5e", "v5p"])
+@pytest.mark.parametrize(
+    "gathers_beside_compute", [slow(True), False], ids=["v5e", "v5p"]
+)
 @pytest.mark.parametrize("remat", ["full", slow("none"), slow("dots")])
 def test_around_rings(monkeypatch, gathers_beside_compute, remat):
     """Transports as on TPUs; whole activations come once more, for weights alone."""
@@ -92,6 +94,7 @@ def test_around_rings(monkeypatch, gathers_beside_compute, remat):
     assert relative_error(got, one_device(TINY, "tiny")) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, again",
     [
@@ -132,6 +135,7 @@ def test_rings_in_pipelines(monkeypatch):
     assert relative_error(got, one_device(TINY, "tiny")) < 1e-5
 
 
+@pytest.mark.slow
 def test_no_matmul_is_done_twice():
     def flops(layout, **options):
         program = lower(layout, TINY, **options)
@@ -141,6 +145,7 @@ def test_no_matmul_is_done_twice():
     assert by_hand <= 1.01 * flops("fsdp=2,tensor=4", lowering="jit")
 
 
+@pytest.mark.slow
 def test_fewer_kv_heads_than_devices():
     """Each device has all of them; queries and mlp go by hand."""
     grouped = model(kv_heads=2)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow
 from support.tiny_models import BATCH, LENGTH, lower, model
 
 from meshpar.layouts import parse
@@ -116,7 +117,7 @@ def test_what_is_left_to_the_compiler_is_gradients_of_whole_weights():
     assert bound.payload_bytes == 2 * (2 - 1) / 2 * 5 * 32 * 4
 
 
-@pytest.mark.parametrize("trained", ["head", "embedding", "blocks"])
+@pytest.mark.parametrize("trained", [slow("head"), slow("embedding"), "blocks"])
 def test_gradients_that_train_nothing_may_be_left_out(trained):
     whole = model()
     params = {

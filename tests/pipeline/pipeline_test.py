@@ -53,7 +53,7 @@ def assert_equals_one_device(layout, of="deep"):
 
 
 @pytest.mark.parametrize(
-    "layout", ["pipe=2,tensor=2,microbatches=2", "pipe=3,microbatches=2"]
+    "layout", [slow("pipe=2,tensor=2,microbatches=2"), "pipe=3,microbatches=2"]
 )
 def test_evaluation_runs_through_the_stages(layout):
     program = lower(layout, DEEP)
@@ -143,6 +143,7 @@ def test_auxiliary_losses_travel_with_the_activations():
     assert relative_error(gradients, want) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["inputs", slow("residuals")])
 def test_dropout_does_not_depend_on_the_pipeline(save):
     kind = "schedule=gpipe" if save == "inputs" else "virtual_stages=2,remat=full"
@@ -150,6 +151,7 @@ def test_dropout_does_not_depend_on_the_pipeline(save):
     assert_equals_one_device(layout, "noisy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [slow("edge"), "pipe"])
 def test_bfloat16_adds_gradients_up_in_float32(vocab):
     layout = f"pipe=2,fsdp=2,microbatches=8,vocab={vocab}"
@@ -238,7 +240,7 @@ class Directions(nnx.Module):
         self.layers = layers(rngs)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "zb_h1,partition=1/2"])
 def test_padding_never_reaches_real_layers(kind):
     def layer(layer, x):
         w = layer.w[...]

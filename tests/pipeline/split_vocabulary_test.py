@@ -27,9 +27,9 @@ def moved(program, kind):
 @pytest.mark.parametrize(
     "layout, block",
     [
-        ("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", 8),
+        slow("pipe=2,data=2,microbatches=4,vocab=pipe,schedule=gpipe", 8),
         ("pipe=2,fsdp=2,tensor=2,microbatches=4,vocab=pipe", 0),
-        ("pipe=2,fsdp=2,tensor=2,microbatches=4", 0),
+        slow("pipe=2,fsdp=2,tensor=2,microbatches=4", 0),
         slow("pipe=2,tensor=2,microbatches=4,vocab=pipe", 4),
         slow("pipe=2,tensor=4,microbatches=2,vocab=pipe,tick_loop=uniform", 0),
         slow("pipe=2,context=2,tensor=2,microbatches=2,vocab=pipe", 0),
@@ -63,6 +63,7 @@ def test_a_tick_adds_up_four_activations_and_three_numbers_per_token():
     )
 
 
+@pytest.mark.slow
 def test_rows_that_a_norm_reads_move_again(monkeypatch):
     """Its gradient needs them; that of a plain embedding does not."""
     lookup = vocabulary.lookup
@@ -80,7 +81,8 @@ def test_rows_that_a_norm_reads_move_again(monkeypatch):
     assert again == (4 + 2 - 1) * BATCH // 4 * LENGTH * EMBED * 4
 
 
-@pytest.mark.parametrize("trained", ["head", "blocks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["head", slow("blocks")])
 def test_gradients_that_train_nothing_may_be_left_out(trained):
     whole = model()
     params = {

@@ -114,12 +114,12 @@ def lower(of, layout):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"embed": two_tables},
-        {"embed": one_normed},
-        {"head_loss": again},
-        {"head_loss": in_a_loop},
+        slow({"embed": one_normed}),
         {"head_loss": with_penalty},
-        {"head_loss": with_targets},
+        slow({"head_loss": again}),
+        slow({"embed": two_tables}),
+        slow({"head_loss": in_a_loop}),
+        slow({"head_loss": with_targets}),
     ],
     ids=lambda parts: next(iter(parts.values())).__name__,
 )

@@ -9,6 +9,7 @@ import optax
 import pytest
 from support import graph_models, tiny_models
 from support.graph_models import ADAM, Convolutional
+from support.marks import first
 from support.tpu_programs import tpu
 
 import meshpar
@@ -60,7 +61,7 @@ SPACES = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first(1, MODELS))
 def test_memory_bytes_and_order_are_those_of_the_programs(name):
     model, batch, plans = planned(name)
     devices, seconds = jax.devices()[:4], []

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.marks import first
 from support.tiny_models import (
     BATCH,
     LENGTH,
@@ -53,19 +54,20 @@ def candidates(facts):
 
 
 EQUAL_TO_A_LOWERED_PROGRAM = (
-    "data=2,fsdp=4",
-    "fsdp=8,microbatches=2,remat=full",
     "data=2,fsdp=4,zero=1",
-    "fsdp=4,tensor=2,remat=dots",
-    "fsdp=4,tensor=2,layers=fsdp",
     "fsdp=2,tensor=4,remat=full,layers=3*fsdp+5*tensor",
-    "pipe=2,fsdp=4,microbatches=2,zero=1",
     "pipe=4,data=2,microbatches=4,schedule=interleaved,virtual_stages=2",
     "pipe=2,fsdp=4,microbatches=2,partition=5/3",
+    # With -m slow:
+    "data=2,fsdp=4",
+    "fsdp=8,microbatches=2,remat=full",
+    "fsdp=4,tensor=2,remat=dots",
+    "fsdp=4,tensor=2,layers=fsdp",
+    "pipe=2,fsdp=4,microbatches=2,zero=1",
 )
 
 
-@pytest.mark.parametrize("text", EQUAL_TO_A_LOWERED_PROGRAM)
+@pytest.mark.parametrize("text", first(4, EQUAL_TO_A_LOWERED_PROGRAM))
 def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
     candidate = candidates.candidate(parse(text))
     program = lower(text, standard_model())
@@ -106,6 +108,7 @@ def test_no_cut_of_the_layers_beats_the_even_one(candidates):
             assert other.memory.total >= even.memory.total
 
 
+@pytest.mark.slow
 @tpu
 def test_experts_are_predicted_as_devices_hold_them():
     """Rows of the worst case, and grouped matmuls in memory and time."""
@@ -173,6 +176,7 @@ def test_a_slow_link_changes_the_choice_as_the_formula_says(facts):
         assert replicas.state == pytest.approx(moved, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_axes_over_slices_take_the_slow_links():
     found = {}
     for name in ("v5e:2x4", "2*v5e:2x2"):
@@ -212,6 +216,7 @@ def test_the_budget_holds_and_more_memory_is_never_slower():
         assert one.memory.total > other.memory.total
 
 
+@pytest.mark.slow
 def test_a_prediction_has_a_range_and_says_if_it_may_not_fit():
     devices = mesh.topology("v5e:2x2")
     options = dict(forbid="tensor,expert,context", top=1)
@@ -271,6 +276,7 @@ def test_facts_need_layers():
         Facts(plain_model(), OPTIMIZER, shapes(), None, jax.devices())
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_does_not_divide_stays_whole():
     odd = model(vocab=67, kv_heads=4)
     options = dict(require="data=2,tensor=4,remat=full,params.embed=none", top=1)

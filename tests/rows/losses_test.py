@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from support import row_losses
+from support.marks import first
 from support.row_losses import (
     ACCEPTED,
     CHOOSING,
@@ -141,7 +142,7 @@ def test_errors_name_the_line_and_the_remedy(loss, words):
     assert start < int(line) < start + 6
 
 
-@pytest.mark.parametrize("name, layout", COMPILED)
+@pytest.mark.parametrize("name, layout", first(3, COMPILED))
 def test_accepted_losses_equal_plain_jax(name, layout):
     loss = ALLOWED[name] if name in ALLOWED else COUNTING[name]
     assert_equal_to_plain(loss, layout)

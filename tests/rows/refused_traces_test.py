@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.marks import slow
 from support.mean_losses import BATCH, B, D, L, made
 from support.other_losses import plain_sum
 from support.tiny_models import batch, model
@@ -66,10 +67,10 @@ def test_an_error_of_the_analysis_is_not_blamed_on_the_loss(where, monkeypatch):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {},
+        slow({}),
         dict(dropout=0.3, kv_heads=4),
         dict(tied=True, position="learned", norm="layernorm"),
-        dict(loss_block=4),
+        slow(dict(loss_block=4)),
     ],
 )
 def test_the_decoders_are_accepted(framework, sizes):

@@ -23,9 +23,9 @@ def names_of(check):
 
 SGD = optax.sgd(0.3, momentum=0.9)
 LAYOUTS = [
-    ("data=8", {}),
     ("data=2,fsdp=4", {}),
-    ("pipe=2,data=2,tensor=2,microbatches=2", {}),
+    slow("data=8", {}),
+    slow("pipe=2,data=2,tensor=2,microbatches=2", {}),
     slow("data=2,tensor=4", {}),
     slow("data=2,fsdp=2,tensor=2", dict(lowering="jit")),
     slow("data=2,context=4", {}),

