@@ -253,13 +253,17 @@ def user_line(eqn: Any) -> str:
     """
     from jax._src import source_info_util
 
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    own = [
-        frame
-        for frame in frames
-        if not _LIBRARIES.search(frame.file_name)
-        and not frame.file_name.startswith(_HERE)
-    ]
-    for frame in own or frames:
-        return f"{frame.file_name}:{frame.start_line}"
-    return ""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return users_own([f"{frame.file_name}:{frame.start_line}" for frame in frames])
+
+
+def users_own(stack: Sequence[str]) -> str:
+    """The innermost "file:line" of a user's code, or of all; "" if there are none.
+
+    Args:
+      stack: "file:line" of the frames, innermost first.
+    """
+    for line in stack:
+        if not _LIBRARIES.search(line) and not line.startswith(_HERE):
+            return line
+    return stack[0] if stack else ""

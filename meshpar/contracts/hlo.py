@@ -99,8 +99,18 @@ class Occurrence:
 class HloModule:
     """A compiled program: computations, source lines and the mesh that it runs on."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int]):
-        self.mesh = mesh
+    def __init__(
+        self, text: str, mesh: Mapping[str, int], unknown_rounds: int | None = None
+    ):
+        """Reads a program.
+
+        Args:
+          text: `jax.stages.Compiled.as_text()`.
+          mesh: {axis: size}, outer to inner.
+          unknown_rounds: rounds of a loop that does not tell how often it runs; by
+            default collectives in one are an error.
+        """
+        self.mesh, self.unknown_rounds = mesh, unknown_rounds
         self.computations, self.entry = parse_computations(text)
         self.sources = source_lines(text)
 
@@ -113,6 +123,16 @@ class HloModule:
             opcode = instruction.opcode
             if opcode == "while":
                 yield from self._in_loop(call, instruction)
+            elif opcode == "async-start":
+                end = _end_of_pair(schedule, index)
+                overlapped = _has_compute(schedule, index, end)
+                for callee in self._callees(call, instruction, site):
+                    for found in self.occurrences(callee):
+                        moved = dataclasses.replace(
+                            found.collective, asynchronous=True, overlapped=overlapped
+                        )
+                        last = site[1] + end - index
+                        yield dataclasses.replace(found, collective=moved, end=last)
             elif is_collective(instruction):
                 end = _end_of_pair(schedule, index)
                 collective = self._collective(call, schedule, index, end)
@@ -136,15 +156,27 @@ class HloModule:
         once = Call(body, call.executions, call.conditional)
         if not (found := list(self.occurrences(once))):
             return found
-        trips = trip_count(loop, self.computations)
-        times = call.executions * trips
+        times = call.executions * self.rounds(loop)
         return list(self.occurrences(dataclasses.replace(once, executions=times)))
+
+    def rounds(self, loop: Instruction) -> int:
+        """The number of times that a loop runs.
+
+        Raises:
+          ValueError: the data say it, and nothing is given for such loops.
+        """
+        try:
+            return trip_count(loop, self.computations)
+        except ValueError:
+            if self.unknown_rounds is None:
+                raise
+            return self.unknown_rounds
 
     def _callees(
         self, call: Call, instruction: Instruction, site: tuple[str, int]
     ) -> Iterator[Call]:
         # The instructions of a fusion are scheduled where the fusion is.
-        fused = instruction.opcode in ("fusion", "custom-call")
+        fused = instruction.opcode in ("fusion", "custom-call", "async-start")
         conditional = call.conditional or instruction.opcode == "conditional"
         for callee in callees(instruction):
             yield Call(callee, call.executions, conditional, site if fused else None)
@@ -173,6 +205,7 @@ class HloModule:
             source=self.sources.get(frame.group(1), "") if frame else "",
             conditional=call.conditional,
             partial=groups.partial,
+            name=instruction.name,
         )
 
     def _between_slices(
@@ -199,6 +232,7 @@ class HloModule:
             conditional=call.conditional,
             partial=groups.partial,
             between_slices=True,
+            name=schedule[index].name,
         )
 
     def chains(self, call: Call) -> list[list[Occurrence]]:

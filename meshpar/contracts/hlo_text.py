@@ -90,8 +90,8 @@ def parse_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], st
     return computations, entry
 
 
-def source_lines(text: str) -> dict[str, str]:
-    """{stack frame id: "file:line"}, from the tables at the start of the text."""
+def source_stacks(text: str) -> dict[str, tuple[str, ...]]:
+    """{stack frame id: its "file:line"s, innermost first}, by the tables of a text."""
 
     def table(name: str, pattern: str) -> dict[str, tuple[str, ...]]:
         match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
@@ -101,12 +101,21 @@ def source_lines(text: str) -> dict[str, str]:
 
     files = table("FileNames", r'"(.*)"')
     places = table("FileLocations", r"file_name_id=(\d+) .*?\bline=(\d+)")
-    frames = table("StackFrames", r"file_location_id=(\d+)")
-    return {
-        frame: f"{files[places[place][0]][0]}:{places[place][1]}"
-        for frame, (place,) in frames.items()
-        if place in places and places[place][0] in files
-    }
+    frames = table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+    # Some texts count parents from 1, and 1 is the parent of the outermost frame.
+    first = 1 if frames.get("1", ("", None))[1] == "1" else 0
+    stacks: dict[str, tuple[str, ...]] = {}
+    for frame, (place, parent) in frames.items():
+        outer = stacks.get(str(int(parent or 0) - first), ())
+        file, line = places.get(place, ("", ""))
+        own = (f"{files[file][0]}:{line}",) if file in files else ()
+        stacks[frame] = own + outer
+    return stacks
+
+
+def source_lines(text: str) -> dict[str, str]:
+    """{stack frame id: its innermost "file:line"}."""
+    return {frame: lines[0] for frame, lines in source_stacks(text).items() if lines}
 
 
 def trip_count(

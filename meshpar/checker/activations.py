@@ -1,0 +1,172 @@
+"""Rules of activations: whole where their rows are split, constrained twice, computed
+on every device.
+"""
+
+import collections
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshpar.checker.facts import Facts, arrays_of, op_name
+from meshpar.checker.finding import CALL, MEMORY, Finding
+from meshpar.checker.op_names import module_path
+from meshpar.checker.shapes import is_of_state
+from meshpar.compat import user_line
+from meshpar.contracts.hlo_text import Instruction, type_bytes
+from meshpar.contracts.hlo_work import own_flops
+from meshpar.jaxprs.reach import ELEMENTWISE
+from meshpar.jaxprs.walk import inner_jaxprs
+
+_SHARE = 0.02
+"""Share of a step's matmuls that may be the same on several devices."""
+
+
+def replicated_activations(facts: Facts) -> Iterator[Finding]:
+    """Activations that every device holds whole, though the batch is split."""
+    if not facts.batch_axes or facts.num_devices == 1:
+        return
+    whole = _global_shapes(facts)
+    seen: dict[tuple[str, tuple[int, ...]], Finding] = {}
+    for x in _scheduled(facts):
+        line = facts.line(x)
+        arrays = arrays_of(x.type)
+        if len(arrays) != 1 or is_of_state(facts, x.type) or line not in whole:
+            continue
+        dtype, shape = arrays[0]
+        size = type_bytes(x.type)
+        if shape in whole[line] and (line, shape) not in seen:
+            axes = tuple(axis for axis in facts.mesh if axis in facts.batch_axes)
+            seen[line, shape] = Finding(
+                "replicated",
+                f"the activation {dtype}{list(shape)} is whole on every device, and "
+                "the batch is split",
+                "hold it to its rows: jax.lax.with_sharding_constraint(x, "
+                f"P({axes[0]!r}, ...)) at this line",
+                size - size // math.prod(facts.mesh[axis] for axis in axes),
+                MEMORY,
+                axes,
+                line,
+                module_path(op_name(x)),
+            )
+    yield from seen.values()
+
+
+def _scheduled(facts: Facts) -> Iterator[Instruction]:
+    """The instructions that have a result in memory: not those inside fusions."""
+    for name, scope in facts.module.computations.items():
+        caller = facts.flow.callers.get(name)
+        if name == facts.module.entry or (
+            caller is not None and caller.instruction.opcode in ("while", "call")
+        ):
+            for x in scope.values():
+                if x.opcode not in ("parameter", "get-tuple-element", "constant"):
+                    yield x
+
+
+def _global_shapes(facts: Facts) -> Mapping[str, set[tuple[int, ...]]]:
+    """{line: the shapes of the whole arrays that it makes of two dims or more}."""
+    found: dict[str, set[tuple[int, ...]]] = collections.defaultdict(set)
+    for eqn in _outside_shard_map(facts.jaxpr):
+        shapes = {tuple(x.aval.shape) for x in eqn.outvars if hasattr(x.aval, "shape")}
+        if shapes := {shape for shape in shapes if len(shape) > 1}:
+            found[user_line(eqn)] |= shapes
+    return found
+
+
+def _outside_shard_map(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr whose arrays are whole."""
+    for eqn in () if jaxpr is None else jaxpr.eqns:
+        if eqn.primitive.name != "shard_map":
+            inner = inner_jaxprs(eqn)
+            if not inner:
+                yield eqn
+            for body in inner:
+                yield from _outside_shard_map(body)
+
+
+def fighting_constraints(facts: Facts) -> Iterator[Finding]:
+    """Two constraints of one array that differ, with nothing between that needs both."""
+    if facts.jaxpr is None:
+        return
+    lines = collections.Counter[str]()
+    for move in facts.moves:
+        lines[move.line] += move.wire_bytes
+    seen: set[str] = set()  # Their transposes are at the same lines.
+    for jaxpr in (facts.jaxpr, *_inner(facts.jaxpr)):
+        makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name != "sharding_constraint":
+                continue
+            before = _constraint_before(eqn.invars[0], makers)
+            if before is None or _spec(before) == _spec(eqn):
+                continue
+            first, second = user_line(before), user_line(eqn)
+            if (lines[second] or lines[first]) and second not in seen:
+                seen |= {first, second}
+                yield Finding(
+                    "fighting_constraints",
+                    f"P{_spec(before)} at {first} is followed by P{_spec(eqn)}, and no "
+                    "operation between needs the first",
+                    "leave one of the two constraints out",
+                    lines[second] or lines[first],
+                    line=second,
+                )
+
+
+def same_matmul(facts: Facts) -> Iterator[Finding]:
+    """Matmuls that several devices compute of the same numbers."""
+    total, same = 0.0, collections.Counter[tuple[str, tuple[str, ...]]]()
+    paths: dict[str, str] = {}
+    for name, scope in facts.module.computations.items():
+        runs = facts.runs(name)
+        for x in scope.values():
+            if not runs or not (flops := runs * own_flops(x, scope)):
+                continue
+            total += flops
+            equal = facts.uniform.along(name, x.operands)
+            if axes := tuple(axis for axis in facts.mesh if axis in equal):
+                same[facts.line(x), axes] += flops
+                paths[facts.line(x)] = module_path(op_name(x))
+    for (line, axes), flops in same.items():
+        if flops > _SHARE * total:
+            count = math.prod(facts.mesh[axis] for axis in axes)
+            yield Finding(
+                "same_matmul",
+                f"{count} devices along {'*'.join(axes)} compute the same matmul: "
+                f"{flops / total:.0%} of the FLOPs of the step",
+                f"split its weight or its rows over {'*'.join(axes)}",
+                of=CALL,
+                axes=axes,
+                line=line,
+                path=paths[line],
+            )
+
+
+def _constraint_before(x: Any, makers: Mapping[Any, Any]) -> Any:
+    """The constraint that an array had, through elementwise operations."""
+    seen = 0
+    while (eqn := makers.get(x) if not hasattr(x, "val") else None) is not None:
+        if eqn.primitive.name == "sharding_constraint":
+            return eqn
+        name, seen = eqn.primitive.name, seen + 1
+        if name not in ELEMENTWISE or seen > 20:
+            return None
+        arrays = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
+        if not arrays:
+            return None
+        x = arrays[0]
+    return None
+
+
+def _spec(eqn: Any) -> tuple[Any, ...]:
+    spec = [*getattr(eqn.params["sharding"], "spec", ())]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return tuple(spec)
+
+
+def _inner(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            yield inner
+            yield from _inner(inner)
