@@ -1,6 +1,4 @@
-"""Rules of activations: whole where their rows are split, constrained twice, computed
-on every device.
-"""
+"""Rules of activations: held whole, constrained twice, computed on every device."""
 
 import collections
 import math
@@ -16,6 +14,9 @@ from meshpar.contracts.hlo_text import Instruction, type_bytes
 from meshpar.contracts.hlo_work import own_flops
 from meshpar.jaxprs.reach import ELEMENTWISE
 from meshpar.jaxprs.walk import inner_jaxprs
+
+_LONGEST = 20
+"""Elementwise equations between two constraints, at most."""
 
 _SHARE = 0.02
 """Share of a step's matmuls that may be the same on several devices."""
@@ -88,28 +89,32 @@ def fighting_constraints(facts: Facts) -> Iterator[Finding]:
     """Two constraints of one array that differ, with nothing between that needs both."""
     if facts.jaxpr is None:
         return
-    lines = collections.Counter[str]()
+    moved = collections.Counter[str]()
     for move in facts.moves:
-        lines[move.line] += move.wire_bytes
+        if not move.written:
+            moved[move.line] += move.wire_bytes
     seen: set[str] = set()  # Their transposes are at the same lines.
     for jaxpr in (facts.jaxpr, *_inner(facts.jaxpr)):
         makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         for eqn in jaxpr.eqns:
             if eqn.primitive.name != "sharding_constraint":
                 continue
-            before = _constraint_before(eqn.invars[0], makers)
-            if before is None or _spec(before) == _spec(eqn):
+            chain = _to_constraint_before(eqn, makers)
+            line = user_line(eqn)
+            if not chain or _spec(chain[-1]) == _spec(eqn) or line in seen:
                 continue
-            first, second = user_line(before), user_line(eqn)
-            if (lines[second] or lines[first]) and second not in seen:
-                seen |= {first, second}
+            # The compiler moves an array where it is made, or where it is read.
+            maker = makers.get(chain[-1].invars[0])
+            lines = {line, *map(user_line, [*chain, *([maker] if maker else [])])}
+            seen |= lines
+            if size := sum(moved[at] for at in lines):
                 yield Finding(
                     "fighting_constraints",
-                    f"P{_spec(before)} at {first} is followed by P{_spec(eqn)}, and no "
-                    "operation between needs the first",
+                    f"P{_spec(chain[-1])}, at {user_line(chain[-1])}, is followed by "
+                    f"P{_spec(eqn)}, and no operation between needs the first",
                     "leave one of the two constraints out",
-                    lines[second] or lines[first],
-                    line=second,
+                    size,
+                    line=line,
                 )
 
 
@@ -142,20 +147,21 @@ def same_matmul(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _constraint_before(x: Any, makers: Mapping[Any, Any]) -> Any:
-    """The constraint that an array had, through elementwise operations."""
-    seen = 0
-    while (eqn := makers.get(x) if not hasattr(x, "val") else None) is not None:
-        if eqn.primitive.name == "sharding_constraint":
-            return eqn
-        name, seen = eqn.primitive.name, seen + 1
-        if name not in ELEMENTWISE or seen > 20:
-            return None
-        arrays = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
+def _to_constraint_before(eqn: Any, makers: Mapping[Any, Any]) -> list[Any]:
+    """The elementwise equations back to the constraint that an array had, with it."""
+    chain: list[Any] = []
+    while len(chain) < _LONGEST:
+        shape = eqn.outvars[0].aval.shape
+        arrays = [x for x in eqn.invars if x.aval.shape == shape and x in makers]
         if not arrays:
-            return None
-        x = arrays[0]
-    return None
+            return []
+        eqn = makers[arrays[0]]
+        chain.append(eqn)
+        if eqn.primitive.name == "sharding_constraint":
+            return chain
+        if eqn.primitive.name not in ELEMENTWISE:
+            return []
+    return []
 
 
 def _spec(eqn: Any) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ class Leaf:
       dtype: its name.
       dims: the mesh axes that split each dim; None if the program does not tell.
       bytes: on one device.
+      whole_bytes: of the whole array.
       parameter: its number in the compiled program; None if that does not read it.
       donated: whether the caller gives its memory away.
       aliased: whether a result takes over its memory.
@@ -36,6 +37,7 @@ class Leaf:
     dtype: str
     dims: tuple[tuple[str, ...], ...] | None
     bytes: int
+    whole_bytes: int
     parameter: int | None = None
     donated: bool = False
     aliased: bool = False
@@ -72,27 +74,27 @@ def arguments_of(
       mesh: {axis: size}, outer to inner.
     """
     infos, _ = jax.tree_util.tree_flatten_with_path(compiled.args_info)
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    aliased, names = aliased_parameters(header), list(map(parameter_name, parameters))
-    if len(shardings) != len(infos):  # Arguments that are not read have none.
+    shardings = _flat(compiled.input_shardings)
+    if len(shardings) != len(infos):
         shardings = [None] * len(infos)
-    leaves, following = [], 0
+    # Arguments that the program does not read have neither a sharding nor a parameter.
+    all_read = len(parameters) == len(infos)
+    aliased, leaves, following = aliased_parameters(header), [], 0
     for (path, info), sharding in zip(infos, shardings, strict=True):
-        rest = jax.tree_util.keystr(path[2:])
-        left = len(infos) - len(leaves)
-        name = names[following] if following < len(names) else ""
-        read = name.endswith(rest) or len(names) - following == left
-        if len(names) == len(infos) or (read and following < len(names)):
+        argument = jax.tree_util.keystr(path[1:2]).strip("[]'")
+        name, number = f"argument{argument}{jax.tree_util.keystr(path[2:])}", None
+        if (all_read or sharding is not None) and following < len(parameters):
             number, following = following, following + 1
-        else:
-            number, name = None, ""
-        aval, argument = info._aval, jax.tree_util.keystr(path[1:2]).strip("[]'")
-        leaves.append(
-            _leaf(name or f"argument{argument}{rest}", aval, sharding, mesh)
-            | {"parameter": number, "donated": info.donated}
-            | {"aliased": number in aliased}
-        )
-    return tuple(Leaf(**fields) for fields in leaves)
+            name = parameter_name(parameters[number]) or name
+        fields = _leaf(name, info._aval, sharding, mesh)
+        fields |= {"parameter": number, "donated": info.donated}
+        leaves.append(Leaf(**fields, aliased=number in aliased))
+    return tuple(leaves)
+
+
+def _flat(shardings: Any) -> list[Any]:
+    """The shardings of a tree, None where there is none."""
+    return jax.tree.leaves(shardings, is_leaf=lambda x: x is None)
 
 
 def results_of(
@@ -100,7 +102,7 @@ def results_of(
 ) -> tuple[Leaf, ...]:
     """The results of a compiled program."""
     infos, _ = jax.tree_util.tree_flatten_with_path(compiled.out_info)
-    shardings = jax.tree.leaves(compiled.output_shardings)
+    shardings = _flat(compiled.output_shardings)
     if len(shardings) != len(infos):
         shardings = [None] * len(infos)
     return tuple(
@@ -125,6 +127,7 @@ def _leaf(name: str, aval: Any, sharding: Any, mesh: Mapping[str, int]) -> dict:
         dtype=str(aval.dtype),
         dims=dims,
         bytes=local * itemsize,
+        whole_bytes=math.prod(aval.shape) * itemsize,
         weak=bool(getattr(aval, "weak_type", False)),
     )
 
@@ -148,7 +151,6 @@ def arguments_in_text(
         Leaf(
             name=parameter_name(x) or x.name,
             **_annotated(x, mesh),
-            bytes=type_bytes(x.type),
             parameter=number,
             # Text does not tell which arguments were donated and are not used.
             donated=number in aliased,
@@ -177,11 +179,12 @@ def _annotated(parameter: Instruction, mesh: Mapping[str, int]) -> dict:
     local = tuple(int(d) for d in sizes.split(",") if d)
     dtype = _DTYPES.get(dtype, re.sub(r"^([a-z])(\d+)$", _dtype, dtype))
     stated = re.search(r"\bsharding=\{(.*?)\}(?:, |$)", parameter.line)
-    unknown = dict(shape=local, dtype=dtype, dims=None)
+    size = type_bytes(parameter.type)
+    unknown = dict(shape=local, dtype=dtype, dims=None, bytes=size, whole_bytes=size)
     if stated is None:
         return unknown
     if stated.group(1).startswith(("replicated", "maximal")):
-        return dict(shape=local, dtype=dtype, dims=((),) * len(local))
+        return unknown | {"dims": ((),) * len(local)}
     tiles = re.match(
         r"devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", stated.group(1)
     )
@@ -193,7 +196,8 @@ def _annotated(parameter: Instruction, mesh: Mapping[str, int]) -> dict:
     ids = ids.transpose([int(x) for x in order.split(",")]) if order else ids
     axes = tuple(_split_by(ids.reshape(grid), mesh))[: len(local)]
     shape = tuple(n * g for n, g in zip(local, grid, strict=False))
-    return dict(shape=shape, dtype=dtype, dims=axes)
+    whole = size * math.prod(shape) // max(1, math.prod(local))
+    return unknown | dict(shape=shape, dims=axes, whole_bytes=whole)
 
 
 def _dtype(match: re.Match) -> str:

@@ -48,14 +48,19 @@ def _loop(facts: Facts, move: Move) -> str | None:
 
 
 def _added_to_carry(facts: Facts, body: str, value: Value) -> bool:
-    """Whether a value is added to what the loop carries, of the same shape."""
-    for reader in facts.flow.readers(value):
-        x = facts.flow.instruction(reader)
-        if x.opcode != "add":
-            continue
-        others = [Value(reader.computation, name) for name in x.operands]
-        if any(_is_carried(facts, body, other) for other in others):
-            if _is_handed_on(facts, body, reader):
+    """Whether a value, or a slice of it, is added to what the loop carries."""
+    waiting, seen = [value], {value}
+    while waiting:
+        for reader in facts.flow.readers(waiting.pop()):
+            x = facts.flow.instruction(reader)
+            if x.opcode == "dynamic-slice" and reader not in seen:
+                seen.add(reader)
+                waiting.append(reader)
+            if x.opcode != "add":
+                continue
+            others = [Value(reader.computation, name) for name in x.operands]
+            carried = any(_is_carried(facts, body, other) for other in others)
+            if carried and _is_handed_on(facts, body, reader):
                 return True
     return False
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 from meshpar.checker.facts import Facts, Move, arrays_of
-from meshpar.checker.finding import CALL, Finding
+from meshpar.checker.finding import CALL, TRAFFIC, Finding
 from meshpar.checker.flow import Value
 from meshpar.checker.op_names import UPDATE
 from meshpar.checker.shapes import is_of_state
@@ -127,6 +127,7 @@ def needless_all_reduce(facts: Facts) -> Iterator[Finding]:
                     f"{_arrays(move)} is the same on all devices before this "
                     "all_reduce: a sum multiplies it, a mean changes nothing",
                     "leave the psum or pmean out: the value is reduced already",
+                    of=CALL,
                 )
 
 
@@ -134,7 +135,7 @@ def small_collectives(facts: Facts) -> Iterator[Finding]:
     """Many small collectives side by side that could be one."""
     groups: dict[tuple, list[Move]] = collections.defaultdict(list)
     for move in facts.moves:
-        if move.collective.payload_bytes <= _SMALL_BYTES and move.kind != "permute":
+        if move.collective.payload_bytes <= _SMALL_BYTES:
             groups[move.kind, move.axes, move.value.computation].append(move)
     for (kind, axes, computation), moves in groups.items():
         side_by_side = _side_by_side(facts, computation, moves)
@@ -169,19 +170,27 @@ def _side_by_side(facts: Facts, computation: str, moves: list[Move]) -> list[Mov
 
 
 def _only_own_part(facts: Facts, move: Move) -> bool:
-    """Whether all that reads a result slices it by the number of the device."""
-    if len(move.arrays) > 1 and move.kind == "all_reduce":
-        return False
-    readers = list(facts.flow.readers(move.value))
-    for value in readers:
-        x = facts.flow.instruction(value)
-        by_device = x.opcode == "dynamic-slice" and any(
-            facts.flow.depends_on_position(Value(value.computation, operand))
-            for operand in x.operands[1:]
-        )
-        if not by_device:
-            return False
-    return bool(readers)
+    """Whether a result, of several the largest, is sliced by the number of the device.
+
+    All that reads it does so.
+    """
+    value, computation = move.value, move.value.computation
+    if len(move.arrays) > 1:
+        sizes = [math.prod(shape) for _, shape in move.arrays]
+        place = sizes.index(max(sizes))
+        for x in facts.flow.users(computation).get(value.name, ()):
+            if x.opcode == "get-tuple-element" and f"index={place}" in x.line:
+                value = Value(computation, x.name)
+    readers = list(facts.flow.readers(value))
+    return bool(readers) and all(_slices_by_device(facts, x) for x in readers)
+
+
+def _slices_by_device(facts: Facts, value: Value) -> bool:
+    x = facts.flow.instruction(value)
+    return x.opcode == "dynamic-slice" and any(
+        facts.flow.depends_on_position(Value(value.computation, operand))
+        for operand in x.operands[1:]
+    )
 
 
 def _is_activation(facts: Facts, move: Move) -> bool:
@@ -214,13 +223,19 @@ def _arrays(move: Move) -> str:
 
 
 def _found(
-    rule: str, move: Move, what: str, remedy: str, share: float = 1.0
+    rule: str,
+    move: Move,
+    what: str,
+    remedy: str,
+    share: float = 1.0,
+    of: str = TRAFFIC,
 ) -> Finding:
     return Finding(
         rule,
         what,
         remedy,
         move.wire_bytes * share,
+        of,
         axes=move.axes,
         line=move.line,
         path=move.path,

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from meshpar.checker.facts import Facts
@@ -12,7 +12,8 @@ from meshpar.compat import user_line
 from meshpar.jaxprs.walk import inner_jaxprs
 
 _MOST = 0.5
-"""Share of the bytes of a state that an axis splits, from which it should split all."""
+"""Share of the bytes of the other arrays that an axis splits, from which it should split
+an array, too."""
 
 _PURE_COPIES = 10**9
 """Bytes of a state that nothing splits, from which that is a finding: data parallelism
@@ -20,41 +21,43 @@ replicates small models on purpose."""
 
 
 def replicated(facts: Facts) -> Iterator[Finding]:
-    """Arrays of the state that are whole along an axis that splits most of it."""
-    wholes = {id(leaf): _whole_bytes(leaf) for leaf in facts.state}
+    """Arrays of the state that are whole along an axis that splits the others."""
     known = [leaf for leaf in facts.state if leaf.dims is not None]
-    total = sum(wholes[id(leaf)] for leaf in known)
-    split: collections.Counter[str] = collections.Counter()
-    for leaf in known:
-        for axis in leaf.axes:
-            split[axis] += wholes[id(leaf)]
-    usual = [axis for axis in facts.mesh if split[axis] > _MOST * total]
-    if not usual and facts.num_devices > 1:
+    if facts.num_devices > 1 and not any(leaf.axes for leaf in known):
         yield from _all_copies(facts, known)
     for leaf in known:
-        missing = tuple(axis for axis in usual if axis not in leaf.axes)
-        missing = tuple(_that_divide(facts, leaf, missing))
+        missing = tuple(_that_divide(facts, leaf, _usual(facts, known, leaf)))
         if missing:
             ways = math.prod(facts.mesh[axis] for axis in missing)
-            spent = leaf.bytes - leaf.bytes // ways
+            axes = "*".join(missing)
             yield Finding(
                 "replicated",
-                f"{leaf.name} {leaf.dtype}{list(leaf.shape)} is whole along "
-                f"{'*'.join(missing)}, which splits most of the state",
-                f"give {leaf.name} a PartitionSpec with {'*'.join(missing)}: a device "
-                f"then holds 1/{ways} of it",
-                spent,
+                f"{leaf.name} {leaf.dtype}{list(leaf.shape)} is whole along {axes}, "
+                "which splits most of the state",
+                f"give {leaf.name} a PartitionSpec with {axes}: a device then holds "
+                f"1/{ways} of it",
+                leaf.bytes - leaf.bytes // ways,
                 MEMORY,
                 missing,
                 first_line(facts, leaf),
             )
 
 
-def _whole_bytes(leaf: Leaf) -> int:
-    return leaf.bytes // max(1, math.prod(leaf.shape)) * math.prod(leaf.shape)
+def _usual(facts: Facts, state: list[Leaf], leaf: Leaf) -> list[str]:
+    """The axes that split most of the state, beside an array and those of its shape."""
+    others = [other for other in state if other.shape != leaf.shape]
+    # The moments of a weight have its shape: they are no other arrays, unless all have.
+    others = others or [other for other in state if other is not leaf]
+    total = sum(other.whole_bytes for other in others)
+    split: collections.Counter[str] = collections.Counter()
+    for other in others:
+        for axis in other.axes:
+            split[axis] += other.whole_bytes
+    usual = [axis for axis in facts.mesh if split[axis] > _MOST * total]
+    return [axis for axis in usual if axis not in leaf.axes]
 
 
-def _that_divide(facts: Facts, leaf: Leaf, axes: Iterable[str]) -> Iterator[str]:
+def _that_divide(facts: Facts, leaf: Leaf, axes: list[str]) -> Iterator[str]:
     """The axes that could split a dim of an array beside those that split it."""
     left = [
         size // math.prod(facts.mesh[axis] for axis in dim)
@@ -111,12 +114,12 @@ def donation(facts: Facts) -> Iterator[Finding]:
         (
             lost,
             "donated, and no result takes over its memory",
-            "return an array of the same shape, dtype and sharding, or do not donate it",
+            "return an array of its shape, dtype and sharding, or do not donate it",
         ),
         (
             kept,
             "returned anew, and its memory is not donated",
-            "jax.jit(step, donate_argnums=...): the result is written over the argument",
+            "jax.jit(step, donate_argnums=...): results are written over arguments",
         ),
     ):
         for group in dict.fromkeys(leaf.group for leaf in leaves):

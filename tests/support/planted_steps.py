@@ -6,6 +6,7 @@ The line of a defect ends with a comment that names it.
 
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-ROWS, WIDTH, HIDDEN, CLASSES = 80, 96, 320, 640
+ROWS, WIDTH, HIDDEN, CLASSES = 1024, 96, 320, 640
 OPTIMIZER = optax.adam(1e-3)
 
 
@@ -54,28 +55,21 @@ def jit_step(defect=""):
             x, NamedSharding(mesh, P(batch_axes, None))
         )
 
-    def whole(x):
-        return jax.lax.with_sharding_constraint(
-            x,
-            NamedSharding(mesh, P()),  # whole activation spec
-        )
-
     def loss(params, batch):
         x = hold(batch["x"])
         hidden = jax.nn.relu(hold(x @ params["in"]))
         if defect == "whole activation":
-            hidden = whole(hidden) * 2  # whole activation
-            hidden = jnp.sin(hidden) @ jnp.ones((HIDDEN, HIDDEN + 8))
-            return jnp.mean(jnp.square(hidden))
+            whole = NamedSharding(mesh, P())
+            hidden = jax.lax.with_sharding_constraint(hidden, whole)
+            hidden = jnp.sin(hidden)  # whole activation
         if defect == "fighting constraints":
             across = NamedSharding(mesh, P(None, batch_axes))
             hidden = jax.lax.with_sharding_constraint(hidden, across) * 2
-            hidden = hold(hidden)  # fighting constraints
+            rows = NamedSharding(mesh, P(batch_axes))
+            hidden = jax.lax.with_sharding_constraint(hidden, rows)  # fighting
         if defect == "host print":
             jax.debug.callback(lambda x: None, jnp.max(hidden))  # host print
         logits = hold(hidden @ params["head"])  # head whole
-        if defect == "host print":
-            return jnp.mean(logits)
         return optax.softmax_cross_entropy_with_integer_labels(
             logits, batch["y"]
         ).mean()
@@ -181,11 +175,13 @@ def shard_map_step(defect=""):
             extra = jax.lax.scan(round_, jnp.zeros(()), parts)[0]
             value += extra
         sums = {
-            name: jnp.float32(i) * b * jnp.sum(x) for i, (name, b) in enumerate(biases.items())
+            name: jnp.float32(i) * b * jnp.sum(x)
+            for i, (name, b) in enumerate(biases.items())
         }
-        if defect == "many small sums":
+        if defect == "many small sends":
+            ring = [(i, (i + 1) % 8) for i in range(8)]
             sums = {
-                name: jax.lax.psum(b, axis)  # many small sums
+                name: jax.lax.ppermute(b, axis, ring)  # many small sends
                 for name, b in sums.items()
             }
         else:
@@ -248,6 +244,7 @@ def shard_map_step(defect=""):
 
 
 class Block(nn.Module):
+    mesh: Any
     defect: str = ""
 
     @nn.compact
@@ -257,17 +254,21 @@ class Block(nn.Module):
         hidden = dense(
             HIDDEN, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp"))
         )(x)
-        hidden = nn.with_logical_constraint(nn.relu(hidden), ("batch", None, "mlp"))
+        hidden = nn.with_logical_constraint(
+            nn.relu(hidden), ("batch", None, "mlp"), mesh=self.mesh
+        )
         x += dense(
             WIDTH, kernel_init=nn.with_logical_partitioning(init, ("mlp", "embed"))
         )(hidden)
         names = ("batch", None, None)
         if self.defect == "unknown name":
             names = (None, None, None)
-        return nn.with_logical_constraint(x, names)  # unknown name
+        x = nn.with_logical_constraint(x, names, mesh=self.mesh)
+        return jnp.sin(x)  # unknown name
 
 
 class Model(nn.Module):
+    mesh: Any
     defect: str = ""
 
     @nn.compact
@@ -277,9 +278,11 @@ class Model(nn.Module):
         table = self.param(
             "table", nn.with_logical_partitioning(init, names), (CLASSES, WIDTH)
         )
-        x = nn.with_logical_constraint(table[tokens], ("batch", None, None))
+        x = nn.with_logical_constraint(
+            table[tokens], ("batch", None, None), mesh=self.mesh
+        )
         for i in range(2):
-            x = Block(self.defect, name=f"block_{i}")(x)
+            x = Block(self.mesh, self.defect, name=f"block_{i}")(x)
         head = self.param(
             "head",
             nn.with_logical_partitioning(init, ("embed", "classes")),
@@ -288,6 +291,7 @@ class Model(nn.Module):
         return nn.with_logical_constraint(
             x @ head,  # rule dropped
             ("batch", None, "classes"),
+            mesh=self.mesh,
         )
 
 
@@ -296,7 +300,7 @@ def flax_step(defect=""):
     rules = [("batch", "data"), ("mlp", "model"), ("vocab", "model"), ("embed", "data")]
     if defect != "rule dropped":
         rules.append(("classes", "model"))
-    model = Model(defect)
+    model = Model(None if defect == "no mesh" else mesh, defect)
 
     def loss(params, tokens):
         logits = model.apply({"params": params}, tokens)
