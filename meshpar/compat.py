@@ -205,6 +205,20 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
+def bind_on(
+    eqn: Any, values: Sequence[Any], swap: Callable[[Any], Any]
+) -> Sequence[Any]:
+    """`bind`, where swap(mesh) gives the abstract mesh for that of the equation."""
+    params, functions = eqn.primitive.get_bind_params(eqn.params), ()
+    if not isinstance(params, dict):
+        functions, params = params
+    mesh = swap(eqn.ctx.cur_abstract_mesh)
+    with written_at(eqn.source_info), eqn.ctx.manager:
+        with jax.sharding.use_abstract_mesh(mesh):
+            outputs = eqn.primitive.bind(*functions, *values, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
 def written_at(source: Any) -> contextlib.AbstractContextManager:
     """Gives operations traced inside the source line and name of an equation."""
     from jax._src import source_info_util

@@ -38,7 +38,6 @@ def replicated_activations(facts: Facts) -> Iterator[Finding]:
         if shape in whole[line] and (line, shape) not in seen:
             axes = tuple(axis for axis in facts.mesh if axis in facts.batch_axes)
             seen[line, shape] = Finding(
-                "replicated",
                 f"the activation {dtype}{list(shape)} is whole on every device, and "
                 "the batch is split",
                 "hold it to its rows: jax.lax.with_sharding_constraint(x, "
@@ -86,7 +85,7 @@ def _outside_shard_map(jaxpr: Any) -> Iterator[Any]:
 
 
 def fighting_constraints(facts: Facts) -> Iterator[Finding]:
-    """Two constraints of one array that differ, with nothing between that needs both."""
+    """Two constraints of one array that differ, with nothing between that needs one."""
     if facts.jaxpr is None:
         return
     moved = collections.Counter[str]()
@@ -109,7 +108,6 @@ def fighting_constraints(facts: Facts) -> Iterator[Finding]:
             seen |= lines
             if size := sum(moved[at] for at in lines):
                 yield Finding(
-                    "fighting_constraints",
                     f"P{_spec(chain[-1])}, at {user_line(chain[-1])}, is followed by "
                     f"P{_spec(eqn)}, and no operation between needs the first",
                     "leave one of the two constraints out",
@@ -136,7 +134,6 @@ def same_matmul(facts: Facts) -> Iterator[Finding]:
         if flops > _SHARE * total:
             count = math.prod(facts.mesh[axis] for axis in axes)
             yield Finding(
-                "same_matmul",
                 f"{count} devices along {'*'.join(axes)} compute the same matmul: "
                 f"{flops / total:.0%} of the FLOPs of the step",
                 f"split its weight or its rows over {'*'.join(axes)}",

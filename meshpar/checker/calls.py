@@ -25,7 +25,6 @@ def host_transfers(facts: Facts) -> Iterator[Finding]:
             callback = x.opcode == "custom-call" or x.opcode in _HOST
             what = "calls the host" if callback else "copies to or from host memory"
             yield Finding(
-                "host_transfer",
                 f"the step {what} ({_primitive(x)})",
                 "take jax.debug.print, io_callback and device_get out of the step, or "
                 "return the value and read it outside, some steps later"
@@ -56,27 +55,31 @@ def _primitive(x: Instruction) -> str:
 
 def recompilation(facts: Facts) -> Iterator[Finding]:
     """Arguments that come back with another type, so that the next call compiles."""
+    found: dict[str, list[Leaf]] = {}
     for leaf, result in facts.returned:
-        changes = []
-        if leaf.shape != result.shape:
-            changes.append(f"shape {list(leaf.shape)} comes back as {result.shape}")
-        if leaf.dtype != result.dtype:
-            changes.append(f"{leaf.dtype} comes back as {result.dtype}")
-        elif leaf.weak != result.weak:
-            weak, strong = f"weak {leaf.dtype}", f"{leaf.dtype}"
-            before, after = (weak, strong) if leaf.weak else (strong, weak)
-            changes.append(f"{before} comes back as {after}")
-        if None not in (leaf.dims, result.dims) and _split(leaf) != _split(result):
-            changes.append(f"P{leaf.dims} comes back as P{result.dims}")
-        if changes:
-            yield Finding(
-                "recompilation",
-                f"{leaf.name}: {'; '.join(changes)}: the second call compiles again",
-                "give it the type that it comes back with: jnp.asarray(x, dtype) "
-                "before the first call, out_shardings= equal to the shardings of the "
-                "arguments",
-                of=CALL,
-            )
+        if change := "; ".join(_changes(leaf, result)):
+            found.setdefault(change, []).append(leaf)
+    for change, leaves in found.items():
+        more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+        yield Finding(
+            f"{leaves[0].name}{more}: {change}: the second call compiles again",
+            "return it as it came: jnp.asarray(x, dtype) before the first call, "
+            "out_shardings= with the shardings of the arguments",
+            of=CALL,
+        )
+
+
+def _changes(leaf: Leaf, result: Leaf) -> Iterator[str]:
+    """Differences of types between an argument and its next value, in words."""
+    if leaf.shape != result.shape:
+        yield f"shape {list(leaf.shape)} comes back as {list(result.shape)}"
+    if leaf.dtype != result.dtype:
+        yield f"{leaf.dtype} comes back as {result.dtype}"
+    elif leaf.weak != result.weak:
+        before, after = ("weak ", "") if leaf.weak else ("", "weak ")
+        yield f"{before}{leaf.dtype} comes back as {after}{leaf.dtype}"
+    if None not in (leaf.dims, result.dims) and _split(leaf) != _split(result):
+        yield f"P{leaf.dims} comes back as P{result.dims}"
 
 
 def _split(leaf: Leaf) -> tuple | None:

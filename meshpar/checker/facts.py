@@ -91,6 +91,7 @@ class Facts:
       results: the results, in order; without names in text alone.
       jaxpr: of the step; None where only a compiled program is given.
       peak_bytes: memory of one device at the peak, as the compiler says; None in text.
+      written_over: numbers of the results that are written over arguments.
       stacks: {stack frame id: its "file:line"s, innermost first}.
     """
 
@@ -101,6 +102,7 @@ class Facts:
     results: tuple[Leaf, ...] = ()
     jaxpr: Any = None
     peak_bytes: int | None = None
+    written_over: frozenset[int] = frozenset()
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod

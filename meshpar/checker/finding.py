@@ -12,7 +12,6 @@ class Finding:
     """One thing that is amiss in a step.
 
     Attributes:
-      rule: name of the rule that found it.
       what: in words, with the name of the tensor where there is one.
       remedy: what to write instead.
       size: bytes of one device: on the wire per step, or in memory.
@@ -21,9 +20,9 @@ class Finding:
       axes: mesh axes, outer to inner.
       line: "file:line" of the user's code; "" if the program does not tell.
       path: scopes around it, such as "Model/blocks_0/mlp".
+      rule: name of the rule that found it.
     """
 
-    rule: str
     what: str
     remedy: str
     size: float = 0.0
@@ -31,6 +30,7 @@ class Finding:
     axes: tuple[str, ...] = ()
     line: str = ""
     path: str = ""
+    rule: str = ""
 
     def __str__(self) -> str:
         unit = {TRAFFIC: " per step", MEMORY: " of memory", CALL: ""}[self.of]

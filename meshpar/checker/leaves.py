@@ -79,7 +79,7 @@ def arguments_of(
         shardings = [None] * len(infos)
     # Arguments that the program does not read have neither a sharding nor a parameter.
     all_read = len(parameters) == len(infos)
-    aliased, leaves, following = aliased_parameters(header), [], 0
+    aliased, leaves, following = set(aliases(header).values()), [], 0
     for (path, info), sharding in zip(infos, shardings, strict=True):
         argument = jax.tree_util.keystr(path[1:2]).strip("[]'")
         name, number = f"argument{argument}{jax.tree_util.keystr(path[2:])}", None
@@ -146,7 +146,7 @@ def arguments_in_text(
     parameters: Sequence[Instruction], header: str, mesh: Mapping[str, int]
 ) -> tuple[Leaf, ...]:
     """The arguments of a program of which only the text is given."""
-    aliased = aliased_parameters(header)
+    aliased = set(aliases(header).values())
     return tuple(
         Leaf(
             name=parameter_name(x) or x.name,
@@ -166,11 +166,11 @@ def parameter_name(parameter: Instruction) -> str:
     return match.group(1).replace("\\'", "'") if match else ""
 
 
-def aliased_parameters(header: str) -> frozenset[int]:
-    """Numbers of the arguments whose memory results take over."""
-    aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header + ", end=")
-    pairs = re.findall(r": \((\d+), \{", aliases.group(1)) if aliases else ()
-    return frozenset(map(int, pairs))
+def aliases(header: str) -> dict[int, int]:
+    """{number of a result: number of the argument over which it is written}."""
+    table = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header + ", end=")
+    pairs = re.findall(r"\{(\d*)\}: \((\d+), \{", table.group(1)) if table else ()
+    return {int(result or 0): int(argument) for result, argument in pairs}
 
 
 def _annotated(parameter: Instruction, mesh: Mapping[str, int]) -> dict:

@@ -19,7 +19,6 @@ def constant_in_loop(facts: Facts) -> Iterator[Finding]:
             leaf = facts.argument(Value(body, move.instruction.operands[0]))
             name = f" of {leaf.name}" if leaf else ""
             yield _found(
-                "constant_in_loop",
                 move,
                 f"the {move.kind}{name} gives the same in each of {runs} rounds",
                 "move it before the loop, and close over its result",
@@ -34,7 +33,6 @@ def reduced_in_every_round(facts: Facts) -> Iterator[Finding]:
             continue
         if body == move.value.computation and _added_to_carry(facts, body, move.value):
             yield _found(
-                "reduced_in_every_round",
                 move,
                 f"a sum over devices runs in each of {runs} rounds of a loop that adds "
                 "up its results",
@@ -114,8 +112,6 @@ def _results(facts: Facts, computation: str, root: Instruction) -> list[str]:
     return found
 
 
-def _found(rule: str, move: Move, what: str, remedy: str) -> Finding:
+def _found(move: Move, what: str, remedy: str) -> Finding:
     spent = move.wire_bytes * (1 - 1 / move.collective.executions)
-    return Finding(
-        rule, what, remedy, spent, axes=move.axes, line=move.line, path=move.path
-    )
+    return Finding(what, remedy, spent, axes=move.axes, line=move.line, path=move.path)

@@ -9,8 +9,9 @@ from meshpar.checker.finding import CALL, TRAFFIC, Finding
 from meshpar.checker.flow import Value
 from meshpar.checker.op_names import UPDATE
 from meshpar.checker.shapes import is_of_state
+from meshpar.units import readable_bytes
 
-_SMALL_BYTES = 2**16
+_SMALL_BYTES = 64_000
 """Payload below which the start of a collective costs more than its bytes."""
 
 _MANY = 32
@@ -28,7 +29,6 @@ def reshard(facts: Facts) -> Iterator[Finding]:
         if move.kind in ("all_to_all", "permute"):
             if not _is_shift(move):
                 yield _found(
-                    "reshard",
                     move,
                     f"the compiler moves {_arrays(move)} to another sharding "
                     f"({move.kind})",
@@ -39,7 +39,6 @@ def reshard(facts: Facts) -> Iterator[Finding]:
         elif move.kind == "all_gather" and _is_activation(facts, move):
             if facts.batch_axes & set(move.axes):
                 yield _found(
-                    "reshard",
                     move,
                     f"the compiler gathers the activation {_arrays(move)} along "
                     "an axis of the batch",
@@ -50,7 +49,6 @@ def reshard(facts: Facts) -> Iterator[Finding]:
         elif move.kind == "all_reduce" and facts.batch_axes & set(move.axes):
             if move.phase != UPDATE and not is_of_state(facts, move.instruction.type):
                 yield _found(
-                    "reshard",
                     move,
                     f"the compiler sums the activation {_arrays(move)} over an axis "
                     "of the batch: every device computed a part of all rows",
@@ -64,7 +62,6 @@ def gathered_and_sliced(facts: Facts) -> Iterator[Finding]:
     for move in facts.moves:
         if move.kind == "all_gather" and _only_own_part(facts, move):
             yield _found(
-                "reshard",
                 move,
                 f"{_arrays(move)} is gathered whole, and every device keeps a slice "
                 "(involuntary full rematerialization)",
@@ -80,7 +77,6 @@ def sliced_all_reduce(facts: Facts) -> Iterator[Finding]:
         by_choice = move.written or facts.platform.reduces_late
         if move.kind == "all_reduce" and by_choice and _only_own_part(facts, move):
             yield _found(
-                "sliced_all_reduce",
                 move,
                 f"{_arrays(move)} is summed whole, and every device keeps a slice",
                 "jax.lax.psum_scatter sends half of the bytes; under jit, constrain "
@@ -104,7 +100,6 @@ def gathered_twice(facts: Facts) -> Iterator[Finding]:
             leaf = facts.argument(origin)
             name = leaf.name if leaf else _arrays(moves[0])
             yield Finding(
-                "gathered_twice",
                 f"{name} is gathered {len(moves)} times in the {moves[0].phase} pass",
                 "gather it once and hand the result on, or use it at one place",
                 sum(move.wire_bytes for move in again),
@@ -122,7 +117,6 @@ def needless_all_reduce(facts: Facts) -> Iterator[Finding]:
             # Of merged sums only those of all operands say anything.
             if set(move.axes) <= facts.uniform.along(where, names):
                 yield _found(
-                    "needless_all_reduce",
                     move,
                     f"{_arrays(move)} is the same on all devices before this "
                     "all_reduce: a sum multiplies it, a mean changes nothing",
@@ -143,10 +137,10 @@ def small_collectives(facts: Facts) -> Iterator[Finding]:
         if len(side_by_side) > 1 and runs >= _MANY:
             largest = max(side_by_side, key=lambda move: move.wire_bytes)
             yield Finding(
-                "small_collectives",
-                f"{runs} {kind}s of at most {_SMALL_BYTES // 1024} KiB run side by side",
-                "reduce them as one: psum of the whole tree in one call, or of one "
-                "concatenated array; under jit, a compiler for accelerators may do it",
+                f"{runs} {kind}s of at most {readable_bytes(_SMALL_BYTES)} run side by "
+                "side",
+                "move them as one: the whole tree in one call, or one concatenated "
+                "array",
                 sum(move.wire_bytes for move in side_by_side),
                 CALL,
                 axes,
@@ -223,7 +217,6 @@ def _arrays(move: Move) -> str:
 
 
 def _found(
-    rule: str,
     move: Move,
     what: str,
     remedy: str,
@@ -231,7 +224,6 @@ def _found(
     of: str = TRAFFIC,
 ) -> Finding:
     return Finding(
-        rule,
         what,
         remedy,
         move.wire_bytes * share,

@@ -12,8 +12,8 @@ from meshpar.compat import user_line
 from meshpar.jaxprs.walk import inner_jaxprs
 
 _MOST = 0.5
-"""Share of the bytes of the other arrays that an axis splits, from which it should split
-an array, too."""
+"""Share of the bytes of other arrays that an axis splits, from which it should split an
+array, too."""
 
 _PURE_COPIES = 10**9
 """Bytes of a state that nothing splits, from which that is a finding: data parallelism
@@ -31,7 +31,6 @@ def replicated(facts: Facts) -> Iterator[Finding]:
             ways = math.prod(facts.mesh[axis] for axis in missing)
             axes = "*".join(missing)
             yield Finding(
-                "replicated",
                 f"{leaf.name} {leaf.dtype}{list(leaf.shape)} is whole along {axes}, "
                 "which splits most of the state",
                 f"give {leaf.name} a PartitionSpec with {axes}: a device then holds "
@@ -79,7 +78,6 @@ def _all_copies(facts: Facts, state: list[Leaf]) -> Iterator[Finding]:
         groups = ", ".join(dict.fromkeys(leaf.group for leaf in state))
         spent = size - size // facts.num_devices
         yield Finding(
-            "replicated",
             f"every device holds all of {groups}",
             "split parameters and optimizer state over the axis of the batch (FSDP, "
             "ZeRO)",
@@ -97,7 +95,6 @@ def idle_axis(facts: Facts) -> Iterator[Finding]:
     for axis, size in facts.mesh.items():
         if known and size > 1 and axis not in used:
             yield Finding(
-                "idle_axis",
                 f"axis {axis!r} splits no argument and no collective runs over it: its "
                 f"{size} devices compute the same",
                 f"split the batch or the weights over {axis}, or leave it out",
@@ -127,7 +124,6 @@ def donation(facts: Facts) -> Iterator[Finding]:
             largest = max(own, key=lambda leaf: leaf.bytes)
             others = f" and {len(own) - 1} more of {group}" if len(own) > 1 else ""
             yield Finding(
-                "donation",
                 f"{largest.name} {largest.dtype}{list(largest.shape)}{others}: {what}",
                 remedy,
                 sum(leaf.bytes for leaf in own),

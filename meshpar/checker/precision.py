@@ -28,7 +28,6 @@ def float32_wire(facts: Facts) -> Iterator[Finding]:
         )
         if asked or (not widened and _is_wide(facts, move)):
             yield Finding(
-                "float32_wire",
                 f"{move.kind} moves float32 that is bfloat16 before or after it",
                 "cast after the collective where the operand is narrow, and before an "
                 "all_gather whose result is cast down",

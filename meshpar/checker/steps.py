@@ -10,11 +10,16 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from meshpar.checker.facts import Facts
-from meshpar.checker.leaves import arguments_in_text, arguments_of, results_of
+from meshpar.checker.leaves import (
+    aliases,
+    arguments_in_text,
+    arguments_of,
+    results_of,
+)
 from meshpar.contracts.hlo_text import Instruction
 from meshpar.errors import MeshparError
 from meshpar.jaxprs.walk import equations
-from meshpar.mesh.platform import platform_named, platform_of_text
+from meshpar.mesh.platform import Platform, platform_named, platform_of_text
 
 ONE_DEVICE = "device"
 """The axis of a program that runs on one device."""
@@ -78,6 +83,7 @@ class CompiledStep:
             sizes,
             platform=platform or platform_of_text(self.text),
             leaves=(),
+            written_over=frozenset(aliases(header)),
             jaxpr=None if self.traced is None else self.traced.jaxpr.jaxpr,
         )
         parameters = _parameters(facts)
@@ -88,11 +94,11 @@ class CompiledStep:
             facts,
             leaves=arguments_of(self.program, parameters, header, sizes),
             results=results_of(self.program, sizes),
-            peak_bytes=_peak(self.program),
+            peak_bytes=_peak(self.program, facts.platform),
         )
 
     @property
-    def _platform(self) -> Any:
+    def _platform(self) -> Platform | None:
         """The platform of the program's devices; None if it does not tell."""
         for sharding in jax.tree.leaves(self.program.input_shardings):
             for device in sharding.device_set:
@@ -194,10 +200,10 @@ def _parameters(facts: Facts) -> list[Instruction]:
     return sorted(found, key=lambda x: int(re.search(r"parameter\((\d+)", x.line)[1]))
 
 
-def _peak(program: jax.stages.Compiled) -> int | None:
+def _peak(program: jax.stages.Compiled, platform: Platform) -> int | None:
     """Memory of one device at the peak; None if the compiler does not say."""
     if (analysis := program.memory_analysis()) is None:
         return None
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
     held += analysis.temp_size_in_bytes - analysis.alias_size_in_bytes
-    return getattr(analysis, "peak_memory_in_bytes", 0) or held
+    return analysis.peak_memory_in_bytes if platform.reports_peak else held
