@@ -1,4 +1,4 @@
-"""Parts of HTML pages in the look of the site: tables, and the look in the same file."""
+"""Parts of HTML pages in the look of the site: tables, and the page itself."""
 
 import html
 import pathlib

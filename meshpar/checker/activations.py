@@ -13,7 +13,7 @@ from meshpar.compat import user_line
 from meshpar.contracts.hlo_text import Instruction, type_bytes
 from meshpar.contracts.hlo_work import own_flops
 from meshpar.jaxprs.reach import ELEMENTWISE
-from meshpar.jaxprs.walk import inner_jaxprs
+from meshpar.jaxprs.walk import CALLS, called_jaxpr, inner_jaxprs, opened
 
 _LONGEST = 20
 """Elementwise equations between two constraints, at most."""
@@ -156,9 +156,15 @@ def _to_constraint_before(eqn: Any, makers: Mapping[Any, Any]) -> list[Any]:
         chain.append(eqn)
         if eqn.primitive.name == "sharding_constraint":
             return chain
-        if eqn.primitive.name not in ELEMENTWISE:
+        if not _is_elementwise(eqn):
             return []
     return []
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    if eqn.primitive.name in CALLS:
+        return all(_is_elementwise(x) for x in opened(called_jaxpr(eqn))[0].eqns)
+    return eqn.primitive.name in ELEMENTWISE or eqn.primitive.name == "broadcast_in_dim"
 
 
 def _spec(eqn: Any) -> tuple[Any, ...]:

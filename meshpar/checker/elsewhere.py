@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from meshpar.checker.steps import meshes_in, meshes_of
 from meshpar.compat import bind_on, user_line
 from meshpar.errors import MeshparError
-from meshpar.jaxprs.walk import Interpreter, equations
+from meshpar.jaxprs.walk import Interpreter, equations, opened
 from meshpar.mesh.topologies import topology as devices_of_topology
 from meshpar.mesh.torus import arrange_devices
 
@@ -164,18 +164,23 @@ class _Swapped(Interpreter[Any]):
         if isinstance(x, NamedSharding):
             mesh = self.value(x.mesh)
             return NamedSharding(mesh, x.spec, memory_kind=_memory(x))
-        if isinstance(x, core.ClosedJaxpr):
-            consts = list(map(self.constant, x.consts))
-            return core.ClosedJaxpr(self.value(x.jaxpr), consts)
-        if isinstance(x, core.Jaxpr):
-            eqns = [
-                eqn.replace(params={k: self.value(v) for k, v in eqn.params.items()})
-                for eqn in x.eqns
-            ]
-            return x.replace(eqns=eqns)
+        if isinstance(x, core.ClosedJaxpr | core.Jaxpr):
+            return self._jaxpr(x)
         if type(x) in (tuple, list):
             return type(x)(map(self.value, x))
         return x
+
+    def _jaxpr(self, x: Any) -> Any:
+        """A jaxpr inside an equation; some versions of jax know one kind alone."""
+        inside, consts = opened(x)
+        eqns = [
+            eqn.replace(params={k: self.value(v) for k, v in eqn.params.items()})
+            for eqn in inside.eqns
+        ]
+        consts = list(map(self.constant, consts))
+        if inside is not x:
+            return core.ClosedJaxpr(inside.replace(eqns=eqns), consts)
+        return x.replace(eqns=eqns, consts=consts) if consts else x.replace(eqns=eqns)
 
     def _swap(self, mesh: Mesh) -> Mesh:
         other = self.swap(mesh)

@@ -13,17 +13,21 @@ _CALL = re.compile(r"^(?:jit|pjit|pmap|xla_pmap|shmap|custom_\w+)\(.*\)$")
 _STRUCTURE = frozenset(
     "while body cond closed_call shard_map checkpoint rematted_computation remat "
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr branch_0_fun branch_1_fun "
-    "jit pjit".split()
+    "jit pjit eval_jaxpr".split()
 )
 
 
 def phase(op_name: str, has_backward: bool) -> str:
     """The part of a step that an operation belongs to: forward, backward or update.
 
+    "" for what the compiler adds without a name.
+
     Args:
       op_name: its name.
       has_backward: whether the program has a backward pass; all is forward without one.
     """
+    if not op_name:
+        return ""
     if "transpose(" in op_name or "rematted_computation" in op_name:
         return BACKWARD
     return FORWARD if "jvp(" in op_name or not has_backward else UPDATE

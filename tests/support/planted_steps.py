@@ -60,9 +60,9 @@ def jit_step(defect=""):
         hidden = jax.nn.relu(hold(x @ params["in"]))
         if defect == "whole activation":
             whole = NamedSharding(mesh, P())
-            hidden = jax.lax.with_sharding_constraint(hidden, whole)
-            hidden = jnp.sin(hidden)  # whole activation
-        if defect == "fighting constraints":
+            hidden = jax.lax.with_sharding_constraint(hidden, whole)  # whole activation
+            hidden = jnp.sin(hidden)
+        if defect == "fighting":
             across = NamedSharding(mesh, P(None, batch_axes))
             hidden = jax.lax.with_sharding_constraint(hidden, across) * 2
             rows = NamedSharding(mesh, P(batch_axes))
@@ -191,16 +191,12 @@ def shard_map_step(defect=""):
 
             def add(total, part):
                 grads = jax.grad(loss)(params, *part)
-                grads = jax.tree.map(
-                    lambda g: jax.lax.psum(g, axis),  # sum per microbatch
-                    {"in": jnp.sin(gathered(grads["in"]))},
-                )
-                return jax.tree.map(jnp.add, total, grads), None
+                wide = jnp.outer(grads["in"].sum(0), part[0].sum(0))
+                return total + jax.lax.psum(wide, axis), None  # sum per microbatch
 
             parts = x.reshape(2, -1, WIDTH), y.reshape(2, -1)
-            zeros = {"in": jnp.zeros((WIDTH, HIDDEN), jnp.bfloat16)}
-            total, _ = jax.lax.scan(add, zeros, parts)
-            value += total["in"].sum().astype(jnp.float32)
+            total, _ = jax.lax.scan(add, jnp.zeros((HIDDEN, WIDTH)), parts)
+            value += total.sum()
         if defect == "sum sliced":
             whole = jnp.outer(x.sum(0), y.astype(jnp.float32))
             whole = jax.lax.psum(whole, axis)  # sum sliced
@@ -263,8 +259,8 @@ class Block(nn.Module):
         names = ("batch", None, None)
         if self.defect == "unknown name":
             names = (None, None, None)
-        x = nn.with_logical_constraint(x, names, mesh=self.mesh)
-        return jnp.sin(x)  # unknown name
+        x = nn.with_logical_constraint(x, names, mesh=self.mesh)  # unknown name
+        return jnp.sin(x)
 
 
 class Model(nn.Module):
@@ -279,7 +275,11 @@ class Model(nn.Module):
             "table", nn.with_logical_partitioning(init, names), (CLASSES, WIDTH)
         )
         x = nn.with_logical_constraint(
-            table[tokens], ("batch", None, None), mesh=self.mesh
+            table[tokens]  # lookup of a split table
+            if self.defect == "lookup of a split table"
+            else jax.nn.one_hot(tokens, CLASSES) @ table,
+            ("batch", None, None),
+            mesh=self.mesh,
         )
         for i in range(2):
             x = Block(self.mesh, self.defect, name=f"block_{i}")(x)
