@@ -29,13 +29,12 @@ def replicated_activations(facts: Facts) -> Iterator[Finding]:
     whole = _global_shapes(facts)
     seen: dict[tuple[str, tuple[int, ...]], Finding] = {}
     for x in _scheduled(facts):
-        line = facts.line(x)
-        arrays = arrays_of(x.type)
-        if len(arrays) != 1 or is_of_state(facts, x.type) or line not in whole:
+        if (line := facts.line(x)) not in whole or len(arrays_of(x.type)) != 1:
             continue
-        dtype, shape = arrays[0]
-        size = type_bytes(x.type)
-        if shape in whole[line] and (line, shape) not in seen:
+        ((dtype, shape),) = arrays_of(x.type)
+        new = shape in whole[line] and (line, shape) not in seen
+        if new and not is_of_state(facts, x.type):
+            size = type_bytes(x.type)
             axes = tuple(axis for axis in facts.mesh if axis in facts.batch_axes)
             seen[line, shape] = Finding(
                 f"the activation {dtype}{list(shape)} is whole on every device, and "
@@ -121,10 +120,10 @@ def same_matmul(facts: Facts) -> Iterator[Finding]:
     total, same = 0.0, collections.Counter[tuple[str, tuple[str, ...]]]()
     paths: dict[str, str] = {}
     for name, scope in facts.module.computations.items():
-        runs = facts.runs(name)
         for x in scope.values():
-            if not runs or not (flops := runs * own_flops(x, scope)):
+            if not (flops := own_flops(x, scope)) or not (runs := facts.runs(name)):
                 continue
+            flops *= runs
             total += flops
             equal = facts.uniform.along(name, x.operands)
             if axes := tuple(axis for axis in facts.mesh if axis in equal):

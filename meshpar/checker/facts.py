@@ -155,8 +155,13 @@ class Facts:
     def line(self, instruction: Instruction) -> str:
         """The "file:line" of the user's code for an instruction; "" if unknown."""
         frame = _FRAME.search(instruction.line)
-        return users_own(self.stacks.get(frame.group(1), ())) if frame else ""
+        return self._lines.get(frame.group(1), "") if frame else ""
 
+    @functools.cached_property
+    def _lines(self) -> dict[str, str]:
+        return {frame: users_own(stack) for frame, stack in self.stacks.items()}
+
+    @functools.cache  # noqa: B019  (facts live as long as a check)
     def runs(self, computation: str) -> int:
         """How often a computation runs per step; 0 if it never does."""
         if computation == self.module.entry:

@@ -96,18 +96,21 @@ class _Lives:
             ending.setdefault(index, []).append(buffer)
         live: dict[str, int] = {}
         total = best = 0
-        most: tuple[Instruction, ...] = ()
+        inside_at, at = (), 0
         for index, x in enumerate(schedule):
             if x.name in ends and buffers[x.name] == {x.name}:
                 live[x.name] = type_bytes(x.type)
                 total += live[x.name]
             inner, inside = self._inside(x)
             if total + inner > best:
-                best = total + inner
-                most = (*(scope[name] for name in live), *inside)
+                best, inside_at, at = total + inner, inside, index
             for buffer in ending.get(index, ()):
                 total -= live.pop(buffer, 0)
-        return best, most
+        held = (
+            x for i, x in enumerate(schedule[: at + 1]) if ends.get(x.name, -1) >= at
+        )
+        own = (x for x in held if buffers[x.name] == {x.name})
+        return best, (*own, *inside_at)
 
     def _inside(self, x: Instruction) -> tuple[int, tuple[Instruction, ...]]:
         """The peak of what an instruction runs that has buffers of its own."""

@@ -8,6 +8,7 @@ if the schedule has compute between its start and its end, and exposed otherwise
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ _KINDS = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
+_PARTS = re.compile(r"\b(?:body|condition)=%?([\w.\-]+)")
 _COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "scatter"}
 """Opcodes that keep a device busy."""
 
@@ -114,6 +116,25 @@ class HloModule:
         self.computations, self.entry = parse_computations(text)
         self.sources = source_lines(text)
 
+    @functools.cached_property
+    def moving(self) -> frozenset[str]:
+        """Names of the computations with collectives, their own or by others."""
+        callers: dict[str, list[str]] = {}
+        found = []
+        for name, own in self.computations.items():
+            for x in own.values():
+                loop = re.findall(_PARTS, x.line) if x.opcode == "while" else ()
+                for callee in (*x.callees, *loop):
+                    callers.setdefault(callee, []).append(name)
+            if any(is_collective(x) or x.opcode == "send" for x in own.values()):
+                found.append(name)
+        moving = set(found)
+        for name in found:  # Grows while it is read.
+            new = [x for x in callers.get(name, ()) if x not in moving]
+            moving.update(new)
+            found += new
+        return frozenset(moving)
+
     def occurrences(self, call: Call) -> Iterator[Occurrence]:
         """The collectives of a computation and its callees, in order."""
         scope = self.computations.get(call.computation, {})
@@ -144,7 +165,8 @@ class HloModule:
                 yield Occurrence(collective, None, *site, transfer[1])
             elif not opcode.endswith(("-done", "-update")):
                 for callee in self._callees(call, instruction, site):
-                    yield from self.occurrences(callee)
+                    if callee.computation in self.moving:
+                        yield from self.occurrences(callee)
 
     def _in_loop(self, call: Call, loop: Instruction) -> list[Occurrence]:
         """The collectives of a loop.

@@ -22,6 +22,11 @@ _IOTA_GROUPS = re.compile(
     r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
 
+_STATED = re.compile(
+    r"((?:replica_groups|source_target_pairs)=.*?)(?:, (?!device_ids)[a-z_]+=|$)"
+)
+"""The part of a line that states the groups."""
+
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
     """Device ids of the form [2,4]T(1,0): an iota of shape `dims`, then transposed."""
@@ -109,6 +114,14 @@ def groups_of(line: str, mesh: Mapping[str, int]) -> Groups:
     Raises:
       ValueError: the groups have an unknown form.
     """
+    if "_xla_megascale_target" not in line and (stated := _STATED.search(line)):
+        return _groups_of(stated.group(1), tuple(mesh.items()))
+    return _groups_of(line, tuple(mesh.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups_of(line: str, sizes: tuple[tuple[str, int], ...]) -> Groups:
+    mesh = dict(sizes)
     if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
         pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
         axes = _crossed([[int(device) for device in pair] for pair in pairs], mesh)
@@ -126,7 +139,7 @@ def groups_of(line: str, mesh: Mapping[str, int]) -> Groups:
         ]
     size = max(map(len, groups))
     key = frozenset(frozenset(group) for group in groups)
-    if axes := _axis_groups(tuple(mesh.items())).get(key):
+    if axes := _axis_groups(sizes).get(key):
         return Groups(axes, size, False)
     return Groups(_crossed(groups, mesh), size, size > 1)
 

@@ -1,6 +1,7 @@
 """Parses the text of a compiled HLO program into computations and instructions."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -39,6 +40,12 @@ class Instruction:
     operands: tuple[str, ...]
     line: str
 
+    @functools.cached_property
+    def callees(self) -> tuple[str, ...]:
+        """Names of the computations that it calls."""
+        lists = _CALLS.findall(self.line)
+        return tuple(name.strip(" %") for x in lists for name in x.split(","))
+
 
 def type_bytes(text: str) -> int:
     """Bytes of all arrays in an HLO type, tuples included."""
@@ -53,7 +60,9 @@ def _parse_instruction(line: str) -> Instruction | None:
     match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*)", line)
     if not match:
         return None
-    right = re.sub(r"/\*.*?\*/", "", match.group(2))
+    right = match.group(2)
+    if "/*" in right:
+        right = re.sub(r"/\*.*?\*/", "", right)
     if not (opcode := _OPCODE.search(right)):
         return None
     operands = right[opcode.end() :].split(")", 1)[0]
@@ -172,5 +181,4 @@ def _first_number(
 
 def callees(instruction: Instruction) -> list[str]:
     """Names of the computations that an instruction calls."""
-    lists = _CALLS.findall(instruction.line)
-    return [name.strip(" %") for names in lists for name in names.split(",")]
+    return list(instruction.callees)

@@ -1,4 +1,4 @@
-"""Defects that are planted in small steps are named, at their lines; clean ones quiet."""
+"""Defects planted in small steps are named, at their lines; clean steps are quiet."""
 
 import pytest
 from support import planted_steps
