@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jax.extend.core import Literal
+
 from meshpar.checker.facts import Facts, arrays_of, op_name
 from meshpar.checker.finding import CALL, MEMORY, Finding
 from meshpar.checker.op_names import module_path
@@ -102,8 +104,8 @@ def fighting_constraints(facts: Facts) -> Iterator[Finding]:
             if not chain or _spec(chain[-1]) == _spec(eqn) or line in seen:
                 continue
             # The compiler moves an array where it is made, or where it is read.
-            maker = makers.get(chain[-1].invars[0])
-            lines = {line, *map(user_line, [*chain, *([maker] if maker else [])])}
+            made = [makers[x] for x in _variables(chain[-1]) if x in makers]
+            lines = {line, *map(user_line, [*chain, *made])}
             seen |= lines
             if size := sum(moved[at] for at in lines):
                 yield Finding(
@@ -148,7 +150,7 @@ def _to_constraint_before(eqn: Any, makers: Mapping[Any, Any]) -> list[Any]:
     chain: list[Any] = []
     while len(chain) < _LONGEST:
         shape = eqn.outvars[0].aval.shape
-        arrays = [x for x in eqn.invars if x.aval.shape == shape and x in makers]
+        arrays = [x for x in _variables(eqn) if x.aval.shape == shape and x in makers]
         if not arrays:
             return []
         eqn = makers[arrays[0]]
@@ -158,6 +160,11 @@ def _to_constraint_before(eqn: Any, makers: Mapping[Any, Any]) -> list[Any]:
         if not _is_elementwise(eqn):
             return []
     return []
+
+
+def _variables(eqn: Any) -> list[Any]:
+    """The operands of an equation that are no literals."""
+    return [x for x in eqn.invars if not isinstance(x, Literal)]
 
 
 def _is_elementwise(eqn: Any) -> bool:

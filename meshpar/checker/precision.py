@@ -4,6 +4,8 @@ import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jax.extend.core import Literal
+
 from meshpar.checker.facts import Facts, Move
 from meshpar.checker.finding import Finding
 from meshpar.checker.flow import Value
@@ -71,7 +73,7 @@ def _written_wide(facts: Facts) -> Iterator[tuple[str, str]]:
         users: dict[Any, list[Any]] = collections.defaultdict(list)
         for eqn in jaxpr.eqns:
             for x in eqn.invars:
-                if hasattr(x, "aval") and not hasattr(x, "val"):
+                if not isinstance(x, Literal):
                     users[x].append(eqn)
         for eqn in jaxpr.eqns:
             if (kind := kind_of(eqn)) and _wide(eqn, kind, makers, users):
@@ -90,7 +92,7 @@ def _wide(
 ) -> bool:
     """Whether a collective of a jaxpr moves float32 that was or will be narrow."""
     for x in eqn.invars:
-        maker = None if hasattr(x, "val") else makers.get(x)
+        maker = None if isinstance(x, Literal) else makers.get(x)
         while maker is not None and maker.primitive.name in ("pcast", "reshape"):
             maker = makers.get(maker.invars[0])
         cast = maker is not None and maker.primitive.name == "convert_element_type"

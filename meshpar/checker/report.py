@@ -215,6 +215,7 @@ def _page(report: Report) -> str:
         for row in rows(report.facts.moves)
     ]
     held = [(float(t.bytes), t.name, t.path, t.line) for t in report.memory.tensors]
+    tensors = "bytes", "array", "scopes", "line"
     columns = "rule", "finding", "bytes", "axes", "scopes", "line", "write instead"
     traffic = "sent", "exposed", "runs", "kind", "axes", "pass", "scopes", "line"
     equal = html.escape(str(report.equality or ""))
@@ -223,5 +224,5 @@ def _page(report: Report) -> str:
         f"<h2>Findings</h2>{html_page.table(columns, found)}"
         f"<h2>Collectives</h2>{html_page.table(traffic, moved)}"
         "<h2>Memory at the peak</h2>"
-        f"{html_page.table(('bytes', 'tensor', 'scopes', 'line'), held[:100])}"
+        f"{html_page.table(tensors, held[:100])}"
     )
