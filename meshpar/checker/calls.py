@@ -75,7 +75,7 @@ def _changes(leaf: Leaf, result: Leaf) -> Iterator[str]:
         yield f"shape {list(leaf.shape)} comes back as {list(result.shape)}"
     if leaf.dtype != result.dtype:
         yield f"{leaf.dtype} comes back as {result.dtype}"
-    elif leaf.weak != result.weak:
+    elif None not in (leaf.weak, result.weak) and leaf.weak != result.weak:
         before, after = ("weak ", "") if leaf.weak else ("", "weak ")
         yield f"{before}{leaf.dtype} comes back as {after}{leaf.dtype}"
     if None not in (leaf.dims, result.dims) and _split(leaf) != _split(result):

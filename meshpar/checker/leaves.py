@@ -29,7 +29,7 @@ class Leaf:
       parameter: its number in the compiled program; None if that does not read it.
       donated: whether the caller gives its memory away.
       aliased: whether a result takes over its memory.
-      weak: whether its dtype is that of a Python number.
+      weak: whether its dtype is that of a Python number; None if that is not known.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Leaf:
     parameter: int | None = None
     donated: bool = False
     aliased: bool = False
-    weak: bool = False
+    weak: bool | None = None
 
     @property
     def group(self) -> str:
@@ -98,16 +98,29 @@ def _flat(shardings: Any) -> list[Any]:
 
 
 def results_of(
-    compiled: jax.stages.Compiled, mesh: Mapping[str, int]
+    compiled: jax.stages.Compiled, mesh: Mapping[str, int], jaxpr: Any = None
 ) -> tuple[Leaf, ...]:
-    """The results of a compiled program."""
+    """The results of a compiled program.
+
+    Args:
+      compiled: the program; it does not tell whether dtypes are weak.
+      mesh: {axis: size}, outer to inner.
+      jaxpr: of the step, which tells it; None if there is none.
+    """
     infos, _ = jax.tree_util.tree_flatten_with_path(compiled.out_info)
     shardings = _flat(compiled.output_shardings)
     if len(shardings) != len(infos):
         shardings = [None] * len(infos)
+    weak = [None] * len(infos)
+    if jaxpr is not None:
+        weak = [getattr(x.aval, "weak_type", None) for x in jaxpr.outvars]
+    rows = zip(infos, shardings, weak, strict=True)
     return tuple(
-        Leaf(**_leaf(f"result{jax.tree_util.keystr(path)}", info, sharding, mesh))
-        for (path, info), sharding in zip(infos, shardings, strict=True)
+        Leaf(
+            **_leaf(f"result{jax.tree_util.keystr(path)}", info, sharding, mesh)
+            | {"weak": is_weak}
+        )
+        for (path, info), sharding, is_weak in rows
     )
 
 
@@ -128,7 +141,7 @@ def _leaf(name: str, aval: Any, sharding: Any, mesh: Mapping[str, int]) -> dict:
         dims=dims,
         bytes=local * itemsize,
         whole_bytes=math.prod(aval.shape) * itemsize,
-        weak=bool(getattr(aval, "weak_type", False)),
+        weak=getattr(aval, "weak_type", None),
     )
 
 

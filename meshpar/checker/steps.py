@@ -93,7 +93,7 @@ class CompiledStep:
         return dataclasses.replace(
             facts,
             leaves=arguments_of(self.program, parameters, header, sizes),
-            results=results_of(self.program, sizes),
+            results=results_of(self.program, sizes, facts.jaxpr),
             peak_bytes=_peak(self.program, facts.platform),
         )
 
