@@ -9,6 +9,7 @@ from meshpar.checker.finding import CALL, TRAFFIC, Finding
 from meshpar.checker.flow import Value
 from meshpar.checker.op_names import UPDATE
 from meshpar.checker.shapes import is_of_state
+from meshpar.contracts.hlo_groups import rotates
 from meshpar.units import readable_bytes
 
 _SMALL_BYTES = 64_000
@@ -28,7 +29,7 @@ def reshard(facts: Facts) -> Iterator[Finding]:
             continue
         if move.kind in ("all_to_all", "permute"):
             # TPUs shift parts of sums to their tiles, without a name.
-            if move.phase and not _is_shift(move):
+            if move.phase and not _is_shift(facts, move):
                 yield _found(
                     move,
                     f"the compiler moves {_arrays(move)} to another sharding "
@@ -197,10 +198,15 @@ def _is_activation(facts: Facts, move: Move) -> bool:
     return not is_of_state(facts, move.instruction.type)
 
 
-def _is_shift(move: Move) -> bool:
-    """Whether it exchanges elements with neighbors, as shifts of an array need."""
-    name = move.instruction.line
-    return any(f'/{primitive}"' in name for primitive in _SHIFTS)
+def _is_shift(facts: Facts, move: Move) -> bool:
+    """Whether it exchanges elements with neighbors.
+
+    Shifts of an array need it, and so do matmuls whose gathers run in rings.
+    """
+    line = move.instruction.line
+    if move.kind == "permute" and rotates(line, facts.mesh):
+        return True
+    return any(f'/{primitive}"' in line for primitive in _SHIFTS)
 
 
 def _batch_spec(facts: Facts) -> str:

@@ -122,9 +122,8 @@ def groups_of(line: str, mesh: Mapping[str, int]) -> Groups:
 @functools.lru_cache(maxsize=1024)
 def _groups_of(line: str, sizes: tuple[tuple[str, int], ...]) -> Groups:
     mesh = dict(sizes)
-    if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
-        pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
-        axes = _crossed([[int(device) for device in pair] for pair in pairs], mesh)
+    if pairs := _pairs(line):
+        axes = _crossed(pairs, mesh)
         return Groups(axes, math.prod(mesh[axis] for axis in axes), False)
     count = math.prod(mesh.values())
     if target := re.search(r"_xla_megascale_target=(\S+?),?_xla", line):
@@ -142,6 +141,29 @@ def _groups_of(line: str, sizes: tuple[tuple[str, int], ...]) -> Groups:
     if axes := _axis_groups(sizes).get(key):
         return Groups(axes, size, False)
     return Groups(_crossed(groups, mesh), size, size > 1)
+
+
+def rotates(line: str, mesh: Mapping[str, int]) -> bool:
+    """Whether a permute sends everything equally far along its axes, as rings do.
+
+    Args:
+      line: text of the instruction.
+      mesh: {axis: size}, outer to inner.
+    """
+    pairs, shape = np.array(_pairs(line)), tuple(mesh.values())
+    axes = _crossed(pairs.tolist(), mesh)
+    moving = [i for i, axis in enumerate(mesh) if axis in axes]
+    places = np.array(np.unravel_index(pairs, shape))[moving]
+    sizes = [shape[i] for i in moving]
+    sources, targets = np.ravel_multi_index(tuple(places), sizes).T
+    return len(set((targets - sources) % math.prod(sizes))) == 1
+
+
+def _pairs(line: str) -> list[list[int]]:
+    """Pairs of (sender, receiver) of a permute; [] of all others."""
+    match = re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line)
+    pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1)) if match else []
+    return [[int(device) for device in pair] for pair in pairs]
 
 
 def _crossed(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
