@@ -132,16 +132,37 @@ class Facts:
     def _move(self, collective: Collective) -> Move:
         value = Value(collective.computation, collective.name)
         instruction = self.flow.instruction(value)
-        name = op_name(instruction)
+        named = self._named(value)
+        name = op_name(named)
         return Move(
             collective,
             value,
             instruction,
-            self.line(instruction),
+            self.line(named),
             op_names.module_path(name),
             op_names.phase(name, self.has_backward),
             "shard_map" in name,
         )
+
+    def _named(self, value: Value) -> Instruction:
+        """The instruction of a collective; one beside it if it has no line.
+
+        Gathers of weights may have none: then what reads them tells what they are for.
+        """
+        own = self.flow.instruction(value)
+        if _FRAME.search(own.line):
+            return own
+        for reader in self.flow.readers(value):
+            x = self.flow.instruction(reader)
+            if _FRAME.search(x.line) and "(" in op_name(x):
+                return x
+        for operand in own.operands:
+            x = self.flow.instruction(
+                self.flow.origin(Value(value.computation, operand))
+            )
+            if _FRAME.search(x.line):
+                return x
+        return own
 
     @functools.cached_property
     def has_backward(self) -> bool:

@@ -4,7 +4,7 @@ import collections
 import math
 from collections.abc import Iterator
 
-from meshpar.checker.facts import Facts, Move, arrays_of
+from meshpar.checker.facts import Facts, Move, arrays_of, op_name
 from meshpar.checker.finding import CALL, TRAFFIC, Finding
 from meshpar.checker.flow import Value
 from meshpar.checker.op_names import UPDATE
@@ -18,7 +18,7 @@ _SMALL_BYTES = 64_000
 _MANY = 32
 """Runs of small collectives, side by side, that could be one."""
 
-_SHIFTS = ("slice", "concatenate", "pad", "conv_general_dilated", "gather", "rev")
+_SHIFTS = ("slice", "concatenate", "pad", "conv_general_dilated", "rev")
 """Primitives whose results need the neighbors' elements, however they are split."""
 
 
@@ -29,7 +29,7 @@ def reshard(facts: Facts) -> Iterator[Finding]:
             continue
         if move.kind in ("all_to_all", "permute"):
             # TPUs shift parts of sums to their tiles, without a name.
-            if move.phase and not _is_shift(facts, move):
+            if op_name(move.instruction) and not _is_shift(facts, move):
                 yield _found(
                     move,
                     f"the compiler moves {_arrays(move)} to another sharding "
@@ -204,9 +204,8 @@ def _is_shift(facts: Facts, move: Move) -> bool:
     Shifts of an array need it, and so do matmuls whose gathers run in rings.
     """
     line = move.instruction.line
-    if move.kind == "permute" and rotates(line, facts.mesh):
-        return True
-    return any(f'/{primitive}"' in line for primitive in _SHIFTS)
+    shifts = any(f'/{primitive}"' in line for primitive in _SHIFTS)
+    return move.kind == "permute" and (shifts or rotates(line, facts.mesh))
 
 
 def _batch_spec(facts: Facts) -> str:
