@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from meshpar.checker.elsewhere import on_one_device, on_topology
+from meshpar.checker.elsewhere import on_mesh, on_topology
 from meshpar.checker.equality import Equality, compared
 from meshpar.checker.report import Report
 from meshpar.checker.rules import findings_of
@@ -21,7 +21,7 @@ def check(
     *arguments: Any,
     mesh: MeshLike | None = None,
     topology: str | None = None,
-    against: str | Callable | None = None,
+    against: str | jax.sharding.Mesh | Callable | None = None,
     steps: int = 1,
     threshold: float | int = 0.01,
     **keywords: Any,
@@ -38,8 +38,8 @@ def check(
         by default that of the arguments or of the step.
       topology: chips that are not there, such as "v5p:4x4x4": the step is compiled for
         them in place of its own devices, as many as these.
-      against: "one device", or a function of the same arguments that is the judge: the
-        step runs, and its results are compared.
+      against: "one device", another mesh with the same axes, or a function of the same
+        arguments that is the judge: the step runs, and its results are compared.
       steps: of the comparison.
       threshold: findings below are left out: a share of the bytes that the step moves,
         or of its memory, if it is below 1; else bytes.
@@ -71,37 +71,39 @@ def _traced(
     Raises:
       MeshparError: the step is given in another form.
     """
-    if not hasattr(step, "trace"):
+    traced = step.trace(*arguments, **keywords) if hasattr(step, "trace") else None
+    if not isinstance(traced, jax.stages.Traced):
         raise MeshparError(
-            f"{why} needs the step as a jitted function with its arguments; a program "
-            "that is lowered or compiled has its devices written into it"
+            f"{why} needs the step as a function under jax.jit, with its arguments: a "
+            "program that is lowered or compiled has its devices written into it, and "
+            "nnx.jit its modules"
         )
-    return step.trace(*arguments, **keywords)
+    return traced
 
 
 def _compared(
     step: Any,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    against: str | Callable,
+    against: str | jax.sharding.Mesh | Callable,
     steps: int,
 ) -> Equality:
     """The comparison of a step with its judge."""
     traced = _traced(step, arguments, keywords, "against=")
     named = functools.partial(step, **keywords)
-    if callable(against):
-        judge = f"{getattr(against, '__name__', 'the function')} on one device"
-        first = jax.devices()[0]
-        other = functools.partial(against, **keywords)
-        placed = jax.tree.map(
-            lambda x: jax.device_put(jax.device_get(x), first), arguments
-        )
+    if isinstance(against, jax.sharding.Mesh):
+        judge = f"the same step on {dict(against.shape)}"
+        other, placed = on_mesh(step, traced, arguments, keywords, against)
     elif against == ONE_DEVICE:
         judge = "the same step on one device"
-        other, placed = on_one_device(step, traced, arguments, keywords)
+        other, placed = on_mesh(step, traced, arguments, keywords)
+    elif callable(against):
+        judge = f"{getattr(against, '__name__', 'the function')} on one device"
+        other, first = functools.partial(against, **keywords), jax.devices()[0]
+        placed = jax.device_put(jax.device_get(arguments), first)
     else:
         raise MeshparError(
-            f"against={against!r}: write {ONE_DEVICE!r}, or give a function"
+            f"against={against!r}: write {ONE_DEVICE!r}, or give a mesh or a function"
         )
     jaxpr = traced.jaxpr.jaxpr
     return compared(named, other, arguments, placed, steps, judge, jaxpr)

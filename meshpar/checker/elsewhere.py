@@ -58,13 +58,25 @@ def on_topology(
     return _again(step, traced, swapped, keywords), *moved
 
 
-def on_one_device(
-    step: Any, traced: jax.stages.Traced, arguments: Any, keywords: Any
+def on_mesh(
+    step: Any,
+    traced: jax.stages.Traced,
+    arguments: Any,
+    keywords: Any,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Any]:
-    """A step and its arguments on the first device of its mesh.
+    """A step and its arguments on another mesh with the same axes.
+
+    Args:
+      step: the jitted step.
+      traced: its trace.
+      arguments: arrays.
+      keywords: keyword arguments of the step.
+      mesh: the other mesh; by default the first device of the step's own.
 
     Raises:
-      MeshparError: the step has a shard_map, whose code is for parts of arrays.
+      MeshparError: the step has a shard_map, whose code is for parts of arrays; or an
+        axis that the mesh does not have.
     """
     for eqn in equations(traced.jaxpr.jaxpr):
         if eqn.primitive.name in ("shard_map", "xla_pmap"):
@@ -75,19 +87,28 @@ def on_one_device(
                 "computes the same step on one device"
             )
 
-    def swap(mesh: Mesh) -> Mesh:
-        devices = mesh.devices.ravel()[:1].reshape((1,) * mesh.devices.ndim)
-        return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    def swap(own: Mesh) -> Mesh:
+        if mesh is None:
+            devices = own.devices.ravel()[:1].reshape((1,) * own.devices.ndim)
+            return Mesh(devices, own.axis_names, axis_types=own.axis_types)
+        if own.axis_names != mesh.axis_names:
+            raise MeshparError(
+                f"against= has the axes {mesh.axis_names}, and the step's mesh "
+                f"{own.axis_names}: give a mesh with the same ones"
+            )
+        return Mesh(mesh.devices, own.axis_names, axis_types=own.axis_types)
 
     swapped = _Swapped(_once_each(swap))
-    first = _first_device((arguments, keywords), traced)
-    moved = jax.tree.map(lambda x: jax.device_put(jax.device_get(x), first), arguments)
-    return _again(step, traced, swapped, keywords), moved
+    found = [*meshes_in((arguments, keywords)), *meshes_of(traced.jaxpr.jaxpr)]
+    alone = swap(found[0]).devices.flat[0] if found else jax.devices()[0]
 
+    def place(x: Any) -> Any:
+        sharding = getattr(x, "sharding", None)
+        named = isinstance(sharding, NamedSharding)
+        target = swapped.value(sharding) if named and mesh is not None else alone
+        return jax.device_put(jax.device_get(x), target)
 
-def _first_device(tree: Any, traced: jax.stages.Traced) -> jax.Device:
-    meshes = [*meshes_in(tree), *meshes_of(traced.jaxpr.jaxpr)]
-    return meshes[0].devices.flat[0] if meshes else jax.devices()[0]
+    return _again(step, traced, swapped, keywords), jax.tree.map(place, arguments)
 
 
 def _once_each(swap: Swap) -> Swap:

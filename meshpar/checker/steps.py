@@ -55,14 +55,14 @@ class CompiledStep:
                     "compiled = step.lower(...).compile()"
                 )
             return cls(step)
-        if isinstance(step, jax.stages.Compiled):
-            return cls(step.as_text(), step)
-        if isinstance(step, jax.stages.Lowered):
-            return cls.of(step.compile(), (), {})
-        traced = traced_step(step, arguments, keywords)
-        if traced is None:  # pmap in some versions of jax.
-            return cls.of(step.lower(*arguments, **keywords), (), {})
-        return dataclasses.replace(cls.of(traced.lower(), (), {}), traced=traced)
+        stage = _stage(step) or traced_step(step, arguments, keywords)
+        if stage is None:  # Some jitted functions can be lowered alone.
+            stage = _stage(step.lower(*arguments, **keywords))
+        traced = stage if isinstance(stage, jax.stages.Traced) else None
+        if traced is not None:
+            stage = traced.lower()
+        program = stage.compile() if isinstance(stage, jax.stages.Lowered) else stage
+        return cls(program.as_text(), program, traced)
 
     def facts(self, mesh: MeshLike | None, arguments: Any) -> Facts:
         """What is known of the step.
@@ -149,15 +149,25 @@ def traced_step(
     Raises:
       MeshparError: the step is not jitted.
     """
-    if isinstance(step, jax.stages.Traced):
-        return step
     if not hasattr(step, "lower"):
         raise MeshparError(
             f"check needs a compiled step, and {_name(step)} is not jitted: give "
             "jax.jit(step), also around a shard_map, a Lowered or Compiled, or the "
             "text of a compiled program and mesh="
         )
-    return step.trace(*arguments, **keywords) if hasattr(step, "trace") else None
+    if not hasattr(step, "trace"):
+        return None
+    return _stage(step.trace(*arguments, **keywords))
+
+
+def _stage(step: Any) -> Any:
+    """A stage of jax, also inside of one of nnx.jit or equinox; None for others."""
+    stages = jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled
+    if isinstance(step, stages):
+        return step
+    names = "traced", "lowered", "compiled"
+    inside = (getattr(step, name, None) for name in names)
+    return next((x for x in inside if isinstance(x, stages)), None)
 
 
 def meshes_in(tree: Any) -> Iterator[Mesh]:

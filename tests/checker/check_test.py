@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import planted_steps
@@ -176,6 +177,30 @@ def test_a_step_is_equal_to_itself_on_one_device(arguments):
     )
 
 
+def test_a_step_is_equal_to_itself_on_another_mesh(arguments):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("rows",))
+    report = meshpar.check(jax.jit(held), *arguments, against=mesh)
+    assert str(report.equality) == (
+        "EQUAL to the same step on {'rows': 2}: 1 steps, 2 tensors"
+    )
+    other = jax.sharding.Mesh(jax.devices()[:2], ("columns",))
+    with pytest.raises(MeshparError, match="give a mesh with the same ones"):
+        meshpar.check(jax.jit(held), *arguments, against=other)
+
+
+def test_a_step_of_nnx_is_read():
+    with jax.set_mesh(MESH):
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+
+        @nnx.jit
+        def step(model, x):
+            return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+
+        report = meshpar.check(step, model, placed(jnp.ones((64, 64)), "rows"))
+    (move,) = report.collectives
+    assert (move.kind, move.axes, move.phase) == ("all_reduce", ("rows",), "backward")
+
+
 def mapped_step(scale):
     def body(params, x):
         grads = jax.lax.pmean(jax.grad(loss)(params, x), "rows")
@@ -218,7 +243,7 @@ def test_a_mesh_of_another_size_is_an_error(compiled):
 
 
 def test_a_compiled_program_has_its_devices(compiled):
-    with pytest.raises(MeshparError, match="topology= needs the step as a jitted"):
+    with pytest.raises(MeshparError, match="topology= needs the step as a function"):
         meshpar.check(compiled, topology="v5e:2x4")
 
 
