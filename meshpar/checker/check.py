@@ -100,7 +100,7 @@ def _compared(
     elif callable(against):
         judge = f"{getattr(against, '__name__', 'the function')} on one device"
         other, first = functools.partial(against, **keywords), jax.devices()[0]
-        placed = jax.device_put(jax.device_get(arguments), first)
+        placed = jax.device_put(arguments, first)
     else:
         raise MeshparError(
             f"against={against!r}: write {ONE_DEVICE!r}, or give a mesh or a function"

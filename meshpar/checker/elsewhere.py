@@ -4,8 +4,9 @@ The jaxpr of the step is evaluated again with every mesh in it replaced: by the 
 axes over the chips of a topology, or by axes of size 1 on one device.
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ def on_topology(
       text: the topology, such as "v5e:4x4".
 
     Returns:
-      The jitted step, its arguments and its keyword arguments.
+      The jitted step, its arguments and its keyword arguments, all abstract.
 
     Raises:
       MeshparError: the step's mesh has another number of devices.
@@ -55,7 +56,7 @@ def on_topology(
     swap = _once_each(swap)
     swapped = _Swapped(swap)
     moved = jax.tree.map(lambda x: _abstract(x, swapped), (arguments, keywords))
-    return _again(step, traced, swapped, keywords), *moved
+    return _again(step, traced, swapped), *moved
 
 
 def on_mesh(
@@ -106,9 +107,10 @@ def on_mesh(
         sharding = getattr(x, "sharding", None)
         named = isinstance(sharding, NamedSharding)
         target = swapped.value(sharding) if named and mesh is not None else alone
-        return jax.device_put(jax.device_get(x), target)
+        return jax.device_put(x, target)
 
-    return _again(step, traced, swapped, keywords), jax.tree.map(place, arguments)
+    placed, named = jax.tree.map(place, (tuple(arguments), dict(keywords)))
+    return functools.partial(_again(step, traced, swapped), **named), placed
 
 
 def _once_each(swap: Swap) -> Swap:
@@ -123,9 +125,7 @@ def _once_each(swap: Swap) -> Swap:
     return remembered
 
 
-def _again(
-    step: Any, traced: jax.stages.Traced, swapped: "_Swapped", keywords: Mapping
-) -> Any:
+def _again(step: Any, traced: jax.stages.Traced, swapped: "_Swapped") -> Any:
     """The step, jitted on other devices; it donates what it donated."""
 
     def run(*arguments: Any, **named: Any) -> Any:
