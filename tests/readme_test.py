@@ -73,7 +73,11 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["docs/your_model.md", "docs/layout_steps.md", "docs/your_run.md"]
+    "name",
+    [
+        *("docs/your_model.md", "docs/layout_steps.md", "docs/your_run.md"),
+        "docs/check.md",
+    ],
 )
 def test_the_programs_of_a_page_run_from_top_to_bottom(
     name, monkeypatch, capsys, tmp_path
