@@ -4,6 +4,7 @@ import importlib
 import warnings
 from typing import Any
 
+from meshpar.checker import check
 from meshpar.compose import lower
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.explain.user_loop import verify
@@ -56,6 +57,7 @@ __all__ = [
     "Model",
     "Replicated",
     "TrainProgram",
+    "check",
     "from_linen",
     "from_nnx",
     "generator",

@@ -231,6 +231,20 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
+def bind_on(
+    eqn: Any, values: Sequence[Any], swap: Callable[[Any], Any]
+) -> Sequence[Any]:
+    """`bind`, where swap(mesh) gives the abstract mesh for that of the equation."""
+    params, functions = eqn.primitive.get_bind_params(eqn.params), ()
+    if not isinstance(params, dict):
+        functions, params = params
+    mesh = swap(eqn.ctx.cur_abstract_mesh)
+    with written_at(eqn.source_info), eqn.ctx.manager:
+        with jax.sharding.use_abstract_mesh(mesh):
+            outputs = eqn.primitive.bind(*functions, *values, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
 def written_at(source: Any) -> contextlib.AbstractContextManager:
     """Gives operations traced inside the source line and name of an equation."""
     from jax._src import source_info_util
@@ -279,13 +293,17 @@ def user_line(eqn: Any) -> str:
     """
     from jax._src import source_info_util
 
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    own = [
-        frame
-        for frame in frames
-        if not _LIBRARIES.search(frame.file_name)
-        and not frame.file_name.startswith(_HERE)
-    ]
-    for frame in own or frames:
-        return f"{frame.file_name}:{frame.start_line}"
-    return ""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return users_own([f"{frame.file_name}:{frame.start_line}" for frame in frames])
+
+
+def users_own(stack: Sequence[str]) -> str:
+    """The innermost "file:line" of a user's code, or of all; "" if there are none.
+
+    Args:
+      stack: "file:line" of the frames, innermost first.
+    """
+    for line in stack:
+        if not _LIBRARIES.search(line) and not line.startswith(_HERE):
+            return line
+    return stack[0] if stack else ""

@@ -12,7 +12,7 @@ import meshpar
 
 
 def test_all_names_are_there():
-    assert len(set(meshpar.__all__)) == len(meshpar.__all__) <= 30
+    assert len(set(meshpar.__all__)) == len(meshpar.__all__) <= 31
     assert all(getattr(meshpar, name) is not None for name in meshpar.__all__)
     assert dir(meshpar) == sorted(meshpar.__all__)
 

@@ -69,7 +69,10 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [*map(slow, ("docs/your_model.md", "docs/layout_steps.md")), "docs/your_run.md"],
+    [
+        *map(slow, ("docs/your_model.md", "docs/layout_steps.md")),
+        *("docs/your_run.md", "docs/check.md"),
+    ],
 )
 def test_the_programs_of_a_page_run_from_top_to_bottom(
     name, monkeypatch, capsys, tmp_path

@@ -17,6 +17,7 @@ ROOMS = (
         "compat",
         "settings",
         "units",
+        "html_page",
         "replicated",
         "jaxprs",
         "metrics",
@@ -26,8 +27,8 @@ ROOMS = (
         "mesh",
     ),
     *("collectives", "rows", "models", "ops", "fsdp", "lowering", "pipeline"),
-    *("local_sgd", "islands", "generation", "compose", "explain", "planner"),
-    *("checkpoint", "methods", "runs", "commands"),
+    *("local_sgd", "islands", "generation", "compose", "explain", "checker"),
+    *("testing", "planner", "checkpoint", "methods", "runs", "commands"),
 )
 """Bottom to top: a room imports rooms to its left."""
 

@@ -7,9 +7,11 @@
     meshpar checkpoint runs/my_run.gpt --can_resume=fsdp=4 --recipe=my_run.py:gpt
     meshpar score runs/my_run.gpt --recipe=my_run.py:gpt
     meshpar goodput runs/my_run.gpt
+    meshpar check my_step.py:make_step --topology=v5e:4x4
 
 A recipe is FILE.py:FUNCTION or MODULE:FUNCTION, and the function returns a
-`meshpar.Run`. `meshpar COMMAND --help` lists the flags of a command.
+`meshpar.Run`, or for `check` any jax step and its arguments. `meshpar COMMAND --help`
+lists the flags of a command.
 """
 
 import gc
@@ -18,7 +20,16 @@ import sys
 
 from meshpar.errors import nearest
 
-COMMANDS = ("run", "verify", "explain", "plan", "checkpoint", "score", "goodput")
+COMMANDS = (
+    "run",
+    "verify",
+    "explain",
+    "plan",
+    "checkpoint",
+    "score",
+    "goodput",
+    "check",
+)
 _FOLDERS = ("checkpoint", "score", "goodput")
 """Commands whose word is a folder and no recipe."""
 

@@ -23,6 +23,7 @@ class Collective:
       conditional: whether it is under a conditional.
       partial: whether its groups are only parts of the devices along `axes`.
       between_slices: whether it runs over the links between slices of TPUs.
+      name: of the instruction in its computation.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Collective:
     conditional: bool = False
     partial: bool = False
     between_slices: bool = False
+    name: str = ""
 
     @property
     def wire_bytes(self) -> float:

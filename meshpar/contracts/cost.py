@@ -18,6 +18,9 @@ _WIRE = {
     "permute": lambda n: 1.0,
     "broadcast": lambda n: 1.0,
 }
+KINDS = tuple(_WIRE)
+"""The kinds of collectives."""
+
 _RING_STEPS = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,

@@ -8,6 +8,7 @@ if the schedule has compute between its start and its end, and exposed otherwise
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ _KINDS = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
+_PARTS = re.compile(r"\b(?:body|condition)=%?([\w.\-]+)")
 _COMPUTE = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "scatter"}
 """Opcodes that keep a device busy."""
 
@@ -99,10 +101,39 @@ class Occurrence:
 class HloModule:
     """A compiled program: computations, source lines and the mesh that it runs on."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int]):
-        self.mesh = mesh
+    def __init__(
+        self, text: str, mesh: Mapping[str, int], unknown_rounds: int | None = None
+    ):
+        """Reads a program.
+
+        Args:
+          text: `jax.stages.Compiled.as_text()`.
+          mesh: {axis: size}, outer to inner.
+          unknown_rounds: rounds of a loop that does not tell how often it runs; by
+            default collectives in one are an error.
+        """
+        self.mesh, self.unknown_rounds = mesh, unknown_rounds
         self.computations, self.entry = parse_computations(text)
         self.sources = source_lines(text)
+
+    @functools.cached_property
+    def moving(self) -> frozenset[str]:
+        """Names of the computations with collectives, their own or by others."""
+        callers: dict[str, list[str]] = {}
+        found = []
+        for name, own in self.computations.items():
+            for x in own.values():
+                loop = re.findall(_PARTS, x.line) if x.opcode == "while" else ()
+                for callee in (*x.callees, *loop):
+                    callers.setdefault(callee, []).append(name)
+            if any(is_collective(x) or x.opcode == "send" for x in own.values()):
+                found.append(name)
+        moving = set(found)
+        for name in found:  # Grows while it is read.
+            new = [x for x in callers.get(name, ()) if x not in moving]
+            moving.update(new)
+            found += new
+        return frozenset(moving)
 
     def occurrences(self, call: Call) -> Iterator[Occurrence]:
         """The collectives of a computation and its callees, in order."""
@@ -113,6 +144,16 @@ class HloModule:
             opcode = instruction.opcode
             if opcode == "while":
                 yield from self._in_loop(call, instruction)
+            elif opcode == "async-start":
+                end = _end_of_pair(schedule, index)
+                overlapped = _has_compute(schedule, index, end)
+                for callee in self._callees(call, instruction, site):
+                    for found in self.occurrences(callee):
+                        moved = dataclasses.replace(
+                            found.collective, asynchronous=True, overlapped=overlapped
+                        )
+                        last = site[1] + end - index
+                        yield dataclasses.replace(found, collective=moved, end=last)
             elif is_collective(instruction):
                 end = _end_of_pair(schedule, index)
                 collective = self._collective(call, schedule, index, end)
@@ -124,7 +165,8 @@ class HloModule:
                 yield Occurrence(collective, None, *site, transfer[1])
             elif not opcode.endswith(("-done", "-update")):
                 for callee in self._callees(call, instruction, site):
-                    yield from self.occurrences(callee)
+                    if callee.computation in self.moving:
+                        yield from self.occurrences(callee)
 
     def _in_loop(self, call: Call, loop: Instruction) -> list[Occurrence]:
         """The collectives of a loop.
@@ -136,15 +178,27 @@ class HloModule:
         once = Call(body, call.executions, call.conditional)
         if not (found := list(self.occurrences(once))):
             return found
-        trips = trip_count(loop, self.computations)
-        times = call.executions * trips
+        times = call.executions * self.rounds(loop)
         return list(self.occurrences(dataclasses.replace(once, executions=times)))
+
+    def rounds(self, loop: Instruction) -> int:
+        """The number of times that a loop runs.
+
+        Raises:
+          ValueError: the data say it, and nothing is given for such loops.
+        """
+        try:
+            return trip_count(loop, self.computations)
+        except ValueError:
+            if self.unknown_rounds is None:
+                raise
+            return self.unknown_rounds
 
     def _callees(
         self, call: Call, instruction: Instruction, site: tuple[str, int]
     ) -> Iterator[Call]:
         # The instructions of a fusion are scheduled where the fusion is.
-        fused = instruction.opcode in ("fusion", "custom-call")
+        fused = instruction.opcode in ("fusion", "custom-call", "async-start")
         conditional = call.conditional or instruction.opcode == "conditional"
         for callee in callees(instruction):
             yield Call(callee, call.executions, conditional, site if fused else None)
@@ -173,6 +227,7 @@ class HloModule:
             source=self.sources.get(frame.group(1), "") if frame else "",
             conditional=call.conditional,
             partial=groups.partial,
+            name=instruction.name,
         )
 
     def _between_slices(
@@ -199,6 +254,7 @@ class HloModule:
             conditional=call.conditional,
             partial=groups.partial,
             between_slices=True,
+            name=schedule[index].name,
         )
 
     def chains(self, call: Call) -> list[list[Occurrence]]:

@@ -22,6 +22,11 @@ _IOTA_GROUPS = re.compile(
     r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
 
+_STATED = re.compile(
+    r"((?:replica_groups|source_target_pairs)=.*?)(?:, (?!device_ids)[a-z_]+=|$)"
+)
+"""The part of a line that states the groups."""
+
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
     """Device ids of the form [2,4]T(1,0): an iota of shape `dims`, then transposed."""
@@ -109,9 +114,16 @@ def groups_of(line: str, mesh: Mapping[str, int]) -> Groups:
     Raises:
       ValueError: the groups have an unknown form.
     """
-    if match := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line):
-        pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1))
-        axes = _crossed([[int(device) for device in pair] for pair in pairs], mesh)
+    if "_xla_megascale_target" not in line and (stated := _STATED.search(line)):
+        return _groups_of(stated.group(1), tuple(mesh.items()))
+    return _groups_of(line, tuple(mesh.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups_of(line: str, sizes: tuple[tuple[str, int], ...]) -> Groups:
+    mesh = dict(sizes)
+    if pairs := _pairs(line):
+        axes = _crossed(pairs, mesh)
         return Groups(axes, math.prod(mesh[axis] for axis in axes), False)
     count = math.prod(mesh.values())
     if target := re.search(r"_xla_megascale_target=(\S+?),?_xla", line):
@@ -126,9 +138,32 @@ def groups_of(line: str, mesh: Mapping[str, int]) -> Groups:
         ]
     size = max(map(len, groups))
     key = frozenset(frozenset(group) for group in groups)
-    if axes := _axis_groups(tuple(mesh.items())).get(key):
+    if axes := _axis_groups(sizes).get(key):
         return Groups(axes, size, False)
     return Groups(_crossed(groups, mesh), size, size > 1)
+
+
+def rotates(line: str, mesh: Mapping[str, int]) -> bool:
+    """Whether a permute sends everything equally far along its axes, as rings do.
+
+    Args:
+      line: text of the instruction.
+      mesh: {axis: size}, outer to inner.
+    """
+    pairs, shape = np.array(_pairs(line)), tuple(mesh.values())
+    axes = _crossed(pairs.tolist(), mesh)
+    moving = [i for i, axis in enumerate(mesh) if axis in axes]
+    places = np.array(np.unravel_index(pairs, shape))[moving]
+    sizes = [shape[i] for i in moving]
+    sources, targets = np.ravel_multi_index(tuple(places), sizes).T
+    return len(set((targets - sources) % math.prod(sizes))) == 1
+
+
+def _pairs(line: str) -> list[list[int]]:
+    """Pairs of (sender, receiver) of a permute; [] of all others."""
+    match = re.search(r"source_target_pairs=\{([\d,{} ]*)\}", line)
+    pairs = re.findall(r"\{(\d+), ?(\d+)\}", match.group(1)) if match else []
+    return [[int(device) for device in pair] for pair in pairs]
 
 
 def _crossed(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Parses the text of a compiled HLO program into computations and instructions."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -39,6 +40,12 @@ class Instruction:
     operands: tuple[str, ...]
     line: str
 
+    @functools.cached_property
+    def callees(self) -> tuple[str, ...]:
+        """Names of the computations that it calls."""
+        lists = _CALLS.findall(self.line)
+        return tuple(name.strip(" %") for x in lists for name in x.split(","))
+
 
 def type_bytes(text: str) -> int:
     """Bytes of all arrays in an HLO type, tuples included."""
@@ -53,7 +60,9 @@ def _parse_instruction(line: str) -> Instruction | None:
     match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*)", line)
     if not match:
         return None
-    right = re.sub(r"/\*.*?\*/", "", match.group(2))
+    right = match.group(2)
+    if "/*" in right:
+        right = re.sub(r"/\*.*?\*/", "", right)
     if not (opcode := _OPCODE.search(right)):
         return None
     operands = right[opcode.end() :].split(")", 1)[0]
@@ -90,8 +99,8 @@ def parse_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], st
     return computations, entry
 
 
-def source_lines(text: str) -> dict[str, str]:
-    """{stack frame id: "file:line"}, from the tables at the start of the text."""
+def source_stacks(text: str) -> dict[str, tuple[str, ...]]:
+    """{stack frame id: its "file:line"s, innermost first}, by the tables of a text."""
 
     def table(name: str, pattern: str) -> dict[str, tuple[str, ...]]:
         match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
@@ -101,12 +110,21 @@ def source_lines(text: str) -> dict[str, str]:
 
     files = table("FileNames", r'"(.*)"')
     places = table("FileLocations", r"file_name_id=(\d+) .*?\bline=(\d+)")
-    frames = table("StackFrames", r"file_location_id=(\d+)")
-    return {
-        frame: f"{files[places[place][0]][0]}:{places[place][1]}"
-        for frame, (place,) in frames.items()
-        if place in places and places[place][0] in files
-    }
+    frames = table("StackFrames", r"file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+    # Some texts count parents from 1, and 1 is the parent of the outermost frame.
+    first = 1 if frames.get("1", ("", None))[1] == "1" else 0
+    stacks: dict[str, tuple[str, ...]] = {}
+    for frame, (place, parent) in frames.items():
+        outer = stacks.get(str(int(parent or 0) - first), ())
+        file, line = places.get(place, ("", ""))
+        own = (f"{files[file][0]}:{line}",) if file in files else ()
+        stacks[frame] = own + outer
+    return stacks
+
+
+def source_lines(text: str) -> dict[str, str]:
+    """{stack frame id: its innermost "file:line"}."""
+    return {frame: lines[0] for frame, lines in source_stacks(text).items() if lines}
 
 
 def trip_count(
@@ -163,5 +181,4 @@ def _first_number(
 
 def callees(instruction: Instruction) -> list[str]:
     """Names of the computations that an instruction calls."""
-    lists = _CALLS.findall(instruction.line)
-    return [name.strip(" %") for names in lists for name in names.split(",")]
+    return list(instruction.callees)

@@ -88,6 +88,21 @@ def _flops(
         return rounds(instruction) * inside(_BODY.search(line).group(1))
     if opcode == "conditional":
         return max(map(inside, callees(instruction)), default=0.0)
+    if own := own_flops(instruction, scope):
+        return own
+    if opcode.endswith(("-done", "-update")):
+        return 0.0  # Their start has called the computation.
+    return sum(map(inside, callees(instruction)))
+
+
+def own_flops(instruction: Instruction, scope: Mapping[str, Instruction]) -> float:
+    """FLOPs of a matmul or a convolution; 0 for all other instructions.
+
+    Args:
+      instruction: of a computation.
+      scope: that computation.
+    """
+    line, opcode = instruction.line, instruction.opcode
     if opcode == "convolution":
         kernel = _dims(scope[instruction.operands[1]])
         features = _KERNEL_DIMS.search(line).group(1).index("o")
@@ -97,9 +112,7 @@ def _flops(
         lhs, places = _dims(scope[instruction.operands[0]]), found.group(1)
         contracted = (lhs[int(dim)] for dim in re.findall(r"\d+", places))
         return 2.0 * math.prod(_dims(instruction)) * math.prod(contracted)
-    if opcode.endswith(("-done", "-update")):
-        return 0.0  # Their start has called the computation.
-    return sum(map(inside, callees(instruction)))
+    return 0.0
 
 
 def _dims(instruction: Instruction) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ class _Reader(Interpreter[int]):
         return self.values.literal(atom)
 
     def equation(self, eqn: Any, operands: list[int]) -> list[int]:
-        if (kind := _kind(eqn)) is None and (inner := inner_jaxprs(eqn)):
+        if (kind := kind_of(eqn)) is None and (inner := inner_jaxprs(eqn)):
             return self._inside(eqn, inner, operands)
         if kind is not None and (axes := self._axes(eqn)):
             operation = self.values.operation(eqn, operands)
@@ -279,7 +279,7 @@ class _Reader(Interpreter[int]):
         return x.size * (max(x.dtype.itemsize, 4) if wider else x.dtype.itemsize)
 
 
-def _kind(eqn: Any) -> str | None:
+def kind_of(eqn: Any) -> str | None:
     """The kind of the collective that an equation is; None for all others."""
     name = eqn.primitive.name
     return next((kind for start, kind in _KINDS if name.startswith(start)), None)
@@ -287,7 +287,7 @@ def _kind(eqn: Any) -> str | None:
 
 def _moves(jaxpr: Any) -> bool:
     """Whether any collective is in a jaxpr."""
-    return any(_kind(eqn) is not None for eqn in equations(jaxpr))
+    return any(kind_of(eqn) is not None for eqn in equations(jaxpr))
 
 
 def written_terms(

@@ -1,6 +1,7 @@
 """Platforms (cpu, gpu, tpu): traits of their compilers that lowerings depend on."""
 
 import dataclasses
+import re
 
 import jax
 from jax.sharding import Mesh
@@ -103,6 +104,13 @@ def platform_named(name: str) -> Platform:
             f"{', '.join(_PLATFORMS)}"
         )
     return _PLATFORMS[name]
+
+
+def platform_of_text(text: str) -> Platform:
+    """The platform that the text of a compiled program is for, by its layouts."""
+    if re.search(r"\{[\d,]*:T\(", text):
+        return TPU
+    return GPU if '"device_type":"CUDA"' in text or "__cublas$" in text else CPU
 
 
 def platform_of(mesh: Mesh) -> Platform:

@@ -18,7 +18,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from meshpar.errors import ConfigError, MeshparError, RecipeError, nearest, shown
 from meshpar.runs.config import RunConfig, settings_of
@@ -165,6 +165,25 @@ def config_of(recipe: str) -> RecipeConfig:
       ConfigError: no such file or function, a file that raises, or an argument that is
         no setting.
     """
+    function, source = _function_of(recipe)
+    kind = _class_of(recipe, function, source)
+    try:
+        return kind(recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{recipe}, its defaults: {error}") from error
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function that FILE.py:FUNCTION or MODULE:FUNCTION names.
+
+    Raises:
+      ConfigError: no such file or function, or a file that raises.
+    """
+    return _function_of(name)[0]
+
+
+def _function_of(recipe: str) -> tuple[Callable[..., Any], _Source]:
+    """The function that a name stands for, and the module that holds it."""
     place, _, name = recipe.rpartition(":")
     is_file = place.endswith(".py")
     source = _source_of_file(recipe, place) if is_file else _source(recipe, place)
@@ -174,11 +193,7 @@ def config_of(recipe: str) -> RecipeConfig:
     if not inspect.isfunction(function):
         found = nearest(name, functions) if functions else "it has none; write one"
         raise ConfigError(f"--recipe={recipe}: no function {name!r} ({found})")
-    kind = _class_of(recipe, function, source)
-    try:
-        return kind(recipe)
-    except ConfigError as error:
-        raise ConfigError(f"{recipe}, its defaults: {error}") from error
+    return function, source
 
 
 def _source(recipe: str, name: str) -> _Source:

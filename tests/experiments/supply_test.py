@@ -20,10 +20,11 @@ from support.tiny_runs import ROOT, command
 
 from experiments.data import DataConfig
 from experiments.generation.sources import newest_checkpoint
+from meshpar import html_page
 from meshpar.checkpoint import find_checkpoints
 from meshpar.checkpoint.local import LocalTier
 from meshpar.checkpoint.persistent import METADATA, STATE, PersistentTier
-from meshpar.commands.reports import html_page, page
+from meshpar.commands.reports import page
 from meshpar.errors import CheckpointError, DataError
 
 FORBIDDEN = re.compile(

@@ -3,7 +3,8 @@
 import html
 from collections.abc import Sequence
 
-from meshpar.commands.reports import html_page, pictures
+from meshpar import html_page
+from meshpar.commands.reports import pictures
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
 from meshpar.units import readable_bytes
@@ -15,7 +16,7 @@ def _pipeline_section(pipeline: PipelineReport | None) -> str:
     formula = ""
     if pipeline.formula is not None:
         formula = f"; formula {pipeline.formula[1]} = {pipeline.formula[0]:.4f}"
-    picture = html_page.picture(pictures.schedule_figure(pipeline))
+    picture = pictures.picture(pictures.schedule_figure(pipeline))
     in_flight = ", ".join(map(str, pipeline.in_flight))
     return (
         f"<h3>Pipeline</h3>"
@@ -62,7 +63,7 @@ def _section(e: Explanation) -> str:
         f"<h2>{html.escape(e.layout)}</h2><p>Lowering {e.lowering} on "
         f"{html.escape(e.device_kind)}. {html.escape(e.why_auto)}</p>"
         f"{''.join(items)}<h3>Mesh</h3>"
-        f"{html_page.picture(pictures.mesh_figure(e))}{_pipeline_section(e.pipeline)}"
+        f"{pictures.picture(pictures.mesh_figure(e))}{_pipeline_section(e.pipeline)}"
         "<h3>Collectives</h3><p>Sent per device and step.</p>"
         f"{html_page.table(header, traffic)}<h3>Parameters and state</h3>"
         f"{html_page.table(columns, parameters)}"
@@ -82,8 +83,8 @@ def write(
     """
     layouts = ", ".join(e.layout for e in explanations)
     body = (
-        f"<h2>Memory</h2>{html_page.picture(pictures.memory_figure(explanations))}"
-        f"<h2>Traffic</h2>{html_page.picture(pictures.traffic_figure(explanations))}"
+        f"<h2>Memory</h2>{pictures.picture(pictures.memory_figure(explanations))}"
+        f"<h2>Traffic</h2>{pictures.picture(pictures.traffic_figure(explanations))}"
         f"{''.join(map(_section, explanations))}"
         "<h2>Other layouts</h2><p>All layouts of this model, ranked: "
         f"<code>{html.escape(plan_command)}</code></p>"

@@ -53,6 +53,11 @@ def svg(figure: matplotlib.figure.Figure) -> str:
     return text[text.index("<svg") :].replace(_INK, "currentColor")
 
 
+def picture(figure: matplotlib.figure.Figure) -> str:
+    """A figure in a page, which scrolls where it is wider than the page."""
+    return f'<div class="wide">{svg(figure)}</div>'
+
+
 def _label(layout: str, *lines: str) -> str:
     """A layout over several rows of about 30 characters, and more lines."""
     items = layout.split(",")

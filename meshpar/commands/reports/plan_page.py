@@ -3,7 +3,8 @@
 import html
 from collections.abc import Sequence
 
-from meshpar.commands.reports import html_page
+from meshpar import html_page
+from meshpar.commands.reports import pictures
 from meshpar.commands.reports.planning import (
     COMPILED,
     candidate_row,
@@ -55,7 +56,7 @@ def write(
         f"<p>{html.escape(summary(plans))}.</p>"
         f"<h2>Predicted to be fastest</h2>{_candidates(plans, plans.best[:top])}"
         f"{_compiled(plans, compiled)}"
-        f"<h2>Time over memory</h2>{html_page.picture(pareto_figure(plans))}"
+        f"<h2>Time over memory</h2>{pictures.picture(pareto_figure(plans))}"
         f"<h2>Less time or less memory than all others</h2>{_candidates(plans, front)}"
         f"<h2>Too large</h2><p>Those that lack least. A device has "
         f"{readable_bytes(plans.machine.memory_bytes)} for a step.</p>"

@@ -1,20 +1,12 @@
-"""Parts of HTML pages in the look of the site: tables and pictures, all in one file."""
+"""Parts of HTML pages in the look of the site: tables, and the page itself."""
 
 import html
 import pathlib
 from collections.abc import Sequence
 
-import matplotlib.figure
-
-from meshpar.commands.reports import pictures
 from meshpar.units import readable_bytes
 
 _LOOK = pathlib.Path(__file__).parent / "look.css"
-
-
-def picture(figure: matplotlib.figure.Figure) -> str:
-    """A figure that scrolls where it is wider than the page."""
-    return f'<div class="wide">{pictures.svg(figure)}</div>'
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
