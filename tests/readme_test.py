@@ -67,9 +67,10 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
     assert int(done.state.step) == 2 and done.program.violations() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*map(slow, ("docs/your_model.md", "docs/layout_steps.md")), "docs/your_run.md"],
+    ["docs/your_model.md", "docs/layout_steps.md", "docs/your_run.md"],
 )
 def test_the_programs_of_a_page_run_from_top_to_bottom(
     name, monkeypatch, capsys, tmp_path
