@@ -100,8 +100,9 @@ def test_a_pipeline_is_traced_once_more_for_its_evaluation(layout, framework):
     assert num_traces(layout, framework=framework) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout, number", [slow("data=2,fsdp=2", 5), ("pipe=2,data=2,microbatches=4", 7)]
+    "layout, number", [("data=2,fsdp=2", 5), ("pipe=2,data=2,microbatches=4", 7)]
 )
 def test_evaluation_that_differs_from_training_is_traced_itself(layout, number):
     """Dropout makes it differ: it is cut, and checked for its rows in a pipeline."""
