@@ -24,6 +24,9 @@ from meshpar.mesh.platform import Platform
 
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_FAR = 6
+"""Operations back from a collective without a line, at most, to one that has a line."""
+
 _KEY = re.compile(r"\[[^\]]*\]|\.\w+")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 
@@ -156,11 +159,13 @@ class Facts:
             x = self.flow.instruction(reader)
             if _FRAME.search(x.line) and "(" in op_name(x):
                 return x
-        for operand in own.operands:
-            x = self.flow.instruction(
-                self.flow.origin(Value(value.computation, operand))
-            )
-            if _FRAME.search(x.line):
+        x, at = own, value
+        for _ in range(_FAR):
+            if not x.operands:
+                break
+            at = self.flow.origin(Value(at.computation, x.operands[0]))
+            x = self.module.computations[at.computation].get(at.name, own)
+            if _FRAME.search(x.line) and "(" in op_name(x):
                 return x
         return own
 

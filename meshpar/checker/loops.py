@@ -88,15 +88,15 @@ def _fused(facts: Facts, value: Value) -> Iterator[Value]:
         root = facts.flow.root(value.computation)
         if caller.instruction.opcode != "fusion" or root is None:
             return
-        inside = _results(facts, value.computation, root)
-        if value.name not in inside:
+        made, inside = value.name, _results(facts, value.computation, root)
+        if made not in inside:
             return
         value = Value(caller.computation, caller.instruction.name)
         yield value
         for x in facts.flow.users(value.computation).get(value.name, ()):
             if x.opcode == "get-tuple-element":
                 place = int(re.search(r"\bindex=(\d+)", x.line).group(1))
-                if place < len(inside) and inside[place] == value.name:
+                if place < len(inside) and inside[place] == made:
                     yield Value(value.computation, x.name)
 
 

@@ -10,6 +10,7 @@ from meshpar.checker.flow import Value
 from meshpar.checker.op_names import UPDATE
 from meshpar.checker.shapes import is_of_state
 from meshpar.contracts.hlo_groups import rotates
+from meshpar.contracts.hlo_text import type_bytes
 from meshpar.units import readable_bytes
 
 _SMALL_BYTES = 64_000
@@ -83,7 +84,7 @@ def sliced_all_reduce(facts: Facts) -> Iterator[Finding]:
                 f"{_arrays(move)} is summed whole, and every device keeps a slice",
                 "jax.lax.psum_scatter sends half of the bytes; under jit, constrain "
                 "the sum to the sharding of the slice",
-                share=0.5,
+                share=0.5 * _share_of_largest(move),
             )
 
 
@@ -115,16 +116,34 @@ def needless_all_reduce(facts: Facts) -> Iterator[Finding]:
     """Sums over axes along which all devices have the same numbers."""
     for move in facts.moves:
         if move.kind == "all_reduce" and not move.collective.partial:
-            names, where = move.instruction.operands, move.value.computation
-            # Of merged sums only those of all operands say anything.
-            if set(move.axes) <= facts.uniform.along(where, names):
+            same = [x for x in _operands(facts, move) if _is_same(facts, move, x)]
+            if same:
+                size = sum(type_bytes(facts.flow.instruction(x).type) for x in same)
+                dtype, shape = arrays_of(facts.flow.instruction(same[0]).type)[0]
                 yield _found(
                     move,
-                    f"{_arrays(move)} is the same on all devices before this "
+                    f"{dtype}{list(shape)} is the same on all devices before this "
                     "all_reduce: a sum multiplies it, a mean changes nothing",
                     "leave the psum or pmean out: the value is reduced already",
+                    share=size / max(1, move.collective.payload_bytes),
                     of=CALL,
                 )
+
+
+def _operands(facts: Facts, move: Move) -> list[Value]:
+    where = move.value.computation
+    known = facts.module.computations[where]
+    return [Value(where, name) for name in move.instruction.operands if name in known]
+
+
+def _is_same(facts: Facts, move: Move, value: Value) -> bool:
+    """Whether all devices have the same numbers, which are no constants.
+
+    A sum of constants counts devices.
+    """
+    axes = facts.uniform.along(value.computation, [value.name])
+    made = facts.flow.instruction(facts.flow.origin(value))
+    return set(move.axes) <= axes and made.opcode not in ("constant", "broadcast")
 
 
 def small_collectives(facts: Facts) -> Iterator[Finding]:
@@ -179,6 +198,12 @@ def _only_own_part(facts: Facts, move: Move) -> bool:
                 value = Value(computation, x.name)
     readers = list(facts.flow.readers(value))
     return bool(readers) and all(_slices_by_device(facts, x) for x in readers)
+
+
+def _share_of_largest(move: Move) -> float:
+    """The share of a collective's elements that its largest array has."""
+    sizes = [math.prod(shape) for _, shape in move.arrays]
+    return max(sizes) / max(1, sum(sizes))
 
 
 def _slices_by_device(facts: Facts, value: Value) -> bool:

@@ -87,7 +87,7 @@ class Uniform:
             return operands[0]
         if opcode == "while":
             return self._loop(x, operands[0])
-        if opcode in ("fusion", "call") and len(callees(x)) == 1:
+        if opcode in ("fusion", "call", "async-start") and len(callees(x)) == 1:
             return self._run(callees(x)[0], operands)
         axes = self._all_of(operands)
         if is_collective(x):
