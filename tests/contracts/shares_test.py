@@ -108,5 +108,8 @@ def test_tokens_of_experts_over_tensor_are_declared_exactly(layout):
         exact = sum(t.wire_bytes for t in terms if t.kind == kind and not t.bound)
         # On CPUs XLA gathers the scores of which it takes the largest.
         moved = [c for c in found if c.kind == kind and "router.py" not in c.source]
-        assert exact == sum(c.wire_bytes for c in moved) > 0
+        moved_bytes = sum(c.wire_bytes for c in moved)
+        # What gradients of weights gather again XLA may merge with the first gather.
+        again = [t for t in terms if t.kind == kind and "gradients of weights" in t.why]
+        assert 0 < exact - sum(t.wire_bytes for t in again) <= moved_bytes <= exact
     assert Shares.of(*program.busiest).exact > 0.9 * Shares.of(*program.busiest).total
