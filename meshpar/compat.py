@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -170,8 +170,8 @@ def constrain_out_shardings(
             if sharding is None or not applies():
                 return canonicalize(sharding, name, **kwargs)
             own, mesh = translate(sharding), jax.sharding.get_abstract_mesh()
-            if mesh.empty:
-                return None  # One device.
+            if mesh.empty or AxisType.Auto not in mesh.axis_types:
+                return None  # One device, or a shard of an array.
             return NamedSharding(mesh, getattr(own, "spec", own))
 
         return run
