@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -302,8 +303,11 @@ def unigram_loss(corpus: Corpus) -> float:
     """Held-out loss of the best model that ignores context, in nats per token.
 
     Token frequencies are counted in the training part, with one added to each count.
+    NaN without held-out tokens.
     """
     counts, held_out = np.ones(corpus.vocab), corpus.held_out_counts
+    if not held_out.sum():
+        return math.nan
     counts[: len(corpus.train_counts)] += corpus.train_counts
     log_probabilities = np.log(counts / counts.sum())
     loss = -np.sum(held_out * log_probabilities[: len(held_out)]) / held_out.sum()

@@ -103,7 +103,7 @@ DATA = [
     ("{root}/hidden", "holds no file"),
     ("{root}/empty.txt", "all are empty"),
     ("{root}/zero.txt", "looks binary"),
-    ("{root}/short.txt", "samples of 32 tokens, fewer than one batch"),
+    ("{root}/short.txt", "has no sample of 32 tokens; give more text"),
     ("{root}/*.nothing", "no file matches"),
     ("{root}/part_*.bin", "names 2 files"),
     ("{root}/floats.npy", "give integer token ids"),
