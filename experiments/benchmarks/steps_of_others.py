@@ -2,8 +2,8 @@
 
     python -m experiments.check experiments.benchmarks.steps_of_others:tunix_llama
 
-The packages are installed beside this one: google-tunix and equinox. The steps
-are as their own trainers and tutorials write them, for models of a few layers.
+The packages are installed beside this one: google-tunix and equinox. Tunix's model and
+loss are its own; the steps of Flax and Equinox are in the form of their tutorials.
 """
 
 from typing import Any
@@ -125,7 +125,7 @@ class _Mlp(nn.Module):
 
 
 def flax_guide() -> tuple[Any, ...]:
-    """Flax: the training step of its guide on several devices, as it stands there."""
+    """Flax: a training step in the form of its guide on several devices."""
     mesh = _mesh(("data", "model"), jax.device_count() // 4, 4)
     model = _Mlp()
     x = jnp.ones((8, 512))
