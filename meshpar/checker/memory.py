@@ -20,7 +20,8 @@ _HANDS_ON = frozenset(
     "dynamic-update-slice".split()
 )
 _CONSTANTS = ("constant", "iota", "partition-id", "replica-id", "after-all")
-_ON_HOST = "S(5)"
+_ON_HOST = re.compile(r"\w+\[[^\]]*\]\{[^}]*\bS\(5\)[^}]*\}")
+"""An array in the memory of the host."""
 
 
 class Tensor(NamedTuple):
@@ -58,18 +59,35 @@ def peak(facts: Facts) -> Peak:
         for leaf in facts.leaves
         if leaf.parameter is not None
     ]
-    size, results = _Lives(facts).peak(facts.module.entry)
+    total, results = _Lives(facts).peak(facts.module.entry)
     made = [
         Tensor(
-            type_bytes(x.type),
+            size,
             re.sub(r"\{[^}]*\}", "", x.type)[:60],
             facts.line(x),
             module_path(op_name(x)),
         )
-        for x in results
+        for x, size in results
     ]
     tensors = tuple(sorted([*held, *made], key=lambda t: -t.bytes))
-    return Peak(size + sum(t.bytes for t in held), tensors)
+    return Peak(total + sum(t.bytes for t in held), tensors)
+
+
+_Sized = tuple[Instruction, int]
+"""An instruction, and the bytes of memory that its result takes."""
+
+
+def _own_bytes(x: Instruction, scope: Mapping[str, Instruction]) -> int:
+    """Bytes that a result takes on the device, beside those of its operands.
+
+    What begins a transfer hands its operands on in its result.
+    """
+    size = type_bytes(_ON_HOST.sub("", x.type))
+    if x.opcode.endswith("-start") and x.type.startswith("("):
+        given = (scope[name].type for name in x.operands if name in scope)
+        held = sum(type_bytes(_ON_HOST.sub("", type)) for type in given)
+        size -= held if held < size else 0  # An all_reduce has its results alone.
+    return size
 
 
 class _Lives:
@@ -79,7 +97,7 @@ class _Lives:
         self.facts, self.computations = facts, facts.module.computations
 
     @functools.cache  # noqa: B019  (it lives as long as one call of `peak`)
-    def peak(self, computation: str) -> tuple[int, tuple[Instruction, ...]]:
+    def peak(self, computation: str) -> tuple[int, tuple[_Sized, ...]]:
         """(bytes, instructions whose results they are) at a computation's peak."""
         scope = self.computations.get(computation, {})
         schedule = list(scope.values())
@@ -99,7 +117,7 @@ class _Lives:
         inside_at, at = (), 0
         for index, x in enumerate(schedule):
             if x.name in ends and buffers[x.name] == {x.name}:
-                live[x.name] = type_bytes(x.type)
+                live[x.name] = _own_bytes(x, scope)
                 total += live[x.name]
             inner, inside = self._inside(x)
             if total + inner > best:
@@ -110,9 +128,9 @@ class _Lives:
             x for i, x in enumerate(schedule[: at + 1]) if ends.get(x.name, -1) >= at
         )
         own = (x for x in held if buffers[x.name] == {x.name})
-        return best, (*own, *inside_at)
+        return best, (*((x, _own_bytes(x, scope)) for x in own), *inside_at)
 
-    def _inside(self, x: Instruction) -> tuple[int, tuple[Instruction, ...]]:
+    def _inside(self, x: Instruction) -> tuple[int, tuple[_Sized, ...]]:
         """The peak of what an instruction runs that has buffers of its own."""
         if x.opcode == "while":
             names = re.findall(r"\bbody=%?([\w.\-]+)", x.line)
@@ -138,7 +156,9 @@ class _Lives:
             elif x.opcode == "fusion" and (place := self._updates(x)) is not None:
                 found[name] = operands[place]
             else:
-                found[name] = frozenset() if _ON_HOST in x.type else frozenset((name,))
+                found[name] = (
+                    frozenset((name,)) if _own_bytes(x, scope) else frozenset()
+                )
         return found
 
     def _element(

@@ -75,6 +75,9 @@ def test_a_wrapped_asynchronous_pair_counts_once_and_hides_beside_compute():
     )
     assert move.wire_bytes == 64 * 8 * 4 * 3 / 4
     assert move.collective.asynchronous and report.exposed_bytes == 0
+    # What begins hands x on, and holds its result alone.
+    x, shard, dot = 64 * 8, 16 * 8, 64 * 64
+    assert report.memory.bytes == 4 * (x + shard + dot)
 
 
 def test_loops_are_multiplied_in_and_what_stays_the_same_is_found():
