@@ -87,7 +87,7 @@ CASES = [
     (FILE, FILE + "\nnet = net()\n", "no function 'net'"),
     (FILE, FILE + "\nnet = Net\n", "no function 'net'"),
     # The arguments of the function.
-    (*argument("width"), "SyntaxError: .*default argument"),
+    (*argument("width"), "SyntaxError: .*default"),
     (*argument("width=None"), "argument width: a setting of type NoneType: use bool"),
     (*argument("sizes=[1, 2]"), "argument sizes: a setting of type list: use"),
     (*argument("width: int = 2.5"), "its defaults: width=2.5: use a whole number"),
