@@ -45,7 +45,7 @@ def _batches(config: Config) -> tuple[Config, data.Corpus, list]:
             rows=everything,
             limit=config.evaluation_batches,
         )
-        batches = held_out.batches
+        batches = [*held_out.batches]
         if held_out.rest is not None:
             batches.append(scoring.filled(held_out.rest, config.batch_size))
         return config, corpus, batches

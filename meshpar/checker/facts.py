@@ -18,7 +18,7 @@ from meshpar.checker.uniform import Uniform
 from meshpar.compat import users_own
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.hlo import Call, HloModule
-from meshpar.contracts.hlo_text import Instruction, callees, source_stacks
+from meshpar.contracts.hlo_text import Instruction, source_stacks
 from meshpar.jaxprs.walk import equations
 from meshpar.mesh.platform import Platform
 
@@ -275,8 +275,8 @@ class Facts:
             if x is None or x.opcode not in ("dynamic-slice", "fusion"):
                 return self.argument(value)
             if x.opcode == "fusion":
-                root = self.flow.root(callees(x)[0])
-                inside = Value(callees(x)[0], root.name)
+                root = self.flow.root(x.callees[0])
+                inside = Value(x.callees[0], root.name)
                 inside = self.flow.origin(inside)
                 x = self.flow.instruction(inside)
                 if x.opcode != "dynamic-slice":

@@ -6,11 +6,11 @@ from the body of a loop to what the loop starts with.
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshpar.contracts.hlo import HloModule
-from meshpar.contracts.hlo_text import Instruction, callees
+from meshpar.contracts.hlo_text import Instruction
 
 CASTS = frozenset(
     "bitcast bitcast-convert convert copy copy-start copy-done transpose reshape "
@@ -102,10 +102,10 @@ class Flow:
             return self._element(
                 Value(here, x.operands[0]), int(_INDEX.search(x.line).group(1))
             )
-        if x.opcode == "fusion" and (result := self.root(callees(x)[0])):
-            inside = self.origin(Value(callees(x)[0], result.name))
+        if x.opcode == "fusion" and (result := self.root(x.callees[0])):
+            inside = self.origin(Value(x.callees[0], result.name))
             # The origin leaves the fusion if this only hands on an operand.
-            return inside if inside.computation != callees(x)[0] else None
+            return inside if inside.computation != x.callees[0] else None
         return None
 
     def _argument(self, computation: str, number: int) -> Value | None:
@@ -202,7 +202,7 @@ class Flow:
             for x in self.users(at.computation).get(at.name, ()):
                 made = Value(at.computation, x.name)
                 if x.opcode == "fusion":
-                    body = callees(x)[0]
+                    body = x.callees[0]
                     for place, operand in enumerate(x.operands):
                         if operand == at.name and (p := self._parameter(body, place)):
                             follow(Value(body, p))
@@ -240,7 +240,7 @@ class Flow:
                 waiting += [outside] if outside else []
             else:
                 waiting += [Value(at.computation, o) for o in x.operands]
-                for callee in callees(x) if x.opcode == "fusion" else ():
+                for callee in x.callees if x.opcode == "fusion" else ():
                     if result := self.root(callee):
                         waiting.append(Value(callee, result.name))
         return False
@@ -250,7 +250,7 @@ def _body(loop: Instruction) -> str:
     return re.search(r"\bbody=%?([\w.\-]+)", loop.line).group(1)
 
 
-def _run_by(x: Instruction) -> list[str]:
+def _run_by(x: Instruction) -> Sequence[str]:
     if x.opcode == "while":
         return re.findall(r"\b(?:body|condition)=%?([\w.\-]+)", x.line)
-    return callees(x)
+    return x.callees

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshpar.checker.facts import Facts, op_name
 from meshpar.checker.op_names import module_path
-from meshpar.contracts.hlo_text import Instruction, callees, type_bytes
+from meshpar.contracts.hlo_text import Instruction, type_bytes
 
 _HANDS_ON = frozenset(
     "tuple while bitcast optimization-barrier conditional copy-done call "
@@ -135,7 +135,7 @@ class _Lives:
         if x.opcode == "while":
             names = re.findall(r"\bbody=%?([\w.\-]+)", x.line)
         else:
-            names = callees(x) if x.opcode in ("call", "conditional") else []
+            names = x.callees if x.opcode in ("call", "conditional") else []
         return max(map(self.peak, names), key=lambda p: p[0], default=(0, ()))
 
     def _buffers(
@@ -175,7 +175,7 @@ class _Lives:
 
     def _updates(self, fusion: Instruction) -> int | None:
         """The operand that a fusion updates in place; None if it makes a new array."""
-        body = callees(fusion)[0]
+        body = fusion.callees[0]
         root = self.facts.flow.root(body)
         while root is not None and root.opcode in ("bitcast", "convert", "copy"):
             root = self.computations[body].get(root.operands[0])

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from meshpar.contracts.hlo import HloModule, is_collective
 from meshpar.contracts.hlo_groups import groups_of
-from meshpar.contracts.hlo_text import Instruction, callees
+from meshpar.contracts.hlo_text import Instruction
 
 Axes = frozenset[str]
 Known = Axes | tuple
@@ -87,8 +87,8 @@ class Uniform:
             return operands[0]
         if opcode == "while":
             return self._loop(x, operands[0])
-        if opcode in ("fusion", "call", "async-start") and len(callees(x)) == 1:
-            return self._run(callees(x)[0], operands)
+        if opcode in ("fusion", "call", "async-start") and len(x.callees) == 1:
+            return self._run(x.callees[0], operands)
         axes = self._all_of(operands)
         if is_collective(x):
             over = frozenset(self._over(x.line))

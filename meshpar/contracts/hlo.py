@@ -17,7 +17,6 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.hlo_groups import groups_of
 from meshpar.contracts.hlo_text import (
     Instruction,
-    callees,
     parse_computations,
     source_lines,
     trip_count,
@@ -200,7 +199,7 @@ class HloModule:
         # The instructions of a fusion are scheduled where the fusion is.
         fused = instruction.opcode in ("fusion", "custom-call", "async-start")
         conditional = call.conditional or instruction.opcode == "conditional"
-        for callee in callees(instruction):
+        for callee in instruction.callees:
             yield Call(callee, call.executions, conditional, site if fused else None)
 
     def _collective(

@@ -147,7 +147,7 @@ def trip_count(
             if instruction.opcode == "constant":
                 constant = r"[su]32\[\]\S* constant\((\d+)\)"
                 bounds += re.findall(constant, instruction.line)
-            reachable += [c for c in callees(instruction) if c not in reachable]
+            reachable += [c for c in instruction.callees if c not in reachable]
     if not bounds:
         raise ValueError(f"cannot read the trip count of the loop: {loop.line[:200]}")
     return max(map(int, bounds)) - _first_number(loop, computations, condition)
@@ -177,8 +177,3 @@ def _first_number(
     if first is None or first.opcode != "constant":
         return 0
     return int(re.search(r"constant\((-?\d+)\)", first.line).group(1))
-
-
-def callees(instruction: Instruction) -> list[str]:
-    """Names of the computations that an instruction calls."""
-    return list(instruction.callees)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from meshpar.contracts.hlo_text import (
     Instruction,
-    callees,
     parse_computations,
     trip_count,
 )
@@ -87,12 +86,12 @@ def _flops(
     if opcode == "while":
         return rounds(instruction) * inside(_BODY.search(line).group(1))
     if opcode == "conditional":
-        return max(map(inside, callees(instruction)), default=0.0)
+        return max(map(inside, instruction.callees), default=0.0)
     if own := own_flops(instruction, scope):
         return own
     if opcode.endswith(("-done", "-update")):
         return 0.0  # Their start has called the computation.
-    return sum(map(inside, callees(instruction)))
+    return sum(map(inside, instruction.callees))
 
 
 def own_flops(instruction: Instruction, scope: Mapping[str, Instruction]) -> float:

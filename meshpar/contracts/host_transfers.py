@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 
 from meshpar.contracts.hlo_text import (
     Instruction,
-    callees,
     parse_computations,
     trip_count,
     type_bytes,
@@ -98,7 +97,7 @@ def host_transfers(text: str) -> HostTransfer:
             elif any(moved := host_bytes(instruction)):
                 yield moved
             elif not instruction.opcode.endswith("-done"):
-                for callee in callees(instruction):
+                for callee in instruction.callees:
                     yield from moves(callee)
 
     sizes = list(moves(entry))

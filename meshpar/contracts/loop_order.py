@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from meshpar.contracts.hlo import is_collective
 from meshpar.contracts.hlo_text import (
     Instruction,
-    callees,
     parse_computations,
     source_lines,
 )
@@ -42,7 +41,7 @@ def order_violations(text: str) -> list[str]:
 
 def _called(instruction: Instruction) -> list[str]:
     parts = re.findall(r"(?:body|condition)=%?([\w.\-]+)", instruction.line)
-    return [*parts, *callees(instruction)]
+    return [*parts, *instruction.callees]
 
 
 def _with_collectives(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from meshpar.contracts import cost
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.hlo import Call, HloModule
-from meshpar.contracts.hlo_text import Instruction, callees, trip_count
+from meshpar.contracts.hlo_text import Instruction, trip_count
 from meshpar.contracts.host_transfers import host_bytes
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -240,9 +240,9 @@ class _Schedule:
             )
             return time
         if instruction.opcode == "conditional":
-            return self._slowest(callees(instruction), executions)
+            return self._slowest(instruction.callees, executions)
         if instruction.opcode == "call":
-            return self._run(callees(instruction)[0], executions)
+            return self._run(instruction.callees[0], executions)
         if not (match := _CYCLES.search(instruction.line)):
             return _Time()
         cycles = float(match.group(1))

@@ -123,7 +123,7 @@ def repeats(policy: str, name: str) -> bool:
 
 
 def named_values(jaxpr: Any) -> frozenset[str]:
-    """The names that a model gives to values, of attention always its own."""
+    """The names that a model gives to values; one name stands for all of attention."""
     named = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "name")
     given = {eqn.params["name"] for eqn in named}
     return frozenset(given | ({ATTENTION} if given & {*_ATTENTION_NAMES} else set()))

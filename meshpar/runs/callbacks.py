@@ -46,8 +46,15 @@ class Callbacks:
             self._begun.append(step)
 
     def look(self) -> None:
-        """Tells of the checkpoints that are complete."""
-        while self._begun and (folder := self._folder / str(self._begun[0])).is_dir():
-            step = self._begun.pop(0)
+        """Tells of the checkpoints that are complete, but for those removed again."""
+        complete = [step for step in self._begun if self._of(step).is_dir()]
+        if not complete:
+            return
+        # They are written one after the other.
+        self._begun = [step for step in self._begun if step > complete[-1]]
+        for step in complete:
             with self._config.blaming_recipe():
-                self._run.after_checkpoint(step, folder)
+                self._run.after_checkpoint(step, self._of(step))
+
+    def _of(self, step: int) -> pathlib.Path:
+        return self._folder / str(step)
