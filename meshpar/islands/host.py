@@ -2,7 +2,7 @@
 
 import abc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class Host(abc.ABC):
         self._done = self._wanted = 0
         self._error: BaseException | None = None
         self._busy = [False] * workers
+        self._awaited: list[Callable[[], bool] | None] = [None] * workers
         self._stopped = [True] * workers
         self._threads: list[threading.Thread | None] = [None] * workers
 
@@ -131,12 +132,39 @@ class Host(abc.ABC):
     def drain(self) -> None:
         """Waits until all batches are done, and all islands wait."""
         with self.changed:
-            self._wait(lambda: self._done >= self._wanted and not any(self._busy))
+            self._wait(
+                lambda: (
+                    self._done >= self._wanted
+                    and not any(map(self._is_at_work, range(self.num_workers)))
+                )
+            )
+
+    def _is_at_work(self, index: int) -> bool:
+        """Whether an island does something, or is about to: its wait may be over."""
+        awaited = self._awaited[index]
+        return self._busy[index] and (awaited is None or awaited())
 
     def waiting(self, index: int, waits: bool) -> None:
         """Notes that an island waits for others; call it with `changed` held."""
         self._busy[index] = not waits
         self.changed.notify_all()
+
+    def wait_until(self, index: int, condition: Callable[[], bool]) -> None:
+        """Lets an island wait for others; call it with `changed` held.
+
+        Args:
+          index: the island's.
+          condition: of the state that `changed` guards.
+
+        Raises:
+          Stopped: the island has to leave.
+        """
+        self._awaited[index] = condition
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: self._stopped[index] or condition())
+        self._awaited[index] = None
+        if self._stopped[index]:
+            raise Stopped
 
     def _wait(self, condition: Any) -> None:
         self.changed.wait_for(lambda: self._error or condition())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.islands.algorithms import make_island, server_update
-from meshpar.islands.host import Host, Stopped
+from meshpar.islands.host import Host
 from meshpar.islands.island_program import island_program
 from meshpar.islands.messages import Payload, QuorumReached, Values
 from meshpar.islands.mode import Islands
@@ -46,14 +46,10 @@ class _Endpoint:
         host, store = self._host, self._host.store
 
         def ready() -> bool:
-            ready = all(store.ready(name, self._name, clock) for name in names)
-            host.waiting(self._index, not ready)
-            return ready or host.is_stopped(self._index)
+            return all(store.ready(name, self._name, clock) for name in names)
 
         with host.changed:
-            host.changed.wait_for(ready)
-            if host.is_stopped(self._index):
-                raise Stopped
+            host.wait_until(self._index, ready)
             return [
                 store.pull(name, self._name, clock, known=known.get(name, -1))
                 for name in names
@@ -140,14 +136,9 @@ class Threads(Host):
         name = self._slices[0].range.name
 
         def warm() -> bool:
-            clocks = self.store.clocks(name).values()
-            self.waiting(index, True)
-            return max(clocks, default=0) >= pushes or self.is_stopped(index)
+            return max(self.store.clocks(name).values(), default=0) >= pushes
 
-        self.changed.wait_for(warm)
-        if self.is_stopped(index):
-            raise Stopped
-        self.waiting(index, False)
+        self.wait_until(index, warm)
 
     def prepare(self, index: int) -> None:
         """As `Host.prepare`."""

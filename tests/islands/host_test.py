@@ -47,3 +47,29 @@ def test_an_island_that_can_never_start_is_an_error():
     host.join(0)
     with pytest.raises(MeshparError, match="island 0 died 5 times before it could"):
         host.step([2.0])
+
+
+class Waiting(Dying):
+    """An island that waits for others before its first batch."""
+
+    may_go, went = False, False
+
+    def prepare(self, index):
+        if not self.went:
+            with self.changed:
+                self.wait_until(index, lambda: self.may_go)
+            self.went = True
+
+
+def test_an_island_whose_wait_has_just_ended_is_drained_as_well():
+    """Otherwise equal runs would leave checkpoints that differ."""
+    host = Waiting(deaths=0)
+    host.join(0)
+    host.drain()
+    assert not host.went
+    with host.changed:  # The island has no chance to look before `drain` does.
+        host.may_go = True
+        host.changed.notify_all()
+        host.drain()
+        assert host.went
+    host.close()
