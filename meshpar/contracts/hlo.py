@@ -42,6 +42,13 @@ def is_collective(instruction: Instruction) -> bool:
     return instruction.opcode.removesuffix("-start") in _KINDS
 
 
+def called(instruction: Instruction) -> tuple[str, ...]:
+    """Names of the computations that it runs; of a loop, its body and condition."""
+    is_loop = instruction.opcode == "while"
+    parts = _PARTS.findall(instruction.line) if is_loop else ()
+    return *instruction.callees, *parts
+
+
 def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     """Lists the collectives of a compiled program that move something.
 
@@ -56,9 +63,7 @@ def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
       ValueError: the text is not that of a compiled program, or does not tell how often
         a loop runs or which devices take part in a collective.
     """
-    program = HloModule(text, mesh)
-    chains = program.chains(Call(program.entry))
-    return [program.merged(fragments) for fragments in chains]
+    return HloModule(text, mesh).collectives()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +120,10 @@ class HloModule:
         self.computations, self.entry = parse_computations(text)
         self.sources = source_lines(text)
 
+    def collectives(self) -> list[Collective]:
+        """The collectives of the program, as `parse_hlo` lists them."""
+        return [self.merged(chain) for chain in self.chains(Call(self.entry))]
+
     @functools.cached_property
     def moving(self) -> frozenset[str]:
         """Names of the computations with collectives, their own or by others."""
@@ -122,8 +131,7 @@ class HloModule:
         found = []
         for name, own in self.computations.items():
             for x in own.values():
-                loop = re.findall(_PARTS, x.line) if x.opcode == "while" else ()
-                for callee in (*x.callees, *loop):
+                for callee in called(x):
                     callers.setdefault(callee, []).append(name)
             if any(is_collective(x) or x.opcode == "send" for x in own.values()):
                 found.append(name)

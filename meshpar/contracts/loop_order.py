@@ -9,27 +9,25 @@ place on every device (`Platform.mixes_collectives`).
 import re
 from collections.abc import Iterator, Mapping
 
-from meshpar.contracts.hlo import is_collective
-from meshpar.contracts.hlo_text import (
-    Instruction,
-    parse_computations,
-    source_lines,
-)
+from meshpar.contracts.hlo import HloModule, called, is_collective
+from meshpar.contracts.hlo_text import Instruction
 
 
-def order_violations(text: str) -> list[str]:
+def order_violations(module: HloModule) -> list[str]:
     """One line for each collective that does not wait for a loop before it.
 
     Args:
-      text: `jax.stages.Compiled.as_text()` of a program for CPUs.
+      module: a program compiled for CPUs.
     """
-    computations, _ = parse_computations(text)
-    having, sources = _with_collectives(computations), source_lines(text)
-    found = [m for own in computations.values() for m in _mixed_in(own, having)]
+    found = [
+        mixed
+        for computation in module.computations.values()
+        for mixed in _mixed_in(computation, module.moving)
+    ]
 
     def place(instruction: Instruction) -> str:
         frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
-        source = sources.get(frame.group(1), "") if frame else ""
+        source = module.sources.get(frame.group(1), "") if frame else ""
         return f"{instruction.name} ({source})" if source else instruction.name
 
     return [
@@ -39,33 +37,8 @@ def order_violations(text: str) -> list[str]:
     ]
 
 
-def _called(instruction: Instruction) -> list[str]:
-    parts = re.findall(r"(?:body|condition)=%?([\w.\-]+)", instruction.line)
-    return [*parts, *instruction.callees]
-
-
-def _with_collectives(
-    computations: Mapping[str, Mapping[str, Instruction]],
-) -> frozenset[str]:
-    """Names of the computations that run collectives, themselves or by others."""
-    callers: dict[str, set[str]] = {}
-    found = []
-    for name, own in computations.items():
-        for instruction in own.values():
-            for callee in _called(instruction):
-                callers.setdefault(callee, set()).add(name)
-        if any(map(is_collective, own.values())):
-            found.append(name)
-    having = set(found)
-    for name in found:  # Grows while it is read.
-        new = callers.get(name, set()) - having
-        having |= new
-        found += new
-    return frozenset(having)
-
-
 def _mixed_in(
-    computation: Mapping[str, Instruction], having: frozenset[str]
+    computation: Mapping[str, Instruction], moving: frozenset[str]
 ) -> Iterator[tuple[Instruction, list[Instruction]]]:
     """Pairs of (instruction with collectives, the loops that it may mix with)."""
     loops: list[str] = []
@@ -73,7 +46,7 @@ def _mixed_in(
     read: dict[str, frozenset[str]] = {}  # The loops that an instruction waits for.
     for name, instruction in computation.items():
         own = none.union(*(read.get(operand, none) for operand in instruction.operands))
-        inside = not having.isdisjoint(_called(instruction))
+        inside = not moving.isdisjoint(called(instruction))
         if inside or is_collective(instruction):
             if mixed := [computation[loop] for loop in loops if loop not in own]:
                 yield instruction, mixed

@@ -20,7 +20,7 @@ from meshpar.compat import scan_counts, user_line
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.purposes import Purpose
 from meshpar.contracts.splits import NestedJaxpr, changes_in_loop, split_axes
-from meshpar.jaxprs.live_code import without_dead_code
+from meshpar.jaxprs.live_code import has_barriers, without_dead_code
 from meshpar.jaxprs.value_numbers import ValueNumbers
 from meshpar.jaxprs.walk import CALLS, Interpreter, equations, inner_jaxprs
 
@@ -124,10 +124,14 @@ def written_collectives(
       sizes: {mesh axis: size}, outer to inner.
       widens: whether floats smaller than 32 bits travel as float32.
     """
-    needed, kept = (
-        _Reader(sizes, widens, _Place(NestedJaxpr.of(live))).collectives()
-        for live in (without_dead_code(jaxpr, True), without_dead_code(jaxpr))
-    )
+
+    def read(live: Any) -> list[WrittenCollective]:
+        return _Reader(sizes, widens, _Place(NestedJaxpr.of(live))).collectives()
+
+    kept = read(live := without_dead_code(jaxpr))
+    if not has_barriers(live):
+        return kept
+    needed = read(without_dead_code(jaxpr, through_barriers=True))
     left, written = collections.Counter(needed), []
     for found in kept:
         left[found] -= 1

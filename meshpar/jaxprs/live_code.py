@@ -10,6 +10,7 @@ from jax.random import key_data
 
 from meshpar.arrays import is_key
 from meshpar.compat import scan_counts
+from meshpar.jaxprs.walk import equations
 
 _BARRIER = "optimization_barrier"
 
@@ -25,7 +26,23 @@ def without_dead_code(jaxpr: Any, through_barriers: bool = False) -> Any:
     jaxpr = jaxpr.jaxpr
     if through_barriers:
         jaxpr = _with_single_barriers(jaxpr)
-    return _needed(_with_results_read(_needed(jaxpr)))
+    jaxpr = _needed(jaxpr)
+    if any(map(_runs_once, equations(jaxpr))):
+        jaxpr = _needed(_with_results_read(jaxpr))
+    return jaxpr
+
+
+def has_barriers(jaxpr: Any) -> bool:
+    """Whether an optimization barrier anywhere in a jaxpr holds several arrays."""
+    return any(
+        eqn.primitive.name == _BARRIER and len(eqn.invars) > 1
+        for eqn in equations(jaxpr)
+    )
+
+
+def _runs_once(eqn: Any) -> bool:
+    """Whether an equation is a loop of one round."""
+    return eqn.primitive.name == "scan" and eqn.params["length"] == 1
 
 
 def _needed(jaxpr: Any) -> Any:
@@ -79,7 +96,7 @@ def _with_results_read(jaxpr: Any) -> Any:
     eqns = []
     for eqn in jaxpr.eqns:
         params = _inner(eqn.params, _with_results_read)
-        if eqn.primitive.name == "scan" and params["length"] == 1:
+        if _runs_once(eqn):
             consts, carried = scan_counts(eqn)
             body = params["jaxpr"].jaxpr
             outs = list(body.outvars)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.declared import DeclaredCollective
-from meshpar.contracts.hlo import parse_hlo
+from meshpar.contracts.hlo import HloModule, parse_hlo
 from meshpar.contracts.host_transfers import HostTransfer, host_transfers
 from meshpar.contracts.loop_order import order_violations
 from meshpar.contracts.step_time import Rates, StepTime, estimate
@@ -45,10 +45,17 @@ def read_time(compiled: jax.stages.Compiled, mesh: Mesh) -> StepTime | None:
 
 
 class _Compilation(NamedTuple):
-    """A compiled program and the collectives in it."""
+    """A compiled program, and what one reading of its text tells.
+
+    Attributes:
+      program: the compiled program.
+      collectives: the collectives in it.
+      order_violations: as `Inspection.order_violations`.
+    """
 
     program: jax.stages.Compiled
     collectives: list[Collective]
+    order_violations: list[str]
 
 
 class Inspection:
@@ -106,9 +113,12 @@ class Inspection:
     @functools.cached_property
     def _compilation(self) -> _Compilation:
         program = self.lowered.compile()
-        collectives = read_collectives(program, self.mesh)
+        module = HloModule(program.as_text(), dict(self.mesh.shape))
+        collectives = module.collectives()
         self._check(collectives)
-        return _Compilation(program, collectives)
+        ordered = self._ordered and platform_of(self.mesh).mixes_collectives
+        lines = order_violations(module) if ordered else []
+        return _Compilation(program, collectives, lines)
 
     @functools.cached_property
     def compiler_log(self) -> list[str]:
@@ -136,12 +146,10 @@ class Inspection:
             return host_transfers(self.compiled.as_text())
         return None
 
-    @functools.cached_property
+    @property
     def order_violations(self) -> list[str]:
         """Collectives that may mix with those of a loop, though they should wait."""
-        if self._ordered and platform_of(self.mesh).mixes_collectives:
-            return order_violations(self.compiled.as_text())
-        return []
+        return self._compilation.order_violations
 
     @functools.cached_property
     def time(self) -> StepTime | None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshpar.contracts.loop_order import order_violations
+from meshpar.contracts import loop_order
+from meshpar.contracts.hlo import HloModule
 
 PROGRAM = """
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -33,6 +34,10 @@ ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
   ROOT %end = f32[8] add(%after, %z)
 }
 """
+
+
+def order_violations(text):
+    return loop_order.order_violations(HloModule(text, {"data": 2}))
 
 
 @pytest.mark.parametrize(
