@@ -8,12 +8,32 @@ import functools
 import logging
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
+
+Listener = Callable[[BaseException], None]
+_LISTENERS: list[Listener] = []
+_WRITES = "background save thread"
+
+
+def listen(listener: Listener) -> None:
+    """Tells a function the errors of writes, in the thread that meets them."""
+    _LISTENERS.append(listener)
+
+
+def listen_no_more(listener: Listener) -> None:
+    """Undoes `listen`; does nothing without it."""
+    if listener in _LISTENERS:
+        _LISTENERS.remove(listener)
 
 
 def _is_raised_again(record: logging.LogRecord) -> bool:
+    """Whether a record is of an error that a tier reports; tells listeners of it."""
     text = record.getMessage()
     if "orbax" in pathlib.PurePath(record.pathname).parts:
+        if record.exc_info and _WRITES in text:
+            for listener in list(_LISTENERS):
+                listener(record.exc_info[1])
         return record.levelno >= logging.ERROR or "file does not exist" in text
     # Many readers fail at once, and orbax waits for the first of them.
     return "exception was never retrieved" in text

@@ -18,12 +18,13 @@ from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint.background_errors import quiet
 from meshpar.checkpoint.checksums import json_checksum
 from meshpar.checkpoint.disk_space import check_writable, lack_of_space
+from meshpar.checkpoint.failed_writes import FailedWrites, WriteFailedError
 from meshpar.checkpoint.mode_identity import EXTRA
 from meshpar.checkpoint.random_keys import without_keys
 from meshpar.checkpoint.read_problems import Kind, Problems
 from meshpar.checkpoint.tier import Tier
 from meshpar.checkpoint.write_problems import check_present, failed_write
-from meshpar.errors import CheckpointError, shown
+from meshpar.errors import CheckpointError, MeshparError, shown
 from meshpar.lowering.replicas import with_replicas
 from meshpar.lowering.state import TrainState
 from meshpar.multihost.agree import allgather_objects
@@ -214,6 +215,8 @@ class PersistentTier(Tier):
                 f"{problem} or choose another folder= (a command: --workdir)"
             )
         self._folder = folder
+        self._failed, self._given_up = FailedWrites(), False
+        self._writing: int | None = None
         self._manager = ocp.CheckpointManager(
             folder,
             options=ocp.CheckpointManagerOptions(
@@ -242,6 +245,7 @@ class PersistentTier(Tier):
           CheckpointError: this write or the one before it failed.
         """
         check_present(self._folder)
+        self.wait()
         if step in self._manager.all_steps():
             return
         metadata = {**metadata, _CHECKSUM: json_checksum(metadata)}
@@ -254,10 +258,11 @@ class PersistentTier(Tier):
         }
         if extra is not None:
             arguments[EXTRA] = ocp.args.StandardSave(extra)
+        self._writing = step
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments))
         except Exception as error:
-            raise failed_write(self._folder, error, self.steps()) from error
+            raise self._failure(error) from error
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete.
@@ -266,9 +271,16 @@ class PersistentTier(Tier):
           CheckpointError: the write failed.
         """
         try:
-            self._manager.wait_until_finished()
+            self._failed.wait(self._manager.wait_until_finished)
         except Exception as error:
-            raise failed_write(self._folder, error, self.steps()) from error
+            self._given_up = isinstance(error, WriteFailedError)
+            raise self._failure(error) from error
+        self._writing = None
+
+    def _failure(self, error: Exception) -> MeshparError:
+        """The error of the write that failed."""
+        complete = [step for step in self.steps() if step != self._writing]
+        return failed_write(self._folder, error, complete)
 
     def metadata(self, name: str) -> dict[str, Any]:
         """The metadata that was saved with a checkpoint.
@@ -312,6 +324,11 @@ class PersistentTier(Tier):
         """Deletes nothing: later checkpoints have been rejected, thus set aside."""
 
     def close(self) -> None:
-        """Waits as `wait` does, and releases the folder."""
-        self.wait()
-        self._manager.close()
+        """Waits as `wait` does, and releases the folder.
+
+        After a failure of another process it leaves both to the end of this one.
+        """
+        if not self._given_up:
+            self.wait()
+            self._manager.close()
+        self._failed.close()

@@ -1,0 +1,66 @@
+"""A write that fails in one of two processes ends both at once, with its reason."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, pathlib, resource, sys, time
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from meshpar.checkpoint.persistent import PersistentTier
+from meshpar.errors import MeshparError
+
+address, process, failing, folder = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(process))
+sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
+noise = np.random.default_rng(0).normal(size=2048).astype("float32")
+state = {"x": jax.make_array_from_callback((4096,), sharding, lambda _: noise)}
+tier = PersistentTier(pathlib.Path(folder), keep=2, num_bytes=2**15)
+tier.save(1, state, None, {})
+tier.wait()
+if process == failing:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+try:
+    tier.save(2, state, None, {})
+    tier.wait()
+except MeshparError as error:
+    print(error, flush=True)
+    tier.close()
+if process == "0":  # It serves the other.
+    time.sleep(3)
+os._exit(0)
+"""
+
+
+def both(folder, failing):
+    """What two processes print of which one cannot write."""
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    words = [sys.executable, "-c", PROGRAM, address]
+    running = [
+        subprocess.Popen(
+            [*words, str(process), str(failing), folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in (0, 1)
+    ]
+    try:
+        return [each.communicate(timeout=100)[0] for each in running]
+    finally:
+        for each in running:
+            each.kill()
+            each.communicate()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_in_one_process_ends_both(failing, tmp_path):
+    """Their threads wait at different barriers, for 20 minutes if they are left."""
+    for said in both(tmp_path, failing):
+        assert "File too large" in said and "unchanged: [1]" in said
+        assert "Traceback" not in said
