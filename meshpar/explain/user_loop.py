@@ -12,6 +12,7 @@ from meshpar.explain.judge import moved_by_rounding
 from meshpar.explain.verify import Group, VerifyReport, compare, weight_groups
 from meshpar.lowering.given_params import flat_params
 from meshpar.lowering.train_program import TrainProgram
+from meshpar.models.model import Model
 from meshpar.replicated import unmarked
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -50,9 +51,12 @@ def verify(
       differ, with both values.
 
     Raises:
-      MeshparError: the program trains with stale weights, or in several processes; or
-        your loop has a parameter that the program does not have.
+      MeshparError: a model was given, not a program; the program trains with stale
+        weights, or in several processes; or your loop has a parameter that the program
+        does not have.
     """
+    if isinstance(program, Model):
+        raise MeshparError("verify takes a program: give what meshpar.lower returns")
     if program.reason_not_equal:
         raise MeshparError(program.reason_not_equal)
     if jax.process_count() > 1:

@@ -25,7 +25,7 @@ def simulate(num_devices: int) -> None:
     set the platform to cpu where there is one.
 
     Raises:
-      RuntimeError: jax has already started its backends.
+      RuntimeError: jax has already started its backends, with another number.
       LayoutError: num_devices is below 1 or above `MAX_SIMULATED`.
     """
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
@@ -36,6 +36,8 @@ def simulate(num_devices: int) -> None:
             "present (meshpar.mesh.topology; a command: --topology)"
         )
     if compat.backends_started():
+        if len(jax.devices("cpu")) == num_devices:
+            return  # A cell of a notebook runs twice.
         raise RuntimeError(
             f"simulate({num_devices}) came after jax looked for devices; call it first"
         )

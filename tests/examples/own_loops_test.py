@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from support import plain_optax
 from support.marks import slow
+from support.start_weights import start_of
 
 import meshpar
 from experiments import recipes
@@ -22,16 +23,6 @@ from meshpar.runs.data import Place
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, ROWS = 4, 16
-
-
-def start_of(make, loss):
-    """Graph and variables with which a program of seed 0 starts."""
-    params = meshpar.from_nnx(make, loss).init(jax.random.key(0))
-    with nnx.use_eager_sharding(False):  # Dims are named, and there is no mesh.
-        graph, state = nnx.split(make(nnx.Rngs(0)))
-    for path, x in nnx.to_flat_state(state):
-        x[...] = params["/".join(map(str, path))]
-    return graph, state
 
 
 @pytest.mark.parametrize("layout", [slow("data=2,fsdp=2"), "pipe=2,data=2"])

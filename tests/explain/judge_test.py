@@ -189,6 +189,11 @@ def test_a_loop_with_other_parameters_is_refused():
         meshpar.verify(program, step, params, BATCHES)
 
 
+def test_a_model_is_no_program():
+    with pytest.raises(MeshparError, match="give what meshpar.lower returns"):
+        meshpar.verify(meshpar.from_nnx(Net, loss), None, {}, BATCHES)
+
+
 def test_noise_has_no_plain_judge():
     def noisy(net, batch, key=None):
         x = batch["x"] if key is None else jax.random.bernoulli(key, 0.5, (16, WIDTH))
