@@ -73,12 +73,17 @@ class Coordinator:
           dead: servers that answer no more.
 
         Raises:
+          RangeLostError: the last server is dead.
           MeshparError: nobody would be left.
         """
         self._servers |= set(joins)
         self._leaving |= set(leaves)
         self._leaving -= set(dead)
         self._servers -= set(leaves) | set(dead)
+        if not self._servers and dead and not self._leaving:
+            raise RangeLostError(
+                "all servers are gone; resume from a checkpoint, with more replicas"
+            )
         if not self._servers:
             raise MeshparError("the store needs a server: let another one join first")
         self._epoch += 1

@@ -8,6 +8,7 @@ import numpy as np
 import ray
 
 from meshpar.errors import MeshparError
+from meshpar.islands.coordinator import RangeLostError
 from meshpar.islands.host import StoreLostError
 from meshpar.islands.messages import (
     Done,
@@ -42,17 +43,25 @@ def result(ref: Any, timeout: float | None = None) -> Any:
     """What an actor's method has returned.
 
     Raises:
-      StoreLostError: its process is gone, or Ray is.
+      StoreLostError: its process is gone, or Ray is, or the last copy of a range.
       TimeoutError: it takes longer.
     """
     try:
         return ray.get(ref, timeout=timeout)
     except _LOST as error:
-        why = str(error).strip().split("\n")[0]
-        raise StoreLostError(
-            f"the store of the islands is lost ({why}); run the same command again: it "
-            "goes on from the last complete checkpoint"
-        ) from error
+        raise _lost(error) from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RangeLostError):
+            raise _lost(error.cause) from error
+        raise
+
+
+def _lost(error: Exception) -> StoreLostError:
+    why = str(error).strip().split("\n")[0]
+    return StoreLostError(
+        f"the store of the islands is lost ({why}); run the same command again: it "
+        "goes on from the last complete checkpoint"
+    )
 
 
 class RayClient:
@@ -144,13 +153,7 @@ class RayClient:
         Raises:
           StoreLostError: there is none.
         """
-        self._view, self._handles = self._coordinate(self._coordinator.view.remote())
-
-    def _coordinate(self, ref: Any) -> Any:
-        try:
-            return result(ref)
-        except ray.exceptions.RayTaskError as error:
-            raise StoreLostError(f"the store is lost: {error.cause}") from error
+        self._view, self._handles = result(self._coordinator.view.remote())
 
     def _collect(self, refs: dict, answers: dict[int, Done | Values]) -> bool:
         """Waits for answers; returns whether all came."""
@@ -166,7 +169,7 @@ class RayClient:
                 if isinstance(getattr(answer, "values", None), ray.ObjectRef):
                     answer = answer._replace(values=ray.get(answer.values))
             except _GONE:
-                self._coordinate(self._coordinator.report.remote(server))
+                result(self._coordinator.report.remote(server))
                 return False
             if answer is None or isinstance(answer, Moved):
                 complete = False

@@ -32,6 +32,9 @@ from meshpar.islands.worker import Span
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.platform import CPU, platform_of
 
+_TAKEN_OVER_S = 60.0
+"""Time in which another server takes over what a dead one held, in seconds."""
+
 _LOOK_S = 0.2
 """Seconds after which a thread looks again at the island that it waits for."""
 
@@ -275,11 +278,8 @@ class RayHost(Host):
     def snapshot(self) -> dict[str, np.ndarray]:
         """As `Host.snapshot`."""
         arrays: dict[str, np.ndarray] = {}
-        view, handles = result(self._coordinator.view.remote())
         for name in self._ranges:
-            tail = handles[view.chains[name][-1]]
-            if (state := result(tail.snapshot.remote(name))) is None:
-                raise MeshparError(f"range {name} is being moved: save again")
+            state = self._state_of(name)
             arrays |= {f"store|{name}|{k}": v for k, v in state.items()}
         for index, actor in enumerate(self._actors):
             if actor is not None:
@@ -287,6 +287,29 @@ class RayHost(Host):
                 arrays |= {f"{index}|{k}": v for k, v in own.items()}
         meta = json.dumps([self._births, self._names]).encode()
         return arrays | {"names": np.frombuffer(meta, np.uint8)}
+
+    def _state_of(self, name: str) -> dict[str, np.ndarray]:
+        """The state of a range; waits while another server takes it over.
+
+        Raises:
+          StoreLostError: nobody has it.
+        """
+        until = time.monotonic() + _TAKEN_OVER_S
+        while True:
+            view, handles = result(self._coordinator.view.remote())
+            server = view.chains[name][-1]
+            try:
+                if (tail := handles.get(server)) is not None:
+                    if (state := ray.get(tail.snapshot.remote(name))) is not None:
+                        return state
+            except ray.exceptions.RayActorError:
+                result(self._coordinator.report.remote(server))
+            if time.monotonic() > until:
+                raise StoreLostError(
+                    f"range {name} was not in place for {_TAKEN_OVER_S:.0f} s; run the "
+                    "same command again"
+                )
+            time.sleep(0.1)
 
     def _restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         parts: dict[str, dict[str, Any]] = {}

@@ -225,8 +225,20 @@ class Coordination:
         except (ray.exceptions.RayActorError, TimeoutError):
             if self._handles.pop(name, None) is not None:
                 ray.kill(handle)
-                await self._begin([], [name])
+                await self._begin_without(name)
                 self._replacing = asyncio.create_task(self._replace())
+
+    async def _begin_without(self, name: str) -> None:
+        """Begins a view without a dead server.
+
+        Raises:
+          RangeLostError: it was the last one.
+        """
+        try:
+            await self._begin([], [name])
+        except RangeLostError as error:
+            self._lost = error  # As in `deliver`.
+            raise
 
     async def _replace(self) -> None:
         """Starts a server, which joins as soon as its process is there."""

@@ -7,6 +7,7 @@ import pytest
 from support.processes import environment
 from support.tiny_runs import ROOT
 
+from meshpar.islands.coordinator import RangeLostError
 from meshpar.islands.host import StoreLostError
 from meshpar.multihost.watchdog import HUNG
 
@@ -38,5 +39,8 @@ def test_a_store_whose_processes_are_gone_lets_the_run_start_again(monkeypatch):
     with pytest.raises(StoreLostError, match="run the same command again") as caught:
         ray_client.result(ray.exceptions.ActorDiedError())
     assert caught.value.exit_code == HUNG
+    gone = RangeLostError("range weights/0: all servers that held it are gone")
+    with pytest.raises(StoreLostError, match="weights/0: all servers .* goes on from"):
+        ray_client.result(ray.exceptions.RayTaskError("view", "", gone))
     with pytest.raises(ValueError, match="a user's error"):
         ray_client.result(ValueError("a user's error"))

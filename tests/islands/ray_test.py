@@ -31,7 +31,7 @@ def run(timeout, *cases):
     )
 
 
-CASES = ["server", "ahead", "birth", "trials_of_islands"]
+CASES = ["server", "ahead", "lost", "birth", "trials_of_islands"]
 IN_LINUX = ["ports", "zygote"]  # The last one kills the process that forks workers.
 
 
@@ -51,6 +51,10 @@ def test_a_server_is_killed_and_no_answered_push_is_lost(ended):
 
 def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others(ended):
     check(ended, "ahead")
+
+
+def test_a_checkpoint_waits_for_a_new_server_and_a_lost_store_is_said(ended):
+    check(ended, "lost")
 
 
 def test_an_elastic_island_begins_is_killed_and_resumes_as_its_recurrence(ended):

@@ -1,9 +1,10 @@
 """Kills servers and islands in Ray; run as a script, so that Ray ends with it.
 
-python killed_in_ray.py CASE..., with server, islands, ahead, birth, births, zygote,
-ports or trials_of_islands as cases: prints "CASE done" for each that went well.
+python killed_in_ray.py CASE..., with server, islands, ahead, lost, birth, births,
+zygote, ports or trials_of_islands as cases: prints "CASE done" for each that went well.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -29,6 +30,7 @@ from meshpar.islands import (
     ray_start,
     updates,
 )
+from meshpar.islands.host import StoreLostError
 from meshpar.islands.messages import Join
 from meshpar.islands.ray_client import RayClient
 from meshpar.islands.rules import Rules
@@ -121,6 +123,21 @@ def ahead():
         made.host.step([part])
         made.host.drain()
         assert made.host.snapshot()
+    made.close()
+
+
+def lost():
+    """A checkpoint waits for a new server; without any the store is lost."""
+    made, batch = program(SSP(2))
+    made.step(made.init(3), batch)
+    made.host.drain()
+    os.kill(min(made.host.pids()[1].items())[1], signal.SIGKILL)
+    assert made.host.snapshot()
+    for pid in made.host.pids()[1].values():
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(StoreLostError):
+        made.host.center()
+        raise AssertionError("nobody holds the center")
     made.close()
 
 
@@ -219,7 +236,8 @@ def trials_of_islands():
 
 def main(*names):
     ray_start.start_ray()
-    cases = server, islands, ahead, birth, births, zygote, ports, trials_of_islands
+    cases = server, islands, ahead, lost, birth, births, zygote, ports
+    cases = *cases, trials_of_islands
     by_name = {case.__name__: case for case in cases}
     for name in names:
         try:
