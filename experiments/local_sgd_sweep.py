@@ -100,7 +100,7 @@ def _done(log: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def made_by(config: Config, corpus: data.Corpus) -> dict[str, str]:
-    """What makes the results of a sweep, beside the case and the seed: hashes.
+    """Hashes of all that makes the results of a sweep, beside the case and the seed.
 
     Args:
       config: of all cases, with the layout of synchronous training.
@@ -121,7 +121,7 @@ def made_by(config: Config, corpus: data.Corpus) -> dict[str, str]:
 
 
 def why_old(row: Mapping[str, Any], own: Mapping[str, str]) -> str:
-    """What else made an earlier result, in words; "" for what makes those of now.
+    """Other makers of an earlier result, in words; "" if they are those of now.
 
     Args:
       row: the result.

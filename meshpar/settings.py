@@ -68,7 +68,6 @@ class Number(Range):
 
     @property
     def in_words(self) -> str:
-        """As `Range.in_words`."""
         what = "a whole number" if self.whole else "a number"
         what += f" of {self.unit}" if self.unit else ""
         if self.low == -math.inf and self.high == math.inf:
@@ -78,7 +77,6 @@ class Number(Range):
         return f"{what}, {low} and {high}" + (f"; {self.note}" if self.note else "")
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         kind = numbers.Integral if self.whole else numbers.Real
         if not isinstance(value, kind) or isinstance(value, bool):
             return False
@@ -103,17 +101,15 @@ class Choice(Range):
 
     @property
     def in_words(self) -> str:
-        """As `Range.in_words`."""
         *words, last = [word or "nothing" for word in self.words]
         of = "one of " if len(words) > 1 else ""
         return f"{of}{', '.join(words)} or {last}"
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         return isinstance(value, str) and value in self.words
 
     def problem(self, value: Any) -> str:
-        """As `Range.problem`, with the nearest word."""
+        """Why a value is outside, with the nearest word; "" if it is inside."""
         if not (remedy := super().problem(value)):
             return ""
         near = difflib.get_close_matches(str(value)[:100], self.words, n=1)
@@ -127,7 +123,6 @@ class Switch(Range):
     in_words = "true or false"
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         return isinstance(value, bool)
 
 
@@ -139,11 +134,9 @@ class Text(Range):
 
     @property
     def in_words(self) -> str:
-        """As `Range.in_words`."""
         return f"at most {self.longest:,} characters, all of them printable"
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         return (
             isinstance(value, str)
             and len(value) <= self.longest
@@ -160,14 +153,12 @@ class Path(Range):
 
     @property
     def in_words(self) -> str:
-        """As `Range.in_words`."""
         return (
             f"a path of at most {self.longest:,} bytes, each name of it of at most "
             f"{self.longest_name}"
         )
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         if not isinstance(value, str) or "\0" in value:
             return False
         path = value.encode("utf-8", "surrogateescape")
@@ -189,11 +180,9 @@ class Instance(Range):
 
     @property
     def in_words(self) -> str:
-        """As `Range.in_words`."""
         return self.made_by
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         return isinstance(value, self.kind)
 
 

@@ -1,6 +1,8 @@
 """The rooms of the package: who imports whom, how long things are, where names live."""
 
+import ast
 import pathlib
+import re
 import statistics
 
 import pytest
@@ -196,3 +198,19 @@ def test_long_files_and_functions_are_found(package):
     assert structure.long_functions(files, 3) == ["toy/a.py: f has 4"]
     assert structure.long_files(files, 8) == []
     assert structure.long_files(files, 7) == ["toy/a.py has 8"]
+
+
+def test_the_first_line_of_a_docstring_stands_alone():
+    """It says what a thing is or does, and does not lean on another docstring."""
+    leaning = re.compile(r"(What|Those|The same|As `|Likewise)")
+    found = []
+    for path in [
+        *(ROOT / "meshpar").rglob("*.py"),
+        *(ROOT / "experiments").rglob("*.py"),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            said = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if said and leaning.match(said):
+                found.append(f"{path.relative_to(ROOT)}: {said.splitlines()[0]}")
+    assert found == []

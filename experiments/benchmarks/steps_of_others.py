@@ -83,7 +83,7 @@ def tunix_llama() -> tuple[Any, ...]:
 
 
 def tunix_llama_constrained() -> tuple[Any, ...]:
-    """The same model, whose sharding constraints are not left out on CPUs."""
+    """Llama of tunix, whose sharding constraints are not left out on CPUs."""
     from tunix.models.llama3 import model as llama
 
     llama.shard = lambda x, spec: jax.lax.with_sharding_constraint(

@@ -46,7 +46,7 @@ class SteadyFile:
 
     @property
     def status(self) -> os.stat_result:
-        """What the system says of the file that is open."""
+        """The status of the file that is open."""
         return os.fstat(self._descriptor)
 
     def read(self, start: int, size: int, what: str) -> bytes:

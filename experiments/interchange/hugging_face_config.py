@@ -110,7 +110,7 @@ def _own_json(kind: str, config: DecoderConfig) -> dict[str, Any]:
 
 
 def _layer_types(config: DecoderConfig) -> list[str]:
-    """What the attention of every layer sees, in the words of transformers."""
+    """The kind of attention of every layer, in the words of transformers."""
     windows = config.windows * (config.depth // len(config.windows))
     return ["sliding_attention" if size else "full_attention" for size in windows]
 

@@ -179,7 +179,6 @@ class DecoderConfig:
 
     @property
     def unread(self) -> dict[str, str]:
-        """As `RunConfig.unread`."""
         found = {}
         if not self.window:
             found["window_rope_theta"] = "model.window=0"

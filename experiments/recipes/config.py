@@ -60,7 +60,7 @@ class Config(RunConfig):
     }
 
     def prepared(self) -> tuple[Self, Run]:
-        """As `RunConfig.prepared`; the data are read only if the vocabulary is theirs.
+        """Makes the run; the data are read only if the vocabulary is theirs.
 
         Raises:
           MeshparError: data, model or optimizer that do not fit.
@@ -189,7 +189,6 @@ class Config(RunConfig):
         return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
     def kind_of_change(self, key: str) -> str:
-        """As `RunConfig.kind_of_change`."""
         if key in _NEUTRAL:
             return NEUTRAL
         if key.startswith("model.") and key not in _TRAINING_ONLY:
@@ -198,12 +197,10 @@ class Config(RunConfig):
 
     @property
     def decides_samples(self) -> frozenset[str]:
-        """As `RunConfig.decides_samples`."""
         return super().decides_samples | {"data.held_out", "model.length"}
 
     @property
     def unread(self) -> dict[str, str]:
-        """As `RunConfig.unread`."""
         found = {}
         if not self.model.router_bias:
             found["optimizer.router_bias_rate"] = "model.router_bias=False"
@@ -219,7 +216,6 @@ class Config(RunConfig):
 
     @property
     def plan_facts(self) -> dict[str, Any]:
-        """As `RunConfig.plan_facts`."""
         names = "framework", "model", "optimizer", "compute_dtype", "batch_size"
         fields = dataclasses.asdict(self)
         facts = {name: fields[name] for name in names}

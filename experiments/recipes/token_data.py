@@ -49,7 +49,7 @@ class TokenData(Data):
         return f"{self.corpus.name}, {train:,} tokens, held out {held_out:,}"
 
     def abstract_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """As `Data.abstract_batch`; reads nothing."""
+        """The shapes of a batch; reads nothing."""
         shape = (batch_size, self.length)
         names = ["tokens", "targets"]
         if self.config.pack:
@@ -64,7 +64,6 @@ class TokenData(Data):
         return dict(length=self.length, batch_size=size, rows=rows)
 
     def training_batches(self, place: Place) -> Batches:
-        """As `Data.training_batches`."""
         seed, position = place.seed, place.position
         batches = data.training_batches(
             self.corpus, seed=seed, position=position, **self._of(place)
@@ -72,17 +71,16 @@ class TokenData(Data):
         return Batches(batches)
 
     def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
-        """As `Data.evaluation_batches`, of the part that is held out."""
+        """Batches of the part that is held out."""
         of = self._of(place)
         return data.held_out_batches(self.corpus, limit=limit, **of)
 
     @property
     def fingerprint(self) -> str:
-        """As `Data.fingerprint`: of all tokens."""
+        """A fingerprint of all tokens."""
         return self.corpus.fingerprint
 
     def has_fingerprint(self, text: str) -> bool:
-        """As `Data.has_fingerprint`."""
         return self.corpus.has_fingerprint(text)
 
 

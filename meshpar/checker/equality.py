@@ -175,7 +175,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _note(jaxpr: Any) -> str:
-    """What may explain a difference of a step."""
+    """Possible reasons for a difference of a step."""
     random = jaxpr is not None and any(
         eqn.primitive.name.startswith(_RANDOM) for eqn in equations(jaxpr)
     )

@@ -84,7 +84,7 @@ def arrays_of(hlo_type: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
-    """What is known of one compiled step.
+    """The facts of one compiled step.
 
     Attributes:
       module: the text of the compiled program, read.
@@ -267,7 +267,7 @@ class Facts:
         return Uniform(self.module, [split.get(n, every) for n in numbers])
 
     def argument_sliced(self, value: Value) -> Leaf | None:
-        """As `argument`, of a part of a stack as well, such as one layer."""
+        """The argument that a value is or, as one layer of a stack, a part of."""
         while True:
             value = self.flow.origin(value)
             scope = self.module.computations.get(value.computation, {})

@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What is in memory at one time.
+    """The arrays in memory at one time.
 
     Attributes:
       bytes: of all tensors.

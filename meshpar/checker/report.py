@@ -29,7 +29,7 @@ _WANTED = re.compile(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """What a check found.
+    """The findings and facts of a check.
 
     Attributes:
       facts: of the compiled step.
@@ -122,7 +122,7 @@ class Report:
             raise MeshparError(f"{name!r}: {nearest(name, known)}")
 
     def diff(self, other: "Report") -> str:
-        """What differs from another report, such as one of before a change."""
+        """Differences from another report, such as one of before a change."""
         return "\n".join(_differences(other, self)) or "no difference"
 
     def html(self, path: str) -> None:

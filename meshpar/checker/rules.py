@@ -37,7 +37,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
-    """What all rules find, the largest first; once for each rule and line."""
+    """Findings of all rules, the largest first; once for each rule and line."""
     found: dict[tuple, list[Finding]] = {}
     for name, functions in RULES.items():
         for finding in (x for function in functions for x in function(facts)):

@@ -65,7 +65,7 @@ class CompiledStep:
         return cls(program.as_text(), program, traced)
 
     def facts(self, mesh: MeshLike | None, arguments: Any) -> Facts:
-        """What is known of the step.
+        """The facts of the step.
 
         Args:
           mesh: on which it runs; None to find it in the step and its arguments.

@@ -33,7 +33,7 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """What makes rows of two reports the same; lines may have moved."""
+        """The key by which rows of two reports are the same; lines may have moved."""
         return self.kind, self.axes, self.phase, self.path or self.line.split(":")[0]
 
     @property

@@ -94,7 +94,6 @@ class _Lossy(Compression):
     lossy: ClassVar[bool] = True
 
     def reduce(self, x: Array, axis: str) -> tuple[Array, Array]:
-        """As `Compression.reduce`."""
         replicas = lax.axis_size(axis)
         length = len(x) // replicas
         encoded = self._padded(self.encode(x.reshape(replicas, length)))
@@ -103,7 +102,6 @@ class _Lossy(Compression):
         return self.decode(received, length).mean(axis=0), sent
 
     def gather(self, x: Array, axis: str) -> tuple[Array, Array]:
-        """As `Compression.gather`."""
         encoded = self._padded(self.encode(x))
         received = patterns.all_gather(_rows(encoded), axis).reshape(-1, len(encoded))
         return self.decode(received, len(x)).reshape(-1), self.decode(encoded, len(x))
@@ -228,7 +226,6 @@ class Wire(Range):
     in_words = FORMATS
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         try:
             make_compression(value)
         except MeshparError:

@@ -37,7 +37,6 @@ class Address(Range):
     in_words = "host:port, with a port below 65,536"
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         match = re.fullmatch(r"\S+:([0-9]{1,5})", value)
         return not value or bool(match and int(match.group(1)) < 2**16)
 

@@ -98,7 +98,7 @@ def _candidates(zero: Zero, shared: Params) -> frozenset[str]:
 def _in_own_buckets(
     zero: Zero, paths: frozenset[str], shared: Params
 ) -> frozenset[str]:
-    """Those paths that share no bucket with others."""
+    """Paths that share no bucket with others."""
 
     def bucket(path: str) -> tuple:
         sharding = zero.shardings[path]

@@ -118,7 +118,6 @@ class GradientIsland(Island):
         self.sum_N = np.zeros_like(self.own_N)
 
     def fetched(self, center_N: np.ndarray) -> None:
-        """As `Island.fetched`."""
         self._set(center_N.copy())
 
     def _set(self, own_N: np.ndarray) -> None:
@@ -127,7 +126,6 @@ class GradientIsland(Island):
         self._state = self._state._replace(params=params)
 
     def train(self, batch: Any) -> Mapping[str, float]:
-        """As `Island.train`."""
         metrics, gradients = self._program(self._state, batch)
         state = self._state
         self._state = state.after_step(state.params, state.optimizer_state)
@@ -144,7 +142,7 @@ class GradientIsland(Island):
         return found
 
     def contribution(self, center_N: np.ndarray) -> np.ndarray:
-        """As `Island.contribution`: the mean gradient of the steps since."""
+        """The mean gradient of the steps since the last push."""
         del center_N
         sum_N = self.sum_N / np.float32(self._mode.push)
         self.sum_N, self.weight = np.zeros_like(self.sum_N), 0.0
@@ -174,7 +172,6 @@ class WeightIsland(Island):
         self.pulls_before_push = mode.algorithm == "easgd"
 
     def fetched(self, center_N: np.ndarray) -> None:
-        """As `Island.fetched`."""
         self._set(center_N)
 
     def _set(self, own_N: np.ndarray) -> None:
@@ -182,7 +179,6 @@ class WeightIsland(Island):
         self._state = self._state._replace(params=params)
 
     def train(self, batch: Any) -> Mapping[str, float]:
-        """As `Island.train`."""
         self._state, metrics = self._program(self._state, batch)
         if self.elastic_N.any():
             self._set(self.vector.pack(self._state.params) - self.elastic_N)
@@ -190,7 +186,6 @@ class WeightIsland(Island):
         return self._count(metrics)
 
     def contribution(self, center_N: np.ndarray) -> np.ndarray:
-        """As `Island.contribution`."""
         own_N, self.weight = self.vector.pack(self._state.params), 0.0
         if not self.pulls_before_push:
             return center_N - own_N

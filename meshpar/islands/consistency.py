@@ -69,7 +69,6 @@ class SSP(Consistency):
         return self.staleness == 0
 
     def allows(self, clock: int, clocks: Collection[int]) -> bool:
-        """As `Consistency.allows`."""
         return clock - min(clocks, default=clock) <= self.staleness
 
 
@@ -90,7 +89,6 @@ class ASP(Consistency):
     waits = False
 
     def allows(self, clock: int, clocks: Collection[int]) -> bool:
-        """As `Consistency.allows`."""
         return True
 
 
@@ -112,7 +110,6 @@ class BoundedDelay(Consistency):
         _check_count("tau", self.tau)
 
     def allows(self, clock: int, clocks: Collection[int]) -> bool:
-        """As `Consistency.allows`."""
         return sum(max(0, clock - other) for other in clocks) <= self.tau
 
 
@@ -144,7 +141,6 @@ class ConsistencyText(Range):
     in_words = _TEXTS
 
     def allows(self, value: Any) -> bool:
-        """As `Range.allows`."""
         if not isinstance(value, str) or len(value) > self.longest:
             return False
         try:

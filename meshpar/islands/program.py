@@ -100,7 +100,7 @@ class IslandsProgram(TrainProgram):
     # Training.
 
     def init(self, seed: int = 0, params: Any = None) -> TrainState:
-        """As `TrainProgram.init`; the store and all islands start from it."""
+        """Makes a state, from which the store and all islands start."""
         return super().init(seed, params)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -170,7 +170,7 @@ class IslandsProgram(TrainProgram):
     def evaluate(
         self, state: TrainState, batch: Any, rows: int | None = None
     ) -> Metrics:
-        """As `TrainProgram.evaluate`, of the store's weights."""
+        """Metrics of the store's weights on a batch."""
         del rows  # One process holds them all.
         params, sums = self.evaluated_params(state), self.metric_sums()
         for part in self._parts(batch):

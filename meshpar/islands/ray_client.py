@@ -40,7 +40,7 @@ _LOST = (
 
 
 def result(ref: Any, timeout: float | None = None) -> Any:
-    """What an actor's method has returned.
+    """The result of an actor's method.
 
     Raises:
       StoreLostError: its process is gone, or Ray is, or the last copy of a range.

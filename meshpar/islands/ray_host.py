@@ -157,7 +157,7 @@ class RayHost(Host):
         return clock
 
     def connect(self, index: int) -> None:
-        """As `Host.connect`; joins once the process is ready to train."""
+        """Makes the worker; it joins once its process is ready to train."""
         platform, count = platform_of(self._program.mesh), self._program.mesh.size
         options: dict[str, Any] = dict(num_cpus=0, max_concurrency=2)
         if platform is not CPU:
@@ -210,7 +210,7 @@ class RayHost(Host):
             raise WorkerDied(str(error)) from error
 
     def prepare(self, index: int) -> None:
-        """As `Host.prepare`.
+        """Waits until an island needs a batch.
 
         An island that is ahead of the others pulls until they have pushed. Nobody must
         wait for it: they may have no batches. What it reads meanwhile is read again
@@ -226,11 +226,9 @@ class RayHost(Host):
         self._call(index, actor.prepare.remote(), look)
 
     def train(self, index: int, batch: Any) -> Mapping[str, float]:
-        """As `Host.train`."""
         return self._call(index, self._actors[index].train.remote(batch))
 
     def disconnect(self, index: int) -> None:
-        """As `Host.disconnect`."""
         with self.changed:
             name, actor = self._names.pop(index, None), self._actors[index]
             self._actors[index] = None
@@ -242,7 +240,7 @@ class RayHost(Host):
             client.operate([Leave(r, name) for r in self._ranges])
 
     def close(self) -> None:
-        """As `Host.close`; the servers end as well."""
+        """All islands leave, and the servers end as well."""
         super().close()
         if ray.is_initialized():
             with contextlib.suppress(StoreLostError):  # Nothing is left to end.
@@ -252,7 +250,6 @@ class RayHost(Host):
         self._compiled.cleanup()
 
     def center(self) -> np.ndarray:
-        """As `Host.center`."""
         found = self._client("reader").read(
             [(name,) + ("", 0) for name in self._ranges]
         )
@@ -269,14 +266,12 @@ class RayHost(Host):
         result(self._coordinator.resize.remote(servers))
 
     def spans(self) -> list[list[Span]]:
-        """As `Host.spans`."""
         return [
             past + (_spans(actor) if actor is not None else [])
             for past, actor in zip(self._past, self._actors, strict=True)
         ]
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """As `Host.snapshot`."""
         arrays: dict[str, np.ndarray] = {}
         for name in self._ranges:
             state = self._state_of(name)

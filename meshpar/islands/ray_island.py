@@ -29,11 +29,9 @@ class _Endpoint:
     def pull(
         self, names: list[str], clock: int, known: Mapping[str, int]
     ) -> list[Values]:
-        """As `Endpoint.pull`."""
         return self._client.pull(self._name, names, clock, known)
 
     def push(self, clock: int, payloads: Mapping[str, Payload]) -> None:
-        """As `Endpoint.push`."""
         self._client.push(self._name, clock, payloads)
 
 

@@ -42,7 +42,6 @@ class _Endpoint:
     def pull(
         self, names: list[str], clock: int, known: Mapping[str, int]
     ) -> list[Values]:
-        """As `Endpoint.pull`."""
         host, store = self._host, self._host.store
 
         def ready() -> bool:
@@ -56,7 +55,6 @@ class _Endpoint:
             ]
 
     def push(self, clock: int, payloads: Mapping[str, Payload]) -> None:
-        """As `Endpoint.push`."""
         with self._host.changed:
             for name, payload in payloads.items():
                 self._host.store.push(name, self._name, clock, payload)
@@ -118,7 +116,7 @@ class Threads(Host):
         return Worker(name, island, self._mode, self._slices, endpoint, clock)
 
     def connect(self, index: int) -> None:
-        """As `Host.connect`: a new member of the store, unless it is one already."""
+        """Makes a new member of the store, unless it is one already."""
         if self._workers[index] is not None:
             return
         with self.changed:
@@ -141,15 +139,12 @@ class Threads(Host):
         self.wait_until(index, warm)
 
     def prepare(self, index: int) -> None:
-        """As `Host.prepare`."""
         self._workers[index].prepare()
 
     def train(self, index: int, batch: Any) -> Mapping[str, float]:
-        """As `Host.train`."""
         return self._workers[index].train(batch)
 
     def disconnect(self, index: int) -> None:
-        """As `Host.disconnect`."""
         with self.changed:
             if (name := self._names.pop(index, None)) is not None:
                 self.store.leave(name)
@@ -180,20 +175,17 @@ class Threads(Host):
         return result
 
     def center(self) -> np.ndarray:
-        """As `Host.center`."""
         with self.changed:
             parts = [self.store.pull(part.range.name) for part in self._slices]
         return np.concatenate([part.values for part in parts])
 
     def spans(self) -> list[list[Span]]:
-        """As `Host.spans`."""
         return [
             past + (worker.spans() if worker else [])
             for past, worker in zip(self._past, self._workers, strict=True)
         ]
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """As `Host.snapshot`."""
         with self.changed:
             arrays = {f"store|{k}": v for k, v in self.store.snapshot().items()}
             for index, worker in enumerate(self._workers):

@@ -200,7 +200,7 @@ class LocalProgram(TrainProgram):
     def evaluate(
         self, state: LocalState, batch: Any, rows: int | None = None
     ) -> Metrics:
-        """As `TrainProgram.evaluate`, of the average, and `drift`."""
+        """Metrics of the average of the replicas on a batch, and `drift`."""
         check_alive(state)
         with self._on_mesh((state, batch)):
             return self._evaluated(state, batch, rows)

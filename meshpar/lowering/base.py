@@ -197,7 +197,7 @@ class Lowering:
     def bounds(
         self, batch: Any, written: Sequence[DeclaredCollective]
     ) -> Iterator[DeclaredCollective]:
-        """What compilers add, at most, to the collectives that a step writes.
+        """The most that compilers add to the collectives that a step writes.
 
         Args:
           batch: abstract batch of one replica.
@@ -214,7 +214,7 @@ class Lowering:
         return []
 
     def host_transfers(self, batch: Any) -> Iterator[HostTransfer]:
-        """What one device exchanges with host memory in one training step.
+        """Transfers between one device and host memory in one training step.
 
         Args:
           batch: abstract batch of one replica.

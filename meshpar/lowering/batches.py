@@ -216,7 +216,7 @@ class BatchPlacer:
 def dividing_axes(
     axes: str | Sequence[str], num_rows: int, sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Those of the axes over which rows divide, outer to inner."""
+    """The axes over which rows divide, outer to inner."""
     kept: list[str] = []
     for axis in (axes,) if isinstance(axes, str) else axes:
         if num_rows % ways_of((*kept, axis), sizes) == 0:

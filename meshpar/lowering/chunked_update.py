@@ -93,7 +93,7 @@ def offloaded_plan(plan: Plan, model: Model, optimizer: Optimizer) -> Plan:
 
 
 def state_transfers(plan: Plan) -> Iterator[HostTransfer]:
-    """What one device exchanges with host memory for the update of one step."""
+    """Transfers between one device and host memory for the update of one step."""
     sizes = plan.host_bytes()
     for kind, size in sizes.items():
         if size:

@@ -138,7 +138,7 @@ class Inspection:
 
     @functools.cached_property
     def host_transfers(self) -> HostTransfer | None:
-        """What the compiled program moves between device and host memory.
+        """Transfers of the compiled program between device and host memory.
 
         None on platforms whose programs do not show it.
         """

@@ -1,4 +1,4 @@
-"""What one layer moves itself, such as tokens to their experts: read from its jaxpr.
+"""Collectives of one layer, such as of tokens to their experts, read from its jaxpr.
 
 The layer and its backward pass are traced once, on the shapes of one device's
 microbatch. Planners multiply what it writes by the passes over the layers.
@@ -33,7 +33,7 @@ _AXES = {EXPERT, CONTEXT}
 def layer_collectives(
     frame: Frame, batch: Any, remat: str, output: bool = True
 ) -> list[WrittenCollective]:
-    """What one layer writes over `expert` and `context`, forward and backward.
+    """Collectives of one layer over `expert` and `context`, forward and backward.
 
     Args:
       frame: the shard_map program.
@@ -88,7 +88,7 @@ def layer_collectives(
 def layers_terms(
     frame: Frame, passes: Sequence[LayerPass], of_policy: Any
 ) -> Iterator[DeclaredCollective]:
-    """What all layers write over `expert` and `context` in one step.
+    """Collectives of all layers over `expert` and `context` in one step.
 
     Args:
       frame: the shard_map program.

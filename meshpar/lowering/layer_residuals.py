@@ -1,4 +1,4 @@
-"""What the passes over one traced layer save, hand over and hold."""
+"""Bytes that the passes over one traced layer save, hand over and hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def residuals_of(
     *args: Any,
     kept: Callable[[Any], Any] = lambda x: (),
 ) -> list[Any]:
-    """What the backward pass of fn(weights, x, ...) saves, but for arguments.
+    """Values that the backward pass of fn(weights, x, ...) saves, but for arguments.
 
     Args:
       fn: the function.

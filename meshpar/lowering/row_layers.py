@@ -80,13 +80,11 @@ class RowLayers:
     exits: bool
 
     def is_written_out(self, depth: int) -> bool:
-        """As `LayerScan.is_written_out`: these layers always run in a loop."""
+        """Never: these layers always run in a loop."""
         del depth
         return False
 
     def run(self, leaves: Params, constants: Params, x: Any, rows: Rows) -> Any:
-        """As `LayerScan.run`."""
-
         def inside(layers: LayerScan, leaves: Params, constants: Params, x: Any) -> Any:
             x = self._moved_in(x) if self.enters else x
             y = layers.run(leaves, constants, x, _numbered(rows))
@@ -98,7 +96,6 @@ class RowLayers:
     def forward(
         self, leaves: Params, constants: Params, x: Any, rows: Rows
     ) -> tuple[Any, Residuals]:
-        """As `LayerScan.forward`."""
 
         def inside(
             layers: LayerScan, leaves: Params, constants: Params, x: Any
@@ -120,7 +117,6 @@ class RowLayers:
         rows: Rows,
         into: Params | None = None,
     ) -> tuple[Any, Params]:
-        """As `LayerScan.backward`."""
 
         def inside(
             layers: LayerScan,
@@ -250,7 +246,7 @@ class RowLayers:
 
 
 def _numbered(rows: Rows) -> Rows:
-    """The same rows, numbered inside shard_map."""
+    """Rows, numbered inside shard_map."""
     return Rows(rows.start, rows.start + jnp.arange(len(rows.numbers)))
 
 

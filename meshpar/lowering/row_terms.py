@@ -1,4 +1,4 @@
-"""What layers move that split rows over `tensor` (`row_layers`): formula and bounds."""
+"""Formula and bounds of layers that split rows over `tensor` (`row_layers`)."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

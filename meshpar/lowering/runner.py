@@ -96,7 +96,7 @@ class Runner:
         return iter(())
 
     def bounds(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """What compilers add, at most, for the runner's own sake.
+        """The most that compilers add for the runner's own sake.
 
         Args:
           batch: abstract batch of one replica.

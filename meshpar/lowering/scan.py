@@ -79,7 +79,7 @@ class ScanRunner(Runner):
             yield from declared_weights(self.frame, self.row_zero, passes, counts)
 
     def bounds(self, batch: Any) -> Iterator[DeclaredCollective]:
-        """What a compiler moves between layers that split rows and others."""
+        """Collectives of a compiler between layers that split rows and others."""
         if self.dims is not None:
             changes = sum(run.num_changes for run in self._stack)
             yield from bounded_exchanges(self.frame, self.dims, changes, batch)

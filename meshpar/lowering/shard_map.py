@@ -144,14 +144,14 @@ class ShardMapLowering(Lowering):
     def bounds(
         self, batch: Any, written: Sequence[DeclaredCollective]
     ) -> Iterator[DeclaredCollective]:
-        """What compilers add, at most: over axes that stay automatic inside."""
+        """The most that compilers add: over axes that stay automatic inside."""
         yield from super().bounds(batch, written)
         passes = self.runner.layer_passes
         yield from declared_bounds(self.frame, batch, passes, written)
         yield from self.runner.bounds(batch)
 
     def formula(self) -> Iterator[DeclaredCollective]:
-        """What moves for weights and gradients, by the layout alone."""
+        """Collectives of weights and gradients, by the layout alone."""
         runner = self.runner
         if self.frame.manual_axes:
             own, passes = runner.declared_reductions(), runner.layer_passes
@@ -170,7 +170,7 @@ class ShardMapLowering(Lowering):
     def host_transfers(
         self, batch: Any, traced: TracedLayer | None = None
     ) -> Iterator[HostTransfer]:
-        """What one device exchanges with host memory in one training step.
+        """Transfers between one device and host memory in one training step.
 
         Args:
           batch: abstract batch of one replica.

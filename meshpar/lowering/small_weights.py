@@ -50,7 +50,7 @@ def _gather_bucket(
     """Makes a function that gathers tensors whose first dim is split in ways."""
 
     def through(tree: Params, *specs: PartitionSpec) -> Params:
-        """The same tensors, constrained together: a row of numbers for each shard."""
+        """Tensors that are constrained together: a row of numbers for each shard."""
         rows = jnp.concatenate([x.reshape(ways, -1) for x in tree.values()], 1)
         for spec in specs:
             rows = constrain(rows, spec)

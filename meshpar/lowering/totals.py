@@ -189,7 +189,7 @@ def _by_leaf(
 
 
 class Gradients(NamedTuple):
-    """What one batch gives.
+    """The gradients and totals of one batch.
 
     Attributes:
       totals: loss and metrics.

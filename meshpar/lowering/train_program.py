@@ -113,7 +113,7 @@ class TrainProgram(Program):
         return self.compiled(state, batch)
 
     def _check_in_trace(self) -> None:
-        """As `Program._check_in_trace`; modes run other programs from step to step."""
+        """Refuses modes as well, which run other programs from step to step."""
         if self.mode_text:
             why = f"{self.mode_text}: the host chooses what each step runs"
             raise MeshparError(not_in_trace(why))

@@ -47,7 +47,7 @@ def _replaces() -> bool:
 
 
 def _over_own_axes(sharding: Any) -> Any:
-    """What a model constrains an array to, over the axes of the layout in use.
+    """The constraint of a model on an array, over the axes of the layout in use.
 
     Raises:
       LayoutError: the layout has no such axis, or cannot honour the constraint.

@@ -191,7 +191,7 @@ class PartData(Data):
         raise DataError("data(0, 1, 0) gives no batch; give at least one")
 
     def abstract_batch(self, batch_size: int) -> Any:
-        """As `Data.abstract_batch`: of the first batch of data(0, 1, 0)."""
+        """The shapes of the first batch of data(0, 1, 0)."""
         batch = self._whole()
         rows = map_rows(lambda x: x, batch, others=lambda _: None)
         if not row_leaves(batch):
@@ -209,7 +209,6 @@ class PartData(Data):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def training_batches(self, place: Place) -> Batches:
-        """As `Data.training_batches`."""
         part, number = _part_of(place)
         return Batches(self._rows(part, number, place))
 
@@ -225,7 +224,7 @@ class PartData(Data):
             yield batch
 
     def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
-        """As `Data.evaluation_batches`: the first batches.
+        """The first batches.
 
         A part that has fewer rows of a batch ends the whole ones; data(0, 1, position)
         then gives all that are left.
@@ -253,7 +252,7 @@ class PartData(Data):
 
     @property
     def fingerprint(self) -> str:
-        """As `Data.fingerprint`: of the first batch of data(0, 1, 0)."""
+        """A fingerprint of the first batch of data(0, 1, 0)."""
         return digest([self._whole()])
 
 

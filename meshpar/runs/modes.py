@@ -102,7 +102,6 @@ class LocalSGDConfig:
 
     @property
     def unread(self) -> dict[str, str]:
-        """As `RunConfig.unread`."""
         found = {}
         if OUTERS[self.outer](self) is None:
             names = "outer_learning_rate", "outer_momentum"
@@ -120,7 +119,6 @@ class IslandsConfig:
 
     @property
     def unread(self) -> dict[str, str]:
-        """As `RunConfig.unread`."""
         names = []
         if self.algorithm in WEIGHTS:
             names += ["server_optimizer", "local_learning_rate"]

@@ -37,11 +37,10 @@ class RecipeConfig(RunConfig):
 
     @property
     def code(self) -> Mapping[str, str]:
-        """As `RunConfig.code`."""
         return _code(self.SOURCE)
 
     def prepared(self) -> tuple[Self, Run]:
-        """As `RunConfig.prepared`: calls the function with the settings.
+        """Calls the function with the settings; returns a configuration and its run.
 
         Raises:
           ConfigError: the function raises, or returns something else.
@@ -61,7 +60,7 @@ class RecipeConfig(RunConfig):
 
     @contextlib.contextmanager
     def blaming_recipe(self) -> Iterator[None]:
-        """As `RunConfig.blaming_recipe`: of errors that a line of the file raises."""
+        """Blames the recipe for errors that a line of the file raises."""
         file = type(self).FUNCTION.__code__.co_filename
         try:
             yield

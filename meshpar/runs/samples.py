@@ -160,11 +160,9 @@ class IndexedData(Data):
             raise DataError("the data hold no sample; give at least one batch of them")
 
     def abstract_batch(self, batch_size: int) -> Any:
-        """As `Data.abstract_batch`."""
         return _abstract(_present(self.samples, 0), batch_size)
 
     def check_batch_size(self, batch_size: int) -> None:
-        """As `Data.check_batch_size`."""
         if len(self.samples) < batch_size:
             raise DataError(
                 f"the data hold {len(self.samples)} samples, fewer than one batch of "
@@ -172,25 +170,23 @@ class IndexedData(Data):
             )
 
     def training_batches(self, place: Place) -> Batches:
-        """As `Data.training_batches`."""
         self.check_batch_size(place.batch_size)
         samples = self.samples if self.in_order else shuffled(self.samples, place.seed)
         return batches_of(samples, place)
 
     def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
-        """As `Data.evaluation_batches`: all samples, or some spread evenly."""
+        """Batches of all samples, or of some spread evenly."""
         return spread_batches(self.samples, place, limit)
 
     @property
     def fingerprint(self) -> str:
-        """As `Data.fingerprint`: of the number and of 16 samples."""
+        """A fingerprint of the number and of 16 samples."""
         number = min(len(self.samples), _MOST)
         some = np.unique(np.linspace(0, min(number, 2**20) - 1, 16).astype(int))
         return digest([_present(self.samples, int(i)) for i in some], number)
 
     @property
     def num_samples(self) -> float:
-        """As `Data.num_samples`."""
         ends = self.in_order and len(self.samples) < _MOST
         return len(self.samples) if ends else float("inf")
 
@@ -233,11 +229,9 @@ class StreamData(Data):
         raise DataError("the stream of data is empty; give at least one batch")
 
     def abstract_batch(self, batch_size: int) -> Any:
-        """As `Data.abstract_batch`."""
         return _abstract(self._first(), batch_size)
 
     def training_batches(self, place: Place) -> Batches:
-        """As `Data.training_batches`."""
         iterator = iter(self.dataset)
         if place.state is not None:
             iterator.set_state(place.state)
@@ -249,7 +243,7 @@ class StreamData(Data):
         return _StreamBatches(iterator, place)
 
     def evaluation_batches(self, place: Place, limit: int) -> HeldOut:
-        """As `Data.evaluation_batches`: of the first samples."""
+        """Batches of the first samples."""
         samples = itertools.islice(self.dataset, limit * place.batch_size)
         whole, rest = _cut(list(samples), place.batch_size)
         batches = [stacked([rows[int(i)] for i in place.rows]) for rows in whole]
@@ -257,5 +251,5 @@ class StreamData(Data):
 
     @property
     def fingerprint(self) -> str:
-        """As `Data.fingerprint`: of the first sample."""
+        """A fingerprint of the first sample."""
         return digest([self._first()])

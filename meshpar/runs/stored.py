@@ -1,4 +1,4 @@
-"""What the checkpoints of a run store: its configuration and its weights."""
+"""Contents of a run's checkpoints: its configuration and its weights."""
 
 import dataclasses
 import pathlib
