@@ -227,3 +227,20 @@ def test_the_page_of_layouts_has_every_item():
 def test_generated_tables_are_up_to_date(page):
     with_tables = runpy.run_path(str(ROOT / "docs/tables.py"))["with_tables"]
     assert page.read_text() == with_tables(page.read_text()), "run docs.tables"
+
+
+def sentences(text):
+    """The sentences of a page, without its programs, tables and addresses."""
+    text = re.sub(r"```.*?```|<!--.*?-->|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    apart = re.sub(r"^( *\|| {4}).*$", "", text, flags=re.MULTILINE)
+    apart = re.sub(r"^(#.*)$", r"\n\1\n", apart, flags=re.MULTILINE)
+    apart = re.sub(r"^( *([-*]|\d+\.) )", r"\n\1", apart, flags=re.MULTILINE)
+    for paragraph in apart.split("\n\n"):
+        yield from re.split(r"(?<=[.!?:;])\s+", paragraph)
+
+
+@every_page
+def test_sentences_are_short(page):
+    """A reader should not have to begin a sentence again."""
+    found = [s for s in sentences(page.read_text()) if len(s.split()) > 35]
+    assert found == []
