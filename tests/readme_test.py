@@ -71,7 +71,7 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
     "name",
     [
         *map(slow, ("docs/your_model.md", "docs/layout_steps.md")),
-        *("docs/your_run.md", "docs/check.md"),
+        *("docs/your_run.md", "docs/check.md", "docs/coming_from.md"),
     ],
 )
 def test_the_programs_of_a_page_run_from_top_to_bottom(
