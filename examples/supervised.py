@@ -67,9 +67,9 @@ def encode(chats, length):
         for message in chat["messages"]:
             head, text = f"{message['role']}: ", f"{message['content']}\n"
             for part, weight in (head, 0), (text, message["role"] == "assistant"):
-                part = list(part.encode())[: length + 1 - end]
-                own = slice(end, end := end + len(part))
-                tokens[row, own], weights[row, own] = part, weight
+                numbers = list(part.encode())[: length + 1 - end]
+                own = slice(end, end := end + len(numbers))
+                tokens[row, own], weights[row, own] = numbers, weight
     return {"tokens": tokens[:, :-1], "next": tokens[:, 1:], "weights": weights[:, 1:]}
 
 
