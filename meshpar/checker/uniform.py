@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from meshpar.contracts.hlo import HloModule, is_collective
+from meshpar.contracts.hlo import HloModule, fragment_of, is_collective
 from meshpar.contracts.hlo_groups import groups_of
 from meshpar.contracts.hlo_text import Instruction
 
@@ -61,7 +61,7 @@ class Uniform:
         known: dict[str, Known] = {}
         result: Known = frozenset()
         for name, x in self.program.computations[computation].items():
-            known[name] = self._instruction(x, known, arguments)
+            known[name] = self._instruction(x, computation, known, arguments)
             if x.line.startswith("ROOT"):
                 result = known[name]
         self.of[computation] = known
@@ -69,7 +69,11 @@ class Uniform:
         return result
 
     def _instruction(
-        self, x: Instruction, known: Mapping[str, Known], arguments: Sequence[Known]
+        self,
+        x: Instruction,
+        scope: str,
+        known: Mapping[str, Known],
+        arguments: Sequence[Known],
     ) -> Known:
         operands = [known.get(name, self.all) for name in x.operands]
         opcode = x.opcode
@@ -90,6 +94,12 @@ class Uniform:
         if opcode in ("fusion", "call", "async-start") and len(x.callees) == 1:
             return self._run(x.callees[0], operands)
         axes = self._all_of(operands)
+        if fragment := fragment_of(x, self.program.computations[scope]):
+            begun = known[fragment.name]
+            # What begins a transfer hands the operand on beside the result.
+            given = known.get(fragment.operands[0], frozenset())
+            rest = (self.all,) * x.type.count("[")
+            return (given, begun, *rest) if x.type.startswith("(") else begun
         if is_collective(x):
             over = frozenset(self._over(x.line))
             spreads = x.opcode.removesuffix("-start") in _SPREADS

@@ -17,7 +17,7 @@ _DTYPE_BYTES = {
 }
 _CALLS = re.compile(
     r"\b(?:calls|to_apply|branch_computations|true_computation|false_computation"
-    r"|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+    r"|called_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
 _OPCODE = re.compile(r"(?<![\w:.%\-])([a-z][\w\-]*)\(")
 
@@ -43,8 +43,8 @@ class Instruction:
     @functools.cached_property
     def callees(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
-        lists = _CALLS.findall(self.line)
-        return tuple(name.strip(" %") for x in lists for name in x.split(","))
+        found = (several or one for several, one in _CALLS.findall(self.line))
+        return tuple(name.strip(" %") for x in found if x for name in x.split(","))
 
 
 def type_bytes(text: str) -> int:
