@@ -1,7 +1,7 @@
 """Lines of a user's code for arguments and results of a step, and for the step itself.
 
-A step's jaxpr tells the line that reads an argument first, the line that makes a result,
-and where the function is defined. Shardings of arguments, the mesh, and the options of
+A step's jaxpr tells which line reads an argument first, which line makes a result, and
+where the function is defined. Shardings of arguments, the mesh, and the options of
 jax.jit are values: no program says on which line they were written.
 """
 
