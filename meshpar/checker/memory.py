@@ -73,6 +73,11 @@ def peak(facts: Facts) -> Peak:
     return Peak(total + sum(t.bytes for t in held), tensors)
 
 
+def _device_bytes(hlo_type: str) -> int:
+    """Bytes of the arrays of a type that are not in the memory of the host."""
+    return type_bytes(_ON_HOST.sub("", hlo_type) if "S(5)" in hlo_type else hlo_type)
+
+
 _Sized = tuple[Instruction, int]
 """An instruction, and the bytes of memory that its result takes."""
 
@@ -82,10 +87,10 @@ def _own_bytes(x: Instruction, scope: Mapping[str, Instruction]) -> int:
 
     What begins a transfer hands its operands on in its result.
     """
-    size = type_bytes(_ON_HOST.sub("", x.type))
+    size = _device_bytes(x.type)
     if x.opcode.endswith("-start") and x.type.startswith("("):
         given = (scope[name].type for name in x.operands if name in scope)
-        held = sum(type_bytes(_ON_HOST.sub("", type)) for type in given)
+        held = sum(map(_device_bytes, given))
         size -= held if held < size else 0  # An all_reduce has its results alone.
     return size
 

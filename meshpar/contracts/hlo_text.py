@@ -43,10 +43,15 @@ class Instruction:
     @functools.cached_property
     def callees(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
-        found = (several or one for several, one in _CALLS.findall(self.line))
+        line = self.line
+        if "calls=" not in line and "to_apply=" not in line:
+            if "computation" not in line:  # Most lines, and the search takes longer.
+                return ()
+        found = (several or one for several, one in _CALLS.findall(line))
         return tuple(name.strip(" %") for x in found if x for name in x.split(","))
 
 
+@functools.lru_cache(maxsize=2**16)  # Programs repeat their types.
 def type_bytes(text: str) -> int:
     """Bytes of all arrays in an HLO type, tuples included."""
     return sum(
