@@ -20,6 +20,8 @@ Known = Axes | tuple
 _DIFFERENT = ("partition-id", "replica-id", "rng", "infeed", "recv", "custom-call")
 _SPREADS = ("reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _ROUNDS = 8
+_NUMBER = re.compile(r"parameter\((\d+)\)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 class Uniform:
@@ -78,12 +80,12 @@ class Uniform:
         operands = [known.get(name, self.all) for name in x.operands]
         opcode = x.opcode
         if opcode == "parameter":
-            number = int(re.search(r"parameter\((\d+)\)", x.line).group(1))
+            number = int(_NUMBER.search(x.line).group(1))
             return arguments[number] if number < len(arguments) else frozenset()
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
-            place = int(re.search(r"\bindex=(\d+)", x.line).group(1))
+            place = int(_INDEX.search(x.line).group(1))
             whole = operands[0]
             inside = isinstance(whole, tuple) and place < len(whole)
             return whole[place] if inside else self._all_of([whole])
