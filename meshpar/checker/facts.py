@@ -185,7 +185,8 @@ class Facts:
 
     def line(self, instruction: Instruction) -> str:
         """The "file:line" of the user's code for an instruction; "" if unknown."""
-        frame = _FRAME.search(instruction.line)
+        at = instruction.line.rfind("stack_frame_id=")
+        frame = _FRAME.match(instruction.line, at) if at >= 0 else None
         return self._lines.get(frame.group(1), "") if frame else ""
 
     def line_of_part(self, move: Move, place: int) -> str:

@@ -109,9 +109,11 @@ class _Lives:
         buffers = self._buffers(scope, computation == self.facts.module.entry)
         ends: dict[str, int] = {}
         for index, x in enumerate(schedule):
-            for operand in (*x.operands, x.name):
+            for operand in x.operands:
                 for buffer in buffers.get(operand, ()):
                     ends[buffer] = index
+            for buffer in buffers[x.name]:
+                ends[buffer] = index
         for buffer in buffers.get(schedule[-1].name, ()) if schedule else ():
             ends[buffer] = len(schedule)
         ending: dict[int, list[str]] = {}
@@ -121,7 +123,7 @@ class _Lives:
         total = best = 0
         inside_at, at = (), 0
         for index, x in enumerate(schedule):
-            if x.name in ends and buffers[x.name] == {x.name}:
+            if x.name in ends and x.name in buffers[x.name]:
                 live[x.name] = _own_bytes(x, scope)
                 total += live[x.name]
             inner, inside = self._inside(x)
@@ -132,7 +134,7 @@ class _Lives:
         held = (
             x for i, x in enumerate(schedule[: at + 1]) if ends.get(x.name, -1) >= at
         )
-        own = (x for x in held if buffers[x.name] == {x.name})
+        own = (x for x in held if x.name in buffers[x.name])
         return best, (*((x, _own_bytes(x, scope)) for x in own), *inside_at)
 
     def _inside(self, x: Instruction) -> tuple[int, tuple[_Sized, ...]]:
