@@ -178,7 +178,7 @@ class Facts:
     def has_backward(self) -> bool:
         """Whether any operation of the program belongs to a backward pass."""
         return any(
-            "transpose(" in x.line
+            "/transpose(" in x.line  # In its name; transpose( alone is an opcode.
             for scope in self.module.computations.values()
             for x in scope.values()
         )
@@ -248,7 +248,7 @@ class Facts:
             own = {x.rest: x for x in self.leaves if x.group == group}
             for name, tree in trees.items():
                 same = own.keys() == tree.keys()
-                if same and (len(own) > 1 or own[""].shape == tree[""].shape):
+                if same and (len(own) > 1 or _may_follow(own[""], tree[""])):
                     pairs += [(leaf, tree[rest]) for rest, leaf in own.items()]
                     del trees[name]
                     break
@@ -311,6 +311,12 @@ class Facts:
             return None
         number = int(re.search(r"parameter\((\d+)\)", instruction.line).group(1))
         return next((x for x in self.leaves if x.parameter == number), None)
+
+
+def _may_follow(leaf: Leaf, result: Leaf) -> bool:
+    """Whether a result may be the next value of a single array; a key stays a key."""
+    kinds = {x.dtype.startswith("key<") for x in (leaf, result)}
+    return leaf.shape == result.shape and len(kinds) == 1
 
 
 def _trees(results: Sequence[Leaf]) -> Iterator[tuple[str, dict[str, Leaf]]]:
