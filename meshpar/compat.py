@@ -297,6 +297,17 @@ def user_line(eqn: Any) -> str:
     return users_own([f"{frame.file_name}:{frame.start_line}" for frame in frames])
 
 
+def defined_at(jaxpr: Any) -> str:
+    """The "file:line" at which the function of a jaxpr is defined; "" if unknown.
+
+    That of its first decorator, if it has any.
+    """
+    info = getattr(jaxpr, "debug_info", None)
+    known = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
+    line = known.group(1) if known else ""
+    return "" if _LIBRARIES.search(line) or line.startswith(_HERE) else line
+
+
 def users_own(stack: Sequence[str]) -> str:
     """The innermost "file:line" of a user's code, or of all; "" if there are none.
 

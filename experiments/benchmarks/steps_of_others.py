@@ -1,11 +1,22 @@
 """Training steps of other projects, for `experiments.check`.
 
-    python -m experiments.check experiments.benchmarks.steps_of_others:tunix_llama
+    python -m experiments.check experiments.benchmarks.steps_of_others:flax_lm1b
 
-The packages are installed beside this one: google-tunix and equinox. Tunix's model and
-loss are its own; the steps of Flax and Equinox are in the form of their tutorials.
+Of other projects is what they install or publish, and nothing of it is kept here:
+
+- Tunix: `pip install google-tunix==0.1.7`.
+- The example lm1b of Flax: `git clone https://github.com/google/flax`, at 18f8f311, and
+  its `examples/lm1b` on PYTHONPATH; `pip install ml_collections`.
+- Bonsai: `git clone https://github.com/jax-ml/bonsai`, at 3628425, and that folder on
+  PYTHONPATH; `pip install jaxtyping`.
+
+The steps `flax_guide` and `equinox_mlp` (`pip install equinox`) are in the form of
+their tutorials.
 """
 
+import importlib
+import sys
+import types
 from typing import Any
 
 import jax
@@ -181,3 +192,91 @@ def equinox_mlp() -> tuple[Any, ...]:
     x = jax.device_put(jnp.ones((512, 256)), rows)
     y = jax.device_put(jnp.ones((512, 64)), rows)
     return jax.jit(step), arrays, moments, x, y
+
+
+class _Unread(types.ModuleType):
+    """A package that a script imports for its data, and its step does not use."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Unread(name)
+
+
+def flax_lm1b(rows_over: tuple[str, ...] = ("data",)) -> tuple[Any, ...]:
+    """Flax: the model, sharding rules and training step of its example lm1b.
+
+    Args:
+      rows_over: mesh axes that split the batch; the example's own by default.
+    """
+    importlib.import_module("flax.io")  # Looks for tensorflow itself.
+    for name in ("tensorflow", "clu", "input_pipeline", "temperature_sampler"):
+        sys.modules.setdefault(name, _Unread(name))
+    import models
+    import train
+    import utils
+    from configs import default
+
+    config = default.get_config()
+    config.num_layers, config.vocab_size = 2, 4096
+    config.ici_fsdp_parallelism, config.ici_tensor_parallelism = -1, 2
+    shape = models.TransformerConfig(
+        vocab_size=config.vocab_size,
+        output_vocab_size=config.vocab_size,
+        logits_via_embedding=config.logits_via_embedding,
+        dtype=jnp.bfloat16,
+        emb_dim=config.emb_dim,
+        num_heads=config.num_heads,
+        num_layers=config.num_layers,
+        qkv_dim=config.qkv_dim,
+        mlp_dim=config.mlp_dim,
+        max_len=config.max_target_length,
+        dropout_rate=config.dropout_rate,
+        attention_dropout_rate=config.attention_dropout_rate,
+        kernel_init=nn.initializers.xavier_uniform(),
+        bias_init=nn.initializers.normal(stddev=1e-6),
+    )
+    mesh = jax.sharding.Mesh(utils.create_device_mesh(config), config.mesh_axes)
+    model = models.TransformerLM(shape.replace(deterministic=True))
+    rate = train.create_learning_rate_schedule(
+        config.learning_rate, config.warmup_steps
+    )
+    optimizer = optax.adamw(rate, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
+    state, shardings = utils.setup_initial_state(
+        model, optimizer, config, jax.random.PRNGKey(0), mesh
+    )
+    rows = NamedSharding(mesh, PartitionSpec(rows_over))
+    step = jax.jit(
+        train.train_step,
+        in_shardings=(shardings, rows, None),
+        out_shardings=(shardings, None),
+        static_argnums=(2, 3, 4),
+        donate_argnums=0,
+    )
+    batch = jnp.ones((8 * jax.device_count(), config.max_target_length), jnp.int32)
+    batch = {"inputs": jax.device_put(batch, rows)}
+    return step, state, batch, shape, rate, 0.0, jax.random.key(1)
+
+
+def flax_lm1b_rows() -> tuple[Any, ...]:
+    """The same step, whose batch is split over the axis that splits the weights."""
+    return flax_lm1b(("data", "fsdp"))
+
+
+def bonsai_qwen3() -> tuple[Any, ...]:
+    """Bonsai: its Qwen 3 and its own `forward`, which fills the cache with a prompt."""
+    import dataclasses
+
+    from bonsai.models.qwen3 import modeling
+
+    kinds = (AxisType.Explicit,) * 2
+    names = modeling.ShardMode.FSDP.value, modeling.ShardMode.TP.value
+    mesh = jax.make_mesh((jax.device_count() // 2, 2), names, axis_types=kinds)
+    jax.set_mesh(mesh)
+    config = dataclasses.replace(
+        modeling.ModelConfig.qwen3_0_6b(True, True), num_layers=2, vocab_size=8192
+    )
+    model = modeling.Qwen3(config, rngs=nnx.Rngs(0))
+    rows = 2 * jax.device_count()
+    tokens = jnp.ones((rows, 128), jnp.int32)
+    tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(names[0])))
+    cache = modeling.init_cache(config, rows, 128, 1, jnp.float32)
+    return modeling.forward, model, cache, tokens, 0

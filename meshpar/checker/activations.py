@@ -28,7 +28,8 @@ def replicated_activations(facts: Facts) -> Iterator[Finding]:
     """Activations that every device holds whole, though the batch is split."""
     if not facts.batch_axes or facts.num_devices == 1:
         return
-    whole = _global_shapes(facts)
+    if not (whole := _global_shapes(facts)):
+        return
     seen: dict[tuple[str, tuple[int, ...]], Finding] = {}
     for x in _scheduled(facts):
         if (line := facts.line(x)) not in whole or len(arrays_of(x.type)) != 1:

@@ -7,6 +7,7 @@ from meshpar.checker.facts import Facts, op_name
 from meshpar.checker.finding import CALL, Finding
 from meshpar.checker.flow import Value
 from meshpar.checker.leaves import Leaf
+from meshpar.checker.lines import definition, made_line
 from meshpar.checker.op_names import module_path
 from meshpar.contracts.hlo_text import Instruction, type_bytes
 from meshpar.contracts.host_transfers import host_bytes
@@ -55,17 +56,22 @@ def _primitive(x: Instruction) -> str:
 
 def recompilation(facts: Facts) -> Iterator[Finding]:
     """Arguments that come back with another type, so that the next call compiles."""
-    found: dict[str, list[Leaf]] = {}
+    found: dict[tuple[str, str], list[Leaf]] = {}
     for leaf, result in facts.returned:
         if change := "; ".join(_changes(leaf, result)):
-            found.setdefault(change, []).append(leaf)
-    for change, leaves in found.items():
+            same_type = (leaf.shape, leaf.dtype) == (result.shape, result.dtype)
+            # Shardings of results are options of jax.jit, or its own choice.
+            of_call = same_type and leaf.weak == result.weak
+            line = definition(facts) if of_call else made_line(facts, result)
+            found.setdefault((change, line), []).append(leaf)
+    for (change, line), leaves in found.items():
         more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
         yield Finding(
             f"{leaves[0].name}{more}: {change}: the second call compiles again",
             "return it as it came: jnp.asarray(x, dtype) before the first call, "
             "out_shardings= with the shardings of the arguments",
             of=CALL,
+            line=line,
         )
 
 

@@ -5,7 +5,6 @@ axes over the chips of a topology, or by axes of size 1 on one device.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,9 +133,9 @@ def _again(step: Any, traced: jax.stages.Traced, swapped: "_Swapped") -> Any:
         results = swapped.evaluate(outer, leaves)
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
 
-    # jax names the arguments of a program by the function's signature.
+    # jax names the arguments by the function's signature, and knows its line.
     if (wrapped := getattr(step, "__wrapped__", None)) is not None:
-        run.__signature__ = inspect.signature(wrapped)
+        run.__wrapped__ = wrapped
     run.__name__ = getattr(step, "__name__", "step")
     donated, _ = traced.args_info
     numbers = [

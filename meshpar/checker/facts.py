@@ -17,7 +17,7 @@ from meshpar.checker.leaves import Leaf
 from meshpar.checker.uniform import Uniform
 from meshpar.compat import users_own
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.hlo import Call, HloModule
+from meshpar.contracts.hlo import Call, HloModule, Occurrence
 from meshpar.contracts.hlo_text import Instruction, source_stacks
 from meshpar.jaxprs.walk import equations
 from meshpar.mesh.platform import Platform
@@ -37,8 +37,9 @@ class Move:
 
     Attributes:
       collective: kind, axes, bytes and runs.
-      value: its result.
-      instruction: its line in the program.
+      value: its instruction in the program; of fragments the first.
+      result: the last fragment, with the result; `value` if it is whole.
+      instruction: the line of `value`.
       line: "file:line" of the user's code; "" if the compiler gives none.
       path: scopes around it, such as "Model/blocks_0/mlp".
       phase: forward, backward or update.
@@ -47,6 +48,7 @@ class Move:
 
     collective: Collective
     value: Value
+    result: Value
     instruction: Instruction
     line: str
     path: str
@@ -130,16 +132,19 @@ class Facts:
         """The collectives that move something, in the order of the program."""
         program = self.module
         chains = program.chains(Call(program.entry))
-        return tuple(self._move(program.merged(fragments)) for fragments in chains)
+        return tuple(self._move(fragments) for fragments in chains)
 
-    def _move(self, collective: Collective) -> Move:
+    def _move(self, fragments: Sequence[Occurrence]) -> Move:
+        collective, last = self.module.merged(fragments), fragments[-1].collective
         value = Value(collective.computation, collective.name)
         instruction = self.flow.instruction(value)
-        named = self._named(value)
+        result = Value(last.computation, last.name)
+        named = self._named(value, result)
         name = op_name(named)
         return Move(
             collective,
             value,
+            result,
             instruction,
             self.line(named),
             op_names.module_path(name),
@@ -147,7 +152,7 @@ class Facts:
             "shard_map" in name,
         )
 
-    def _named(self, value: Value) -> Instruction:
+    def _named(self, value: Value, result: Value) -> Instruction:
         """The instruction of a collective; one beside it if it has no line.
 
         Gathers of weights may have none: then what reads them tells what they are for.
@@ -155,7 +160,7 @@ class Facts:
         own = self.flow.instruction(value)
         if _FRAME.search(own.line):
             return own
-        for reader in self.flow.readers(value):
+        for reader in self.flow.readers(result):
             x = self.flow.instruction(reader)
             if _FRAME.search(x.line) and "(" in op_name(x):
                 return x
@@ -173,15 +178,27 @@ class Facts:
     def has_backward(self) -> bool:
         """Whether any operation of the program belongs to a backward pass."""
         return any(
-            "transpose(" in x.line
+            "/transpose(" in x.line  # In its name; transpose( alone is an opcode.
             for scope in self.module.computations.values()
             for x in scope.values()
         )
 
     def line(self, instruction: Instruction) -> str:
         """The "file:line" of the user's code for an instruction; "" if unknown."""
-        frame = _FRAME.search(instruction.line)
+        at = instruction.line.rfind("stack_frame_id=")
+        frame = _FRAME.match(instruction.line, at) if at >= 0 else None
         return self._lines.get(frame.group(1), "") if frame else ""
+
+    def line_of_part(self, move: Move, place: int) -> str:
+        """The line of one of the collectives that a compiler has put together.
+
+        Args:
+          move: all of them.
+          place: which of the operands it moves.
+        """
+        parts = self.flow.elements(move.value, place)
+        found = (self.line(self.flow.instruction(part)) for part in parts)
+        return next(filter(None, found), move.line)
 
     @functools.cached_property
     def _lines(self) -> dict[str, str]:
@@ -231,7 +248,7 @@ class Facts:
             own = {x.rest: x for x in self.leaves if x.group == group}
             for name, tree in trees.items():
                 same = own.keys() == tree.keys()
-                if same and (len(own) > 1 or own[""].shape == tree[""].shape):
+                if same and (len(own) > 1 or _may_follow(own[""], tree[""])):
                     pairs += [(leaf, tree[rest]) for rest, leaf in own.items()]
                     del trees[name]
                     break
@@ -294,6 +311,12 @@ class Facts:
             return None
         number = int(re.search(r"parameter\((\d+)\)", instruction.line).group(1))
         return next((x for x in self.leaves if x.parameter == number), None)
+
+
+def _may_follow(leaf: Leaf, result: Leaf) -> bool:
+    """Whether a result may be the next value of a single array; a key stays a key."""
+    kinds = {x.dtype.startswith("key<") for x in (leaf, result)}
+    return leaf.shape == result.shape and len(kinds) == 1
 
 
 def _trees(results: Sequence[Leaf]) -> Iterator[tuple[str, dict[str, Leaf]]]:

@@ -1,7 +1,8 @@
 """Flow of values through a compiled program: where one comes from, and who reads it.
 
-Values are followed through copies, casts and reshapes, into and out of fusions, and
-from the body of a loop to what the loop starts with.
+Values are followed through copies, casts and reshapes, into and out of fusions, from
+the start of an asynchronous collective to its end, and from the body of a loop to what
+the loop starts with.
 """
 
 import functools
@@ -9,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshpar.contracts.hlo import HloModule
+from meshpar.contracts.hlo import HloModule, fragment_of
 from meshpar.contracts.hlo_text import Instruction
 
 CASTS = frozenset(
@@ -17,6 +18,9 @@ CASTS = frozenset(
     "optimization-barrier".split()
 )
 """Opcodes whose result has the numbers of their operand."""
+
+_RETURNS = frozenset(("fusion", "call", "async-start"))
+"""Opcodes whose result is that of the computation that they run."""
 
 _BY_POSITION = frozenset(("partition-id", "replica-id"))
 _NUMBER = re.compile(r"parameter\((\d+)\)")
@@ -94,8 +98,10 @@ class Flow:
     def _before(self, value: Value, x: Instruction) -> Value | None:
         """The value that an instruction hands on; None if it makes a new one."""
         here = value.computation
-        if x.opcode in CASTS and x.operands:
+        if (x.opcode in CASTS or _waits(x)) and x.operands:
             return Value(here, x.operands[0])
+        if fragment := fragment_of(x, self.module.computations[here]):
+            return Value(here, fragment.name)
         if x.opcode == "parameter":
             return self._argument(here, int(_NUMBER.search(x.line).group(1)))
         if x.opcode == "get-tuple-element":
@@ -199,21 +205,47 @@ class Flow:
 
         while waiting:
             at = waiting.pop()
+            if around := self._around(at):
+                follow(around)
+            scope = self.module.computations[at.computation]
             for x in self.users(at.computation).get(at.name, ()):
                 made = Value(at.computation, x.name)
-                if x.opcode == "fusion":
+                if fragment := fragment_of(x, scope):
+                    if fragment.name == at.name:
+                        follow(made)
+                elif x.opcode == "fusion":
                     body = x.callees[0]
                     for place, operand in enumerate(x.operands):
                         if operand == at.name and (p := self._parameter(body, place)):
                             follow(Value(body, p))
-                elif x.opcode in CASTS or x.opcode == "get-tuple-element":
+                elif x.opcode in CASTS or x.opcode == "get-tuple-element" or _waits(x):
                     follow(made)
-                    caller = self.callers.get(at.computation)
-                    ends = x.line.startswith("ROOT") and caller is not None
-                    if ends and caller.instruction.opcode == "fusion":
-                        follow(Value(caller.computation, caller.instruction.name))
+                elif x.opcode == "tuple":
+                    for place, operand in enumerate(x.operands):
+                        if operand == at.name:
+                            for element in self.elements(made, place):
+                                follow(element)
                 else:
                     yield made
+
+    def elements(self, whole: Value, place: int) -> Iterator[Value]:
+        """The values that are read from a place of a tuple."""
+        for x in self.users(whole.computation).get(whole.name, ()):
+            if x.opcode == "get-tuple-element":
+                if int(_INDEX.search(x.line).group(1)) == place:
+                    yield Value(whole.computation, x.name)
+        if around := self._around(whole):
+            yield from self.elements(around, place)
+
+    def _around(self, value: Value) -> Value | None:
+        """The fusion, call or start of a pair whose result a value is."""
+        caller = self.callers.get(value.computation)
+        if caller is None or caller.instruction.opcode not in _RETURNS:
+            return None
+        root = self.root(value.computation)
+        if root is None or root.name != value.name:
+            return None
+        return Value(caller.computation, caller.instruction.name)
 
     def _parameter(self, computation: str, number: int) -> str | None:
         """Name of a parameter of a computation."""
@@ -244,6 +276,11 @@ class Flow:
                     if result := self.root(callee):
                         waiting.append(Value(callee, result.name))
         return False
+
+
+def _waits(x: Instruction) -> bool:
+    """Whether an instruction waits for what its operand has begun."""
+    return x.opcode.endswith(("-done", "-update"))
 
 
 def _body(loop: Instruction) -> str:

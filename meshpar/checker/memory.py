@@ -73,6 +73,11 @@ def peak(facts: Facts) -> Peak:
     return Peak(total + sum(t.bytes for t in held), tensors)
 
 
+def _device_bytes(hlo_type: str) -> int:
+    """Bytes of the arrays of a type that are not in the memory of the host."""
+    return type_bytes(_ON_HOST.sub("", hlo_type) if "S(5)" in hlo_type else hlo_type)
+
+
 _Sized = tuple[Instruction, int]
 """An instruction, and the bytes of memory that its result takes."""
 
@@ -82,10 +87,10 @@ def _own_bytes(x: Instruction, scope: Mapping[str, Instruction]) -> int:
 
     What begins a transfer hands its operands on in its result.
     """
-    size = type_bytes(_ON_HOST.sub("", x.type))
+    size = _device_bytes(x.type)
     if x.opcode.endswith("-start") and x.type.startswith("("):
         given = (scope[name].type for name in x.operands if name in scope)
-        held = sum(type_bytes(_ON_HOST.sub("", type)) for type in given)
+        held = sum(map(_device_bytes, given))
         size -= held if held < size else 0  # An all_reduce has its results alone.
     return size
 
@@ -104,9 +109,11 @@ class _Lives:
         buffers = self._buffers(scope, computation == self.facts.module.entry)
         ends: dict[str, int] = {}
         for index, x in enumerate(schedule):
-            for operand in (*x.operands, x.name):
+            for operand in x.operands:
                 for buffer in buffers.get(operand, ()):
                     ends[buffer] = index
+            for buffer in buffers[x.name]:
+                ends[buffer] = index
         for buffer in buffers.get(schedule[-1].name, ()) if schedule else ():
             ends[buffer] = len(schedule)
         ending: dict[int, list[str]] = {}
@@ -116,7 +123,7 @@ class _Lives:
         total = best = 0
         inside_at, at = (), 0
         for index, x in enumerate(schedule):
-            if x.name in ends and buffers[x.name] == {x.name}:
+            if x.name in ends and x.name in buffers[x.name]:
                 live[x.name] = _own_bytes(x, scope)
                 total += live[x.name]
             inner, inside = self._inside(x)
@@ -127,7 +134,7 @@ class _Lives:
         held = (
             x for i, x in enumerate(schedule[: at + 1]) if ends.get(x.name, -1) >= at
         )
-        own = (x for x in held if buffers[x.name] == {x.name})
+        own = (x for x in held if x.name in buffers[x.name])
         return best, (*((x, _own_bytes(x, scope)) for x in own), *inside_at)
 
     def _inside(self, x: Instruction) -> tuple[int, tuple[_Sized, ...]]:

@@ -116,17 +116,19 @@ def needless_all_reduce(facts: Facts) -> Iterator[Finding]:
     """Sums over axes along which all devices have the same numbers."""
     for move in facts.moves:
         if move.kind == "all_reduce" and not move.collective.partial:
-            same = [x for x in _operands(facts, move) if _is_same(facts, move, x)]
+            operands = enumerate(_operands(facts, move))
+            same = [(i, x) for i, x in operands if _is_same(facts, move, x)]
+            parts = [facts.flow.instruction(x).type for _, x in same]
             if same:
-                size = sum(type_bytes(facts.flow.instruction(x).type) for x in same)
-                dtype, shape = arrays_of(facts.flow.instruction(same[0]).type)[0]
+                dtype, shape = arrays_of(parts[0])[0]
                 yield _found(
                     move,
                     f"{dtype}{list(shape)} is the same on all devices before this "
                     "all_reduce: a sum multiplies it, a mean changes nothing",
                     "leave the psum or pmean out: the value is reduced already",
-                    share=size / max(1, move.collective.payload_bytes),
-                    of=CALL,
+                    sum(map(type_bytes, parts)) / max(1, move.collective.payload_bytes),
+                    CALL,
+                    facts.line_of_part(move, same[0][0]),
                 )
 
 
@@ -156,7 +158,9 @@ def small_collectives(facts: Facts) -> Iterator[Finding]:
         side_by_side = _side_by_side(facts, computation, moves)
         runs = sum(move.collective.executions for move in side_by_side)
         if len(side_by_side) > 1 and runs >= _MANY:
-            largest = max(side_by_side, key=lambda move: move.wire_bytes)
+            lines = collections.Counter(move.line for move in side_by_side)
+            line = max(lines, key=lambda line: (line != "", lines[line]))
+            first = next(move for move in side_by_side if move.line == line)
             yield Finding(
                 f"{runs} {kind}s of at most {readable_bytes(_SMALL_BYTES)} run side by "
                 "side",
@@ -165,8 +169,8 @@ def small_collectives(facts: Facts) -> Iterator[Finding]:
                 sum(move.wire_bytes for move in side_by_side),
                 CALL,
                 axes,
-                largest.line,
-                largest.path,
+                line,
+                first.path,
             )
 
 
@@ -189,7 +193,7 @@ def _only_own_part(facts: Facts, move: Move) -> bool:
 
     All that reads it does so.
     """
-    value, computation = move.value, move.value.computation
+    value, computation = move.result, move.result.computation
     if len(move.arrays) > 1:
         sizes = [math.prod(shape) for _, shape in move.arrays]
         place = sizes.index(max(sizes))
@@ -253,6 +257,7 @@ def _found(
     remedy: str,
     share: float = 1.0,
     of: str = TRAFFIC,
+    line: str | None = None,
 ) -> Finding:
     return Finding(
         what,
@@ -260,6 +265,6 @@ def _found(
         move.wire_bytes * share,
         of,
         axes=move.axes,
-        line=move.line,
+        line=move.line if line is None else line,
         path=move.path,
     )

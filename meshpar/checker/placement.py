@@ -3,13 +3,11 @@
 import collections
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from meshpar.checker.facts import Facts
 from meshpar.checker.finding import CALL, MEMORY, Finding
 from meshpar.checker.leaves import Leaf
-from meshpar.compat import user_line
-from meshpar.jaxprs.walk import inner_jaxprs
+from meshpar.checker.lines import definition, first_line, made_line
 
 _MOST = 0.5
 """Share of the bytes of other arrays that an axis splits, from which it should split an
@@ -84,6 +82,7 @@ def _all_copies(facts: Facts, state: list[Leaf]) -> Iterator[Finding]:
             spent,
             MEMORY,
             axes,
+            definition(facts),
         )
 
 
@@ -100,6 +99,7 @@ def idle_axis(facts: Facts) -> Iterator[Finding]:
                 f"split the batch or the weights over {axis}, or leave it out",
                 of=CALL,
                 axes=(axis,),
+                line=definition(facts),
             )
 
 
@@ -107,6 +107,7 @@ def donation(facts: Facts) -> Iterator[Finding]:
     """Memory that the step could write its results into, and does not."""
     lost = [x for x in facts.leaves if x.donated and not x.aliased and x.shape]
     kept = [x for x in facts.state if not x.donated and x.shape]
+    following = {id(leaf): result for leaf, result in facts.returned}
     for leaves, what, remedy in (
         (
             lost,
@@ -122,35 +123,16 @@ def donation(facts: Facts) -> Iterator[Finding]:
         for group in dict.fromkeys(leaf.group for leaf in leaves):
             own = [leaf for leaf in leaves if leaf.group == group]
             largest = max(own, key=lambda leaf: leaf.bytes)
+            line = definition(facts)
+            if leaves is lost:  # The next value has another type, or there is none.
+                result = following.get(id(largest))
+                made = made_line(facts, result) if result is not None else ""
+                line = made or first_line(facts, largest)
             others = f" and {len(own) - 1} more of {group}" if len(own) > 1 else ""
             yield Finding(
                 f"{largest.name} {largest.dtype}{list(largest.shape)}{others}: {what}",
                 remedy,
                 sum(leaf.bytes for leaf in own),
                 MEMORY,
-                line=first_line(facts, largest),
+                line=line,
             )
-
-
-def first_line(facts: Facts, leaf: Leaf) -> str:
-    """The line of the user's code that first reads an argument; "" if unknown."""
-    if facts.jaxpr is None or leaf not in facts.leaves:
-        return ""
-    place = next(i for i, x in enumerate(facts.leaves) if x is leaf)
-    if len(facts.jaxpr.invars) != len(facts.leaves):
-        return ""
-    return _read_at(facts.jaxpr, facts.jaxpr.invars[place])
-
-
-def _read_at(jaxpr: Any, variable: Any) -> str:
-    for eqn in jaxpr.eqns:
-        places = [i for i, x in enumerate(eqn.invars) if x is variable]
-        if not places:
-            continue
-        inner = inner_jaxprs(eqn)
-        if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-            if line := _read_at(inner[0], inner[0].invars[places[0]]):
-                return line
-        elif line := user_line(eqn):
-            return line
-    return ""

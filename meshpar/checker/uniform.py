@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from meshpar.contracts.hlo import HloModule, is_collective
+from meshpar.contracts.hlo import HloModule, fragment_of, is_collective
 from meshpar.contracts.hlo_groups import groups_of
 from meshpar.contracts.hlo_text import Instruction
 
@@ -20,6 +20,8 @@ Known = Axes | tuple
 _DIFFERENT = ("partition-id", "replica-id", "rng", "infeed", "recv", "custom-call")
 _SPREADS = ("reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _ROUNDS = 8
+_NUMBER = re.compile(r"parameter\((\d+)\)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 class Uniform:
@@ -61,7 +63,7 @@ class Uniform:
         known: dict[str, Known] = {}
         result: Known = frozenset()
         for name, x in self.program.computations[computation].items():
-            known[name] = self._instruction(x, known, arguments)
+            known[name] = self._instruction(x, computation, known, arguments)
             if x.line.startswith("ROOT"):
                 result = known[name]
         self.of[computation] = known
@@ -69,17 +71,21 @@ class Uniform:
         return result
 
     def _instruction(
-        self, x: Instruction, known: Mapping[str, Known], arguments: Sequence[Known]
+        self,
+        x: Instruction,
+        scope: str,
+        known: Mapping[str, Known],
+        arguments: Sequence[Known],
     ) -> Known:
         operands = [known.get(name, self.all) for name in x.operands]
         opcode = x.opcode
         if opcode == "parameter":
-            number = int(re.search(r"parameter\((\d+)\)", x.line).group(1))
+            number = int(_NUMBER.search(x.line).group(1))
             return arguments[number] if number < len(arguments) else frozenset()
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
-            place = int(re.search(r"\bindex=(\d+)", x.line).group(1))
+            place = int(_INDEX.search(x.line).group(1))
             whole = operands[0]
             inside = isinstance(whole, tuple) and place < len(whole)
             return whole[place] if inside else self._all_of([whole])
@@ -90,6 +96,12 @@ class Uniform:
         if opcode in ("fusion", "call", "async-start") and len(x.callees) == 1:
             return self._run(x.callees[0], operands)
         axes = self._all_of(operands)
+        if fragment := fragment_of(x, self.program.computations[scope]):
+            begun = known[fragment.name]
+            # What begins a transfer hands the operand on beside the result.
+            given = known.get(fragment.operands[0], frozenset())
+            rest = (self.all,) * x.type.count("[")
+            return (given, begun, *rest) if x.type.startswith("(") else begun
         if is_collective(x):
             over = frozenset(self._over(x.line))
             spreads = x.opcode.removesuffix("-start") in _SPREADS

@@ -49,6 +49,21 @@ def called(instruction: Instruction) -> tuple[str, ...]:
     return *instruction.callees, *parts
 
 
+def fragment_of(
+    instruction: Instruction, scope: Mapping[str, Instruction]
+) -> Instruction | None:
+    """The collective that a custom call of a TPU program begins or ends.
+
+    Args:
+      instruction: the custom call, or any other instruction.
+      scope: its computation.
+    """
+    if 'custom_call_target="AsyncCollective' not in instruction.line:
+        return None
+    operands = (scope[name] for name in instruction.operands if name in scope)
+    return next(filter(is_collective, operands), None)
+
+
 def parse_hlo(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     """Lists the collectives of a compiled program that move something.
 

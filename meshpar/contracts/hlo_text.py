@@ -15,10 +15,14 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
     "c128": 16,
 }
-_CALLS = re.compile(
-    r"\b(?:calls|to_apply|branch_computations|true_computation|false_computation"
-    r"|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+_CALLS = tuple(
+    f", {word}="
+    for word in "calls to_apply branch_computations true_computation "
+    "false_computation called_computations".split()
 )
+_CALLED = re.compile(r"\{([^}]*)\}|(%?[\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _OPCODE = re.compile(r"(?<![\w:.%\-])([a-z][\w\-]*)\(")
 
 
@@ -43,10 +47,15 @@ class Instruction:
     @functools.cached_property
     def callees(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
-        lists = _CALLS.findall(self.line)
-        return tuple(name.strip(" %") for x in lists for name in x.split(","))
+        found: list[str] = []
+        for word in _CALLS:
+            if (at := self.line.find(word)) >= 0:
+                several, one = _CALLED.match(self.line, at + len(word)).groups()
+                found += (several or one or "").split(",")
+        return tuple(name.strip(" %") for name in found if name)
 
 
+@functools.lru_cache(maxsize=2**16)  # Programs repeat their types.
 def type_bytes(text: str) -> int:
     """Bytes of all arrays in an HLO type, tuples included."""
     return sum(
@@ -57,20 +66,27 @@ def type_bytes(text: str) -> int:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    match = re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*)", line)
-    if not match:
+    left, equals, right = line.partition(" = ")
+    name = left.removeprefix("ROOT ").removeprefix("%")
+    if not equals or " " in name:
         return None
-    right = match.group(2)
     if "/*" in right:
-        right = re.sub(r"/\*.*?\*/", "", right)
-    if not (opcode := _OPCODE.search(right)):
-        return None
-    operands = right[opcode.end() :].split(")", 1)[0]
+        right = _COMMENT.sub("", right)
+    # Only the types of tuples have spaces: after any other one the opcode begins.
+    start = right.find(" ") + 1
+    end = right.find("(", start)
+    opcode = right[start:end]
+    if right.startswith("(") or not opcode.replace("-", "").isalnum():
+        if not (found := _OPCODE.search(right)):
+            return None
+        opcode, start, end = found.group(1), found.start(), found.end() - 1
+    close = right.find(")", end)
+    operands = right[end + 1 : close if close >= 0 else None]
     return Instruction(
-        name=match.group(1),
-        type=right[: opcode.start()],
-        opcode=opcode.group(1),
-        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
+        name=name,
+        type=right[:start],
+        opcode=opcode,
+        operands=tuple(_OPERAND.findall(operands)),
         line=line,
     )
 

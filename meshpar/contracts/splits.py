@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
 from meshpar.compat import scan_counts
 from meshpar.jaxprs.value_numbers import operands_read
@@ -86,6 +87,8 @@ def _said(
         return None
     if eqn.primitive.name == "sharding_constraint":
         spec = eqn.params["sharding"].spec
+        if PartitionSpec.UNCONSTRAINED in tuple(spec):
+            return None  # The compiler chooses.
     elif eqn.primitive.name == "shard_map":
         spec = eqn.params["out_specs"][eqn.outvars.index(x)]
     else:
@@ -103,6 +106,9 @@ def _sources(x: Any, code: NestedJaxpr) -> Iterator[tuple[Any, NestedJaxpr]]:
     name, place = eqn.primitive.name, eqn.outvars.index(x)
     if name == "optimization_barrier":
         yield eqn.invars[place], code
+    elif name == "sharding_constraint":
+        if set(eqn.params["sharding"].spec) == {PartitionSpec.UNCONSTRAINED}:
+            yield eqn.invars[place], code
     elif name in _KEEPS_SPLITS:
         for operand in eqn.invars:
             if operand.aval.size >= x.aval.size:

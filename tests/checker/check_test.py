@@ -201,6 +201,26 @@ def test_a_step_of_nnx_is_read():
     assert (move.kind, move.axes, move.phase) == ("all_reduce", ("rows",), "backward")
 
 
+def test_a_key_has_no_number_as_its_next_value():
+    def step(key, x):
+        kept = jnp.where(jax.random.uniform(key, x.shape) < 0.5, x, 0)
+        return kept, jnp.sum(x > 0, dtype=jnp.int32)
+
+    report = meshpar.check(jax.jit(step), jax.random.key(0), placed(jnp.ones((64, 8))))
+    assert "recompilation" not in {x.rule for x in report.all_findings}, report
+
+
+def test_a_transpose_is_no_backward_pass():
+    def step(x):
+        return jnp.sin(x.transpose(2, 0, 1)), jnp.sum(x)
+
+    report = meshpar.check(jax.jit(step), placed(jnp.ones((64, 16, 8)), "rows"))
+    scopes = report.facts.module.computations.values()
+    lines = [x.line for scope in scopes for x in scope.values()]
+    assert any(" transpose(" in line for line in lines), lines
+    assert {move.phase for move in report.collectives} == {"forward"}
+
+
 def mapped_step(scale):
     def body(params, x):
         grads = jax.lax.pmean(jax.grad(loss)(params, x), "rows")

@@ -4,11 +4,13 @@ import pytest
 from support import planted_steps
 
 import meshpar
+from meshpar.mesh.chips import CHIPS
+from meshpar.mesh.topologies import has_compiler
 
 
-def report_of(style, defect=""):
+def report_of(style, defect="", **more):
     step, arguments = getattr(planted_steps, f"{style}_step")(defect)
-    return meshpar.check(step, *arguments)
+    return meshpar.check(step, *arguments, **more)
 
 
 @pytest.mark.parametrize("style", ["jit", "shard_map", "flax"])
@@ -45,7 +47,7 @@ def test_a_defect_is_named_at_its_line(style, defect, rule):
     assert found, f"{line}\n{report}"
 
 
-WITHOUT_LINES = [
+OF_THE_STEP = [
     ("jit", "moments whole", "replicated", "state['optimizer'][0].mu['head']"),
     ("jit", "gradient per microbatch", "reduced_in_every_round", "4 rounds"),
     ("jit", "narrow result", "donation", "state['params']['head']"),
@@ -53,13 +55,50 @@ WITHOUT_LINES = [
     ("jit", "not donated", "donation", "and 5 more of state: returned anew"),
     ("jit", "other sharding", "recompilation", "state['params']['in']"),
     ("jit", "idle axis", "idle_axis", "axis 'cols'"),
-    ("jit", "idle axis", "same_matmul", "2 devices along cols"),
-    ("flax", "no mesh", "reshard", "the compiler gathers the activation"),
+    ("flax", "no mesh", "reshard", "an axis of the batch"),
     ("flax", "weak count", "recompilation", "weak int32 comes back as int32"),
 ]
 
 
-@pytest.mark.parametrize(("style", "defect", "rule", "words"), WITHOUT_LINES)
+@pytest.mark.parametrize(("style", "defect", "rule", "words"), OF_THE_STEP)
 def test_a_defect_of_the_whole_step_is_named(style, defect, rule, words):
     report = report_of(style, defect)
-    assert any(x.rule == rule and words in x.what for x in report.findings), report
+    line = planted_steps.line_of(defect)
+    found = [x for x in report.findings if (x.rule, x.line) == (rule, line)]
+    assert any(words in x.what for x in found), f"{line}\n{report}"
+
+
+def test_a_matmul_that_devices_share_is_named_at_its_line():
+    report = report_of("jit", "idle axis")
+    line = planted_steps.line_of("same matmul")
+    found = [x for x in report.findings if (x.rule, x.line) == ("same_matmul", line)]
+    assert any("2 devices along cols" in x.what for x in found), report
+
+
+# Compilers for TPUs merge equal gathers, and move a sum that a loop adds up behind it.
+ON_CPUS_ALONE = ("gathered twice", "sum per microbatch")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(CHIPS["v5e"]), reason="libtpu is not installed")
+@pytest.mark.parametrize(
+    ("style", "defect", "rule"), [case[:3] for case in (*DEFECTS, *OF_THE_STEP)]
+)
+def test_a_defect_is_named_at_its_line_on_chips(style, defect, rule):
+    report = report_of(style, defect, topology="v5e:2x4")
+    line = planted_steps.line_of(defect)
+    found = (rule, line) in {(x.rule, x.line) for x in report.findings}
+    assert found != (defect in ON_CPUS_ALONE), f"{line}\n{report}"
+
+
+@pytest.mark.skipif(not has_compiler(CHIPS["v5e"]), reason="libtpu is not installed")
+@pytest.mark.parametrize("defect", ["gradient per microbatch", "summed twice"])
+def test_sums_inside_fusions_of_chips_are_followed(defect):
+    style = "jit" if defect.startswith("gradient") else "shard_map"
+    report = report_of(style, defect, topology="v5e:2x4")
+    rules = {x.rule for x in report.findings if x.line == planted_steps.line_of(defect)}
+    wanted = "reduced_in_every_round" if style == "jit" else "needless_all_reduce"
+    assert wanted in rules, report
+    if style == "jit":  # The reduction that is found is part of a fusion.
+        kinds = {x.collective.computation for x in report.collectives}
+        assert any(x.startswith("all-reduce-scatter") for x in kinds), kinds

@@ -226,6 +226,23 @@ def test_automatic_axes_split_what_the_code_says_they_split():
     assert bound.bound and bound.why.startswith("at most") and not exact.bound
 
 
+def test_a_constraint_that_leaves_dims_to_the_compiler_says_nothing_of_them():
+    free, split = P(P.UNCONSTRAINED, P.UNCONSTRAINED), P(None, "tensor")
+
+    def after_a_split(x):
+        x = lax.with_sharding_constraint(x, split)
+        return lax.psum(lax.with_sharding_constraint(x, free), "fsdp")
+
+    def in_part(x):
+        part = P(None, P.UNCONSTRAINED)
+        return lax.psum(lax.with_sharding_constraint(x, part), "fsdp")
+
+    (found,) = read(after_a_split, (8, 8), axes={"data", "fsdp"})
+    assert found.payload_bytes == 4 * 8 * 8 // 2 and not found.whole
+    (found,) = read(in_part, (8, 8), axes={"data", "fsdp"})
+    assert found.payload_bytes == 4 * 8 * 8 and found.whole == ("tensor",)
+
+
 # Layers that call functions in ways that a compiled program alone can tell.
 
 

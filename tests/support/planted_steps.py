@@ -1,7 +1,9 @@
 """Small training steps as users write them, clean or with one defect planted.
 
 Each builder takes the name of a defect, "" for none, and returns (step, arguments).
-The line of a defect ends with a comment that names it.
+The line that a report has to name for a defect ends with a comment that names it: what
+is planted, or where a program shows it, as no program has the lines of shardings of
+arguments, of meshes and of the options of jax.jit.
 """
 
 import functools
@@ -29,7 +31,9 @@ def line_of(defect):
     """The "file:line" of the line that a defect is planted in."""
     module = inspect.getmodule(line_of)
     lines = inspect.getsource(module).splitlines()
-    (number,) = [i for i, x in enumerate(lines, 1) if x.endswith(f"# {defect}")]
+    # A line has the names of its defects behind "#".
+    names = [x.rpartition("  # ")[2].split(", ") for x in lines]
+    (number,) = [i for i, found in enumerate(names, 1) if defect in found]
     return f"{module.__file__}:{number}"
 
 
@@ -69,19 +73,20 @@ def jit_step(defect=""):
             hidden = jax.lax.with_sharding_constraint(hidden, rows)  # fighting
         if defect == "host print":
             jax.debug.callback(lambda x: None, jnp.max(hidden))  # host print
-        logits = hold(hidden @ params["head"])  # head whole
+        logits = hold(hidden @ params["head"])  # head whole, same matmul
         return optax.softmax_cross_entropy_with_integer_labels(
             logits, batch["y"]
         ).mean()
 
-    def step(state, batch):
+    def step(state, batch):  # not donated, other sharding, idle axis
         params, moments = state["params"], state["optimizer"]
         value, grads = jax.value_and_grad(loss)(params, batch)
         if defect == "gradient per microbatch":
 
             def add(total, part):
                 value, grads = jax.value_and_grad(loss)(params, part)
-                return jax.tree.map(jnp.add, total, grads), value
+                total = jax.tree.map(jnp.add, total, grads)  # gradient per microbatch
+                return total, value
 
             parts = jax.tree.map(
                 lambda x: x.reshape(x.shape[0] // 4, 4, *x.shape[1:]).swapaxes(0, 1),
@@ -91,10 +96,11 @@ def jit_step(defect=""):
                 add, jax.tree.map(jnp.zeros_like, params), parts
             )
             value = values.mean()
-        updates, moments = OPTIMIZER.update(grads, moments, params)
+        updates, moments = OPTIMIZER.update(grads, moments, params)  # moments whole
         params = optax.apply_updates(params, updates)
         if defect == "narrow result":
-            params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+            narrow = jnp.bfloat16
+            params = jax.tree.map(lambda x: x.astype(narrow), params)  # narrow result
         return {"params": params, "optimizer": moments}, value
 
     def spec(path, x):
@@ -247,7 +253,7 @@ class Block(nn.Module):
     def __call__(self, x):
         init = nn.initializers.lecun_normal()
         dense = functools.partial(nn.Dense, use_bias=False)
-        hidden = dense(
+        hidden = dense(  # no mesh
             HIDDEN, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp"))
         )(x)
         hidden = nn.with_logical_constraint(
@@ -311,8 +317,8 @@ def flax_step(defect=""):
         with nn.logical_axis_rules(rules):
             value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, moments = OPTIMIZER.update(grads, moments, params)
-        one = jnp.int32(1) if defect == "weak count" else 1
-        return (optax.apply_updates(params, updates), moments, count + one), value
+        count += jnp.int32(1) if defect == "weak count" else 1  # weak count
+        return (optax.apply_updates(params, updates), moments, count), value
 
     tokens = jax.ShapeDtypeStruct((16, 24), jnp.int32)
     with nn.logical_axis_rules(rules):
