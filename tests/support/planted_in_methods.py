@@ -1,0 +1,338 @@
+"""Mistakes in methods that compile little: schedules, stores, codes and searches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.planted_papers import Mistake, planted
+
+from experiments.gallery import layer_dropping as dropping_figure
+from experiments.gallery import sandblaster as sandblaster_figure
+from experiments.gallery import staleness as staleness_figure
+from meshpar.contracts import cost
+from meshpar.islands import algorithms, consistency, updates
+from meshpar.local_sgd import gossip
+from meshpar.methods import layer_dropping, speedup_laws, sufficient_factors
+from meshpar.methods.sandblaster import lbfgs, portions
+
+# Laws of speedup.
+
+
+def _pairs_once(right):
+    """Every pair of devices counts once, not twice."""
+
+    def speedup(self, n):
+        return n / (1 + self.sigma * (n - 1) + self.kappa * n * (n - 1) / 2)
+
+    return speedup
+
+
+def _fit_of_times(right):
+    """Fits speedups with the terms of times."""
+
+    def fit(times, terms, value):
+        return right(times, lambda n: tuple(n * x for x in terms(n)), value)
+
+    return fit
+
+
+LAWS = [
+    Mistake(
+        "scaling",
+        "a pair of devices waits once for each other, not twice",
+        planted(speedup_laws.Strong, "speedup", _pairs_once),
+        "the laws are the sums",
+    ),
+    Mistake(
+        "scaling",
+        "the fits have every term times the number of devices",
+        planted(speedup_laws, "_fit", _fit_of_times),
+        "planted serial share sigma",
+    ),
+    Mistake(
+        "scaling",
+        "the best number of devices forgets the serial share and the root",
+        lambda patch: patch.setattr(
+            speedup_laws.Strong,
+            "best_devices",
+            property(lambda self: 1 / self.kappa if self.kappa else np.inf),
+        ),
+        "the fastest number of devices",
+    ),
+]
+
+# Sufficient factors.
+
+
+def _product_of_own_rows(right):
+    """Multiplies the device's own rows, and sums nothing."""
+
+    def dense(x_RI, w_IO, axis):
+        @jax.custom_vjp
+        def apply(x, w):
+            return x @ w
+
+        def back(saved, dy):
+            x, w = saved
+            own = x.T @ dy
+            first = jax.lax.axis_index(axis) == 0
+            return dy @ w.T, jax.lax.psum(jnp.where(first, own, 0 * own), axis)
+
+        apply.defvjp(lambda x, w: (x @ w, (x, w)), back)
+        return apply(x_RI, w_IO)
+
+    return dense
+
+
+FACTORS = [
+    Mistake(
+        "poseidon",
+        "the picker counts the rows of half of the workers",
+        planted(
+            sufficient_factors,
+            "pick",
+            lambda right: lambda rows, m, n: right(max(1, rows // 2), m, n),
+        ),
+        "it flips where",
+    ),
+    Mistake(
+        "poseidon",
+        "only the first device's rows enter the product of the factors",
+        planted(sufficient_factors, "dense", _product_of_own_rows),
+        "the product of the factors",
+    ),
+    Mistake(
+        "poseidon",
+        "an all_reduce is counted as one payload",
+        planted(
+            cost,
+            "wire_bytes",
+            lambda right: (
+                lambda kind, payload, n: (
+                    right(kind, payload, n) / (1 + (kind == "all_reduce"))
+                )
+            ),
+        ),
+        "compiled programs of 8 devices",
+    ),
+]
+
+# Gossip.
+
+
+def _half_mixed(right):
+    return lambda replicas: [(m + np.eye(replicas)) / 2 for m in right(replicas)]
+
+
+GOSSIP = [
+    Mistake(
+        "gossip",
+        "a replica of the ring keeps two thirds of itself",
+        lambda patch: patch.setitem(
+            gossip._GRAPHS, "ring", _half_mixed(gossip._GRAPHS["ring"])
+        ),
+        "a round on the ring shrinks",
+    ),
+    Mistake(
+        "gossip",
+        "the last neighbour of the ring is left out on the devices",
+        planted(
+            gossip,
+            "neighbour_distances",
+            lambda right: lambda matrix: right(matrix)[:1],
+        ),
+        "so does a compiled ring",
+    ),
+    Mistake(
+        "gossip",
+        "the exponential graph repeats distance 1",
+        lambda patch: patch.setitem(
+            gossip._GRAPHS,
+            "exponential",
+            lambda n: [gossip._exponential(n)[0]] * (n.bit_length() - 1),
+        ),
+        "the exponential graph averages exactly",
+    ),
+]
+
+# Stale synchronous, elastic and Downpour.
+
+
+def _waiting_claims():
+    runs = staleness_figure._waiting(dataclasses.replace(_SETTING), 20.0)
+    shares = {s: found[0].waiting for s, found in runs.items()}
+    gaps = {s: staleness_figure.clock_gap(found[0]) for s, found in runs.items()}
+    return staleness_figure.waiting_claims(shares, gaps)
+
+
+_SETTING = sandblaster_figure.Setting(True, (0,), lambda text, share: None)
+
+
+def _one_clock_loose(right):
+    def allows(self, clock, clocks):
+        return right(self, clock - 1, clocks)
+
+    return allows
+
+
+def _forgets_the_move(right):
+    """An island does not move toward the center by what it pushes."""
+
+    def contribution(self, center_N):
+        pushed = right(self, center_N)
+        self.elastic_N = np.zeros_like(self.elastic_N)
+        return pushed
+
+    return contribution
+
+
+def _adagrad_by_magnitudes(right):
+    def adagrad(rate, initial=0.1, eps=1e-7):
+        def update(values, state, pushed):
+            squares = state.setdefault("squares", np.full_like(values, initial))
+            squares += np.abs(pushed.values)
+            values -= np.float32(rate) * pushed.values / np.sqrt(squares)
+
+        return update
+
+    return adagrad
+
+
+STALENESS = [
+    Mistake(
+        "staleness",
+        "SSP lets a worker go one clock further",
+        planted(consistency.SSP, "allows", _one_clock_loose),
+        "the largest gap between two workers' clocks",
+        _waiting_claims,
+    ),
+    Mistake(
+        "staleness",
+        "SSP(s) waits as BSP does",
+        planted(
+            consistency.SSP,
+            "allows",
+            lambda right: lambda self, clock, clocks: clock <= min(clocks),
+        ),
+        "waiting falls with every step",
+        _waiting_claims,
+    ),
+    Mistake(
+        "staleness",
+        "an elastic island pushes, but does not move toward the center",
+        planted(algorithms.WeightIsland, "contribution", _forgets_the_move),
+        "one elastic island equals",
+        staleness_figure.recurrence_claims,
+    ),
+    Mistake(
+        "staleness",
+        "Adagrad adds magnitudes, not squares",
+        planted(updates, "adagrad", _adagrad_by_magnitudes),
+        "Downpour with one worker equals Adagrad",
+        staleness_figure.recurrence_claims,
+    ),
+]
+
+# Sandblaster.
+
+
+def _no_backup(right):
+    return lambda work, speeds, backup: right(work, speeds, False)
+
+
+def _waits_for_all_copies(right):
+    """A batch ends with the last copy of a portion, not with the first."""
+
+    def schedule(work, speeds, backup):
+        found = right(work, speeds, backup)
+        alone = right(work, speeds, False)
+        return dataclasses.replace(found, seconds=alone.seconds)
+
+    return schedule
+
+
+def _direction_of_gradient(right):
+    """Pairs of differences are never kept: steepest descent."""
+
+    def init(self, ranges, evaluate, memory):
+        right(self, ranges, evaluate, 1)
+
+    return init
+
+
+SANDBLASTER = [
+    Mistake(
+        "sandblaster",
+        "no backup copy is ever started",
+        planted(portions, "schedule", _no_backup),
+        "with backups a batch ends",
+        lambda: _sandblaster_costs(),
+    ),
+    Mistake(
+        "sandblaster",
+        "a batch waits for every copy of a portion",
+        planted(portions, "schedule", _waits_for_all_copies),
+        "with backups a batch ends",
+        lambda: _sandblaster_costs(),
+    ),
+    Mistake(
+        "sandblaster",
+        "L-BFGS keeps one pair of differences",
+        planted(lbfgs.Coordinator, "__init__", _direction_of_gradient),
+        "equals SciPy's L-BFGS",
+    ),
+]
+
+
+def _sandblaster_costs():
+    costs = {
+        backup: {
+            n: sandblaster_figure.cost(n, backup) for n in sandblaster_figure._PORTIONS
+        }
+        for backup in (False, True)
+    }
+    return sandblaster_figure.claims_of([1.0], [1.0], costs)
+
+
+# Layer dropping.
+
+
+def _coins_of_the_last_layer(right):
+    def runs(schedule, step, number, depth, seed=0):
+        return right(schedule, step, depth - 1, depth, seed)
+
+    return runs
+
+
+LAYERS = [
+    Mistake(
+        "layer_dropping",
+        "a layer's change is not divided by its keep probability",
+        planted(layer_dropping, "_scaled", lambda right: lambda x, y, keep: y),
+        "a layer that runs adds its change over",
+        lambda: [dropping_figure.scale_claim()],
+    ),
+    Mistake(
+        "layer_dropping",
+        "the first layer is dropped as often as the last",
+        planted(
+            layer_dropping,
+            "keep_probability",
+            lambda right: lambda schedule, step, number, depth: right(
+                schedule, step, depth, depth
+            ),
+        ),
+        "a layer that runs adds its change over",
+        lambda: [dropping_figure.scale_claim()],
+    ),
+    Mistake(
+        "layer_dropping",
+        "one coin decides about all layers",
+        planted(layer_dropping, "runs", _coins_of_the_last_layer),
+        "layers skipped at theta = 0.5",
+        lambda: dropping_figure._loss_claims(0.0, 1.0),
+    ),
+]
+
+MISTAKES = [*LAWS, *FACTORS, *GOSSIP, *STALENESS, *SANDBLASTER, *LAYERS]
