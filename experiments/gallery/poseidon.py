@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar
+from experiments.gallery import wires
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.recipes import mixtures, published
 from experiments.recipes.config import Config
-from meshpar.contracts.hlo import parse_hlo
 from meshpar.methods import sufficient_factors as factors
 
 _ROWS_PER_WORKER = 32
@@ -101,7 +101,7 @@ def compiled(by_factors: bool, rows: int = 32, num_in: int = 48, num_out: int = 
         for a, spec in zip((x, dy, w), (split, split, whole), strict=True)
     ]
     found = np.asarray(program(*placed))
-    sent = sum(c.wire_bytes for c in parse_hlo(program.as_text(), dict(mesh.shape)))
+    sent = sum(wires.sent(program.as_text(), mesh.shape).values())
     return Compiled(sent, float(np.abs(found - wanted).max() / np.abs(wanted).max()))
 
 

@@ -319,8 +319,10 @@ LAYERS = [
         planted(
             layer_dropping,
             "keep_probability",
-            lambda right: lambda schedule, step, number, depth: right(
-                schedule, step, depth, depth
+            lambda right: (
+                lambda schedule, step, number, depth: right(
+                    schedule, step, depth, depth
+                )
             ),
         ),
         "a layer that runs adds its change over",
