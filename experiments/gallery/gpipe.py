@@ -106,6 +106,25 @@ def compiled_claim() -> Claim:
     )
 
 
+def bubble_claims(found: dict[int, dict[int, float]]) -> tuple[Claim, ...]:
+    """Claims about `bubbles`."""
+    off = max(
+        abs(bubble - (k - 1) / (m + k - 1))
+        for k, by_microbatches in found.items()
+        for m, bubble in by_microbatches.items()
+    )
+    largest = max(found[k][_ENOUGH * k] for k in _STAGES)
+    return (
+        Claim(
+            "bubble of the tables of ticks",
+            "(K-1)/(M+K-1)",
+            f"at most {off:.0e} off",
+            off < 1e-9,
+        ),
+        Claim("bubble for M >= 4 K", "negligible", f"<= {largest:.3f}", largest < 0.2),
+    )
+
+
 def _run(setting: Setting) -> Result:
     setting.progress("schedules", 0.0)
     found = bubbles()
@@ -117,25 +136,13 @@ def _run(setting: Setting) -> Result:
     for k in _STAGES:
         cells = (f"{found[k][ratio * k]:.3f}" for ratio in _RATIOS)
         rows.append((str(k), *cells, str(layers[k])))
-    off = max(
-        abs(bubble - (k - 1) / (m + k - 1))
-        for k, by_microbatches in found.items()
-        for m, bubble in by_microbatches.items()
-    )
-    largest = max(found[k][_ENOUGH * k] for k in _STAGES)
     growth = layers[8] / layers[2]
     at_limit = peak_bytes(4, layers[4]) / _BUDGET
     setting.progress("trains", 0.9)
     claims = (
         equality_claim(),
         *(() if setting.quick else (compiled_claim(),)),
-        Claim(
-            "bubble of the tables of ticks",
-            "(K-1)/(M+K-1)",
-            f"at most {off:.0e} off",
-            off < 1e-9,
-        ),
-        Claim("bubble for M >= 4 K", "negligible", f"<= {largest:.3f}", largest < 0.2),
+        *bubble_claims(found),
         Claim(
             "4 times the stages hold 4 times the layers",
             "103, 415, 1663 layers with 8, 32, 128 stages",

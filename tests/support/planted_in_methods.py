@@ -7,13 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 from support.planted_papers import Mistake, planted
 
+from experiments.gallery import gradient_coding as coding_figure
+from experiments.gallery import gradient_diversity as diversity_figure
+from experiments.gallery import hyperparameter_search as search_figure
 from experiments.gallery import layer_dropping as dropping_figure
 from experiments.gallery import sandblaster as sandblaster_figure
 from experiments.gallery import staleness as staleness_figure
+from experiments.gallery import unsupervised as unsupervised_figure
+from experiments.gallery import unsupervised_models
 from meshpar.contracts import cost
 from meshpar.islands import algorithms, consistency, updates
 from meshpar.local_sgd import gossip
-from meshpar.methods import layer_dropping, speedup_laws, sufficient_factors
+from meshpar.methods import (
+    gradient_diversity,
+    layer_dropping,
+    speedup_laws,
+    sufficient_factors,
+)
+from meshpar.methods.dbpg import filters, proximal
+from meshpar.methods.gradient_coding import coded_sum, codes
+from meshpar.methods.hogwild import shared_arrays
+from meshpar.methods.hogwild import training as hogwild
+from meshpar.methods.random_search import trials
 from meshpar.methods.sandblaster import lbfgs, portions
 
 # Laws of speedup.
@@ -337,4 +352,236 @@ LAYERS = [
     ),
 ]
 
-MISTAKES = [*LAWS, *FACTORS, *GOSSIP, *STALENESS, *SANDBLASTER, *LAYERS]
+# Gradient codes.
+
+
+def _code_claims():
+    return coding_figure.exactness_claims()[:2]
+
+
+def _means_of_the_alive(right):
+    """Answers count alike, as if every one were a share of the sum."""
+
+    def decode(self, workers):
+        right(self, workers)
+        answers = self.matrix[list(workers)]
+        return np.full(len(workers), len(self.matrix) / answers.sum())
+
+    return decode
+
+
+CODES = [
+    Mistake(
+        "gradient_coding",
+        "answers are added up with equal shares",
+        planted(codes.Code, "decode", _means_of_the_alive),
+        "cyclic, n=8, s=1: exact for every set",
+        _code_claims,
+    ),
+    Mistake(
+        "gradient_coding",
+        "what cannot be decoded is decoded as well as it can be",
+        lambda patch: patch.setattr(codes, "_TOLERANCE", np.inf),
+        "cyclic, n=8, s=1: sets of s + 1 stragglers",
+        _code_claims,
+    ),
+    Mistake(
+        "gradient_coding",
+        "coefficients go to the workers in reverse order",
+        planted(
+            coded_sum.CodedSum,
+            "coefficients",
+            lambda right: lambda self, workers: right(self, workers)[::-1],
+        ),
+        "cyclic, n=8, s=1: exact for every set",
+        _code_claims,
+    ),
+]
+
+# Gradient diversity.
+
+
+def _sum_of_chunks(right):
+    """Squares the sum of the gradients that are computed together."""
+    return lambda tree: right(jax.tree.map(lambda x: x.sum(axis=0), tree))
+
+
+DIVERSITY = [
+    Mistake(
+        "gradient_diversity",
+        "the gradients of eight rows are summed before they are squared",
+        planted(gradient_diversity, "_square", _sum_of_chunks),
+        "the metric on data=8 equals brute force",
+        diversity_figure.meter_claims,
+    ),
+    Mistake(
+        "gradient_diversity",
+        "the bound counts the square of the rows",
+        lambda patch: patch.setattr(
+            gradient_diversity.Diversity,
+            "batch_bound",
+            property(lambda self: self.rows**2 * self.diversity),
+        ),
+        "rows that stand four times do not raise",
+        diversity_figure.meter_claims,
+    ),
+]
+
+# Trials of hyperparameters.
+
+
+def _rate_of_another_trial(right):
+    def step(self, values, state, batch):
+        return right(self, values | {"rate": values["rate"] * 1.01}, state, batch)
+
+    return step
+
+
+def _mean_of_all_trials(right):
+    def step(self, values, state, batch):
+        state, loss = right(self, values, state, batch)
+        params = jax.tree.map(
+            lambda x: x + 1e-3 * (jax.lax.pmean(x, trials.TRIAL) - x), state.params
+        )
+        return state._replace(params=params), loss
+
+    return step
+
+
+def _trial_claims():
+    return search_figure.equality_claims(runs=1, steps=2)
+
+
+TRIALS = [
+    Mistake(
+        "hyperparameter_search",
+        "a trial trains with a rate that is not its own",
+        planted(trials.Trials, "_one_step", _rate_of_another_trial),
+        "1 trials in one program equal",
+        _trial_claims,
+    ),
+    Mistake(
+        "hyperparameter_search",
+        "trials pull their weights toward the mean of all",
+        planted(trials.Trials, "_one_step", _mean_of_all_trials),
+        "no collective in the program",
+        _trial_claims,
+    ),
+]
+
+# The parameter server.
+
+
+def _drops_whole_bound(right):
+    """Every weight at zero is far, whatever its gradient."""
+    return lambda weights, gradients, l1, threshold: weights == 0
+
+
+FILTERS = [
+    Mistake(
+        "parameter_server",
+        "the KKT filter takes every weight at zero for far",
+        planted(proximal, "is_far", _drops_whole_bound),
+        "the objective with all filters",
+    ),
+    Mistake(
+        "parameter_server",
+        "zlib packs bfloat16",
+        lambda patch: patch.setitem(
+            filters.COMPRESSIONS, "zlib", filters.COMPRESSIONS["bf16"]
+        ),
+        "key caching and compression change no bit",
+    ),
+    Mistake(
+        "parameter_server",
+        "known lists of keys are sent again",
+        planted(
+            filters.KeyCaching, "encode", lambda right: lambda self, packet: packet
+        ),
+        "every filter sends less",
+    ),
+]
+
+# Hogwild.
+
+
+def _in_turns(right):
+    """Processes wait for each other, so that none overwrites another."""
+
+    def run(segments, settings):
+        with shared_arrays.attach(segments) as shared:
+            for rank in range(settings.processes):
+                hogwild._train_rows(shared, settings, rank)
+
+    return run
+
+
+def _steps_times_processes(right):
+    def run(segments, settings):
+        rate = settings.learning_rate * settings.processes
+        right(segments, dataclasses.replace(settings, learning_rate=rate))
+
+    return run
+
+
+HOGWILD = [
+    Mistake(
+        "hogwild",
+        "processes take turns, each with its own rows",
+        planted(hogwild, "_run_workers", _in_turns),
+        "sparse rows: the objective",
+    ),
+    Mistake(
+        "hogwild",
+        "steps grow with the number of processes",
+        planted(hogwild, "_run_workers", _steps_times_processes),
+        "sparse rows: the objective",
+    ),
+]
+
+# Features without labels.
+
+
+def _through_the_reconstruction(right):
+    """The gradient also goes through the reconstruction."""
+
+    def divergence(model, batch, key):
+        v0 = batch["x"]
+        v1 = model.down(model.up(v0))
+        loss = (model.free_energy(v0) - model.free_energy(v1)).mean()
+        return loss, {"error": jnp.square(v0 - v1).sum(1).mean()}
+
+    return divergence
+
+
+def _no_penalty(right):
+    def codes(self, x):
+        patched = unsupervised_models.SparseCoder.__new__(type(self))
+        vars(patched).update(vars(self))
+        patched.penalty = self.penalty / 4
+        return right(patched, x)
+
+    return codes
+
+
+FEATURES = [
+    Mistake(
+        "unsupervised",
+        "the gradient of CD-1 goes through the reconstruction",
+        planted(unsupervised_models, "divergence", _through_the_reconstruction),
+        "the gradients of CD-1",
+        unsupervised_figure.reference_claims,
+    ),
+    Mistake(
+        "unsupervised",
+        "codes are found with a quarter of the penalty",
+        planted(unsupervised_models.SparseCoder, "codes", _no_penalty),
+        "the objective of the codes",
+        unsupervised_figure.reference_claims,
+    ),
+]
+
+MISTAKES = [
+    *(*LAWS, *FACTORS, *GOSSIP, *STALENESS, *SANDBLASTER, *LAYERS, *CODES),
+    *(*DIVERSITY, *TRIALS, *FILTERS, *HOGWILD, *FEATURES),
+]
