@@ -85,11 +85,16 @@ PLANS = [
 # Pipeline schedules.
 
 
-def _late_backward(right):
-    """All backward passes begin one tick late."""
+def _every_other_tick(right):
+    """GPipe starts a microbatch in every other tick."""
 
     def fused(name, stages, microbatches, chunks, start):
-        return right(name, stages, microbatches, chunks, start + 1)
+        found = right(name, stages, microbatches, chunks, start)
+        if name != "gpipe":
+            return found
+        forward = {op: tick + op.microbatch for op, tick in found.forward.items()}
+        backward = {op: tick + microbatches for op, tick in found.backward.items()}
+        return dataclasses.replace(found, forward=forward, backward=backward)
 
     return fused
 
@@ -111,8 +116,9 @@ def _scaled_gradients(right):
     """Microbatches are summed, and the mean is taken over all but one."""
 
     def train(self, *args, **kwargs):
-        totals, grads, *rest = right(self, *args, **kwargs)
-        return totals, jax.tree.map(lambda x: x * (8 / 7), grads), *rest
+        found = right(self, *args, **kwargs)
+        grown = jax.tree.map(lambda x: x * (8 / 7), (found.shared, found.stack))
+        return found._replace(shared=grown[0], stack=grown[1])
 
     return train
 
@@ -132,14 +138,14 @@ PIPELINES = [
     ),
     Mistake(
         "pipeline_bubbles",
-        "backward passes begin one tick late",
-        planted(published, "_fused", _late_backward),
+        "GPipe starts a microbatch in every other tick",
+        planted(published, "_fused", _every_other_tick),
         "bubbles follow the closed forms",
     ),
     Mistake(
         "gpipe",
-        "backward passes begin one tick late",
-        planted(published, "_fused", _late_backward),
+        "GPipe starts a microbatch in every other tick",
+        planted(published, "_fused", _every_other_tick),
         "bubble of the tables of ticks",
         lambda: gpipe_figure.bubble_claims(gpipe_figure.bubbles()),
     ),
