@@ -581,7 +581,41 @@ FEATURES = [
     ),
 ]
 
+MORE = [
+    Mistake(
+        "scaling",
+        "Gustafson's law loses the serial part of one device",
+        planted(
+            speedup_laws.Weak,
+            "speedup",
+            lambda right: lambda self, n: n - self.serial * n,
+        ),
+        "the laws are the sums",
+    ),
+    Mistake(
+        "poseidon",
+        "the second factor is sent for nothing",
+        planted(
+            sufficient_factors,
+            "factor_bytes",
+            lambda right: lambda rows, m, n, *rest: right(rows, m, 0, *rest),
+        ),
+        "compiled programs of 8 devices",
+    ),
+    Mistake(
+        "gradient_diversity",
+        "the bound is the diversity, without the rows",
+        lambda patch: patch.setattr(
+            gradient_diversity.Diversity,
+            "batch_bound",
+            property(lambda self: self.diversity),
+        ),
+        "rows that stand four times do not raise",
+        diversity_figure.meter_claims,
+    ),
+]
+
 MISTAKES = [
     *(*LAWS, *FACTORS, *GOSSIP, *STALENESS, *SANDBLASTER, *LAYERS, *CODES),
-    *(*DIVERSITY, *TRIALS, *FILTERS, *HOGWILD, *FEATURES),
+    *(*DIVERSITY, *TRIALS, *FILTERS, *HOGWILD, *FEATURES, *MORE),
 ]

@@ -380,7 +380,43 @@ PARTITIONED = [
     ),
 ]
 
+
+def _whole_chunks(right):
+    """A chunk of layers takes as long as a whole stage."""
+
+    def time(self, f=1.0, b=2.0, w=0.0):
+        return right(self, f, b, w) * self.num_chunks
+
+    return time
+
+
+MORE = [
+    Mistake(
+        "pipeline_bubbles",
+        "a chunk of layers takes as long as a whole stage",
+        planted(Schedule, "time", _whole_chunks),
+        "bubbles follow the closed forms",
+    ),
+    Mistake(
+        "megatron",
+        "a chunk of layers takes as long as a whole stage",
+        planted(Schedule, "time", _whole_chunks),
+        "the gains are those of the bubbles",
+    ),
+    Mistake(
+        "galvatron",
+        "the dynamic program does not look at the budget",
+        planted(
+            layer_policies,
+            "best_choices",
+            lambda right: lambda layers, budget, change: right(layers, 1e30, change),
+        ),
+        "the dynamic program over layers",
+        lambda: [galvatron_figure.search_claim()],
+    ),
+]
+
 MISTAKES = [
     *(*PLANS, *PIPELINES, *HOST, *EXPERTS, *GALVATRON, *LAYOUTS),
-    *(*LOCAL_SGD, *PARTITIONED),
+    *(*LOCAL_SGD, *PARTITIONED, *MORE),
 ]
