@@ -91,7 +91,13 @@ def convergence(fold: int, seed: int) -> dict[str, Any]:
     rate = RATES[int(np.argmax(falls))]
     base, bounds = _descend(x, y, rate, 1, seed)
     shares = [_descend(x, y, rate, batch, seed)[0] / base for batch in BATCHES]
-    return {"falls": shares, "knee": knee(shares), "advice": harmonic_mean(bounds)}
+    inside = 0 < int(np.argmax(falls)) < len(RATES) - 1
+    return {
+        "falls": shares,
+        "inside": inside,
+        "knee": knee(shares),
+        "advice": harmonic_mean(bounds),
+    }
 
 
 def knee(shares: list[float]) -> float:
@@ -216,6 +222,15 @@ def _run(setting: Setting) -> Result:
             )
         )
 
+    runs = [run for of_fold in found.values() for run in of_fold]
+    claims.append(
+        Claim(
+            "the best rate is neither the first nor the last that was tried",
+            "",
+            f"in {sum(run['inside'] for run in runs)} of {len(runs)} runs",
+            all(run["inside"] for run in runs),
+        )
+    )
     rows = [
         (str(fold), f"{mean['advice']:.1f}", f"{mean['knee']:.1f}")
         for fold, mean in means.items()

@@ -36,7 +36,9 @@ class Stack(nnx.Module):
         self.head = nnx.Param(head, out_sharding=("embed", None))
 
 
-def _model() -> meshpar.Model:
+def small_model() -> meshpar.Model:
+    """The stack, whose loss is a squared error."""
+
     def loss(model: Stack, x_BD: Array, batch: dict[str, Array]) -> Array:
         return jnp.square((x_BD @ model.head[...])[:, 0] - batch["y"]).mean()
 
@@ -49,15 +51,16 @@ def _model() -> meshpar.Model:
     return meshpar.from_nnx(Stack, stack)
 
 
-def _batches(num: int) -> list[dict[str, np.ndarray]]:
+def small_batches(num: int) -> list[dict[str, np.ndarray]]:
+    """Batches of the stack, of random numbers."""
     draws = np.random.default_rng(0)
     xs = draws.normal(size=(num, _ROWS, _WIDTH)).astype(np.float32)
     return [{"x": x, "y": np.sin(x.sum(1))} for x in xs]
 
 
 def _run(setting: Setting) -> Result:
-    wanted, batches = 4 if setting.quick else 24, _batches(2)
-    model = _model()
+    wanted, batches = 4 if setting.quick else 24, small_batches(2)
+    model = small_model()
 
     def lower(layout: meshpar.Layout, lowering: str = "") -> meshpar.TrainProgram:
         devices = jax.devices()[: layout.num_devices]

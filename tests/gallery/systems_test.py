@@ -116,15 +116,33 @@ def test_local_sgd_that_loses_or_sends_too_much_is_not_accepted():
     assert texts(local_sgd._claims(losses, more)) == ["bytes fall by the period, H=16"]
 
 
-def test_waiting_that_does_not_fall_is_not_accepted():
-    waiting = {0: 0.5, 1: 0.4, 2: 0.3}
-    seconds = {"BSP": 9.0, "SSP(3)": 5.0, "Downpour, Adagrad": 3.0}
-    periods = {"EASGD": {64: 0.5}, "Downpour": {64: 2.0}}
-    assert texts(staleness._claims(waiting, seconds, periods)) == []
-    flat = staleness._claims({**waiting, 2: 0.4}, seconds, periods)
+def test_waiting_and_times_that_are_wrong_are_not_accepted():
+    waiting, gaps = {0: 0.5, 1: 0.4, 2: 0.3}, {0: 0, 1: 1, 2: 2}
+    assert texts(staleness.waiting_claims(waiting, gaps)) == []
+    flat = staleness.waiting_claims({**waiting, 2: 0.4}, gaps)
     assert texts(flat) == ["waiting falls with every step of staleness"]
-    late = staleness._claims(waiting, {**seconds, "SSP(3)": None}, periods)
-    assert texts(late) == ["SSP(3) is at the target before BSP"]
+    (text,) = texts(staleness.waiting_claims(waiting, {**gaps, 1: 2}))
+    assert text.startswith("the largest gap")
+    seconds = {"BSP": 9.0, "SSP(3)": 5.0, "Downpour, Adagrad": 3.0}
+    best = elastic.Tuned(0.5, 0.8, True)
+    assert texts(staleness.target_claims(seconds, best)) == []
+    (text,) = texts(staleness.target_claims({**seconds, "SSP(3)": None}, best))
+    assert text.startswith("SSP(3) is at the target")
+    assert len(texts(staleness.target_claims(seconds, best._replace(inside=False)))) > 0
+
+
+def test_a_rate_at_the_edge_of_its_grid_is_not_accepted():
+    periods = {
+        "Downpour": {16: elastic.Tuned(0.9, 0.01, True)},
+        "EASGD": {16: elastic.Tuned(0.5, 0.3, True)},
+    }
+    assert texts(staleness.period_claims(periods)) == []
+    edge = {**periods, "Downpour": {16: elastic.Tuned(0.9, 0.01, False)}}
+    (text,) = texts(staleness.period_claims(edge))
+    assert text.startswith("the best rate of each")
+    rates = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert elastic.tuned(lambda x: (x - 3) ** 2, rates) == (0, 3.0, True)
+    assert elastic.tuned(lambda x: x, rates) == (1.0, 1.0, False)
 
 
 def test_published_models_have_their_parameters():
@@ -138,17 +156,6 @@ def test_published_models_have_their_parameters():
 def test_memory_of_a_pipeline_grows_with_the_layers_of_a_stage_alone():
     two, four = gpipe.peak_bytes(2, 2), gpipe.peak_bytes(4, 4)
     assert two == four < gpipe.peak_bytes(2, 4)
-
-
-def test_elastic_workers_and_the_center_keep_their_sum():
-    """A worker takes from its own weights as much as it gives to the center."""
-    problem = elastic.Problem(0)
-    task = elastic._easgd(problem, 1, 0.0, workers=2)
-    center = problem.start + 1
-    given = task(0, 0, center)
-    np.testing.assert_allclose(given, -elastic._BETA / 2, rtol=0, atol=1e-6)
-    again = task(0, 1, center)
-    np.testing.assert_allclose(again, given * (1 - elastic._BETA / 2), atol=1e-6)
 
 
 def test_batches_keep_the_parts_of_the_data_apart():

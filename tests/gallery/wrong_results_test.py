@@ -55,7 +55,10 @@ def test_a_step_that_is_not_that_of_lbfgs_is_seen():
     (text,) = texts(sandblaster.claims_of([2.0, 1.00001], [2.0, 1.0], costs))
     assert text.startswith("equals SciPy's")
     slow = {**costs, True: {**costs[True], sandblaster._PORTIONS[-1]: 1.31}}
-    assert len(texts(sandblaster.claims_of([1.0], [1.0], slow))) == 2
+    assert len(texts(sandblaster.claims_of([1.0], [1.0], slow))) == 3
+    without = {True: costs[False], False: costs[False]}
+    (text,) = texts(sandblaster.claims_of([1.0], [1.0], without))
+    assert text.startswith("with backups a batch ends")
 
 
 def test_a_sparse_problem_that_loses_updates_is_seen():
