@@ -24,7 +24,7 @@ from meshpar.arrays import Array
 from meshpar.layouts.remat import ATTENTION, CUDNN, SPLASH, SPLASH_INPUTS
 from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
-from meshpar.ops.kernels import on_shards
+from meshpar.ops.kernels import Packed, on_shards
 
 _TILE = 128
 MOST_FUSED = 8
@@ -83,7 +83,8 @@ def by_platform(
         # What is given to the kernel is not among the results that it saves.
         kernel = functools.partial(splash_by_heads, window=window)
         arrays = (checkpoint_name(x, SPLASH_INPUTS) for x in _by_heads(*qkv))
-        y_BNLH = on_shards(kernel, _BY_HEADS, *arrays, **options)
+        packed = _dense(*q_BLNH.shape[-2:])
+        y_BNLH = on_shards(kernel, _BY_HEADS, *arrays, **options, packed=packed)
         return _by_length(y_BNLH, q_BLNH)
     if platform is GPU and half and compat.has_cudnn() and cudnn_fits(*qkv):
         kernel = functools.partial(cudnn, window=window)
@@ -180,6 +181,23 @@ def _by_heads(*qkv: Array) -> list[Array]:
 def _by_length(y_BNLH: Array, q_BLNH: Array) -> Array:
     """Outputs of splash in the form of the queries."""
     return y_BNLH.swapaxes(1, 2)[..., : q_BLNH.shape[-1]]
+
+
+def _dense(heads: int, head_dim: int) -> Packed | None:
+    """The form of outputs of splash without padding; None if they have none."""
+    if head_dim % _TILE == 0:
+        return None
+
+    def pack(y_BNLH: Array) -> Array:
+        y_BLNH = y_BNLH.swapaxes(1, 2)[..., :head_dim]
+        return y_BLNH.reshape(*y_BLNH.shape[:2], -1)
+
+    def unpack(y_BLD: Array) -> Array:
+        y_BLNH = y_BLD.reshape(*y_BLD.shape[:2], heads, head_dim)
+        padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
+        return jnp.pad(y_BLNH, padding).swapaxes(1, 2)
+
+    return Packed(pack, unpack)
 
 
 def splash_by_heads(
