@@ -110,9 +110,10 @@ def test_no_cut_of_the_layers_beats_the_even_one(candidates):
 
 @pytest.mark.slow
 @tpu
-def test_experts_are_predicted_as_devices_hold_them():
+@pytest.mark.parametrize("split", ["fsdp=2,expert=2", "fsdp=2,tensor=2"])
+def test_experts_are_predicted_as_devices_hold_them(split):
     """Rows of the worst case, and grouped matmuls in memory and time."""
-    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
+    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=768"]
     config, devices = with_settings(small(), settings), mesh.topology("v5p:2x2x1")
     model = config.make_model()
     optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
@@ -121,13 +122,13 @@ def test_experts_are_predicted_as_devices_hold_them():
     made = Candidates(
         Facts(model, optimizer, rows, dtype, devices), machine_of(devices)
     )
-    layout = parse("fsdp=2,expert=2,remat=full")
+    layout = parse(f"{split},remat=full")
     program = config.make_program(layout, devices)
     lowered = program.lowering.memory(program.step_batch)
     candidate = made.candidate(layout)
     assert candidate.memory.total == pytest.approx(lowered.total, rel=0.02)
-    # Two of four experts for each token: gate, up and down of 512 x 512.
-    experts = 2 * 3 * 2 * 512 * 512 * 256
+    # Two of four experts for each token: gate, up and down of 512 x 768.
+    experts = 2 * 3 * 2 * 512 * 768 * 256
     dense = Candidates(
         Facts(small().make_model(), optimizer, rows, dtype, devices),
         machine_of(devices),
