@@ -83,7 +83,7 @@ def by_platform(
         # What is given to the kernel is not among the results that it saves.
         kernel = functools.partial(splash_by_heads, window=window)
         arrays = (checkpoint_name(x, SPLASH_INPUTS) for x in _by_heads(*qkv))
-        packed = _dense(*q_BLNH.shape[-2:])
+        packed = _dense(q_BLNH.shape[-1])
         y_BNLH = on_shards(kernel, _BY_HEADS, *arrays, **options, packed=packed)
         return _by_length(y_BNLH, q_BLNH)
     if platform is GPU and half and compat.has_cudnn() and cudnn_fits(*qkv):
@@ -183,7 +183,7 @@ def _by_length(y_BNLH: Array, q_BLNH: Array) -> Array:
     return y_BNLH.swapaxes(1, 2)[..., : q_BLNH.shape[-1]]
 
 
-def _dense(heads: int, head_dim: int) -> Packed | None:
+def _dense(head_dim: int) -> Packed | None:
     """The form of outputs of splash without padding; None if they have none."""
     if head_dim % _TILE == 0:
         return None
@@ -193,11 +193,11 @@ def _dense(heads: int, head_dim: int) -> Packed | None:
         return y_BLNH.reshape(*y_BLNH.shape[:2], -1)
 
     def unpack(y_BLD: Array) -> Array:
-        y_BLNH = y_BLD.reshape(*y_BLD.shape[:2], heads, head_dim)
+        y_BLNH = y_BLD.reshape(*y_BLD.shape[:2], -1, head_dim)
         padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
         return jnp.pad(y_BLNH, padding).swapaxes(1, 2)
 
-    return Packed(pack, unpack)
+    return Packed(pack, unpack, ("batch", "length", "heads"))
 
 
 def splash_by_heads(

@@ -28,10 +28,12 @@ class Packed(NamedTuple):
     Attributes:
       pack: brings an array into this form.
       unpack: its inverse.
+      names: dim names of the form.
     """
 
     pack: Callable[[Array], Array]
     unpack: Callable[[Array], Array]
+    names: Names
 
 
 def on_shards(
@@ -81,7 +83,12 @@ def on_shards(
     rows = PartitionSpec(tuple(axis for axis in scope.mesh.axis_names if axis in axes))
     vjp = _KernelVjp(kernel, len(arrays), len(specs), bool(saves))
 
-    pack, unpack = packed or (lambda x: x,) * 2
+    pack = unpack = lambda x: x
+    if packed:  # On shards too: compilers move arrays whose dims are merged.
+        shape = jax.eval_shape(packed.pack, arrays[0]).shape
+        small_spec = activation_spec(scope, shape, packed.names)
+        pack = mapped(packed.pack, (spec,), small_spec)
+        unpack = mapped(packed.unpack, (small_spec,), spec)
 
     def named(x: Array) -> Array:
         # Integers are tables of the kernel, which cost nothing to make again.
