@@ -27,13 +27,14 @@ def test_a_mix_takes_memory_between_that_of_its_policies():
 
 @tpu
 @pytest.mark.parametrize(
-    "layout",
-    ["fsdp=8", pytest.param("fsdp=2,tensor=4", marks=pytest.mark.slow)],
+    "layout, heads",
+    [("fsdp=8", 4), pytest.param("fsdp=4,tensor=2", 8, marks=pytest.mark.slow)],
 )
-def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout):
+def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout, heads):
     """All layers are one loop, so a kernel that is there once runs once a layer."""
+    config = with_settings(small(), [f"model.heads={heads}", f"model.kv_heads={heads}"])
     layout = layouts.parse(f"{layout},remat=dots")
-    program = small().make_program(layout, mesh.topology("v5e:2x4"))
+    program = config.make_program(layout, mesh.topology("v5e:2x4"))
     kernels = re.findall(
         r"^ *%splash_mha_(fwd|dkv)\S* = .*tpu_custom_call",
         program.compiled.as_text(),
