@@ -1,7 +1,8 @@
 """Rematerialization policies: the values that a layer's backward pass may reuse.
 
     none             all of them
-    dots             outputs of matmuls without a batch dim, and of cuDNN's attention
+    dots             outputs of matmuls without a batch dim, and what the forward kernel
+                     of attention gives (cuDNN on GPUs, splash on TPUs)
     attention        outputs of attention, and what else the derivative of its kernel
                      reads
     experts          rows that were sent to experts, as sent
@@ -37,17 +38,20 @@ MATMUL = "matmul"
 
 ATTENTION, CUDNN, SPLASH = "attention", "attention_cudnn", "attention_splash"
 """Names of the outputs of attention, of three forms of it (`ops.attention_kernels`),
-and of what else its own derivative reads. With all of them its kernel does not run
-again. Splash needs padded copies of queries, keys and values."""
+and of the statistics that its own derivative reads. With them its kernel does not run
+again."""
 
-_ATTENTION_NAMES = ATTENTION, CUDNN, SPLASH
+SPLASH_INPUTS = "attention_splash_inputs"
+"""Name of the padded copies of queries, keys and values that splash reads."""
+
+_ATTENTION_NAMES = ATTENTION, CUDNN, SPLASH, SPLASH_INPUTS
 
 KEEPS_MATMULS = ("dots",)
 """Values of `remat=` that keep the results of matmuls."""
 
 _KEPT_NAMES = {
     "full": (),
-    "dots": (MATMUL, CUDNN),
+    "dots": (MATMUL, CUDNN, SPLASH),
     "attention": _ATTENTION_NAMES,
     "experts": (EXPERT_ROWS,),
 }

@@ -1,10 +1,11 @@
 """Bytes that the passes over one traced layer save, hand over and hold."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshpar.arrays import Array, Params, num_bytes
 from meshpar.fsdp.layer_scan import LayerScan
@@ -84,21 +85,37 @@ def logits_bytes(layered: LayeredModel, *args: Any) -> int:
     return 4 * max(matmuls, default=0)
 
 
-def grouped_bytes(fn: Callable, *args: Any) -> int:
-    """Bytes of the rows that the grouped matmuls of fn(*args) read and write."""
+class GroupedRows(NamedTuple):
+    """Bytes of the rows that grouped matmuls read and write.
 
-    def rows(jaxpr: Any) -> int:
-        own: dict[Any, int] = {}
-        total = 0
+    Attributes:
+      whole: of those as wide as the activations, which `tensor` does not split.
+      split: of the others.
+    """
+
+    whole: int = 0
+    split: int = 0
+
+
+def grouped_rows(fn: Callable, weights: Any, x: Any, *rest: Any) -> GroupedRows:
+    """The rows that the grouped matmuls of fn(weights, x, ...) read and write."""
+    embed = jax.tree.leaves(x)[0].shape[-1]
+
+    def rows(jaxpr: Any) -> np.ndarray:
+        own: dict[Any, Any] = {}
+        total = np.zeros(2, np.int64)
         for eqn in jaxpr.eqns:
             if eqn.primitive.name.startswith("ragged_dot"):
-                for x in (eqn.invars[0], *eqn.outvars):
-                    own[x] = num_bytes(x.aval)
+                own |= {x: x.aval for x in (eqn.invars[0], *eqn.outvars)}
             devices = 1
             if eqn.primitive.name == "shard_map":  # Inside are shapes of one device.
                 sizes = eqn.params["mesh"].shape
                 devices = ways_of(eqn.params["newly_manual_axes"], sizes)
-            total += devices * sum(map(rows, inner_jaxprs(eqn)))
-        return total + sum(own.values())
+            for inner in inner_jaxprs(eqn):
+                total += devices * rows(inner)
+        for aval in own.values():
+            total[int(aval.shape[-1] != embed)] += num_bytes(aval)
+        return total
 
-    return rows(jax.make_jaxpr(fn)(*args).jaxpr)
+    found = rows(jax.make_jaxpr(fn)(weights, x, *rest).jaxpr)
+    return GroupedRows(*map(int, found))

@@ -19,7 +19,7 @@ from meshpar.layouts.scope import with_policy
 from meshpar.lowering.batches import batch_specs
 from meshpar.lowering.layer_residuals import (
     deferred_bytes,
-    grouped_bytes,
+    grouped_rows,
     logits_bytes,
     residuals_of,
 )
@@ -39,7 +39,9 @@ class TracedLayer(NamedTuple):
       saved: saved by a layer for its backward pass; by layers whose policies differ, on
         average.
       running: held by a layer while it runs backward.
-      grouped: rows that the grouped matmuls of a layer read and write.
+      grouped: rows that the grouped matmuls of a layer read and write, and that
+        `tensor` splits.
+      grouped_whole: those that it does not split, with all features of a token.
       deferred: held from the gradient of a layer's input to that of its weights, where
         a schedule splits the two; on average, too.
       padding: added to what is saved, where the compiler pads it (`with_padding`).
@@ -52,6 +54,7 @@ class TracedLayer(NamedTuple):
     saved: int
     running: int
     grouped: int
+    grouped_whole: int
     deferred: int
     padding: int
     logits: int
@@ -218,7 +221,7 @@ def _trace(
     args = trained, layer_weights, x, key, context
     held = residuals_of(layer, *args, kept=kept)
     logits = logits_bytes(layered, shared, x, rows, key)
-    grouped = grouped_bytes(layer, layer_weights, x, key, context)
+    grouped = grouped_rows(layer, layer_weights, x, key, context)
     largest = largest_weight(layered, plan)
     of_head = layered.read_by_head_alone(shared, rows, key)
     sizes = (whole_bytes(plan.weights[path], plan.layout.sizes) for path in of_head)
@@ -234,7 +237,8 @@ def _trace(
             x=tree_bytes(x) // ways,
             saved=tree_bytes(saved) // ways,
             running=tree_bytes(held) // ways,
-            grouped=grouped // ways,
+            grouped=grouped.split // ways,
+            grouped_whole=grouped.whole // ways,
             deferred=split // ways,
             padding=padding // ways,
             logits=logits // token_shards // logits_ways(layered, plan),

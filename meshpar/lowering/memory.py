@@ -62,6 +62,10 @@ _LAYER, _LAYER_OVER_ROWS, _LAYER_IN_TICKS = 1.7, 2.3, 3.7
 they are gathered over `tensor` too, each weight comes in two steps; ticks add gradients
 to float32 sums."""
 
+_EXPERTS_IN_TICKS = 2.0
+"""Copies of a layer's experts: kernels read matrices by rows, and by columns for the
+gradient of the rows."""
+
 _HEAD, _HEAD_IN_TICKS = 3.4, 2.0
 """The head's phase: copies of its weight, in the compute dtype, that its gradient and
 its sums in float32 take."""
@@ -89,6 +93,7 @@ class Held(NamedTuple):
         time.
       gathers_head: whether the head's weight is gathered for it, beside `weights`.
       whole_head: whether `tensor` splits layers, and not the head's weight.
+      experts: weights of the experts of one layer, if ticks copy them for kernels.
       in_ticks: whether gradients are added up from tick to tick.
       head_beside_layers: whether ticks run the head and layers backward.
       scattered: how many times its own bytes the largest gradient takes as a shard,
@@ -106,6 +111,7 @@ class Held(NamedTuple):
     chunk: int = 0
     gathers_head: bool = False
     whole_head: bool = False
+    experts: int = 0
     in_ticks: bool = False
     head_beside_layers: bool = False
     scattered: float = 0.0
@@ -129,7 +135,7 @@ def predicted_memory(
             layer += _GATHERED_BY_HEAD * held.gathered
         head = _SCATTERED * held.scattered * traced.largest
         # Compilers give memory to what ticks gather before the loop of ticks begins.
-        layer += _LAYER_IN_TICKS * held.layer
+        layer += _LAYER_IN_TICKS * held.layer + _EXPERTS_IN_TICKS * held.experts
         head += _LAYER_IN_TICKS * held.layer
     else:
         copies = _LAYER_OVER_ROWS if held.over_rows else _LAYER
@@ -140,7 +146,7 @@ def predicted_memory(
         head += held.logits + traced.x + held.gathered
         if held.gathers_head:  # The embedding's gradient is added before a scatter.
             layer += traced.tied
-    layer += _GATHERED * held.gathered + traced.grouped
+    layer += _GATHERED * held.gathered + traced.grouped + traced.grouped_whole
     whole_head = int(_WHOLE_HEAD * traced.largest) if held.whole_head else 0
     return Memory(
         parameters=state["parameters"],

@@ -43,6 +43,11 @@ class Runner:
         raise NotImplementedError
 
     @property
+    def copied_experts(self) -> int:
+        """Bytes of the experts of a layer that each of its passes copies."""
+        return 0
+
+    @property
     def row_passes(self) -> list[LayerPass]:
         """Every pass over layers that split rows over `tensor`, in one step."""
         return []

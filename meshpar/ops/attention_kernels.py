@@ -21,10 +21,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from meshpar import compat
 from meshpar.arrays import Array
-from meshpar.layouts.remat import ATTENTION, CUDNN, SPLASH
+from meshpar.layouts.remat import ATTENTION, CUDNN, SPLASH, SPLASH_INPUTS
 from meshpar.mesh.platform import CPU, GPU, TPU, traced_platform
 from meshpar.ops.attention_by_heads import attention_by_heads
-from meshpar.ops.kernels import on_shards
+from meshpar.ops.kernels import Packed, on_shards
 
 _TILE = 128
 MOST_FUSED = 8
@@ -39,6 +39,9 @@ DIM_NAMES = ("batch", "length", "heads", "head_dim")
 
 NAMES = {CPU: ATTENTION, GPU: CUDNN, TPU: SPLASH}
 """{platform: name by which policies of rematerialization keep attention}."""
+
+_BY_HEADS = "batch", "heads", "length", "head_dim"
+"""Names of the dims of what splash reads and gives."""
 
 SEGMENT_NAMES = DIM_NAMES[:2]
 """Names of the dims of segments."""
@@ -70,19 +73,24 @@ def by_platform(
 
     Source: Dao et al., FlashAttention, arXiv:2205.14135.
     """
-    platform, kernel = traced_platform(), None
+    platform, qkv = traced_platform(), (q_BLNH, k_BLKH, v_BLKH)
+    options = {
+        "others": [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)],
+        "saves": NAMES[platform],
+    }
     half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
     if platform is TPU and splash_fits(q_BLNH):
-        kernel = functools.partial(splash, window=window)
-    elif platform is GPU and half and compat.has_cudnn():
-        if cudnn_fits(q_BLNH, k_BLKH, v_BLKH):
-            kernel = functools.partial(cudnn, window=window)
-    qkv = q_BLNH, k_BLKH, v_BLKH
-    if kernel is None:
-        plain = attention_by_heads if platform is CPU else reference
-        return checkpoint_name(plain(*qkv, segments_BL, window=window), ATTENTION)
-    segments = [] if segments_BL is None else [(segments_BL, SEGMENT_NAMES)]
-    return on_shards(kernel, DIM_NAMES, *qkv, others=segments, saves=NAMES[platform])
+        # What is given to the kernel is not among the results that it saves.
+        kernel = functools.partial(splash_by_heads, window=window)
+        arrays = (checkpoint_name(x, SPLASH_INPUTS) for x in _by_heads(*qkv))
+        packed = _dense(q_BLNH.shape[-1])
+        y_BNLH = on_shards(kernel, _BY_HEADS, *arrays, **options, packed=packed)
+        return _by_length(y_BNLH, q_BLNH)
+    if platform is GPU and half and compat.has_cudnn() and cudnn_fits(*qkv):
+        kernel = functools.partial(cudnn, window=window)
+        return on_shards(kernel, DIM_NAMES, *qkv, **options)
+    plain = attention_by_heads if platform is CPU else reference
+    return checkpoint_name(plain(*qkv, segments_BL, window=window), ATTENTION)
 
 
 def reference(
@@ -155,20 +163,66 @@ def splash(
         another; None if those are in order.
       interpret: whether to run on any platform, slowly.
     """
-    length, heads, head_dim = q_BLNH.shape[1:]
-    whole = k_BLKH.shape[1]
+    qkv = _by_heads(q_BLNH, k_BLKH, v_BLKH)
+    segments, options = (q_segments_BL, k_segments_BM), {"interpret": interpret}
+    options |= {"window": window, "part": part, "places": places}
+    y_BNLH = splash_by_heads(*qkv, *segments, **options)
+    return _by_length(y_BNLH, q_BLNH)
+
+
+def _by_heads(*qkv: Array) -> list[Array]:
+    """Queries, scaled, and keys and values in the form that splash reads."""
+    q_BLNH, head_dim = qkv[0], qkv[0].shape[-1]
+    scaled = q_BLNH * jnp.asarray(head_dim**-0.5, q_BLNH.dtype), *qkv[1:]
+    padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
+    return [jnp.pad(x, padding).swapaxes(1, 2) for x in scaled]
+
+
+def _by_length(y_BNLH: Array, q_BLNH: Array) -> Array:
+    """Outputs of splash in the form of the queries."""
+    return y_BNLH.swapaxes(1, 2)[..., : q_BLNH.shape[-1]]
+
+
+def _dense(head_dim: int) -> Packed | None:
+    """The form of outputs of splash without padding; None if they have none."""
+    if head_dim % _TILE == 0:
+        return None
+
+    def pack(y_BNLH: Array) -> Array:
+        y_BLNH = y_BNLH.swapaxes(1, 2)[..., :head_dim]
+        return y_BLNH.reshape(*y_BLNH.shape[:2], -1)
+
+    def unpack(y_BLD: Array) -> Array:
+        y_BLNH = y_BLD.reshape(*y_BLD.shape[:2], -1, head_dim)
+        padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
+        return jnp.pad(y_BLNH, padding).swapaxes(1, 2)
+
+    return Packed(pack, unpack, ("batch", "length", "heads"))
+
+
+def splash_by_heads(
+    q_BNLH: Array,
+    k_BKMH: Array,
+    v_BKMH: Array,
+    q_segments_BL: Array | None = None,
+    k_segments_BM: Array | None = None,
+    *,
+    window: int = 0,
+    part: Array | int = 0,
+    places: np.ndarray | None = None,
+    interpret: bool = False,
+) -> Array:
+    """`splash` of padded arrays whose heads come before the length."""
+    heads, length = q_BNLH.shape[1:3]
+    whole = k_BKMH.shape[2]
     mask = splash_mask(whole, window, places)
     kernel = splash_kernel([mask] * heads, whole // length, interpret)
     kernel = _of_part(kernel, part, whole // length)
-    q_BLNH *= jnp.asarray(head_dim**-0.5, q_BLNH.dtype)
-    padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
-    qkv = [jnp.pad(x, padding).swapaxes(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH)]
     segments = None
     if q_segments_BL is not None:
         keys = q_segments_BL if k_segments_BM is None else k_segments_BM
         segments = splash_attention_kernel.SegmentIds(q_segments_BL, keys)
-    y_BNLH = jax.vmap(kernel)(*qkv, segments)
-    return y_BNLH.swapaxes(1, 2)[..., :head_dim]
+    return jax.vmap(kernel)(q_BNLH, k_BKMH, v_BKMH, segments)
 
 
 def splash_mask(length: int, window: int, places: np.ndarray | None) -> Any:

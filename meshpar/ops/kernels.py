@@ -7,7 +7,7 @@ remaining axes manual around the kernel.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,27 @@ Names = Sequence[str | None]
 """Names of the dims of an array; None for a dim without a rule."""
 
 
+class Packed(NamedTuple):
+    """A form of an array in which it takes less memory.
+
+    Attributes:
+      pack: brings an array into this form.
+      unpack: its inverse.
+      names: dim names of the form.
+    """
+
+    pack: Callable[[Array], Array]
+    unpack: Callable[[Array], Array]
+    names: Names
+
+
 def on_shards(
     kernel: Callable[..., Array],
     names: Names,
     *arrays: Array,
     others: Sequence[tuple[Array, Names]] = (),
     saves: str = "",
+    packed: Packed | None = None,
 ) -> Array:
     """Runs a kernel on the shards of arrays under the layout in use.
 
@@ -41,6 +56,7 @@ def on_shards(
         which a policy of rematerialization keeps them; the forward pass saves both. By
         default it saves only the arguments: the backward pass runs the kernel again and
         differentiates it as a whole.
+      packed: the form in which the result is saved, if not as it is.
 
     Returns:
       The global result, or its shard over the axes that were manual before.
@@ -67,6 +83,13 @@ def on_shards(
     rows = PartitionSpec(tuple(axis for axis in scope.mesh.axis_names if axis in axes))
     vjp = _KernelVjp(kernel, len(arrays), len(specs), bool(saves))
 
+    pack = unpack = lambda x: x
+    if packed:  # On shards too: compilers move arrays whose dims are merged.
+        shape = jax.eval_shape(packed.pack, arrays[0]).shape
+        small_spec = activation_spec(scope, shape, packed.names)
+        pack = mapped(packed.pack, (spec,), small_spec)
+        unpack = mapped(packed.unpack, (small_spec,), spec)
+
     def named(x: Array) -> Array:
         # Integers are tables of the kernel, which cost nothing to make again.
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -80,12 +103,18 @@ def on_shards(
     def forward(*arrays: Array) -> tuple[Array, tuple]:
         if not saves:
             return run(*arrays), (arrays, [])
-        results = mapped(vjp.forward, specs, (spec, rows))(*arrays)
-        y, saved = jax.tree.map(named, results)
-        return y, (tuple((*arrays, y)[i] for i in vjp.kept), saved)
+        y, saved = mapped(vjp.forward, specs, (spec, rows))(*arrays)
+        small = named(pack(y))
+        # What reads the result reads what is saved, so that it is saved once.
+        kept = tuple((*arrays, small)[i] for i in vjp.kept)
+        return unpack(small), (kept, jax.tree.map(named, saved))
 
     def backward(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
         kept, saved = residuals
+        kept = [
+            unpack(x) if i == len(specs) else x
+            for i, x in zip(vjp.kept, kept, strict=True)
+        ]
         in_specs = spec, *((*specs, spec)[i] for i in vjp.kept), *[rows] * len(saved)
         run_backward = mapped(vjp.backward, in_specs, (spec,) * vjp.num)
         gradients = run_backward(gradient, *kept, *saved)

@@ -217,6 +217,11 @@ class PipelineRunner(Runner):
             )
         return stage_memory.held(self.frame, self.zero, self.loop, saved, layer)
 
+    @property
+    def copied_experts(self) -> int:
+        """Bytes of a layer's experts, which ticks copy for kernels."""
+        return stage_memory.expert_bytes(self.frame)
+
     def saved_bytes(self, traced: TracedLayer, extra: int = 0) -> int:
         """Bytes on one device saved between forward and backward passes.
 

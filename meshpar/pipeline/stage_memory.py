@@ -6,8 +6,10 @@ import math
 import jax.numpy as jnp
 
 from meshpar.fsdp.zero import Zero
+from meshpar.layouts.axes import EXPERT
+from meshpar.layouts.plan import LeafPlan, Spec
 from meshpar.lowering.frame import Frame
-from meshpar.lowering.layer_trace import TracedLayer
+from meshpar.lowering.layer_trace import TracedLayer, whole_bytes
 from meshpar.lowering.memory import Held
 from meshpar.lowering.padding import lanes_of
 from meshpar.mesh.chips import chip_of
@@ -36,7 +38,8 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
     """Bytes of (weights, float32 sums of their gradients) on one stage.
 
     Both are whole over the batch axes, except for the stack under zero=3, and for
-    experts, which are held.
+    experts, which are held. Ticks keep the order of their dims, whose last one is
+    padded.
     """
     weights = gradients = 0
     shared = frame.layered.split(frame.plan.weights)[0]
@@ -44,6 +47,9 @@ def stage_bytes(frame: Frame, zero: Zero) -> tuple[int, int]:
         sharded = zero.gathers_layers and path not in shared
         split = itertools.chain(*(leaf.spec if sharded else leaf.held))
         size = math.prod(leaf.shape) // frame.ways(split)
+        spec = leaf.spec if sharded else leaf.held
+        # Compilers put another dim last that fills less than the lanes of one tile.
+        size = int(size * _padding(frame, leaf, spec, lanes_of(frame.mesh)))
         weights += size * jnp.dtype(leaf.dtype).itemsize
         gradients += size * 4 if path in frame.plan.gradients else 0
     return weights, gradients
@@ -69,6 +75,7 @@ def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int, layer: int) -> He
     weights, sums = stage_bytes(frame, zero)
     return Held(
         weights=weights,
+        experts=expert_bytes(frame),
         activations=saved,
         sums=sums,
         layer=layer,
@@ -76,6 +83,16 @@ def held(frame: Frame, zero: Zero, loop: TickLoop, saved: int, layer: int) -> He
         head_beside_layers=loop.runs_head_beside_layers,
         scattered=_scattered(frame) if zero.splits_any else 0.0,
     )
+
+
+def expert_bytes(frame: Frame) -> int:
+    """Bytes of the experts of one layer, if their matmuls are kernels on this chip."""
+    leaves = frame.layered.split(frame.plan.weights)[1].values()
+    if lanes_of(frame.mesh) == 1:
+        return 0
+    experts = (x for x in leaves if EXPERT in (x.names or ()))
+    layout, rows = frame.plan.layout, frame.layered.depth // frame.plan.layout.pipe
+    return sum(whole_bytes(x, layout.sizes) for x in experts) // rows
 
 
 def _scattered(frame: Frame) -> float:
@@ -88,6 +105,19 @@ def _scattered(frame: Frame) -> float:
     if not arrays:
         return 0.0
     largest = max(arrays, key=lambda leaf: math.prod(leaf.shape))
-    last = largest.shape[-1] // frame.ways(largest.spec[-1])
-    lanes = lanes_of(frame.mesh)
-    return -(-last // lanes) * lanes / last
+    return _padding(frame, largest, largest.spec, 1)
+
+
+def _padding(frame: Frame, leaf: LeafPlan, spec: Spec, least: int) -> float:
+    """How many times its bytes a shard takes whose last dim is padded to whole lanes.
+
+    Args:
+      frame: the shard_map program around the pipeline.
+      leaf: the tensor.
+      spec: of the shard.
+      least: numbers in the last dim from which on it is padded.
+    """
+    if not leaf.shape:
+        return 1.0
+    last, lanes = leaf.shape[-1] // frame.ways(spec[-1]), lanes_of(frame.mesh)
+    return -(-last // lanes) * lanes / last if last >= least else 1.0

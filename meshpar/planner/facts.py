@@ -177,7 +177,8 @@ class Facts:
 
         def grown(name: str) -> int:
             first, second = getattr(few, name), getattr(many, name)
-            return max(0, round((first + scale * (second - first)) / ways))
+            parts = 1 if name == "grouped_whole" else ways
+            return max(0, round((first + scale * (second - first)) / parts))
 
         traced = TracedLayer(*(grown(name) for name in TracedLayer._fields))
         return with_padding(traced, by_features, self._devices[0])

@@ -48,6 +48,11 @@ _HELD_ON_GPUS, _BACKWARD_OF_CUDNN = 0.87, 2.5
 (docs/performance.md); and matmuls of cuDNN's attention backward over those forward, as
 it computes the scores again."""
 
+_GROUPED = {"forward": (1.1, 6.0), "backward": (2.5, 28.0)}
+"""{pass: bytes that it moves for each byte of the rows that grouped matmuls read and
+write, and for each of the experts that ticks copy for them, whose gradients the
+backward pass adds}; fitted to qwen3-30b-a3b on v5e (docs/experts.md)."""
+
 _EXPOSED_OF_RINGS = 0.25
 """Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
 to llama2-7b on v5e (docs/planning.md)."""
@@ -166,6 +171,7 @@ def step_seconds(
     sent_by_rows = exchange_bytes(lowering, traced)
     moves = _STATE_MOVES * state_bytes
     moves += _TENSOR_MOVES * (tensor_bytes + sent_by_rows)
+    moves += _grouped_moves(runner, traced)
     sent = sent * _EXPOSED_OF_RINGS if rings else sent
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
     # Without a loop nothing is copied into stacks, and out of them.
@@ -217,6 +223,18 @@ class _Passes(NamedTuple):
             in_kernels += times * kernels
             saves += 0 if repeats and run.name == "forward" else times
         return cls(compute, in_kernels, saves, repeats)
+
+
+def _grouped_moves(runner: Runner, traced: TracedLayer) -> float:
+    """Bytes between a chip and its memory around the grouped matmuls of experts."""
+    experts, total = runner.copied_experts, 0.0
+    for run in (*runner.layer_passes, *runner.row_passes):
+        of_rows, of_experts = _GROUPED[
+            "backward" if run.name == "backward" else "forward"
+        ]
+        each = of_rows * traced.grouped_whole + of_experts * experts
+        total += run.runs * run.depth * each
+    return total
 
 
 class _LayerSeconds(NamedTuple):

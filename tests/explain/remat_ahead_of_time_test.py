@@ -1,5 +1,7 @@
 """Policies of rematerialization by layer in programs that the TPU compiler made."""
 
+import re
+
 import pytest
 from support.tpu_programs import small, tpu
 
@@ -21,3 +23,22 @@ def test_a_mix_takes_memory_between_that_of_its_policies():
         peak.append(program.inspection.peak_bytes)
     for least, between, most in (temporary, peak):
         assert 1.3 * least < between < most / 1.3
+
+
+@tpu
+@pytest.mark.parametrize(
+    "layout, heads",
+    [("fsdp=8", 4), pytest.param("fsdp=4,tensor=2", 8, marks=pytest.mark.slow)],
+)
+def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout, heads):
+    """All layers are one loop, so a kernel that is there once runs once a layer."""
+    config = with_settings(small(), [f"model.heads={heads}", f"model.kv_heads={heads}"])
+    layout = layouts.parse(f"{layout},remat=dots")
+    program = config.make_program(layout, mesh.topology("v5e:2x4"))
+    kernels = re.findall(
+        r"^ *%splash_mha_(fwd|dkv)\S* = .*tpu_custom_call",
+        program.compiled.as_text(),
+        re.MULTILINE,
+    )
+    assert sorted(kernels) == ["dkv", "fwd"]
+    assert program.violations() == []

@@ -133,6 +133,40 @@ def test_a_kernel_runs_forward_once_where_its_results_are_kept(manual, remat, ru
     assert len(sorts) == runs
 
 
+@pytest.mark.parametrize(
+    "remat, runs",
+    [("full", 2), ("dots", 1), slow("attention", 1), slow("names:attention", 1)],
+)
+def test_splash_runs_forward_once_where_its_results_are_kept(remat, runs, monkeypatch):
+    """And its gradients are those of plain jnp, whatever is computed again."""
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    splash = functools.partial(attention_kernels.splash_by_heads, interpret=True)
+    monkeypatch.setattr(attention_kernels, "splash_by_heads", splash)
+    monkeypatch.setattr(attention_kernels, "traced_platform", lambda: platform.TPU)
+
+    def layer(attention, q, k, v):
+        with layouts.use(layouts.parse("data=1"), mesh, ()):
+            return jnp.sin(attention(jnp.sin(q), k, v)).sum()
+
+    def step(attention, remat):
+        run = wrap_remat(functools.partial(layer, attention), remat)
+        return jax.value_and_grad(run, argnums=(0, 1, 2))
+
+    qkv = arrays(heads=2, kv_heads=1, length=128, dim=64)
+    with jax.set_mesh(mesh):
+        run = jax.jit(step(attention_kernels.by_platform, remat))
+        jaxpr = jax.make_jaxpr(run)(*qkv).jaxpr
+        found = run(*qkv)
+        expected = jax.jit(step(attention_kernels.reference, "none"))(*qkv)
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    names = [
+        str(e.params) for e in equations(jaxpr) if e.primitive.name == "pallas_call"
+    ]
+    assert len([name for name in names if "splash_mha_fwd" in name]) == runs
+    for x, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("saves", ["", "attention"])
 @pytest.mark.parametrize("manual", [slow(()), ("data", "fsdp")])
 def test_a_kernel_on_shards_sees_shards_and_gives_the_same_values(manual, saves):
@@ -179,19 +213,25 @@ def test_devices_share_kv_heads_that_are_fewer(monkeypatch):
 
     def kernel(*qkv, window):
         shapes.add(tuple(x.shape for x in qkv))
-        return attention_kernels.reference(*qkv, window=window)
+        q, k, v = (x.swapaxes(1, 2)[..., :4] for x in qkv)
+        # The queries are scaled already, and splash scales nothing.
+        return padded(attention_kernels.reference(2 * q, k, v, window=window))
+
+    def padded(y):
+        return jnp.pad(y.swapaxes(1, 2), [(0, 0)] * 3 + [(0, 124)])
 
     monkeypatch.setattr(attention_kernels, "traced_platform", lambda: platform.TPU)
-    monkeypatch.setattr(attention_kernels, "splash", kernel)
+    monkeypatch.setattr(attention_kernels, "splash_by_heads", kernel)
 
     def attention(*qkv):
         with layouts.use(layout, mesh, ()):
             return context.attention(*qkv, window=96)
 
-    qkv, plain = arrays(8, 2, 128, 4), functools.partial(kernel, window=96)
+    qkv = arrays(8, 2, 128, 4)
+    plain = functools.partial(attention_kernels.reference, window=96)
     with jax.set_mesh(mesh):
         values = jax.jit(lambda *a: (attention(*a), gradients(attention, *a)))(*qkv)
-    assert shapes == {((1, 128, 2, 4), (1, 128, 1, 4), (1, 128, 1, 4))}
+    assert shapes == {((1, 2, 128, 128), (1, 1, 128, 128), (1, 1, 128, 128))}
     expected = plain(*qkv), gradients(plain, *qkv)
     for x, want in zip(*map(jax.tree.leaves, (values, expected)), strict=True):
         np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 """Mixtures of experts on one device equal a loop over tokens; what is refused."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,17 @@ from support.marks import slow
 
 from meshpar.errors import MeshparError
 from meshpar.ops import experts
+from meshpar.ops.experts import dropless
 from meshpar.ops.experts.capacity import run_with_capacity
 from meshpar.ops.experts.dropless import run_dropless
 from meshpar.ops.experts.exchange import Exchange
-from meshpar.ops.experts.grouped_matmul import BLOCK, by_ragged_dot, in_blocks
-from meshpar.ops.experts.rows import inverse_index, take_rows
+from meshpar.ops.experts.grouped_matmul import (
+    BLOCK,
+    by_ragged_dot,
+    by_ragged_dots,
+    in_blocks,
+)
+from meshpar.ops.experts.rows import ZEROS, Missing, inverse_index, take_rows
 from meshpar.ops.experts.statistics import Lost, statistics_of
 
 B, L, D, F, E = 2, 8, 6, 10, 4
@@ -190,6 +197,67 @@ def test_the_gradient_of_take_rows_is_that_of_a_plain_gather():
     gradient = jax.grad(lambda x: jnp.sum(pull * take_rows(x, index, slots[:, None])))
     expected = jnp.where((slots < 7)[:, None], pull[jnp.minimum(slots, 6)], 0)
     np.testing.assert_allclose(gradient(x), expected)
+
+
+def test_missing_rows_are_zeros_unless_any_row_will_do():
+    """Forward as the first, backward as the second part of `Missing` says."""
+    x, index = normal(0, 3, D), jnp.array([[0, 3], [2, 1]], jnp.int32)
+    inverse = jnp.array([[0], [1], [2]], jnp.int32)  # 2 is no row of the result.
+
+    def taken(missing):
+        y, vjp = jax.vjp(lambda x: take_rows(x, index, inverse, missing), x)
+        return y, vjp(jnp.ones((2, D)))[0]
+
+    y, dx = taken(Missing())
+    np.testing.assert_allclose(y, jnp.stack([x[0], x[1] + x[2]]), rtol=1e-6)
+    np.testing.assert_array_equal(dx, jnp.ones((3, D)).at[2].set(0))
+    others_y, others_dx = taken(Missing(False, False))
+    np.testing.assert_array_equal(others_y[1], y[1])
+    np.testing.assert_array_equal(others_dx[:2], dx[:2])
+    assert np.all(others_y[0] != y[0]) and np.all(others_dx[2] != 0)
+
+
+def test_empty_slots_change_nothing():
+    """What stands in slots that no choice has changes neither outputs nor gradients."""
+    config = experts.MixtureConfig(E, 2)
+    x, router = normal(0, B, L, D), normal(4, D, E)
+    weights = experts.Experts(
+        normal(1, E, D, F), normal(2, E, F, D), normal(3, E, D, F)
+    )
+
+    def loss(x, weights):
+        return jnp.sum(jnp.sin(experts.mixture(x, router, weights, config).y))
+
+    def gradients():
+        return jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(x, weights))
+
+    found = gradients()
+    with mock.patch.object(dropless, "Missing", lambda *_: ZEROS):
+        expected = gradients()
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        assert np.any(want != 0)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_several_matrices_have_the_gradients_of_each(rows):
+    """Many rows have one gradient for all matrices, few rows one for each."""
+    sizes = jnp.array([BLOCK, 0, 2 * BLOCK], jnp.int32)
+    x = normal(0, rows * BLOCK, D)
+    weights = tuple(normal(i, 3, D, 4 * F) for i in (1, 2))
+    assert (2 * weights[0].size < x.size) == (rows == 40)
+
+    def loss(matmuls, x, weights):
+        up, gate = matmuls(x, weights, sizes)
+        return jnp.sum(jnp.sin(up) * gate)
+
+    def each(x, weights, sizes):
+        return [jax.lax.ragged_dot(x, w, sizes) for w in weights]
+
+    both = (jax.grad(loss, (1, 2))(m, x, weights) for m in (by_ragged_dots, each))
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert np.any(want != 0)
 
 
 def test_the_router_prefers_lower_numbers_and_better_nodes():

@@ -26,6 +26,7 @@ from meshpar.contracts.host_transfers import link_seconds
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layouts import parse
 from meshpar.layouts.wanted import Wanted
+from meshpar.lowering.layer_trace import trace_layer
 from meshpar.mesh.machine import machine_of
 from meshpar.planner.candidate import Candidates
 from meshpar.planner.facts import Facts
@@ -112,7 +113,7 @@ def test_no_cut_of_the_layers_beats_the_even_one(candidates):
 @tpu
 def test_experts_are_predicted_as_devices_hold_them():
     """Rows of the worst case, and grouped matmuls in memory and time."""
-    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=512"]
+    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=768"]
     config, devices = with_settings(small(), settings), mesh.topology("v5p:2x2x1")
     model = config.make_model()
     optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
@@ -126,8 +127,8 @@ def test_experts_are_predicted_as_devices_hold_them():
     lowered = program.lowering.memory(program.step_batch)
     candidate = made.candidate(layout)
     assert candidate.memory.total == pytest.approx(lowered.total, rel=0.02)
-    # Two of four experts for each token: gate, up and down of 512 x 512.
-    experts = 2 * 3 * 2 * 512 * 512 * 256
+    # Two of four experts for each token: gate, up and down of 512 x 768.
+    experts = 2 * 3 * 2 * 512 * 768 * 256
     dense = Candidates(
         Facts(small().make_model(), optimizer, rows, dtype, devices),
         machine_of(devices),
@@ -135,6 +136,27 @@ def test_experts_are_predicted_as_devices_hold_them():
     rest = dense.facts.flops.layer - 3 * 2 * 512 * 2048 * 256
     # Padding of groups to whole blocks is counted, too.
     assert experts < made.facts.flops.layer - rest < 1.6 * experts
+
+
+@pytest.mark.slow
+@tpu
+def test_tensor_splits_no_rows_of_tokens_and_their_experts():
+    """Every device along it runs the same tokens, through a part of each expert."""
+    settings = ["model.num_experts=4", "model.routing=dropless", "model.mlp=768"]
+    config, devices = with_settings(small(), settings), mesh.topology("v5p:2x2x1")
+    layout = parse("fsdp=2,tensor=2,remat=full")
+    program = config.make_program(layout, devices)
+    lowering, model = program.lowering, config.make_model()
+    traced = trace_layer(
+        model.layered, lowering.plan, lowering.mesh, program.step_batch
+    )
+    optimizer = adamw.make_optimizer(config.optimizer, config.steps, model)
+    dtype = programs.compute_dtype(config)
+    facts = Facts(model, optimizer, config.abstract_batch(), dtype, devices)
+    layer = facts.layer(layout, config.batch_size / 2, 2)
+    for name in ("grouped", "grouped_whole"):
+        expected = getattr(traced, name)
+        assert getattr(layer, name) == pytest.approx(expected, rel=0.001) and expected
 
 
 def test_flops_are_those_of_the_matmuls(facts):

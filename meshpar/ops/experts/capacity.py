@@ -3,7 +3,6 @@
 Source: Lepikhin et al., GShard, arXiv:2006.16668, section 2.2.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ from meshpar.ops.experts.rows import inverse_index, take_rows
 from meshpar.ops.experts.slots import slots_of
 from meshpar.ops.experts.statistics import Lost
 
-Matmul = Callable[[Array, Array], Array]
-"""(rows, a matrix of each expert) -> rows times the matrices of their experts."""
+Matmuls = Callable[..., list[Array]]
+"""(rows, matrices of each expert, ...) -> rows times the matrices of their experts."""
 
-RunExperts = Callable[[Array, Array, Matmul], Array]
-"""(rows, float32 weight of each, matmul) -> outputs of the experts times weights."""
+RunExperts = Callable[[Array, Array, Matmuls], Array]
+"""(rows, float32 weight of each, matmuls) -> outputs of the experts times weights."""
 
 
 def run_with_capacity(
@@ -63,8 +62,11 @@ def run_with_capacity(
 
     rows_ESD = to_experts(rows_SD, "rows to their experts")
     weight_ES = to_experts(weight_S, "weights of rows")
-    matmul = functools.partial(jnp.einsum, "ESD,EDF->ESF")
-    rows_ESD = run(rows_ESD, weight_ES, matmul)
+
+    def matmuls(x_ESD: Array, *weights: Array) -> list[Array]:
+        return [jnp.einsum("ESD,EDF->ESF", x_ESD, w_EDF) for w_EDF in weights]
+
+    rows_ESD = run(rows_ESD, weight_ES, matmuls)
     rows_SD = to_tokens(rows_ESD, "rows back from their experts")
     lost = Lost(jnp.sum(slot == num_slots), jnp.zeros((), int))
     return take_rows(rows_SD, by_token, token), lost

@@ -20,8 +20,8 @@ from meshpar.layouts.axes import EXPERT
 from meshpar.ops.experts.capacity import RunExperts
 from meshpar.ops.experts.config import MixtureConfig
 from meshpar.ops.experts.exchange import Exchange
-from meshpar.ops.experts.grouped_matmul import BLOCK, grouped_matmul
-from meshpar.ops.experts.rows import inverse_index, take_rows
+from meshpar.ops.experts.grouped_matmul import BLOCK, grouped_matmuls
+from meshpar.ops.experts.rows import Missing, inverse_index, take_rows
 from meshpar.ops.experts.statistics import Lost
 
 
@@ -121,14 +121,17 @@ def run_dropless(
     choice = inverse_index(rows.place, rows.num_rows)[:, None]
     token, by_token = choice // per_token, rows.place.reshape(-1, per_token)
 
-    def matmul(x_SD: Array, w_EDF: Array) -> Array:
-        return grouped_matmul(x_SD, w_EDF, rows.sizes)
+    def matmuls(x_SD: Array, *weights: Array) -> list[Array]:
+        return grouped_matmuls(x_SD, weights, rows.sizes)
 
     x_TD = exchange.gather(x_TD, "tokens to all experts")
     weights = exchange.gather(weights_TX.reshape(-1), "weights of tokens")
-    rows_SD = take_rows(x_TD, token, by_token)
+    # Empty slots have no weight, and nothing reads what experts make of them.
+    has_absent = exchange.ways > 1 or most < len(experts)
+    rows_SD = take_rows(x_TD, token, by_token, Missing(False, has_absent))
     weight_S = take_rows(weights, choice, rows.place[:, None])
-    y_TD = take_rows(run(rows_SD, weight_S, matmul), by_token, token)
+    y_SD = run(rows_SD, weight_S, matmuls)
+    y_TD = take_rows(y_SD, by_token, token, Missing(has_absent, False))
     y_TD = exchange.scatter(y_TD, "outputs of all experts")
     return y_TD, Lost(overflow, overflow)
 
@@ -210,13 +213,13 @@ def _run_in_buffers(
         parts = x.reshape(ways, -1, *x.shape[1:])
         return exchange.swap(parts, why, is_saved=False).reshape(x.shape)
 
-    def matmul(x_SD: Array, w_EDF: Array) -> Array:
-        return grouped_matmul(x_SD, w_EDF, received.sizes)
+    def matmuls(x_SD: Array, *weights: Array) -> list[Array]:
+        return grouped_matmuls(x_SD, weights, received.sizes)
 
     rows_SD = take_rows(x_TD, token, by_token)
     weight_S = take_rows(weights_TX.reshape(-1), choice[:, None], sent.slot[:, None])
     rows_SD = to_experts(rows_SD, "rows to their experts")
     weight_S = to_experts(weight_S, "weights of rows")
-    rows_SD = to_tokens(run(rows_SD, weight_S, matmul), "rows back from their experts")
+    rows_SD = to_tokens(run(rows_SD, weight_S, matmuls), "rows back from their experts")
     overflow = jnp.sum(sent.slot == sent.num_slots)
     return take_rows(rows_SD, by_token, token), Lost(overflow, overflow)

@@ -4,6 +4,9 @@ TPUs have `lax.ragged_dot` natively. On CPUs and GPUs it computes every group wi
 matrix; there a loop runs over the blocks of rows that are in use.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,31 +41,62 @@ def grouped_matmul(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
     return in_blocks(x_SD, w_EDF, sizes_E)
 
 
-@jax.custom_vjp
+def grouped_matmuls(
+    x_SD: Array, weights: Sequence[Array], sizes_E: Array
+) -> list[Array]:
+    """`grouped_matmul` of the same rows with several matrices of equal shapes."""
+    if traced_platform() is TPU:
+        return list(by_ragged_dots(x_SD, tuple(weights), sizes_E))
+    return [grouped_matmul(x_SD, w_EDF, sizes_E) for w_EDF in weights]
+
+
 def by_ragged_dot(x_SD: Array, w_EDF: Array, sizes_E: Array) -> Array:
     """`grouped_matmul` by `lax.ragged_dot`, whose backward pass frees rows early."""
-    return lax.ragged_dot(x_SD, w_EDF, sizes_E)
+    (y_SF,) = by_ragged_dots(x_SD, (w_EDF,), sizes_E)
+    return y_SF
+
+
+@jax.custom_vjp
+def by_ragged_dots(
+    x_SD: Array, weights: tuple[Array, ...], sizes_E: Array
+) -> tuple[Array, ...]:
+    """`by_ragged_dot` with several matrices of equal shapes."""
+    return tuple(lax.ragged_dot(x_SD, w_EDF, sizes_E) for w_EDF in weights)
 
 
 def _ragged_forward(
-    x_SD: Array, w_EDF: Array, sizes_E: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return lax.ragged_dot(x_SD, w_EDF, sizes_E), (x_SD, w_EDF, sizes_E)
+    x_SD: Array, weights: tuple[Array, ...], sizes_E: Array
+) -> tuple[tuple[Array, ...], tuple]:
+    return by_ragged_dots(x_SD, weights, sizes_E), (x_SD, weights, sizes_E)
 
 
 def _ragged_backward(
-    saved: tuple[Array, Array, Array], dy_SF: Array
-) -> tuple[Array, Array, None]:
+    saved: tuple, gradients: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], None]:
     """Gradients of the weights first: schedulers put them last, and hold the rows."""
-    x_SD, w_EDF, sizes_E = saved
-    _, of_weights = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
-    (dw_EDF,) = of_weights(dy_SF)
-    sizes_E += zero_after(dw_EDF).astype(sizes_E.dtype)
-    _, of_rows = jax.vjp(lambda x: lax.ragged_dot(x, w_EDF, sizes_E), x_SD)
-    return *of_rows(dy_SF), dw_EDF, None
+    x_SD, weights, sizes_E = saved
+
+    def of_weight(w_EDF: Array, dy_SF: Array) -> Array:
+        _, vjp = jax.vjp(lambda w: lax.ragged_dot(x_SD, w, sizes_E), w_EDF)
+        return vjp(dy_SF)[0]
+
+    dweights = tuple(map(of_weight, weights, gradients))
+    for dw_EDF in dweights:
+        sizes_E += zero_after(dw_EDF).astype(sizes_E.dtype)
+    if sum(w.size for w in weights) < x_SD.size:
+        # One gradient of the rows, and none to add, which is a pass over all of them.
+        weights = (jnp.concatenate(weights, axis=-1),)
+        gradients = (jnp.concatenate(gradients, axis=-1),)
+
+    def of_rows(w_EDF: Array, dy_SF: Array) -> Array:
+        _, vjp = jax.vjp(lambda x: lax.ragged_dot(x, w_EDF, sizes_E), x_SD)
+        return vjp(dy_SF)[0]
+
+    dx_SD = functools.reduce(jnp.add, map(of_rows, weights, gradients))
+    return dx_SD, dweights, None
 
 
-by_ragged_dot.defvjp(_ragged_forward, _ragged_backward)
+by_ragged_dots.defvjp(_ragged_forward, _ragged_backward)
 
 
 def _blocks(x_SD: Array, sizes_E: Array) -> tuple[Array, Array]:

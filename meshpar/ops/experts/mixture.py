@@ -24,7 +24,7 @@ from meshpar.layouts.plan import Spec, partition_spec
 from meshpar.layouts.scope import Scope, activation_axes, constrain, current_scope
 from meshpar.layouts.token_order import CONTIGUOUS
 from meshpar.ops.experts.balance import load_term
-from meshpar.ops.experts.capacity import Matmul, run_with_capacity
+from meshpar.ops.experts.capacity import Matmuls, run_with_capacity
 from meshpar.ops.experts.config import Experts, MixtureConfig
 from meshpar.ops.experts.dropless import run_dropless
 from meshpar.ops.experts.exchange import Exchange
@@ -257,21 +257,22 @@ class _OnShards:
         return y_TD.reshape(x_BLD.shape), lost
 
     def _experts(
-        self, experts: Experts, rows: Array, weights: Array, matmul: Matmul
+        self, experts: Experts, rows: Array, weights: Array, matmuls: Matmuls
     ) -> Array:
         """Outputs of the experts times the weights of their rows.
 
         Weights come before the last matrix: its output is not needed in the backward
         pass then, and is neither saved nor sent again.
         """
-        up = matmul(rows, experts.up)
-        gate = None
-        if experts.gate is not None:
-            gate = matmul(rows, experts.gate)
-        return matmul(self._weighted(up, gate, weights), experts.down)
+        into = [w for w in (experts.up, experts.gate) if w is not None]
+        hidden = self._weighted(*matmuls(rows, *into), weights=weights)
+        (y,) = matmuls(hidden, experts.down)
+        return y
 
     @functools.partial(jax.checkpoint, static_argnums=0, prevent_cse=False)
-    def _weighted(self, up: Array, gate: Array | None, weights: Array) -> Array:
+    def _weighted(
+        self, up: Array, gate: Array | None = None, *, weights: Array
+    ) -> Array:
         """Hidden activations times the weights of their rows.
 
         The backward pass computes them again: five arrays more would be saved.

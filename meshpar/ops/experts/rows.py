@@ -4,6 +4,9 @@ A scatter of rows is slow on accelerators. The transpose of a gather is a scatte
 where every slot holds one row at most, it is a gather by the inverse index.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -25,34 +28,66 @@ def inverse_index(slots: Array, num_slots: int) -> Array:
     return empty.at[slots].set(jnp.arange(len(slots)), mode="drop")
 
 
-@jax.custom_vjp
-def take_rows(x: Array, index: Array, inverse: Array) -> Array:
+class Missing(NamedTuple):
+    """What the entries of an index beyond the last row stand for.
+
+    Zeros cost a pass over memory. Other rows do for slots that are empty, if what is
+    made of them is multiplied by zeros or not read.
+
+    Attributes:
+      are_zeros: whether y needs zeros for them, in `take_rows`.
+      gradients_are_zeros: whether the gradient of x does.
+    """
+
+    are_zeros: bool = True
+    gradients_are_zeros: bool = True
+
+
+ZEROS = Missing()
+"""Entries beyond the last row are zeros, in both directions."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def take_rows(
+    x: Array, index: Array, inverse: Array, missing: Missing = ZEROS
+) -> Array:
     """Sums of rows: y[i] = x[index[i, 0]] + x[index[i, 1]] + ...
 
-    x[N, ...], index[M, ...] -> y[M, ...]. A number beyond the last row adds zeros.
+    x[N, ...], index[M, ...] -> y[M, ...]. A number beyond the last row adds zeros,
+    unless `missing` says that any row will do.
 
     Args:
       x: rows.
       index: int32 [M, P], the rows of x that make up each row of y.
       inverse: int32 [N, Q], the rows of y that each row of x is part of.
+      missing: of `index`, and of `inverse`.
     """
-    if len(index) >= _MANY * len(x):
+    index = index.T  # Compilers add whole tiles then.
+    if not missing.are_zeros:
+        taken = x.at[index].get(mode="clip")
+    elif index.shape[1] >= _MANY * len(x):
         x = jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))])
         taken = x.at[index].get(mode="clip")
     else:
         taken = x.at[index].get(mode="fill", fill_value=0)
-    if index.shape[1] == 1:
-        return taken[:, 0]
-    return jnp.sum(taken, axis=1, dtype=jnp.float32).astype(x.dtype)
+    if len(index) == 1:
+        return taken[0]
+    # Written as additions: a reduction of so few rows is slower on TPUs.
+    parts = (taken[i].astype(jnp.float32) for i in range(len(index)))
+    return functools.reduce(jnp.add, parts).astype(x.dtype)
 
 
-def _forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple]:
-    return take_rows(x, index, inverse), (index, inverse)
+def _forward(
+    x: Array, index: Array, inverse: Array, missing: Missing
+) -> tuple[Array, tuple]:
+    return take_rows(x, index, inverse, missing), (index, inverse)
 
 
-def _backward(indices: tuple[Array, Array], dy: Array) -> tuple[Array, None, None]:
+def _backward(
+    missing: Missing, indices: tuple[Array, Array], dy: Array
+) -> tuple[Array, None, None]:
     index, inverse = indices
-    return take_rows(dy, inverse, index), None, None
+    return take_rows(dy, inverse, index, Missing(*missing[::-1])), None, None
 
 
 take_rows.defvjp(_forward, _backward)
