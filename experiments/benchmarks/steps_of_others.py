@@ -257,7 +257,7 @@ def flax_lm1b(rows_over: tuple[str, ...] = ("data",)) -> tuple[Any, ...]:
 
 
 def flax_lm1b_rows() -> tuple[Any, ...]:
-    """The same step, whose batch is split over the axis that splits the weights."""
+    """Flax's lm1b with rows split over the axis that splits the weights."""
     return flax_lm1b(("data", "fsdp"))
 
 

@@ -29,7 +29,7 @@ def inverse_index(slots: Array, num_slots: int) -> Array:
 
 
 class Missing(NamedTuple):
-    """What the entries of an index beyond the last row stand for.
+    """Meaning of the entries of an index beyond the last row.
 
     Zeros cost a pass over memory. Other rows do for slots that are empty, if what is
     made of them is multiplied by zeros or not read.
