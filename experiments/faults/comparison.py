@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import math
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,9 +73,17 @@ def read_results(folder: pathlib.Path) -> Results:
 
 
 def _read(item: pathlib.Path) -> dict[str, np.ndarray]:
-    """All arrays of one item of a checkpoint, on the host."""
+    """All arrays of one item of a checkpoint, on the host.
+
+    A run does not read the file of their shardings, and a fault may have changed it.
+    """
     handler = ocp.PyTreeCheckpointHandler()
-    with contextlib.closing(ocp.Checkpointer(handler)) as reader:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(ocp.Checkpointer(handler)) as reader,
+    ):
+        unread = shutil.ignore_patterns("_sharding")
+        item = shutil.copytree(item, pathlib.Path(folder, item.name), ignore=unread)
         tree = reader.metadata(item).item_metadata.tree
         arguments = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree

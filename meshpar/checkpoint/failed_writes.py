@@ -27,6 +27,13 @@ class WriteFailedError(Exception):
     """A process could not write its part of a checkpoint, by the text of its error."""
 
 
+class WriteStalledError(WriteFailedError, TimeoutError):
+    """A process took too long to write its part."""
+
+
+_KINDS = {kind.__name__: kind for kind in (WriteFailedError, WriteStalledError)}
+
+
 class FailedWrites:
     """The failures of the writes to one folder, in all processes of a run.
 
@@ -36,7 +43,7 @@ class FailedWrites:
     def __init__(self):
         self._key = f"meshpar/failed_write/{next(_numbers)}"
         self._client = compat.coordination_client()
-        self._first: str | None = None
+        self._first: WriteFailedError | None = None
         if self._client is not None:
             background_errors.listen(self._note)
 
@@ -51,7 +58,8 @@ class FailedWrites:
           finish: waits for them, and raises their errors in this process.
 
         Raises:
-          WriteFailedError: a process failed while `finish` waits for it.
+          WriteFailedError: a process failed while `finish` waits for it; a
+            `WriteStalledError` if it took too long.
           Exception: of `finish`.
         """
         if self._client is None:
@@ -66,22 +74,25 @@ class FailedWrites:
 
         threading.Thread(target=run, daemon=True, name="wait for writes").start()
         while not _ends(done, _POLL_S):
-            if (text := self._known()) and not _ends(done, _GRACE_S):
-                raise WriteFailedError(text)
+            if (error := self._known()) and not _ends(done, _GRACE_S):
+                raise error
         return done.result()
 
     def _note(self, error: BaseException) -> None:
         """Tells all processes of a failure in this one."""
+        stalled = isinstance(error, TimeoutError)
+        kind = WriteStalledError if stalled else WriteFailedError
         text = str(error).split("\n")[0]
-        self._first = self._first or text
+        self._first = self._first or kind(text)
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # Another was first.
-            self._client.key_value_set(self._key, text)
+            self._client.key_value_set(self._key, f"{kind.__name__} {text}")
 
-    def _known(self) -> str | None:
-        """The text of a failure, in this process or in another; None without one."""
+    def _known(self) -> WriteFailedError | None:
+        """A failure, of this process or of another; None without one."""
         if self._first is None:
             with contextlib.suppress(jax.errors.JaxRuntimeError, KeyError):
-                self._first = self._client.key_value_try_get(self._key)
+                kind, _, text = self._client.key_value_try_get(self._key).partition(" ")
+                self._first = _KINDS[kind](text)
         return self._first
 
 

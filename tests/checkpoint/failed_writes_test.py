@@ -3,8 +3,11 @@
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from meshpar.checkpoint import failed_writes
 
 PROGRAM = """
 import os, pathlib, resource, sys, time
@@ -64,3 +67,32 @@ def test_a_full_disk_in_one_process_ends_both(failing, tmp_path):
     for said in both(tmp_path, failing):
         assert "File too large" in said and "unchanged: [1]" in said
         assert "Traceback" not in said
+
+
+class Store(dict):
+    """A key-value store of several processes."""
+
+    key_value_set, key_value_try_get = dict.__setitem__, dict.__getitem__
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("3/4 futures"), failed_writes.WriteStalledError),
+        (OSError("File too large"), failed_writes.WriteFailedError),
+    ],
+)
+def test_others_learn_whether_a_write_took_too_long(error, kind, monkeypatch):
+    """The run starts again after one, by itself; a disk needs a person."""
+    store, never = Store(), threading.Event()
+    monkeypatch.setattr(failed_writes.compat, "coordination_client", lambda: store)
+    monkeypatch.setattr(failed_writes, "_GRACE_S", 0.01)
+    own, other = failed_writes.FailedWrites(), failed_writes.FailedWrites()
+    other._key = own._key
+    own._note(error)
+    for writes in (own, other):
+        writes.close()
+        with pytest.raises(failed_writes.WriteFailedError, match=str(error)) as raised:
+            writes.wait(never.wait)
+        assert type(raised.value) is kind
+    never.set()
