@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 from support.tpu_programs import small
 
-from meshpar.lowering.layer_residuals import grouped_bytes
+from meshpar.lowering.layer_residuals import GroupedRows, grouped_rows
 from meshpar.planner.facts import Facts
 from meshpar.planner.flops import matmul_flops
 from meshpar.runs import programs
@@ -34,9 +34,9 @@ def test_flops_count_loops_and_grouped_matmuls():
     args = (jnp.stack([x, x]) for x in (rows, weights, sizes))
     batched = jax.make_jaxpr(jax.vmap(jax.lax.ragged_dot))(*args)
     assert matmul_flops(batched.jaxpr) == 2 * 2 * 6 * 4 * 5
-    # Rows read and written, of each of two calls.
-    twice = grouped_bytes(lambda x: (grouped(x), grouped(x)), rows)
-    assert twice == 2 * 4 * (6 * 4 + 6 * 5)
+    # Rows read, as wide as the activations, and written, of each of two calls.
+    twice = grouped_rows(lambda _, x: (grouped(x), grouped(x)), {}, rows)
+    assert twice == GroupedRows(whole=2 * 4 * 6 * 4, split=2 * 4 * 6 * 5)
 
 
 def test_loops_of_experts_count_all_rounds():
