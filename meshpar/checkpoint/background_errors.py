@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Listener = Callable[[BaseException], None]
+Listener = Callable[[str, BaseException], None]
+"""(the line that orbax logs, which names the folder; the error)."""
+
 _LISTENERS: list[Listener] = []
 _WRITES = "background save thread"
 
@@ -33,7 +35,7 @@ def _is_raised_again(record: logging.LogRecord) -> bool:
     if "orbax" in pathlib.PurePath(record.pathname).parts:
         if record.exc_info and _WRITES in text:
             for listener in list(_LISTENERS):
-                listener(record.exc_info[1])
+                listener(text, record.exc_info[1])
         return record.levelno >= logging.ERROR or "file does not exist" in text
     # Many readers fail at once, and orbax waits for the first of them.
     return "exception was never retrieved" in text

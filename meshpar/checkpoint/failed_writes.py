@@ -7,9 +7,10 @@ for each other until orbax gives up, after 20 minutes.
 
 import contextlib
 import itertools
+import pathlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent import futures
 
 import jax
 
@@ -40,7 +41,13 @@ class FailedWrites:
     All processes make it in the same order, as they find each other by its number.
     """
 
-    def __init__(self):
+    def __init__(self, folder: pathlib.Path):
+        """Listens to the writes of this process.
+
+        Args:
+          folder: where they go.
+        """
+        self._folder = folder
         self._key = f"meshpar/failed_write/{next(_numbers)}"
         self._client = compat.coordination_client()
         self._first: WriteFailedError | None = None
@@ -64,7 +71,7 @@ class FailedWrites:
         """
         if self._client is None:
             return finish()
-        done: Future[None] = Future()
+        done: futures.Future[None] = futures.Future()
 
         def run() -> None:
             try:
@@ -78,8 +85,10 @@ class FailedWrites:
                 raise error
         return done.result()
 
-    def _note(self, error: BaseException) -> None:
+    def _note(self, said: str, error: BaseException) -> None:
         """Tells all processes of a failure in this one."""
+        if str(self._folder) not in said:
+            return
         stalled = isinstance(error, TimeoutError)
         kind = WriteStalledError if stalled else WriteFailedError
         text = str(error).split("\n")[0]
@@ -96,8 +105,6 @@ class FailedWrites:
         return self._first
 
 
-def _ends(done: Future[None], seconds: float) -> bool:
+def _ends(done: futures.Future[None], seconds: float) -> bool:
     """Whether something ends in a time, well or with an error."""
-    with contextlib.suppress(BaseException):
-        done.exception(seconds)
-    return done.done()
+    return bool(futures.wait([done], timeout=seconds).done)

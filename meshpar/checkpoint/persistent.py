@@ -215,7 +215,7 @@ class PersistentTier(Tier):
                 f"{problem} or choose another folder= (a command: --workdir)"
             )
         self._folder = folder
-        self._failed, self._given_up = FailedWrites(), False
+        self._failed, self._given_up = FailedWrites(folder), False
         self._writing: int | None = None
         self._manager = ocp.CheckpointManager(
             folder,

@@ -87,9 +87,11 @@ def test_others_learn_whether_a_write_took_too_long(error, kind, monkeypatch):
     store, never = Store(), threading.Event()
     monkeypatch.setattr(failed_writes.compat, "coordination_client", lambda: store)
     monkeypatch.setattr(failed_writes, "_GRACE_S", 0.01)
-    own, other = failed_writes.FailedWrites(), failed_writes.FailedWrites()
-    other._key = own._key
-    own._note(error)
+    own, other, elsewhere = map(failed_writes.FailedWrites, ("/a/run", "/a/run", "/b"))
+    other._key = elsewhere._key = own._key
+    own._note("background save thread, directory: /b/2", error)
+    assert not store
+    own._note("background save thread, directory: /a/run/2", error)
     for writes in (own, other):
         writes.close()
         with pytest.raises(failed_writes.WriteFailedError, match=str(error)) as raised:
