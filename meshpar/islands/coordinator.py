@@ -80,11 +80,11 @@ class Coordinator:
         self._leaving |= set(leaves)
         self._leaving -= set(dead)
         self._servers -= set(leaves) | set(dead)
-        if not self._servers and dead and not self._leaving:
-            raise RangeLostError(
-                "all servers are gone; resume from a checkpoint, with more replicas"
-            )
         if not self._servers:
+            if dead and not self._leaving:
+                raise RangeLostError(
+                    "all servers are gone; resume from a checkpoint, with more replicas"
+                )
             raise MeshparError("the store needs a server: let another one join first")
         self._epoch += 1
         self._prepared, self._synced, self.settled = {}, set(), False

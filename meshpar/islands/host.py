@@ -161,8 +161,10 @@ class Host(abc.ABC):
         """
         self._awaited[index] = condition
         self.changed.notify_all()
-        self.changed.wait_for(lambda: self._stopped[index] or condition())
-        self._awaited[index] = None
+        try:
+            self.changed.wait_for(lambda: self._stopped[index] or condition())
+        finally:
+            self._awaited[index] = None
         if self._stopped[index]:
             raise Stopped
 
