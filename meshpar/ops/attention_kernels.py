@@ -139,13 +139,8 @@ def splash(
     q_BLNH: Array,
     k_BLKH: Array,
     v_BLKH: Array,
-    q_segments_BL: Array | None = None,
-    k_segments_BM: Array | None = None,
-    *,
-    window: int = 0,
-    part: Array | int = 0,
-    places: np.ndarray | None = None,
-    interpret: bool = False,
+    *segments: Array | None,
+    **options: Any,
 ) -> Array:
     """Pallas splash attention.
 
@@ -155,19 +150,11 @@ def splash(
       q_BLNH: queries, of equal parts of the sequence or all of it.
       k_BLKH: keys of the whole sequence.
       v_BLKH: their values.
-      q_segments_BL: number of the document of each query; None for one document.
-      k_segments_BM: that of each key; None for those of the queries.
-      window: as in `by_platform`.
-      part: number of the part whose queries are given.
-      places: places in the sequence of the queries of all parts, one part after
-        another; None if those are in order.
-      interpret: whether to run on any platform, slowly.
+      *segments: as in `splash_by_heads`, of queries and keys.
+      **options: those of `splash_by_heads`.
     """
     qkv = _by_heads(q_BLNH, k_BLKH, v_BLKH)
-    segments, options = (q_segments_BL, k_segments_BM), {"interpret": interpret}
-    options |= {"window": window, "part": part, "places": places}
-    y_BNLH = splash_by_heads(*qkv, *segments, **options)
-    return _by_length(y_BNLH, q_BLNH)
+    return _by_length(splash_by_heads(*qkv, *segments, **options), q_BLNH)
 
 
 def _by_heads(*qkv: Array) -> list[Array]:
@@ -212,7 +199,20 @@ def splash_by_heads(
     places: np.ndarray | None = None,
     interpret: bool = False,
 ) -> Array:
-    """`splash` of padded arrays whose heads come before the length."""
+    """Pallas splash attention of padded arrays whose heads come before the length.
+
+    Args:
+      q_BNLH: scaled queries, of equal parts of the sequence or all of it.
+      k_BKMH: keys of the whole sequence.
+      v_BKMH: their values.
+      q_segments_BL: number of the document of each query; None for one document.
+      k_segments_BM: that of each key; None for those of the queries.
+      window: as in `by_platform`.
+      part: number of the part whose queries are given.
+      places: places in the sequence of the queries of all parts, one part after
+        another; None if those are in order.
+      interpret: whether to run on any platform, slowly.
+    """
     heads, length = q_BNLH.shape[1:3]
     whole = k_BKMH.shape[2]
     mask = splash_mask(whole, window, places)
@@ -226,7 +226,7 @@ def splash_by_heads(
 
 
 def splash_mask(length: int, window: int, places: np.ndarray | None) -> Any:
-    """The mask of one head; the arguments are those of `splash`."""
+    """The mask of one head; the arguments are those of `splash_by_heads`."""
     shape = length, length
     if window:
         mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
