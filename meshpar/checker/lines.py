@@ -5,7 +5,7 @@ where the function is defined. Shardings of arguments, the mesh, and the options
 jax.jit are values: no program says on which line they were written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshpar.checker.facts import Facts
@@ -42,27 +42,30 @@ def _place(leaf: Leaf, leaves: Sequence[Leaf]) -> int | None:
 
 
 def _read_at(jaxpr: Any, variable: Any) -> str:
-    for eqn in jaxpr.eqns:
-        places = [i for i, x in enumerate(eqn.invars) if x is variable]
-        if not places:
-            continue
-        inner = inner_jaxprs(eqn)
-        if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-            if line := _read_at(inner[0], inner[0].invars[places[0]]):
-                return line
-        elif line := user_line(eqn):
+    for eqn, inner in _holders(jaxpr, variable, "invars"):
+        line = _read_at(*inner) if inner else user_line(eqn)
+        if line:
             return line
     return ""
 
 
 def _made_at(jaxpr: Any, variable: Any) -> str:
+    for eqn, inner in _holders(jaxpr, variable, "outvars"):
+        return (inner and _made_at(*inner)) or user_line(eqn)
+    return ""
+
+
+def _holders(
+    jaxpr: Any, variable: Any, side: str
+) -> Iterator[tuple[Any, tuple[Any, Any] | None]]:
+    """The equations with a variable on one side, "invars" or "outvars".
+
+    With each stands, of a call, (the jaxpr that it runs, the variable inside of it).
+    """
     for eqn in jaxpr.eqns:
-        places = [i for i, x in enumerate(eqn.outvars) if x is variable]
+        variables, inner = getattr(eqn, side), inner_jaxprs(eqn)
+        places = [i for i, x in enumerate(variables) if x is variable]
         if not places:
             continue
-        inner = inner_jaxprs(eqn)
-        if len(inner) == 1 and len(inner[0].outvars) == len(eqn.outvars):
-            if line := _made_at(inner[0], inner[0].outvars[places[0]]):
-                return line
-        return user_line(eqn)
-    return ""
+        is_call = len(inner) == 1 and len(getattr(inner[0], side)) == len(variables)
+        yield eqn, (inner[0], getattr(inner[0], side)[places[0]]) if is_call else None
