@@ -14,7 +14,7 @@ from experiments.gallery.paper import Claim, Paper, Result, Setting
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
 from meshpar.explain.random_layouts import draw_layouts
-from meshpar.explain.verify import record, verify
+from meshpar.explain.verify import verify
 
 _AXES = ("data", "fsdp", "tensor", "pipe")
 _TOLERANCE = 1e-5
@@ -69,23 +69,21 @@ def _run(setting: Setting) -> Result:
             model, optimizer, layout, batches[0], devices=devices, lowering=lowering
         )
 
-    setting.progress("one device", 0.0)
-    alone = list(record(lower(meshpar.layouts.parse("data=1")), batches))
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     refused = 0
     for draw in draw_layouts(50 * wanted, 8, seed=3, axes=_AXES):
-        if len(errors) + len(wrong) == wanted:
+        if len(errors) == wanted:
             break
         layout = meshpar.layouts.parse(draw.layout)
         if layout.num_devices < 8 or str(draw) in errors:
             continue
-        setting.progress(draw.layout, (len(errors) + 1) / (wanted + 1))
+        setting.progress(draw.layout, len(errors) / wanted)
         try:
             program = lower(layout, draw.lowering)
             if program.reason_not_equal:
                 continue
-            report = verify(program, alone, batches, tolerance=_TOLERANCE)
+            report = verify(program, None, batches, tolerance=_TOLERANCE)
         except MeshparError:
             refused += 1
             continue
@@ -117,7 +115,7 @@ def _draw(errors: dict[str, float], figure: matplotlib.figure.Figure) -> None:
     axes.plot(range(1, len(errors) + 1), list(errors.values()), "o")
     axes.axhline(_TOLERANCE, color="black", linestyle=":", label="counts as rounding")
     axes.set(yscale="log", ylim=(1e-8, 1e-4), xlabel="layout, as in the table")
-    axes.set_ylabel("largest relative error against one device")
+    axes.set_ylabel("largest relative error against a plain loop")
     axes.legend()
 
 
@@ -126,6 +124,6 @@ PAPER = Paper(
     title="Any legal layout trains the same model",
     source="Shazeer et al., Mesh-TensorFlow, NeurIPS 2018, arXiv:1811.02084, section 3",
     shows="relative error of losses, gradients and moments under random layouts of 8 "
-    "devices, against one device",
+    "devices, against a plain loop on one device",
     run=_run,
 )
