@@ -81,14 +81,17 @@ class LateWeights:
 
 
 def _candidates(zero: Zero, shared: Params) -> frozenset[str]:
-    """Paths that move alone in ZeRO-3; all that are split, where collectives mix."""
-    mixes = zero.transports.mixes and zero.reduces_early
+    """Paths that move alone in ZeRO-3; all, where collectives mix.
+
+    There the compiler itself may gather the gradient of a whole weight over axes that
+    stay automatic.
+    """
+    if zero.transports.mixes and zero.reduces_early:
+        return frozenset(shared)
 
     def waits(path: str) -> bool:
         sharding = zero.shardings[path]
-        if mixes or not sharding.splits:
-            return bool(sharding.splits)
-        if sharding.automatic_axes or not zero.gathers_layers:
+        if not (zero.gathers_layers and sharding.splits) or sharding.automatic_axes:
             return False
         return _moves_alone(sharding, shared[path])
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support import tiny_stack
 from support.processes import environment
 from support.tiny_models import batch, host, lower, plain_model
 
@@ -18,6 +19,7 @@ from meshpar import layouts
 from meshpar.arrays import leaves_by_path
 from meshpar.checkpoint.checkpoints import Checkpoints
 from meshpar.errors import LayoutError
+from meshpar.explain.verify import verify
 from meshpar.layouts.plan import HOST_MEMORY
 from meshpar.local_sgd.mode import LocalSGD
 
@@ -101,6 +103,13 @@ def test_prediction_and_contract_count_host_memory():
     assert (copies.to_device, copies.to_host) == (moved["parameters"], 0)
     assert activations.to_host == before.activations
     assert resident.contract.host == ()
+
+
+def test_gradients_that_the_compiler_gathers_over_tensor_wait_for_no_loop():
+    """CPUs mix up collectives that run beside those of the layers' loop."""
+    program = tiny_stack.lower("data=2,tensor=4,offload=parameters")
+    report = verify(program, None, [tiny_stack.batch()])
+    assert report.ok, report
 
 
 def test_parts_have_one_order():
