@@ -17,7 +17,8 @@ ROWS, SAMPLES, RUNS = 1024, 512, 24
 
 FOLDS = (1, 4, 16, 64)
 BATCHES = tuple(int(round(2 ** (k / 2))) for k in (0, *range(2, 17)))
-RATES = 2.0 ** np.arange(-5, 1.5, 0.5)
+RATES = 2.0 ** np.arange(-5, 3, 0.5)
+_NEAR_BEST = 0.99
 
 
 @functools.cache
@@ -79,7 +80,8 @@ def _descend(
 def convergence(fold: int, seed: int) -> dict[str, Any]:
     """SGD on r-fold repeated data with growing batches and equal numbers of rows.
 
-    The learning rate per row is the best one for a batch of one row.
+    The learning rate per row is the smallest that is near the best for a batch of one
+    row: few rows can be separated, and then no rate is too large.
 
     Returns:
       falls: fall of the loss with every batch size, over that with one row.
@@ -88,13 +90,13 @@ def convergence(fold: int, seed: int) -> dict[str, Any]:
     """
     x, y = repeated(fold)
     falls = [_descend(x, y, rate, 1, seed + 100)[0] for rate in RATES]
-    rate = RATES[int(np.argmax(falls))]
+    chosen = int(np.argmax(np.asarray(falls) >= _NEAR_BEST * max(falls)))
+    rate = RATES[chosen]
     base, bounds = _descend(x, y, rate, 1, seed)
     shares = [_descend(x, y, rate, batch, seed)[0] / base for batch in BATCHES]
-    inside = 0 < int(np.argmax(falls)) < len(RATES) - 1
     return {
         "falls": shares,
-        "inside": inside,
+        "inside": 0 < chosen < len(RATES) - 1,
         "knee": knee(shares),
         "advice": harmonic_mean(bounds),
     }
@@ -225,7 +227,8 @@ def _run(setting: Setting) -> Result:
     runs = [run for of_fold in found.values() for run in of_fold]
     claims.append(
         Claim(
-            "the best rate is neither the first nor the last that was tried",
+            f"the smallest rate within {1 - _NEAR_BEST:.0%} of the best is neither the "
+            "first nor the last that was tried",
             "",
             f"in {sum(run['inside'] for run in runs)} of {len(runs)} runs",
             all(run["inside"] for run in runs),

@@ -93,8 +93,9 @@ def test_offload_that_changes_losses_or_saves_little_is_seen():
     other = {**curves, "optimizer": np.array([1, 1, 1 + 2e-6])}
     (text,) = texts(host_memory.claims_of(sizes, other))
     assert text.startswith("3 losses")
-    gigabytes = {"none": (2.0, 2.0), "optimizer": (1.5, 1.0)}
-    assert not host_memory._compiled_claim(gigabytes).holds
+    assert host_memory._compiled_claim(13.0, 33.0, 34.0).holds
+    assert not host_memory._compiled_claim(13.0, 35.0, 34.0).holds
+    assert not host_memory._compiled_claim(13.0, 28.0, 34.0).holds
 
 
 @pytest.mark.slow
