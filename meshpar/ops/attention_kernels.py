@@ -6,7 +6,7 @@ of `meshpar.arrays`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,12 +80,8 @@ def by_platform(
     }
     half = q_BLNH.dtype in (jnp.bfloat16, jnp.float16)
     if platform is TPU and splash_fits(q_BLNH):
-        # What is given to the kernel is not among the results that it saves.
         kernel = functools.partial(splash_by_heads, window=window)
-        arrays = (checkpoint_name(x, SPLASH_INPUTS) for x in _by_heads(*qkv))
-        packed = _dense(q_BLNH.shape[-1])
-        y_BNLH = on_shards(kernel, _BY_HEADS, *arrays, **options, packed=packed)
-        return _by_length(y_BNLH, q_BLNH)
+        return splash(kernel, *qkv, others=options["others"], inputs=SPLASH_INPUTS)
     if platform is GPU and half and compat.has_cudnn() and cudnn_fits(*qkv):
         kernel = functools.partial(cudnn, window=window)
         return on_shards(kernel, DIM_NAMES, *qkv, **options)
@@ -136,25 +132,38 @@ def splash_fits(q_BLNH: Array) -> bool:
 
 
 def splash(
+    kernel: Callable[..., Array],
     q_BLNH: Array,
     k_BLKH: Array,
     v_BLKH: Array,
-    *segments: Array | None,
-    **options: Any,
+    others: Sequence[tuple[Array, Sequence[str]]] = (),
+    inputs: str = "",
 ) -> Array:
-    """Pallas splash attention.
+    """Pallas splash attention on the shards of each device.
 
-    Each head's dim is padded with zeros to whole tiles, which costs FLOPs.
+    A policy of rematerialization keeps the results of the kernel, as `SPLASH`, without
+    its inputs. Each head's dim is padded with zeros to whole tiles, which costs FLOPs.
 
     Args:
+      kernel: `splash_by_heads` with its options.
       q_BLNH: queries, of equal parts of the sequence or all of it.
       k_BLKH: keys of the whole sequence.
       v_BLKH: their values.
-      *segments: as in `splash_by_heads`, of queries and keys.
-      **options: those of `splash_by_heads`.
+      others: segments and their dim names, as `on_shards` takes them.
+      inputs: a name by which a policy keeps the inputs of the kernel; by default none.
     """
-    qkv = _by_heads(q_BLNH, k_BLKH, v_BLKH)
-    return _by_length(splash_by_heads(*qkv, *segments, **options), q_BLNH)
+    arrays = _by_heads(q_BLNH, k_BLKH, v_BLKH)
+    if inputs:
+        arrays = [checkpoint_name(x, inputs) for x in arrays]
+    y_BNLH = on_shards(
+        kernel,
+        _BY_HEADS,
+        *arrays,
+        others=others,
+        saves=SPLASH,
+        packed=_dense(q_BLNH.shape[-1]),
+    )
+    return y_BNLH.swapaxes(1, 2)[..., : q_BLNH.shape[-1]]
 
 
 def _by_heads(*qkv: Array) -> list[Array]:
@@ -163,11 +172,6 @@ def _by_heads(*qkv: Array) -> list[Array]:
     scaled = q_BLNH * jnp.asarray(head_dim**-0.5, q_BLNH.dtype), *qkv[1:]
     padding = (0, 0), (0, 0), (0, 0), (0, -head_dim % _TILE)
     return [jnp.pad(x, padding).swapaxes(1, 2) for x in scaled]
-
-
-def _by_length(y_BNLH: Array, q_BLNH: Array) -> Array:
-    """Outputs of splash in the form of the queries."""
-    return y_BNLH.swapaxes(1, 2)[..., : q_BLNH.shape[-1]]
 
 
 def _dense(head_dim: int) -> Packed | None:

@@ -27,11 +27,20 @@ def test_a_mix_takes_memory_between_that_of_its_policies():
 
 @tpu
 @pytest.mark.parametrize(
-    "layout, heads",
-    [("fsdp=8", 4), pytest.param("fsdp=4,tensor=2", 8, marks=pytest.mark.slow)],
+    "layout, heads, groups",
+    [
+        ("fsdp=8", 4, 1),
+        pytest.param("fsdp=4,tensor=2", 8, 1, marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp=4,context=2,context_mode=allgather", 4, 4, marks=pytest.mark.slow
+        ),
+    ],
 )
-def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout, heads):
-    """All layers are one loop, so a kernel that is there once runs once a layer."""
+def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout, heads, groups):
+    """All layers are one loop, so a kernel that is there once runs once a layer.
+
+    Keys are gathered a group of heads after the other, each with kernels of its own.
+    """
     config = with_settings(small(), [f"model.heads={heads}", f"model.kv_heads={heads}"])
     layout = layouts.parse(f"{layout},remat=dots")
     program = config.make_program(layout, mesh.topology("v5e:2x4"))
@@ -40,5 +49,5 @@ def test_dots_keeps_what_the_forward_kernel_of_attention_gives(layout, heads):
         program.compiled.as_text(),
         re.MULTILINE,
     )
-    assert sorted(kernels) == ["dkv", "fwd"]
+    assert sorted(kernels) == ["dkv"] * groups + ["fwd"] * groups
     assert program.violations() == []

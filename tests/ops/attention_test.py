@@ -47,7 +47,8 @@ def test_splash_attention_equals_plain_jnp(head_dim):
     q, k, v = arrays(dim=head_dim)
 
     def interpreted(q, k, v):
-        return attention_kernels.splash(q, k, v, interpret=True)
+        kernel = functools.partial(attention_kernels.splash_by_heads, interpret=True)
+        return attention_kernels.splash(kernel, q, k, v)
 
     y, expected = interpreted(q, k, v), attention_kernels.reference(q, k, v)
     np.testing.assert_allclose(y, expected, rtol=2e-4, atol=2e-5)
@@ -79,10 +80,12 @@ def test_splash_attention_of_a_part_of_the_queries(
     @jax.jit
     def of_part(number, q, k, v):
         options = dict(part=number, places=places, window=window, interpret=True)
+        kernel = functools.partial(attention_kernels.splash_by_heads, **options)
         more = (segments[:, own], segments) if window else ()
+        others = [(x, attention_kernels.SEGMENT_NAMES) for x in more]
 
         def run(*qkv):
-            return attention_kernels.splash(*qkv, *more, **options)
+            return attention_kernels.splash(kernel, *qkv, others=others)
 
         return run(q, k, v), gradients(run, q, k, v)
 

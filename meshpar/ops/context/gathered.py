@@ -25,9 +25,9 @@ from meshpar.layouts.remat import ATTENTION
 from meshpar.layouts.token_order import device_order, in_natural_order
 from meshpar.mesh.platform import TPU, traced_platform
 from meshpar.ops.attention_kernels import (
-    DIM_NAMES,
     SEGMENT_NAMES,
     splash,
+    splash_by_heads,
     splash_fits,
 )
 from meshpar.ops.attention_mask import Tokens, is_seen
@@ -40,7 +40,6 @@ from meshpar.ops.context.exchange import (
     widened,
 )
 from meshpar.ops.context.positions import positions
-from meshpar.ops.kernels import on_shards
 
 _LENGTH, _HEADS = -3, -2
 """Dims of queries [B, L, N, H], and of keys and values [2, B, L, K, H]."""
@@ -77,7 +76,7 @@ def gathered_attention(
         segments = segments_BL, _natural(whole_segments(segments_BL), 1)
     pairs = zip(_groups(q_BLNH, ways, num), _groups(kv, ways, num), strict=True)
     results = [_attend(q, _gather(kv, transports), segments, window) for q, kv in pairs]
-    return checkpoint_name(_joined(results, ways), ATTENTION)
+    return _joined(results, ways)
 
 
 def _attend(
@@ -89,15 +88,16 @@ def _attend(
         own, all_keys = segments or (None, None)
         queries = Tokens(positions(q.shape[_LENGTH]), own)
         keys = Tokens(jnp.arange(whole), all_keys)
-        return _by_blocks(q, *kv, queries, keys, window)
+        y = _by_blocks(q, *kv, queries, keys, window)
+        return checkpoint_name(y, ATTENTION)
     places = device_order(order, whole, num_ranks())
     run = functools.partial(_splash, window=window, places=places)
     others = [(x, SEGMENT_NAMES) for x in segments or ()]
-    return on_shards(run, DIM_NAMES, q, *kv, others=others)
+    return splash(run, q, *kv, others=others)
 
 
 def _splash(*arrays: Array, **options: Any) -> Array:
-    return splash(*arrays, part=lax.axis_index(CONTEXT), **options)
+    return splash_by_heads(*arrays, part=lax.axis_index(CONTEXT), **options)
 
 
 def _by_blocks(
