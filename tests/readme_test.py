@@ -43,7 +43,7 @@ def test_the_readme_is_short():
     "name",
     [
         *("docs/index.md", "docs/faults.md", "docs/memory.md", "docs/sparse.md"),
-        *map(slow, ("docs/layouts.md", "docs/generation.md")),
+        *map(slow, ("docs/models.md", "docs/generation.md")),
         *map(slow, ("docs/experts.md", "docs/long_sequences.md", "docs/proof.md")),
     ],
 )

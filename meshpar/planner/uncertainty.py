@@ -1,6 +1,6 @@
 """Errors of predictions, measured on compiled programs.
 
-The ranges hold for kinds of layouts, and are those of the programs in docs/planning.md,
+The ranges hold for kinds of layouts, and are those of the programs in docs/measured_plans.md,
 which `experiments.benchmarks.predictions` prints.
 """
 
