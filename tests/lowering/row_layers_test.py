@@ -114,9 +114,9 @@ def test_replicas_that_train_apart_may_split_rows():
 
 
 def test_a_compiler_does_not_run_such_layers():
-    moves = "layers=fsdp: that moves weights.* lowering=jit; leave that out, or use"
+    moves = "layers=fsdp: this moves weights.* lowering=jit .*; leave it out, or use"
     for of, lowering, words in (
-        (plain_model(), "", "layers=fsdp: that asks for layers"),
+        (plain_model(), "", "layers=fsdp: this needs layers"),
         (model(), "jit", f"{moves} lowering=shard_map"),
     ):
         with pytest.raises(LayoutError, match=words):
