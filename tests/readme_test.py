@@ -239,6 +239,49 @@ def sentences(text):
         yield from re.split(r"(?<=[.!?:;])\s+", paragraph)
 
 
+_UNIT = r"(?:[kMGT]i?B(?:/s)?|ms|µs|s|tokens/s|TFLOP/s|MFU)(?![\w/=-])"
+_NUMBER = r"(?<![\w.])\d(?:[\d,.]*\d)?"
+MEASURED = re.compile(rf"{_NUMBER}(?:(?:-| to | and ){_NUMBER})? ?{_UNIT}")
+"""A number with the unit of something that was measured."""
+_HEAD = re.compile(r"^\|.*\b(?:[kMGT]B|ms|seconds|MFU)\b.*(?=\n\| ?---)", re.MULTILINE)
+"""The head of a table with such a unit."""
+
+
+def pages_of_figures():
+    """Names of the pages of the site that may hold figures: those of Measured."""
+    _, _, nav = (ROOT / "mkdocs.yml").read_text().partition("\n  - Measured:\n")
+    return set(re.findall(r": ([\w/]+\.md)$", nav, re.MULTILINE))
+
+
+def measured(text):
+    """Numbers with units, without programs, output, and the limits that code has."""
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    return MEASURED.findall(text) + _HEAD.findall(text)
+
+
+def test_a_number_with_a_unit_is_found():
+    assert measured("It took 0.9 s and 7.4 to 9 GB, at 666 TFLOP/s.") == [
+        *("0.9 s", "7.4 to 9 GB", "666 TFLOP/s")
+    ]
+    head = "| layout | memory, GB |"
+    assert measured(f"{head}\n|---|---|\n| `fsdp=8` | 7.43 |") == [head]
+    text = "In 8 steps of `64 MB`, A100s with H=1, s=0: [x](a.md#2-ms)"
+    assert measured(f"{text}\n| `--mb=N` | seconds to wait |") == []
+
+
+PAGES_WITHOUT_FIGURES = [
+    page
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if page.name not in pages_of_figures()
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITHOUT_FIGURES, ids=lambda page: page.name)
+def test_figures_stand_on_the_pages_of_measured_alone(page):
+    """How-tos do not age with figures; a limit of the code stands in backquotes."""
+    assert measured(page.read_text()) == [], "move them to a page of Measured"
+
+
 @every_page
 def test_sentences_are_short(page):
     """A reader should not have to begin a sentence again."""
