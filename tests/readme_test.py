@@ -205,14 +205,15 @@ def test_commands_name_modules_and_layouts_that_exist(page):
     assert 'install "meshpar[' not in text  # The package is in no registry.
 
 
-def test_the_page_of_commands_has_every_flag():
+def test_the_pages_of_commands_have_every_flag():
     folders = ROOT / "experiments", ROOT / "meshpar/commands"
     files = [path for folder in folders for path in folder.rglob("*.py")]
     code = "".join(path.read_text() for path in files)
     defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', code))
     defined |= set(re.findall(r'"--([a-z0-9_]+)"[,)]', code))  # Of argparse.
-    page = (ROOT / "docs/commands.md").read_text()
-    assert defined - {"help"} == set(re.findall(r"--([a-z0-9_]+)", page)) - {"help"}
+    pages = (ROOT / "docs" / name for name in ("commands.md", "studies.md"))
+    said = set(re.findall(r"--([a-z0-9_]+)", "".join(p.read_text() for p in pages)))
+    assert defined - {"help"} == said - {"help"}
 
 
 def test_the_page_of_layouts_has_every_item():
