@@ -1,6 +1,6 @@
 """Every optimizer under every kind of layout equals a plain loop, or is refused.
 
-What is found stands in a table of docs/optimizers.md. A row that differs is written anew,
+The outcomes stand in a table of docs/optimizers.md. A row that differs is written anew,
 and its test fails once.
 """
 

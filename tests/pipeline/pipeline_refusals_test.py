@@ -40,7 +40,7 @@ DEEP = model(depth=8)
         (
             "pipe=2,schedule=zb_h1,tick_loop=uniform",
             {},
-            "tick_loop=uniform with .*leave that",
+            "tick_loop=uniform with .*leave it",
         ),
         ("pipe=2,microbatches=4", {"lowering": "jit"}, "the compiler makes no pipe"),
     ],
