@@ -2,9 +2,12 @@
 
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import re
 import runpy
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +74,7 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
     "name",
     [
         *map(slow, ("docs/your_model.md", "docs/layout_steps.md")),
+        *map(slow, ("docs/first_pipeline.md", "docs/fine_tuning.md")),
         *("docs/your_run.md", "docs/check.md", "docs/coming_from.md"),
     ],
 )
@@ -78,11 +82,38 @@ def test_the_programs_of_a_page_run_from_top_to_bottom(
     name, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}
     for number, program in enumerate(programs(ROOT / name)):
         exec(compile(program, f"program {number}", "exec"), scope)
         assert number == 0 or capsys.readouterr().out
+
+
+def test_a_loader_and_a_loop_of_ones_own_train_alike(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    script, loop, _ = programs(ROOT / "docs/own_scripts.md")
+    scope = {"__name__": "__main__"}
+    exec(compile(script, "train.py", "exec"), scope)
+    of_run = float(capsys.readouterr().out.splitlines()[-1])
+    exec(compile(loop, "train.py", "exec"), scope)
+    of_loop, *_ = capsys.readouterr().out.split()
+    assert of_run == pytest.approx(float(of_loop), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_runs_in_two_processes_of_ray(tmp_path):
+    pytest.importorskip("ray", reason='ray is missing: pip install -e ".[islands]"')
+    script, _, on_ray = programs(ROOT / "docs/own_scripts.md")
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "on_ray.py").write_text(on_ray)
+    words = [sys.executable, "on_ray.py", sys.executable, str(tmp_path / "train.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    options = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(words, **options)
+    assert done.returncode == 0, done.stderr
+    assert "8 cpu device(s), 2 process(es)" in done.stdout + done.stderr
 
 
 def test_the_program_of_local_sgd_runs(capsys):
