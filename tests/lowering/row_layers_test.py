@@ -155,7 +155,7 @@ def test_activations_hold_rows():
             p, x["x"], batch, key
         ),
     )
-    words = r"layers=fsdp splits the rows .* `embed` returns at \['scale'\] holds no"
+    words = r"layers=fsdp splits the rows .* `embed` at \['scale'\] has no dim"
     with pytest.raises(LayoutError, match=words):
         lower_stack(of)
 

@@ -81,7 +81,10 @@ def whole_again(logits):
 
 @pytest.mark.parametrize(
     "penalty, words",
-    [(z_loss, "one slice of them"), (whole_again, "saw 64 tokens on every stage")],
+    [
+        (z_loss, "one slice of the logits"),
+        (whole_again, "saw 64 tokens on every stage"),
+    ],
 )
 def test_losses_that_treat_a_slice_of_the_vocabulary_as_whole_are_refused(
     monkeypatch, penalty, words
