@@ -75,7 +75,8 @@ def page(
 
 def on_config(config: MkDocsConfig) -> None:
     """Called by mkdocs; puts the rooms into the navigation."""
-    (section,) = (item for item in config.nav if "API" in item)
+    (reference,) = (item["Reference"] for item in config.nav if "Reference" in item)
+    (section,) = (item for item in reference if "API" in item)
     section["API"] = [{room: f"api/{room}.md"} for room in rooms()]
 
 

@@ -4,11 +4,14 @@
 
 Rows are strategies, columns are features of a layout. A cell is "yes" or the number of
 the record of `meshpar.layouts.refusals` that refuses the two together. Below stands the
-whole table of refusals, one line for each cause. Sizes of a model play no part.
+whole table of refusals by feature, one line for each cause. Sizes of a model play no
+part.
 """
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 from meshpar.commands import command_line
@@ -24,6 +27,7 @@ from meshpar.layouts.refusals.combination import (
     ModelTraits,
 )
 from meshpar.layouts.refusals.reasons import Reason, UnsupportedError, check
+from meshpar.layouts.refusals.refusal import Refusal
 from meshpar.local_sgd.mode import LocalSGD
 from meshpar.pipeline.spec import pipeline_traits
 from meshpar.schedules.published import PUBLISHED
@@ -157,6 +161,28 @@ def _combination(strategy: Strategy, feature: Feature, layout: str) -> Combinati
     )
 
 
+_GROUPS = {
+    "Generation": r"generation",
+    "Replicas and islands": r"replica|\bmode\b",
+    "Sequences that context splits": r"^context_",
+    "Pipelines": r"schedule|virtual_stages|^pipe=N \|",
+    "Layers": r"layer",
+    "Training state": r"zero|offload|prefetch",
+    "Lowerings": r"",
+}
+"""{group of refusals: regex of the features in them}; the first that fits counts."""
+
+
+def refusals_by_group() -> dict[str, list[Refusal]]:
+    """The table of refusals by the feature that is asked for, the plain ones first."""
+    groups: dict[str, list[Refusal]] = {group: [] for group in reversed(_GROUPS)}
+    for one in REFUSALS:
+        said = f"{one.feature} | {one.beside}"
+        group = next(g for g, regex in _GROUPS.items() if re.search(regex, said))
+        groups[group].append(one)
+    return groups
+
+
 def support_table() -> str:
     """The matrix as Markdown; its numbers point to the table of refusals below it."""
     cells = support_cells()
@@ -171,16 +197,20 @@ def support_table() -> str:
             for cell in cells[start : start + len(FEATURES)]
         ]
         lines.append(f"| {strategy.name} | " + " | ".join(marks) + " |")
-    lines += ["", "| | asked for | with | why not | remedy |", "|---" * 5 + "|"]
-    for number, one in enumerate(REFUSALS, 1):
-        texts = str(number), one.feature, one.beside, one.why, one.remedy
-        lines.append(f"| {' | '.join(texts)} |")
+    numbers = itertools.count(1)
+    for group, refusals in refusals_by_group().items():
+        lines += ["", f"**{group}**", "", "| | asked for | with | why not | remedy |"]
+        lines.append("|---" * 5 + "|")
+        for one in refusals:
+            texts = str(next(numbers)), one.feature, one.beside, one.why, one.remedy
+            lines.append(f"| {' | '.join(texts)} |")
     return "\n".join([*lines, ""])
 
 
 def _number(reason: Reason) -> str:
     """The number of a reason's record in the table of refusals."""
-    return str(REFUSALS.index(reason.refusal) + 1)
+    in_order = [one for group in refusals_by_group().values() for one in group]
+    return str(in_order.index(reason.refusal) + 1)
 
 
 def main(_: Sequence[str]) -> int:

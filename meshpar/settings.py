@@ -89,7 +89,7 @@ class Number(Range):
 def real(
     low: float, high: float, unit: str = "", note: str = "", **bounds: bool
 ) -> Number:
-    """The range of numbers that need not be whole; arguments as those of `Number`."""
+    """The range of numbers that need not be whole; arguments as for `Number`."""
     return Number(low, high, unit, note, whole=False, **bounds)
 
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import re
 import runpy
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +46,7 @@ def test_the_readme_is_short():
     "name",
     [
         *("docs/index.md", "docs/faults.md", "docs/memory.md", "docs/sparse.md"),
-        *map(slow, ("docs/layouts.md", "docs/generation.md")),
+        *map(slow, ("docs/models.md", "docs/generation.md")),
         *map(slow, ("docs/experts.md", "docs/long_sequences.md", "docs/proof.md")),
     ],
 )
@@ -71,6 +74,7 @@ def test_the_readme_has_a_program_and_a_run(monkeypatch, capsys, tmp_path):
     "name",
     [
         *map(slow, ("docs/your_model.md", "docs/layout_steps.md")),
+        *map(slow, ("docs/first_pipeline.md", "docs/fine_tuning.md")),
         *("docs/your_run.md", "docs/check.md", "docs/coming_from.md"),
     ],
 )
@@ -78,11 +82,38 @@ def test_the_programs_of_a_page_run_from_top_to_bottom(
     name, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(meshpar, "simulate", lambda num_devices: None)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}
     for number, program in enumerate(programs(ROOT / name)):
         exec(compile(program, f"program {number}", "exec"), scope)
         assert number == 0 or capsys.readouterr().out
+
+
+def test_a_loader_and_a_loop_of_ones_own_train_alike(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    script, loop, _ = programs(ROOT / "docs/own_scripts.md")
+    scope = {"__name__": "__main__"}
+    exec(compile(script, "train.py", "exec"), scope)
+    of_run = float(capsys.readouterr().out.splitlines()[-1])
+    exec(compile(loop, "train.py", "exec"), scope)
+    of_loop, *_ = capsys.readouterr().out.split()
+    assert of_run == pytest.approx(float(of_loop), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_runs_in_two_processes_of_ray(tmp_path):
+    pytest.importorskip("ray", reason='ray is missing: pip install -e ".[islands]"')
+    script, _, on_ray = programs(ROOT / "docs/own_scripts.md")
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "on_ray.py").write_text(on_ray)
+    words = [sys.executable, "on_ray.py", sys.executable, str(tmp_path / "train.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    options = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(words, **options)
+    assert done.returncode == 0, done.stderr
+    assert "8 cpu device(s), 2 process(es)" in done.stdout + done.stderr
 
 
 def test_the_program_of_local_sgd_runs(capsys):
@@ -205,14 +236,15 @@ def test_commands_name_modules_and_layouts_that_exist(page):
     assert 'install "meshpar[' not in text  # The package is in no registry.
 
 
-def test_the_page_of_commands_has_every_flag():
+def test_the_pages_of_commands_have_every_flag():
     folders = ROOT / "experiments", ROOT / "meshpar/commands"
     files = [path for folder in folders for path in folder.rglob("*.py")]
     code = "".join(path.read_text() for path in files)
     defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', code))
     defined |= set(re.findall(r'"--([a-z0-9_]+)"[,)]', code))  # Of argparse.
-    page = (ROOT / "docs/commands.md").read_text()
-    assert defined - {"help"} == set(re.findall(r"--([a-z0-9_]+)", page)) - {"help"}
+    pages = (ROOT / "docs" / name for name in ("commands.md", "studies.md"))
+    said = set(re.findall(r"--([a-z0-9_]+)", "".join(p.read_text() for p in pages)))
+    assert defined - {"help"} == said - {"help"}
 
 
 def test_the_page_of_layouts_has_every_item():
@@ -237,6 +269,49 @@ def sentences(text):
     apart = re.sub(r"^( *([-*]|\d+\.) )", r"\n\1", apart, flags=re.MULTILINE)
     for paragraph in apart.split("\n\n"):
         yield from re.split(r"(?<=[.!?:;])\s+", paragraph)
+
+
+_UNIT = r"(?:[kMGT]i?B(?:/s)?|ms|µs|s|tokens/s|TFLOP/s|MFU)(?![\w/=-])"
+_NUMBER = r"(?<![\w.])\d(?:[\d,.]*\d)?"
+MEASURED = re.compile(rf"{_NUMBER}(?:(?:-| to | and ){_NUMBER})? ?{_UNIT}")
+"""A number with the unit of something that was measured."""
+_HEAD = re.compile(r"^\|.*\b(?:[kMGT]B|ms|seconds|MFU)\b.*(?=\n\| ?---)", re.MULTILINE)
+"""The head of a table with such a unit."""
+
+
+def pages_of_figures():
+    """Names of the pages of the site that may hold figures: those of Measured."""
+    _, _, nav = (ROOT / "mkdocs.yml").read_text().partition("\n  - Measured:\n")
+    return set(re.findall(r": ([\w/]+\.md)$", nav, re.MULTILINE))
+
+
+def measured(text):
+    """Numbers with units, without programs, output, and the limits that code has."""
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    return MEASURED.findall(text) + _HEAD.findall(text)
+
+
+def test_a_number_with_a_unit_is_found():
+    assert measured("It took 0.9 s and 7.4 to 9 GB, at 666 TFLOP/s.") == [
+        *("0.9 s", "7.4 to 9 GB", "666 TFLOP/s")
+    ]
+    head = "| layout | memory, GB |"
+    assert measured(f"{head}\n|---|---|\n| `fsdp=8` | 7.43 |") == [head]
+    text = "In 8 steps of `64 MB`, A100s with H=1, s=0: [x](a.md#2-ms)"
+    assert measured(f"{text}\n| `--mb=N` | seconds to wait |") == []
+
+
+PAGES_WITHOUT_FIGURES = [
+    page
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if page.name not in pages_of_figures()
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITHOUT_FIGURES, ids=lambda page: page.name)
+def test_figures_stand_on_the_pages_of_measured_alone(page):
+    """How-tos do not age with figures; a limit of the code stands in backquotes."""
+    assert measured(page.read_text()) == [], "move them to a page of Measured"
 
 
 @every_page

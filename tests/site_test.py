@@ -173,9 +173,14 @@ def test_what_is_wrong_with_a_page_is_found(tmp_path, page):
 
 
 def test_a_recording_shows_every_line_at_its_time():
-    text = make_recording.svg([(1.0, "a < b"), (2.0, "x" * 200)])
-    assert text.count("<text") == 1 + 3 + 1
-    assert 'a &lt; b<set attributeName="opacity" to="1" begin="6.00s"' in text
+    lines = [(1.0, "first"), (2.0, "a < b"), (3.0, "x" * 200)]
+    text = make_recording.svg(lines)
+    assert text.count("<text") == 1 + 4 + 1
+    hidden = '<set attributeName="opacity" to="0" begin="0s" dur="6.00s"/>'
+    assert f"a &lt; b{hidden}</text>" in text and "first</text>" in text
+    most = make_recording.MOST
+    assert make_recording.svg(lines * most).count("<text") == most
     committed = (ROOT / "docs/recording.svg").read_text()
+    assert committed.count("<text") <= most and 'opacity="0"' not in committed
     assert make_recording.COMMAND in committed and "http://" not in committed[40:]
     assert len(committed) < 200_000

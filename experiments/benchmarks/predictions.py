@@ -10,7 +10,7 @@ the mean and the worst error of the memory, how well the order of the times agre
 (Kendall's tau), how far the layout that the planner takes is from the best one of an
 exhaustive set, and between what found values lie over predicted ones for each kind of
 layouts (`meshpar.planner.uncertainty`). --markdown prints the table of
-docs/planning.md.
+docs/measured_plans.md.
 """
 
 from collections.abc import Iterable, Sequence

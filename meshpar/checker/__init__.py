@@ -1,4 +1,4 @@
-"""Checks of any jax step, compiled: its traffic, its memory, and what is amiss."""
+"""Checks of any compiled jax step: its traffic, its memory, and its mistakes."""
 
 from meshpar.checker.check import check as check
 from meshpar.checker.finding import Finding as Finding

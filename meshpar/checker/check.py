@@ -1,4 +1,4 @@
-"""`check`: what a compiled step moves and holds, and what is amiss in it."""
+"""`check`: the traffic, the memory and the mistakes of a compiled step."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ def check(
     threshold: float | int = 0.01,
     **keywords: Any,
 ) -> Report:
-    """Checks a step of any jax program: its traffic, its memory, what is amiss.
+    """Checks a step of any jax program: its traffic, its memory, its mistakes.
 
     The step is compiled; it runs only to be compared with `against`.
 

@@ -94,7 +94,7 @@ def on_mesh(
         if own.axis_names != mesh.axis_names:
             raise MeshparError(
                 f"against= has the axes {mesh.axis_names}, and the step's mesh "
-                f"{own.axis_names}: give a mesh with the same ones"
+                f"{own.axis_names}: give a mesh with the same axes"
             )
         return Mesh(mesh.devices, own.axis_names, axis_types=own.axis_types)
 

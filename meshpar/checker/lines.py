@@ -15,7 +15,7 @@ from meshpar.jaxprs.walk import inner_jaxprs
 
 
 def definition(facts: Facts) -> str:
-    """The line at which the step is defined, that of its decorators; "" if unknown."""
+    """The line of the step's definition, or of its first decorator; "" if unknown."""
     return defined_at(facts.jaxpr) if facts.jaxpr is not None else ""
 
 

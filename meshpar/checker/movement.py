@@ -1,4 +1,4 @@
-"""Rules of collectives: what is moved without need, twice, too wide or in pieces."""
+"""Rules of collectives: moves without need, twice, too wide or in pieces."""
 
 import collections
 import math

@@ -1,4 +1,4 @@
-"""Rules of arguments: what is replicated, what is idle, what is not given away."""
+"""Rules of arguments: replicated arrays, idle axes, buffers that are not donated."""
 
 import collections
 import math

@@ -1,4 +1,4 @@
-"""Shapes of one device, compared with those of the state: weights and gradients."""
+"""Shapes of one device, compared with the shapes of weights and gradients."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-r"""Checks any jax step: what it moves and holds, and what is amiss, line by line.
+r"""Checks any jax step: its traffic, its memory and its mistakes, line by line.
 
     meshpar check my_step.py:make_step --topology=v5e:4x4 --html=step.html
 

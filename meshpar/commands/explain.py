@@ -1,4 +1,4 @@
-r"""Explains what a layout does to a model: specs, memory, collectives, warnings.
+r"""Explains a model under a layout: specs, memory, collectives, warnings.
 
     meshpar explain my_run.py:gpt --layout="fsdp=16,remat=full" \
         --batch_size=16 --topology=v5e:4x4 --html=report.html

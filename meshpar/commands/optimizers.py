@@ -19,7 +19,7 @@ def _matrices(params: Any) -> Any:
 
 
 def layer_of(path: tuple, _: Any = None) -> str:
-    """The first number in the path of a parameter, that of its layer, or "none"."""
+    """The number of a parameter's layer, the first in its path, or "none"."""
     found = re.search(r"\d+", "/".join(map(str, path)))
     return found.group() if found else "none"
 

@@ -1,4 +1,4 @@
-"""Contracts: the collectives that a step declares against those of its program."""
+"""Contracts: declared collectives of a step against the compiled program."""
 
 from meshpar.contracts.collective import Collective as Collective
 from meshpar.contracts.contract import Contract as Contract

@@ -1,4 +1,4 @@
-"""Contracts: the collectives that a step declares against those of its program.
+"""Contracts: declared collectives of a step against the compiled program.
 
 A `Contract` lists the declared collectives with kind, mesh axes, executions, bytes and
 purpose. `Contract.violations` compares them with the collectives of a compiled program

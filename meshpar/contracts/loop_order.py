@@ -1,4 +1,4 @@
-"""Finds collectives of a compiled program that may mix with those of a loop.
+"""Finds collectives of a compiled program that may mix with a loop's collectives.
 
 XLA:CPU starts operations that use the same communicator in the order of the schedule,
 but a loop counts as started with its first round. A collective that follows the loop

@@ -56,7 +56,7 @@ def verify(
         does not have.
     """
     if isinstance(program, Model):
-        raise MeshparError("verify takes a program: give what meshpar.lower returns")
+        raise MeshparError("verify takes a program: give that of meshpar.lower")
     if program.reason_not_equal:
         raise MeshparError(program.reason_not_equal)
     if jax.process_count() > 1:

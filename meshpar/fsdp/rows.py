@@ -32,7 +32,7 @@ def add_to_row(sums: Params, new: Params, row: Array, on: Array | None) -> Param
 
 
 def write_row(stack: Params, new: Params, row: Array) -> Params:
-    """Writes the gradient of one layer into its row of those of the whole stack."""
+    """Writes the gradient of one layer into its row of the whole stack's gradients."""
     return {
         path: lax.dynamic_update_index_in_dim(x, new[path], row, 0)
         for path, x in stack.items()

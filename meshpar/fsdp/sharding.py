@@ -21,7 +21,7 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ManualSharding:
-    """Dims of one tensor that manual axes split, and those that automatic ones split.
+    """Dims of one tensor that manual axes split, and dims that automatic axes split.
 
     Attributes:
       splits: (dim, axes) of every dim that manual axes split.

@@ -1,4 +1,4 @@
-"""Splits a backward pass in two: the gradient of the input, then that of the weights.
+"""Splits a backward pass in two: the input's gradient, then the weights' gradients.
 
 Zero-bubble schedules run the second part (W) when a stage would be idle. The jaxpr is
 split: equations that the gradient of the input needs belong to the first part (B), the

@@ -276,7 +276,7 @@ class Zero:
         shardings: dict[str, ManualSharding],
         transport: Transport,
     ) -> Params:
-        """Gradients of the leaves from those of the whole weights."""
+        """Gradients of the leaves from the gradients of the whole weights."""
         early = self.reduces_early
         return reduce_scatter_grads(grads, shardings, transport) if early else grads
 

@@ -153,7 +153,7 @@ class Generator:
     def decode(
         self, params: Params, state: GenerationState, sampling: SamplingArrays
     ) -> tuple[GenerationState, jax.Array]:
-        """Runs one token of every sequence and draws the next ones.
+        """Runs one token of every sequence and draws the next tokens.
 
         Args:
           params: from `place`.

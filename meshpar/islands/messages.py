@@ -210,7 +210,7 @@ class Synced(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """Coordinator to server: all ranges are in place, so drop what is not yours."""
+    """Coordinator to server: all ranges are in place, so drop ranges of others."""
 
     epoch: int
 

@@ -15,7 +15,7 @@ from meshpar.islands.rules import Decoder
 
 
 class PushEncoder:
-    """Encodes what a worker pushes, and remembers the errors that it made.
+    """Encodes the pushes of a worker, and remembers the errors of encoding.
 
     Args:
       text: "f32", "bf16", "int8", "int4" or "topk:FRACTION".

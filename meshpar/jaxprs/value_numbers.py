@@ -39,7 +39,7 @@ class ValueNumbers(Interpreter[int]):
         return self.number("new", len(self._numbers))
 
     def constant(self, value: Any) -> int:
-        """The number of an array, equal for equal ones."""
+        """The number of an array; equal arrays have equal numbers."""
         if isinstance(value, jax.core.Tracer):
             return self.number("constant", id(value))
         x = np.asarray(jax.random.key_data(value) if is_key_array(value) else value)
@@ -59,7 +59,7 @@ class ValueNumbers(Interpreter[int]):
         return [self.number(operation, i) for i in range(len(eqn.outvars))]
 
     def operation(self, eqn: Any, operands: Sequence[int]) -> int:
-        """The number of an equation: equal for equal ones."""
+        """The number of an equation; equal equations have equal numbers."""
         own = id(eqn) if has_side_effects(eqn) else None
         read = operands_read(eqn, operands)
         return self.number(eqn.primitive, self.settings(eqn.params), own, *read)

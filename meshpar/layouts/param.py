@@ -12,7 +12,7 @@ LOAD_DIM = "expert_load"
 
 
 def follows_load(names: tuple[Any, ...] | None) -> bool:
-    """Whether dim names are those of a bias that balances experts (`ops.experts`).
+    """Whether dim names belong to a bias that balances experts (`ops.experts`).
 
     Its gradient is the load of each expert, and no slope of the loss: it is exact only
     in the parameter's own dtype, and counts for no norm of gradients.

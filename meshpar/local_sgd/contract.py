@@ -1,4 +1,4 @@
-"""Contracts of local SGD: declared collectives against those of its compiled steps."""
+"""Contracts of local SGD: declared collectives against its compiled steps."""
 
 import functools
 from collections.abc import Callable

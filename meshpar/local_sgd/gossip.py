@@ -121,7 +121,7 @@ def neighbour_distances(matrix: np.ndarray) -> list[int]:
 def mix_with_neighbours(
     x: Array, matrix: np.ndarray, axis: str, compression: Compression
 ) -> Array:
-    """One round of gossip: this replica's share of x plus those of its neighbours.
+    """One round of gossip: this replica's share of x plus its neighbours' shares.
 
     Communication: one encoded x sent per neighbour. Call inside shard_map.
 

@@ -28,7 +28,7 @@ def check_arguments(
     """
     if not isinstance(model, Model):
         raise MeshparError(
-            f"model={model!r}: use what meshpar.from_nnx or meshpar.from_linen returns"
+            f"model={model!r}: use a model of meshpar.from_nnx or meshpar.from_linen"
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise MeshparError(
@@ -56,7 +56,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def check_leaves(batch: Any) -> None:
-    """Raises MeshparError for leaves of a batch that are no arrays or abstract ones."""
+    """Raises MeshparError for leaves of a batch that are no arrays, abstract or not."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise MeshparError(

@@ -137,7 +137,7 @@ def _whole_weights(
 def optimizer_bounds(
     axes: tuple[str, ...], ways: int, number: int, reach: Reach
 ) -> Iterator[DeclaredCollective]:
-    """Bounds what a compiler moves for the global norm and the optimizer.
+    """Bounds the traffic that a compiler adds for the global norm and the optimizer.
 
     Args:
       axes: all axes of one replica that are in use.

@@ -98,7 +98,7 @@ class Lowering:
         return self.gradients(state, batch)
 
     def mean_gradients(self, sums: Params, totals: Totals) -> Params:
-        """The gradients of `gradients` from those of `gradient_sums`, by element."""
+        """The gradients of `gradients` from the sums of `gradient_sums`, by element."""
         del totals
         return sums
 
@@ -191,7 +191,7 @@ class Lowering:
 
     @property
     def reason_not_equal(self) -> str:
-        """Why the steps do not equal those of one device on purpose; "" if they do."""
+        """Why the steps differ from one device on purpose; "" if they are equal."""
         return ""
 
     def bounds(
@@ -209,7 +209,7 @@ class Lowering:
             yield from optimizer_bounds(axes, self.ways(axes), number, reach)
 
     def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
-        """Where what a step writes is not as the formula of its layout says."""
+        """Differences between a step's collectives and the formula of its layout."""
         del written
         return []
 
@@ -224,7 +224,7 @@ class Lowering:
 
     @property
     def axes_in_use(self) -> tuple[str, ...]:
-        """Axes larger than 1, but for that of replicas: no step crosses it."""
+        """Axes larger than 1 without the axis of replicas, which no step crosses."""
         steps = (axis for axis in self.mesh.axis_names if axis not in self.replica_axes)
         return in_use(steps, self.mesh.shape)
 

@@ -35,7 +35,7 @@ def batch_specs(layout: Layout, batch: Any, axes: Collection[str]) -> Any:
 
 
 def abstract_batches(batch: Any, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
-    """The abstract global batch, and that of one replica, with shardings.
+    """The abstract global batch and one replica's batch, with shardings.
 
     Args:
       batch: pytree of arrays or ShapeDtypeStructs [batch, ...], the global shapes.
@@ -260,7 +260,7 @@ def natural_batch(batch: Any, order: str, context: int) -> Any:
 
 
 def other_batch(batch: Any, num_parts: int, layout: Layout, mesh: Mesh) -> BatchPlacer:
-    """Places a batch of another structure or size than that of training.
+    """Places a batch of another structure or size than batches of training.
 
     Args:
       batch: pytree of host arrays, this process's rows.

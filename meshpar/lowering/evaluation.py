@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def of(cls, lowering: Lowering, num_rows: int, whole: int) -> "Evaluation":
-        """The evaluation of batches with `num_rows`; `whole` are those of training."""
+        """The evaluation of batches with `num_rows`; `whole` is training's number."""
         layout = lowering.layout
         if num_rows == whole:
             return cls(lowering, layout)

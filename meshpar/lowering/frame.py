@@ -109,7 +109,7 @@ class Frame:
 
     @property
     def all_manual_axes(self) -> tuple[str, ...]:
-        """The manual axes, and that of replicas around them."""
+        """The manual axes, and the axis of replicas around them."""
         return (*self.replica_axes, *self.manual_axes)
 
     @functools.cached_property
@@ -245,7 +245,7 @@ class Frame:
             return jax.tree.map(self.vary, totals)
 
     def over_devices(self, totals: Totals) -> Totals:
-        """From the totals of every device to those of the whole batch."""
+        """Adds up the totals of all devices to the totals of the whole batch."""
         return totals.over(self.manual_axes)
 
     def stage_weights(self, dtype: Any = None) -> Shapes:

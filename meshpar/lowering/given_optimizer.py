@@ -32,8 +32,8 @@ def check_one_optimizer(optimizer: Any, mode: str) -> None:
     """
     if optimizer is not None and mode:
         raise MeshparError(
-            f"{mode}: each has an optimizer state of its own, which is not that of a "
-            "plain loop; leave optimizer out"
+            f"{mode}: each has an optimizer state of its own, and a plain loop has "
+            "another one; leave optimizer out"
         )
 
 

@@ -148,7 +148,7 @@ class Inspection:
 
     @property
     def order_violations(self) -> list[str]:
-        """Collectives that may mix with those of a loop, though they should wait."""
+        """Collectives that may mix with a loop's collectives, and should wait."""
         return self._compilation.order_violations
 
     @functools.cached_property

@@ -45,7 +45,7 @@ class JitLowering(Lowering):
     def bounds(
         self, batch: Any, written: Sequence[DeclaredCollective]
     ) -> Iterator[DeclaredCollective]:
-        """Collectives that compilers add to those of a step: no bound holds."""
+        """Collectives that compilers add to a step under jit: without a bound."""
         yield from super().bounds(batch, written)
         yield from self.declared_freely()
 

@@ -25,7 +25,7 @@ class RowNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """Converts between parameters as stored, layers stacked, and those of the model.
+    """Converts between stored parameters, layers stacked, and the model's own.
 
     Attributes:
       rows: {path of a stack: the model's path of each row, None for padding}. What is
@@ -92,7 +92,7 @@ class LayerRows:
         return found
 
     def grouped(self, flat: Mapping[str, Any], leaves: list[Any]) -> dict[str, Any]:
-        """Numbers of leaves by path as stored, those of one stack together.
+        """Numbers of leaves by stored path, the leaves of one stack together.
 
         Rows that do not all have leaves of the same shapes have keys of their own.
 

@@ -82,7 +82,7 @@ def trace_layer(
 def trace_unpadded(
     layered: LayeredModel, plan: Plan, mesh: Mesh, batch: Any
 ) -> TracedLayer:
-    """`trace_layer` without padding in what is saved; takes the same arguments."""
+    """`trace_layer` without padding in saved values; takes the same arguments."""
     remat = plan.layout.remat
     policies = {policy for policy, _ in segments(remat, layered.depth)}
     # Only pipelines split the backward pass of a layer.
@@ -159,7 +159,7 @@ def _one_stage(mesh: Mesh) -> Mesh:
 def with_padding(
     traced: TracedLayer, splits_features: bool, device: jax.Device
 ) -> TracedLayer:
-    """Adds the padding of what a layer saves, under layouts whose programs pad it.
+    """Adds the padding of a layer's saved values, where programs pad them.
 
     TPUs pad the last dim of an array to whole lanes. Compilers put another dim last
     where padding would double an array, but for the results of matmuls that a policy of
@@ -263,7 +263,7 @@ def logits_ways(layered: LayeredModel, plan: Plan) -> int:
 def held_at_times(
     traced: TracedLayer, layered: LayeredModel, plan: Plan, mesh: Mesh
 ) -> dict[str, int]:
-    """Fields of `memory.Held`: what layers and head hold beside what the trace shows.
+    """Fields of `memory.Held`: memory of layers and head that the trace does not show.
 
     A whole activation, which matmuls over `tensor` gather; it is in the trace where
     nothing is rematerialized. Logits of a block, where the platform writes them.

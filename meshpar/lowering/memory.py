@@ -73,7 +73,7 @@ its sums in float32 take."""
 _SCATTERED = 6.7
 """Copies of the largest gradient of a pipeline while it is scattered.
 
-All are fitted to the peaks of compiled programs (docs/planning.md).
+All are fitted to the peaks of compiled programs (docs/measured_plans.md).
 """
 
 

@@ -262,7 +262,7 @@ class Program:
             raise MeshparError(
                 f"{given} rows on this process, which holds {here} of the {whole} of a "
                 "batch: give evaluate rows=N, the number of rows over all processes, "
-                "and this process's ones, program.rows_of(N)"
+                "and the rows program.rows_of(N) of this process"
             )
         rows = rows or (whole if given == here else given)
         return self._placed_arrays.add(self._placer(rows).place(batch))

@@ -60,7 +60,7 @@ def declared_weights(
 def bounded_exchanges(
     frame: Frame, dims: RowDims, changes: int, batch: Any
 ) -> Iterator[DeclaredCollective]:
-    """Bounds what a compiler moves between these layers and others, in one step.
+    """Bounds the compiler's traffic between these layers and others, in one step.
 
     Activations whose length no axis splits are whole between layers.
 

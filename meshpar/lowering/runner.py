@@ -81,7 +81,7 @@ class Runner:
 
     @property
     def reason_not_equal(self) -> str:
-        """Why the steps do not equal those of one device; "" if they do."""
+        """Why the steps differ from one device; "" if they are equal."""
         return ""
 
     def declared_reductions(self) -> Iterator[DeclaredCollective] | None:

@@ -138,7 +138,7 @@ class ShardMapLowering(Lowering):
 
     @property
     def reason_not_equal(self) -> str:
-        """Why the steps do not equal those of one device on purpose; "" if they do."""
+        """Why the steps differ from one device on purpose; "" if they are equal."""
         return self.runner.reason_not_equal
 
     def bounds(
@@ -159,7 +159,7 @@ class ShardMapLowering(Lowering):
         yield from runner.declared_row_moves(runner.row_passes)
 
     def formula_violations(self, written: Sequence[WrittenCollective]) -> list[str]:
-        """Where what a step writes for weights and gradients is not by `formula`.
+        """Differences between written traffic of weights and gradients and `formula`.
 
         What gives no purpose is in no formula.
         """

@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
         return TrainState(step, self.seed, params, optimizer_state)
 
     def with_params(self, params: Params) -> "TrainState":
-        """This state with the variables of another one, its own step and optimizer.
+        """This state with other variables, and its own step and optimizer state.
 
         Two programs train one set of variables in turn so. The next step donates the
         variables, so that the state they come from needs new ones before its next step.

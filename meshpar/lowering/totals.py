@@ -102,7 +102,7 @@ class Totals(NamedTuple):
         return _by_leaf(jnp.add, jnp.maximum, self, other)
 
     def divided(self, copies: int) -> "Totals":
-        """The totals of a batch from those of several copies of it."""
+        """The totals of a batch from the totals of several copies of it."""
         if copies == 1:
             return self
         once = functools.partial(jax.tree.map, lambda x: x / copies)

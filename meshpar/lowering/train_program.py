@@ -261,7 +261,7 @@ class TrainProgram(Program):
         return evaluation | training
 
     def close(self) -> None:
-        """Ends what a mode runs beside the steps; the program is not used any more."""
+        """Ends threads and processes of a mode; the program is not used any more."""
 
     @property
     def lowered(self) -> jax.stages.Lowered:

@@ -25,7 +25,7 @@ _CPU = Chip(
     tile=(1, 1),
     gathers_beside_compute=False,
 )
-"""A core of a computer, as measured on one (docs/planning.md)."""
+"""A core of a computer, as measured on one (docs/measured_plans.md)."""
 
 _CPU_FRESH_BANDWIDTH = 3.3e9
 """Bytes per second and core at which a system gives memory to a program, page by page,
@@ -99,7 +99,7 @@ _NARROW = {"v5e": 1.2, "v5p": 3.5, "v6e": 6.0}
 """{chip: how many times as long at its peak narrow matmuls take in addition}.
 
 For v5e, v5p and v6e both are fitted to the cycles that their compilers state
-(docs/planning.md), which do not tell what else slows down real chips.
+(docs/measured_plans.md), which do not tell what else slows down real chips.
 """
 
 

@@ -49,7 +49,7 @@ def after(
 
 
 def in_turn(first: Any, later: T) -> T:
-    """Makes the arrays of a tree wait for those of another, where platforms need it.
+    """Makes the arrays of a tree wait for another tree's, where platforms need it.
 
     No device reads what another one holds, so automatic axes may split the arrays.
 

@@ -90,7 +90,7 @@ def stand_ins(text: str) -> list[jax.Device]:
     if len(cpus) < count:
         raise MeshparError(
             f"topology={text!r}: {install}; or simulate {count} CPU devices "
-            f"(meshpar.simulate({count})), and programs for these are read"
+            f"(meshpar.simulate({count})), whose programs are read instead"
         )
     return cpus[:count]
 

@@ -245,7 +245,6 @@ def _every_row(name: str, x: Any, rows: int) -> np.ndarray:
     if (x != x.flat[0]).any():
         raise MeshparError(
             f"the optimizer state {name} does not start with one number everywhere; "
-            "give the state that program.init returns, or an optimizer such as "
-            "optax.adagrad"
+            "give the state of program.init, or an optimizer such as optax.adagrad"
         )
     return np.full((rows, *x.shape[1:]), x.flat[0])

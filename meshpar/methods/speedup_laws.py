@@ -78,7 +78,7 @@ class Weak:
         return self.one_device * num_devices / self.speedup(num_devices)
 
     def speedup(self, num_devices: float) -> float:
-        """Scaled speedup: work per second, over that of one device."""
+        """Scaled speedup: work per second, over the work per second of one device."""
         return num_devices - self.serial * (num_devices - 1)
 
 

@@ -136,7 +136,7 @@ class LayerGroups:
         return f"{self.prefix}{number}/" if self.period > 1 else self.prefix
 
     def stacked_params(self, params: Mapping[str, Param]) -> dict[str, Param]:
-        """{path: Param} with the layers stacked, from that of the module."""
+        """{path: Param} with the layers stacked, from the module's {path: Param}."""
         stacked = self._others(params)
         for number, own in enumerate(self.by_layer(params)[: self.period]):
             for rest, param in own.items():
@@ -160,7 +160,7 @@ class LayerGroups:
         return rows
 
     def stacked(self, variables: Params) -> Params:
-        """{path: array} with the layers stacked, from that of the module."""
+        """{path: array} with the layers stacked, from the module's {path: array}."""
         by_layer = self.by_layer(variables)
         stacked = self._others(variables)
         for number in range(self.period):
@@ -199,7 +199,7 @@ def _period(layers: str, kinds: Sequence[Any]) -> int:
         raise MeshparError(
             f"layers={layers!r}: its {depth} layers are not equal, nor a pattern that "
             f"repeats: layer {differing} differs from layer 0 in its attributes, "
-            "shapes or dim names, or in what is trained. Leave layers out, or make the "
+            "shapes, dim names or trained parameters. Leave layers out, or make the "
             "layers equal"
         )
     return period

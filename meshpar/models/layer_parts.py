@@ -132,7 +132,7 @@ class Parts:
         return tuple(self.program.evaluate(self.chain.context, known))
 
     def head(self, inputs: Sequence[Array], x: LayerCall) -> LossResult:
-        """The result of the loss function, from what the last layer returned.
+        """The result of the loss function, from the results of the last layer.
 
         Raises:
           MeshparError: x comes from another trace that reads other values of layers.
@@ -164,14 +164,14 @@ def _check_known(named: Named, marked: MarkedProgram, atoms: Sequence[Atom]) -> 
         if not known.issuperset(slots_of(step.operands)):
             raise MeshparError(
                 f"layers={named.layers!r}: the loss reads at "
-                f"{compat.user_line(step.eqn)} what nn.scan computes beside its "
-                "layers; compute it in the layer, or leave layers out (layers='')"
+                f"{compat.user_line(step.eqn)} a value that nn.scan computes beside "
+                "its layers; compute it in the layer, or leave layers out (layers='')"
             )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Chain:
-    """Calls of layers, each with what the one before returned.
+    """Calls of layers, each with the values that the layer before returned.
 
     Attributes:
       calls: the calls.
@@ -294,8 +294,8 @@ def _check_alike(named: Named, calls: Sequence[Marked]) -> None:
         if call.num_first != first.num_first:
             raise MeshparError(
                 f"{first.layer} takes {first.num_first} arrays of activations and "
-                f"{call.layer} {call.num_first} arrays, what the one before returned: "
-                "hand on the activations alone, and use the rest outside the layers"
+                f"{call.layer} {call.num_first} arrays, as the layer before returned: "
+                "hand on the activations alone, and use other values outside the layers"
             )
         if call.configuration != first.configuration:
             raise MeshparError(
@@ -340,8 +340,8 @@ def _places(named: Named, marked: MarkedProgram, column: int) -> tuple[int, ...]
             "returned;"
         )
         raise MeshparError(
-            f"layers={named.layers!r}: {problem} each layer takes what the one before "
-            "returned"
+            f"layers={named.layers!r}: {problem} each layer takes the values that the "
+            "layer before returned"
         )
     return found
 

@@ -185,7 +185,7 @@ class Layers:
     def read_by(
         self, outputs: Sequence[Atom]
     ) -> tuple[tuple[Reads, ...], dict[Slot, Place]]:
-        """(what is read of each column, {slot: where the head finds it}).
+        """(values that are read of each column, {slot: where the head finds it}).
 
         Args:
           outputs: results of the loss function.
@@ -371,7 +371,7 @@ def check_inputs(
             first = next(s for s in parameters if slot in dependents(steps, [s]))
             number, path = parameters[first]
             raise MeshparError(
-                f"what {names[0]} is called with depends on the parameter {path} of "
+                f"an argument of {names[0]} depends on the parameter {path} of "
                 f"{names[number or 0]}; give the model a parameter of its own outside "
                 "the layers, or leave layers out (layers='')"
             )

@@ -99,7 +99,7 @@ class LinenLayers:
                         f"layers={self.layers!r}: the loss function asks for "
                         f"mutable={collection!r}, which layers fill; layers that "
                         "meshpar runs one by one return their activations alone. "
-                        "Leave that out, or leave layers out"
+                        f"Leave mutable={collection!r} out, or leave layers out"
                     )
             own = _configuration(_without_variables(module), self.ignored)
             return on_call(number, own, args, kwargs)

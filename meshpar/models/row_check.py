@@ -122,7 +122,7 @@ def _same(first: RowTraces, second: RowTraces) -> bool:
 
 
 def averaged_state(state: dict[str, Any], split: Split) -> frozenset[str]:
-    """Paths of the state whose new value is the mean of what the parts make of it.
+    """Paths of the state whose new value is the mean of the parts' values.
 
     Other state does not depend on the batch: each part makes the same of it.
 

@@ -57,9 +57,9 @@ def row_dims(layered: LayeredModel, params: Any, batch: Any, why: str) -> RowDim
                 returns = "embed" if name == "x" else name
                 at = jax.tree_util.keystr(keys)
                 raise LayoutError(
-                    f"{why} splits the rows of activations between devices, and what "
-                    f"`{returns}` returns{at and f' at {at}'} holds no rows in a dim "
-                    "of their own; leave it out, or keep them in one"
+                    f"{why} splits the rows of activations between devices, and the "
+                    f"result of `{returns}`{at and f' at {at}'} has no dim that holds "
+                    f"the rows alone; leave {why} out, or keep the rows in such a dim"
                 )
     return dims
 

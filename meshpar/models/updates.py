@@ -32,10 +32,10 @@ def check_updates(updates: Params, params: Mapping[str, Param]) -> None:
         if not before.is_state:
             raise MeshparError(
                 f"the loss function changes the parameter {path!r}; parameters change "
-                "by the optimizer alone. Keep what changes otherwise in a variable "
-                "that is no parameter: an nnx.Variable, or another collection in "
-                "Linen. (nnx.SpectralNorm and nnx.WeightNorm write into the layer that "
-                "they wrap; those of Linen do not)"
+                "by the optimizer alone. Keep a value that changes otherwise in a "
+                "variable that is no parameter: an nnx.Variable, or another collection "
+                "in Linen. (nnx.SpectralNorm and nnx.WeightNorm write into the layer "
+                "that they wrap; those of Linen do not)"
             )
         after = f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}"
         numbers = jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""Messages of the start: what a process says as it arrives, and what it is told.
+"""Messages of the start: from a process that arrives, and the answers to it.
 
 One reader serves all of them, and takes exactly what the fields say: every key once and
 no other, whole numbers that are no floats and no booleans, short texts.

@@ -57,7 +57,7 @@ class LayerOrder:
         return self._map_stacked(self.partition.store, tree, self.partition.depth)
 
     def abstract_in_model_order(self, tree: Any) -> Any:
-        """ShapeDtypeStructs [depth, ...] from those of leaves as stored.
+        """ShapeDtypeStructs [depth, ...] from the structs of stored leaves.
 
         `pipe` splits the depth if it divides it; otherwise each stage has all layers.
         """

@@ -89,8 +89,8 @@ def check_vocabulary(
     if differing:
         raise LayoutError(
             f"vocab=pipe: {differing[0]} depends on the logits otherwise than through "
-            "vocabulary.token_losses, and a stage has one slice of them; leave that "
-            "out, or use vocab=edge"
+            "vocabulary.token_losses, and a stage has one slice of the logits; leave "
+            f"{differing[0]} out, or use vocab=edge"
         )
     whole_sizes = {
         leaf.shape[dim]

@@ -41,7 +41,7 @@ holds, for each that it saves, and in the head for each byte of its weight, of w
 float32 copies and a gradient are written and read block by block; for each byte of
 weights and gradients, and of activations over `tensor`, that the device sends, which is
 sliced, copied and added to. All are fitted to the cycles that compilers state
-(docs/planning.md)."""
+(docs/measured_plans.md)."""
 
 _HELD_ON_GPUS, _BACKWARD_OF_CUDNN = 0.87, 2.5
 """Bytes for each byte that a layer holds, fitted to steps measured on cards
@@ -51,11 +51,11 @@ it computes the scores again."""
 _GROUPED = {"forward": (1.1, 6.0), "backward": (2.5, 28.0)}
 """{pass: bytes that it moves for each byte of the rows that grouped matmuls read and
 write, and for each of the experts that ticks copy for them, whose gradients the
-backward pass adds}; fitted to qwen3-30b-a3b on v5e (docs/experts.md)."""
+backward pass adds}; fitted to qwen3-30b-a3b on v5e (docs/measured_experts.md)."""
 
 _EXPOSED_OF_RINGS = 0.25
 """Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
-to llama2-7b on v5e (docs/planning.md)."""
+to llama2-7b on v5e (docs/measured_plans.md)."""
 
 
 _NO_TERMS = "wire_bytes", "kernels"

@@ -22,7 +22,7 @@ reduce_scatters each way, and two more for the gradients of weights that read th
 
 _EXPOSED_OF_STEPS = 0.08
 """Of the time of gathers over `fsdp`, then `tensor`, what outlasts the compute beside
-them; fitted to llama-1b and llama2-7b on v5e and v5p (docs/planning.md)."""
+them; fitted to llama-1b and llama2-7b on v5e and v5p (docs/measured_plans.md)."""
 
 
 class Traffic(NamedTuple):

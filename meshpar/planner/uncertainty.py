@@ -1,7 +1,7 @@
 """Errors of predictions, measured on compiled programs.
 
-The ranges hold for kinds of layouts, and are those of the programs in docs/planning.md,
-which `experiments.benchmarks.predictions` prints.
+The ranges hold for kinds of layouts, and are those of the programs in
+docs/measured_plans.md, which `experiments.benchmarks.predictions` prints.
 """
 
 import dataclasses

@@ -160,7 +160,7 @@ OWN_KEY_REMEDY = (
 
 
 def failed(error: Exception) -> Mixed:
-    """The value of what the analysis cannot follow because of an error of its own."""
+    """The value of a step that the analysis cannot follow by an error of its own."""
     return Mixed(
         f"meshpar's analysis of rows fails at it ({type(error).__name__}: {error}), "
         "which is an error of meshpar, not of the loss",

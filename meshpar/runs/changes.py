@@ -26,7 +26,7 @@ class Changes(NamedTuple):
 
 
 def changes(saved: Mapping[str, Any], config: RunConfig) -> Changes:
-    """Compares a checkpoint's configuration with that of a run.
+    """Compares a checkpoint's configuration with a run's configuration.
 
     Args:
       saved: the configuration as a checkpoint stores it.
@@ -48,7 +48,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> Changes:
 
 
 def changed_files(saved: Mapping[str, str] | str, now: Mapping[str, str]) -> list[str]:
-    """Files of the user's code that differ from those of a checkpoint, in words.
+    """Files of the user's code that differ from a checkpoint's, in words.
 
     Args:
       saved: {file: hash} of the checkpoint; earlier versions kept the hash of the

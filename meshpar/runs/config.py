@@ -79,7 +79,7 @@ _NEUTRAL = {
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(abc.ABC):
-    """The settings of a run, whatever it trains; subclasses add those of a recipe.
+    """The settings of any run; subclasses add the settings of a recipe.
 
     Attributes:
       recipe: name of the recipe that made it.
@@ -139,7 +139,7 @@ class RunConfig(abc.ABC):
 
     @abc.abstractmethod
     def prepared(self) -> tuple[Self, Run]:
-        """The configuration with what the data says, and what it trains.
+        """The configuration completed by the data, and the run that it trains.
 
         Raises:
           MeshparError: data, model or optimizer that do not fit.
@@ -147,7 +147,7 @@ class RunConfig(abc.ABC):
 
     @property
     def code(self) -> Mapping[str, str]:
-        """{file: hash} of the user's code that makes the run, that of the recipe first.
+        """{file: hash} of the user's code that makes the run, the recipe's file first.
 
         Recipes of this version have none.
         """

@@ -24,7 +24,7 @@ class Fallbacks:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of processes below that of the whole run."""
+        """Numbers of processes that are below the number of the whole run."""
         return tuple(self.layouts)[1:]
 
     def check(self, lower: Callable[[Layout], object], most: int) -> None:

@@ -23,7 +23,7 @@ from meshpar.runs.run import Run
 
 
 def compute_dtype(config: RunConfig) -> Any:
-    """The dtype of the computation; None for that of the weights."""
+    """The dtype of the computation; None for the dtype of the weights."""
     return jnp.bfloat16 if config.compute_dtype == "bfloat16" else None
 
 

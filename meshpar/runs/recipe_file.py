@@ -28,7 +28,7 @@ from meshpar.settings import entries, range_of
 
 @dataclasses.dataclass(frozen=True)
 class RecipeConfig(RunConfig):
-    """The settings of a recipe of your own: those of every run, and its arguments."""
+    """The settings of a recipe of your own: every run's settings, and its arguments."""
 
     FUNCTION: ClassVar[Callable[..., Run]]
     """The function, as the recipe's file has it."""

@@ -24,7 +24,7 @@ _PLAIN = ("clip_norm", "units", "length", "flops", "identity", "axis_names")
 
 
 def facts(run: Run) -> dict[str, str]:
-    """{name: text} of what a run is made of, as far as it can be read at once.
+    """{name: text} of the parts of a run, as far as they can be read at once.
 
     Args:
       run: the run, checked.
@@ -63,6 +63,6 @@ def check(recipe: str, before: Mapping[str, str], again: Mapping[str, str]) -> N
     raise ConfigError(
         f"{recipe} gives something else when it is asked again with the same settings: "
         f"{names[0]}: {shown(first)}, then {shown(last)}{others}. It reads {CAUSES}, "
-        "and a run that stops could not go on: make everything of the settings, with "
-        "random numbers of a seed, such as np.random.default_rng(seed)"
+        "and a run that stops could not go on: make everything from the settings, with "
+        "random numbers from a seed, such as np.random.default_rng(seed)"
     )

@@ -167,7 +167,7 @@ def _check_evaluation(config: RunConfig, run: Run) -> None:
     )
     if shapes != other:
         raise DataError(
-            f"batches to evaluate on are {shown(str(other))}, and those to train on "
+            f"batches to evaluate on are {shown(str(other))}, and batches to train on "
             f"{shown(str(shapes))}; give both the same leaves and shapes"
         )
 

@@ -176,7 +176,7 @@ def _changed_identity(
             raise ConfigError(
                 f"the run in {setup.folder} has {name}={before}, and the same files "
                 f"with the same settings now give {name}={after}: they read {CAUSES}. "
-                "Make everything of the settings and use another --workdir, or add "
+                "Make everything from the settings and use another --workdir, or add "
                 "--allow_changes to go on with other samples"
             )
         if not allowed:

@@ -184,7 +184,7 @@ def test_a_step_is_equal_to_itself_on_another_mesh(arguments):
         "EQUAL to the same step on {'rows': 2}: 1 steps, 2 tensors"
     )
     other = jax.sharding.Mesh(jax.devices()[:2], ("columns",))
-    with pytest.raises(MeshparError, match="give a mesh with the same ones"):
+    with pytest.raises(MeshparError, match="give a mesh with the same axes"):
         meshpar.check(jax.jit(held), *arguments, against=other)
 
 

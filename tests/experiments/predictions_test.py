@@ -1,4 +1,4 @@
-"""Predictions stay as close to compiled programs as docs/planning.md says."""
+"""Predictions stay as close to compiled programs as docs/measured_plans.md says."""
 
 import collections
 import dataclasses

@@ -190,7 +190,7 @@ def test_a_loop_with_other_parameters_is_refused():
 
 
 def test_a_model_is_no_program():
-    with pytest.raises(MeshparError, match="give what meshpar.lower returns"):
+    with pytest.raises(MeshparError, match="give that of meshpar.lower"):
         meshpar.verify(meshpar.from_nnx(Net, loss), None, {}, BATCHES)
 
 

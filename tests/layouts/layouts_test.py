@@ -113,7 +113,7 @@ def test_former_and_new_name_of_an_option_together_are_an_error():
         ("params.mlp=fsdp+fsdp", ["once"]),
         (
             "data=2,save=residuals",
-            ["save=residuals with pipe=1", "for pipelines", "add pipe=N"],
+            ["save=residuals with pipe=1", "of pipelines", "add pipe=N"],
         ),
         ("pipe=2,schedule=1fb1", ["schedule='1fb1'", "did you mean '1f1b'"]),
         ("pipe=2,tick_loop=phase", ["tick_loop='phase'", "phases or uniform"]),

@@ -80,7 +80,7 @@ def test_a_layout_meets_each_record_of_its_own(refusal, case):
 
 
 OF_A_COMBINATION = [
-    (dict(layout="pipe=2", model=PLAIN), "pipe=2: that asks for layers", "data=2"),
+    (dict(layout="pipe=2", model=PLAIN), "pipe=2: this needs layers", "data=2"),
     (
         dict(layout="data=2", model=NORMALIZED, lowering="shard_map"),
         "changes norm/mean by the whole batch",

@@ -136,7 +136,7 @@ def test_a_mix_counts_runs_of_a_pattern():
 
 
 def test_a_mix_needs_layers():
-    words = r"remat=1\*full\+1\*none: that asks for layers, and the model has no"
+    words = r"remat=1\*full\+1\*none: this needs layers, and the model has no"
     with pytest.raises(LayoutError, match=words):
         lower("fsdp=2,remat=1*full+1*none", plain_model())
 

@@ -1,6 +1,6 @@
 """Every optimizer under every kind of layout equals a plain loop, or is refused.
 
-What is found stands in a table of docs/layouts.md. A row that differs is written anew,
+The outcomes stand in a table of docs/optimizers.md. A row that differs is written anew,
 and its test fails once.
 """
 
@@ -19,7 +19,7 @@ from meshpar.commands.optimizers import OPTIMIZERS
 from meshpar.errors import MeshparError
 from meshpar.explain.judge import PlainLoop
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "layouts.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "optimizers.md"
 STEPS = 3
 LAYOUTS = [
     "data=8",

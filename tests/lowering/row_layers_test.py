@@ -114,9 +114,9 @@ def test_replicas_that_train_apart_may_split_rows():
 
 
 def test_a_compiler_does_not_run_such_layers():
-    moves = "layers=fsdp: that moves weights.* lowering=jit; leave that out, or use"
+    moves = "layers=fsdp: this moves weights.* lowering=jit .*; leave it out, or use"
     for of, lowering, words in (
-        (plain_model(), "", "layers=fsdp: that asks for layers"),
+        (plain_model(), "", "layers=fsdp: this needs layers"),
         (model(), "jit", f"{moves} lowering=shard_map"),
     ):
         with pytest.raises(LayoutError, match=words):
@@ -155,7 +155,7 @@ def test_activations_hold_rows():
             p, x["x"], batch, key
         ),
     )
-    words = r"layers=fsdp splits the rows .* `embed` returns at \['scale'\] holds no"
+    words = r"layers=fsdp splits the rows .* `embed` at \['scale'\] has no dim"
     with pytest.raises(LayoutError, match=words):
         lower_stack(of)
 

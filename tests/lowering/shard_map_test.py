@@ -100,7 +100,7 @@ def test_weights_gathered_one_layer_ahead_are_declared(layout):
         (
             "fsdp=2,zero=2,prefetch=mlp",
             "",
-            "mlp with fsdp=2,zero=2: .*none is gathered",
+            "mlp with fsdp=2,zero=2: .*only zero=3",
         ),
         ("fsdp=2,prefetch=mlp", "jit", "prefetch=mlp: .*the compiler runs"),
     ],

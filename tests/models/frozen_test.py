@@ -150,7 +150,7 @@ def test_compute_dtype_casts_frozen_weights_but_not_integers():
     [
         ("nothing", "no parameter of the model is trained.*head/kernel"),
         ("quantized", "no parameter of the model is trained"),
-        ("blocks/1/", "layer 1 differs from layer 0.*or in what is trained"),
+        ("blocks/1/", "layer 1 differs from layer 0.*or trained parameters"),
         (nnx.Not(nnx.LoRAParam), "selects 'count', a Variable; only an nnx.Param"),
     ],
 )

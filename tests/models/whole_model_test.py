@@ -101,8 +101,8 @@ def test_collectives_do_not_grow_where_a_compiler_combines_256(layout):
 @pytest.mark.parametrize(
     "layout, options, words",
     [
-        ("tensor=8", {}, "tensor=8: that asks for layers, and the model has no"),
-        ("fsdp=8,remat=full", {}, "remat=full: that asks for layers"),
+        ("tensor=8", {}, "tensor=8: this needs layers, and the model has no"),
+        ("fsdp=8,remat=full", {}, "remat=full: this needs layers"),
         ("data=8", {"normalizes": True}, "changes norm/.* by the whole batch"),
         ("data=8", {"loss": spread}, "the loss is no mean over rows"),
     ],

@@ -129,5 +129,5 @@ def test_orders_that_do_not_fit_are_refused():
     short = {name: x[:, :8] for name, x in batch().items()}
     with pytest.raises(LayoutError, match=r"2\*context=16 parts of context_order"):
         meshpar.lower(model(), optax.sgd(0.1), "context=8", short)
-    with pytest.raises(LayoutError, match="striped: models of lowering=jit see whole"):
+    with pytest.raises(LayoutError, match="striped: under lowering=jit the model sees"):
         lower("context=4,context_order=striped", lowering="jit")

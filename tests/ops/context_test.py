@@ -252,13 +252,15 @@ def test_modes_are_words_of_layouts():
         layouts.parse("data=2,context_mode=ring")
     with pytest.raises(LayoutError, match="context_order='zag'.*zigzag"):
         layouts.parse("context=2,context_order=zag")
-    with pytest.raises(LayoutError, match="striped with context=1: .*split sequences"):
+    with pytest.raises(
+        LayoutError, match="striped with context=1: .*that context splits"
+    ):
         layouts.parse("context_order=striped")
     with pytest.raises(LayoutError, match="equal work in any order"):
         layouts.parse("context=2,context_mode=ulysses,context_order=zigzag")
     with pytest.raises(
-        LayoutError, match="context_heads=2 with .*allgather: .*for rings"
+        LayoutError, match="context_heads=2 with .*allgather: .*of rings"
     ):
         layouts.parse("context=4,context_heads=2")
-    with pytest.raises(LayoutError, match="with context=4: .*do not leave a ring"):
+    with pytest.raises(LayoutError, match="with context=4: .*no ring of devices"):
         layouts.parse("context=4,context_mode=ring,context_heads=4")

@@ -1,1 +1,1 @@
-"""Reports: what the commands print, draw and write for people."""
+"""Reports: tables, pictures and pages that the commands make for people."""

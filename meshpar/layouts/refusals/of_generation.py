@@ -23,7 +23,7 @@ OF_GENERATION: tuple[Refusal, ...] = (
         "generation",
         f"{REPLICA}=N",
         lambda c: ", ".join(sizes(c, REPLICA)),
-        "it holds replicas that differ, and generation has one model",
+        "its replicas differ, and generation needs one model",
         f"use {DATA} in place of {REPLICA}, after reading the average of the replicas",
         lambda c: [as_data(c, REPLICA)],
     ),
@@ -31,10 +31,10 @@ OF_GENERATION: tuple[Refusal, ...] = (
         f"offload={PARAMETERS}",
         "generation by a model's own loop over its layers",
         lambda c: "" if c.model.streams else ", ".join(offloads(c, PARAMETERS)),
-        "weights are to come to the device layer by layer, and the model's own loop "
-        "does not take them so",
+        "it brings weights to the device layer by layer, and the model's own loop over "
+        "its layers does not",
         "run its layers by meshpar.ops.over_layers and give a "
-        "meshpar.generation.CachedModel with streams=True, or leave that out",
+        "meshpar.generation.CachedModel with streams=True, or leave it out",
         lambda c: list(kept_resident(c))[-1:],
     ),
 )

@@ -61,8 +61,8 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         lambda c: both(
             c.settings(*PIPELINE_OPTIONS), [f"{PIPE}=1"] if c.layout.pipe == 1 else ()
         ),
-        "that is for pipelines",
-        f"add {PIPE}=N, or leave that out",
+        "this is an option of pipelines",
+        f"add {PIPE}=N, or leave it out",
         leaves_out(*PIPELINE_OPTIONS),
     ),
     Refusal(
@@ -72,8 +72,8 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
             c.settings(*_SPLIT_OPTIONS),
             [f"{CONTEXT}=1"] if c.layout.context == 1 else (),
         ),
-        "that is for split sequences",
-        f"add {CONTEXT}=N, or leave that out",
+        f"this is an option of sequences that {CONTEXT} splits",
+        f"add {CONTEXT}=N, or leave it out",
         leaves_out(*_SPLIT_OPTIONS),
     ),
     Refusal(
@@ -83,7 +83,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
             c.settings("context_heads") if c.layout.context > 1 else (),
             [f"context_mode={m}" for m in [c.layout.context_mode] if m != RING],
         ),
-        "that is for rings",
+        "this is an option of rings",
         f"use context_mode={RING}, or leave context_heads out",
         lambda c: [{"context_mode": RING}, left_out(c, "context_heads")],
     ),
@@ -91,7 +91,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         "context_heads",
         f"{CONTEXT}=N",
         _ring_heads,
-        "so many neighbours do not leave a ring of devices",
+        "with so many neighbours no ring of devices is left",
         f"use a smaller divisor of {CONTEXT}, or context_mode={ULYSSES}",
         lambda c: [
             {"context_mode": ULYSSES, "context_heads": 1},
@@ -105,7 +105,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
             c.settings("context_order") if c.layout.context_order != CONTIGUOUS else (),
             c.settings("context_mode") if c.layout.context_mode == ULYSSES else (),
         ),
-        "every device has whole sequences, and equal work in any order",
+        "every device has whole sequences there, and equal work in any order",
         "leave context_order out",
         leaves_out("context_order"),
     ),
@@ -121,7 +121,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         "offload",
         f"{PIPE}=N",
         lambda c: both(c.settings("offload"), sizes(c, PIPE)),
-        "stages split the layers that it moves one after the other",
+        "it moves one layer after the other, and stages split the layers",
         "leave one of the two out",
         leaves_out("offload"),
     ),
@@ -129,7 +129,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         "offload",
         f"{REPLICA}=N",
         lambda c: both(c.settings("offload"), sizes(c, REPLICA)),
-        "a state of every replica stays on its devices",
+        "every replica keeps its state on its devices",
         "leave one of the two out",
         leaves_out("offload"),
     ),
@@ -140,8 +140,8 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
             offloads(c, PARAMETERS),
             [f"zero={c.layout.zero_level}"] if c.layout.zero_level < 3 else (),
         ),
-        "weights are to come to the device layer by layer, and below zero=3 it holds "
-        "all of them",
+        "it brings weights to the device layer by layer, and below zero=3 the device "
+        "holds all of them",
         f"use zero=3, or leave {PARAMETERS} out",
         kept_resident,
     ),
@@ -149,7 +149,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         ROW_LAYERS,
         f"{TENSOR}=1",
         lambda c: both(row_layers(c), [f"{TENSOR}=1"] if c.layout.tensor == 1 else ()),
-        f"that is for the devices along {TENSOR}",
+        f"it says what layers use the axis {TENSOR} for, which has one device",
         f"add {TENSOR}=N, or leave layers out",
         leaves_out("layers"),
     ),
@@ -157,7 +157,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         ROW_LAYERS,
         f"{PIPE}=N, {EXPERT}=N, {CONTEXT}=N",
         lambda c: both(row_layers(c), sizes(c, PIPE, EXPERT, CONTEXT)),
-        f"beside these axes all layers split their features over {TENSOR}",
+        f"beside these axes every layer splits its features over {TENSOR}",
         "leave layers out",
         leaves_out("layers"),
     ),
@@ -168,8 +168,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
             row_layers(c),
             [f"zero={c.layout.zero_level}"] if c.layout.zero_level < 3 else (),
         ),
-        "such layers gather weights layer by layer, and below zero=3 none is gathered "
-        "so",
+        "such layers gather their weights one layer at a time, which only zero=3 does",
         "use zero=3, or leave layers out",
         lambda c: [{"zero": 3}, left_out(c, "layers")],
     ),
@@ -177,7 +176,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
         ROW_LAYERS,
         "offload",
         lambda c: both(row_layers(c), c.settings("offload")),
-        "layers that split rows keep all in the device's memory",
+        "layers that split rows keep everything in the device's memory",
         "leave one of them out",
         lambda c: [left_out(c, "layers"), left_out(c, "offload")],
     ),
@@ -199,7 +198,7 @@ OF_LAYOUTS: tuple[Refusal, ...] = (
             if c.layout.zero_level < 3 or c.layout.fsdp == 1
             else (),
         ),
-        "weights are to be gathered one layer ahead, and none is gathered layer by "
+        "it gathers weights one layer ahead, and only zero=3 gathers them layer by "
         "layer",
         f"use {FSDP}=N,zero=3, or leave prefetch out",
         lambda c: [{"zero": 3}] * (c.layout.fsdp > 1) + [left_out(c, "prefetch")],

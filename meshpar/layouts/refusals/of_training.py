@@ -166,8 +166,8 @@ OF_TRAINING: tuple[Refusal, ...] = (
         f"under lowering={SHARD_MAP} all but {DATA}, {FSDP}, zero and microbatches",
         "a model without layers",
         lambda c: ", ".join(c.settings(*_asks_for_layers(c))),
-        "that asks for layers, and the model has no layered form",
-        "name its layers by layers=, give from_nnx a meshpar.LayerStack, or leave that "
+        "this needs layers, and the model has no layered form",
+        "name its layers by layers=, give from_nnx a meshpar.LayerStack, or leave it "
         "out",
         _for_no_layers,
     ),
@@ -214,7 +214,7 @@ OF_TRAINING: tuple[Refusal, ...] = (
         "scan_unroll",
         f"lowering={JIT}",
         lambda c: ", ".join(c.settings("scan_unroll") if c.layered else ()),
-        f"the model runs its own layers with lowering={JIT}",
+        f"under lowering={JIT} the model runs its own layers",
         "leave scan_unroll out",
         lambda c: [left_out(c, "scan_unroll")],
         JIT,
@@ -223,9 +223,9 @@ OF_TRAINING: tuple[Refusal, ...] = (
         f"prefetch, {ROW_LAYERS}, offload of parameters or activations",
         f"lowering={JIT}",
         lambda c: ", ".join(_layer_by_layer(c) if c.layered else ()),
-        "that moves weights or activations layer by layer, and the compiler runs the "
-        f"layers of lowering={JIT}",
-        "leave that out",
+        "this moves weights or activations layer by layer, and under "
+        f"lowering={JIT} the compiler runs the layers",
+        "leave it out",
         lambda c: [
             left_out(c, "prefetch", "layers")
             | {"offload": OPTIMIZER if OPTIMIZER in c.layout.offloaded else NONE}
@@ -236,7 +236,7 @@ OF_TRAINING: tuple[Refusal, ...] = (
         "context_order",
         f"lowering={JIT}",
         lambda c: ", ".join(_token_order(c) if c.layered else ()),
-        f"models of lowering={JIT} see whole sequences, in their own order",
+        f"under lowering={JIT} the model sees whole sequences, in their own order",
         "leave context_order out",
         leaves_out("context_order"),
         JIT,
@@ -253,7 +253,7 @@ OF_TRAINING: tuple[Refusal, ...] = (
         "schedule, virtual_stages, partition",
         "numbers of stages, microbatches or layers that they do not fit",
         lambda c: c.pipeline.problem if c.pipeline else "",
-        "the schedule has no table for them, or the layers no partition",
+        "no table of the schedule, or no partition of the layers, fits them",
         "the error says which fit",
         _other_pipelines,
         says_all=True,
@@ -264,9 +264,9 @@ OF_TRAINING: tuple[Refusal, ...] = (
         lambda c: (
             ", ".join(sizes(c, PIPE)) if c.layered and not c.model.evaluates else ""
         ),
-        "stages evaluate by the layers of the model, which has an evaluation_loss_fn "
-        "of its own",
-        f"leave that or {PIPE} out",
+        "stages evaluate by the layers of the model, and evaluation_loss_fn is another "
+        "function",
+        f"leave evaluation_loss_fn or {PIPE} out",
         lambda c: [as_data(c, PIPE)],
     ),
     CONDITIONAL,
@@ -276,7 +276,7 @@ OF_TRAINING: tuple[Refusal, ...] = (
         lambda c: both(c.settings("tick_loop", "vocab"), _pipeline(c, "conditional")),
         "it runs F, B and W under conditionals that differ between stages, in which "
         f"nothing may be sent over {PIPE}",
-        "leave that out, or use schedule=1f1b",
+        "leave it out, or use schedule=1f1b",
         lambda c: [left_out(c, "tick_loop", "vocab"), {"schedule": "1f1b"}],
     ),
     Refusal(
@@ -284,7 +284,7 @@ OF_TRAINING: tuple[Refusal, ...] = (
         "schedule=pipedream",
         lambda c: both(_beyond_stage(c), _pipeline(c, "asynchronous")),
         "every stage updates by itself, with whole weights",
-        "leave that out, or use schedule=1f1b",
+        "leave it out, or use schedule=1f1b",
         lambda c: [
             left_out(c, *_BEYOND_STAGE) | as_data(c, FSDP),
             {"schedule": "1f1b"},
