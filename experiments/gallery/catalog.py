@@ -1,6 +1,7 @@
 """The papers of the gallery, in the order of its page."""
 
 from experiments.gallery import (
+    communication_patterns,
     experts,
     galvatron,
     gossip,
@@ -21,6 +22,7 @@ from experiments.gallery import (
     sandblaster,
     scaling,
     staleness,
+    synchronous_sgd,
     unsupervised,
     zero_memory,
 )
@@ -31,6 +33,8 @@ PAPERS: dict[str, Paper] = {
     module.PAPER.name: module.PAPER
     for module in (
         scaling,
+        synchronous_sgd,
+        communication_patterns,
         zero_memory,
         host_memory,
         gpipe,
