@@ -2,7 +2,15 @@
 
 import pytest
 
-from experiments.gallery import communication_patterns, messages, synchronous_sgd
+from experiments.gallery import (
+    communication_patterns,
+    megatron_collectives,
+    messages,
+    model_sizes,
+    roofline,
+    synchronous_sgd,
+    time_to_accuracy,
+)
 from experiments.gallery.paper import Setting
 
 QUICK = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
@@ -28,7 +36,30 @@ def test_messages_and_what_is_no_message(monkeypatch):
         messages.simulate("broadcast", "full", 4)
 
 
+def test_sizes_of_models():
+    assert failed(model_sizes.PAPER.run(QUICK).claims) == []
+
+
+def test_passes_at_the_edge_of_a_grid_or_that_fall_are_not_accepted():
+    tuned = time_to_accuracy.passes.Tuned
+    found = {32: tuned(1.5, 1, True), 128: tuned(4.5, 1, True)}
+    claims = time_to_accuracy.passes_claims
+    assert failed(claims(found)) == []
+    (text,) = failed(claims({**found, 128: tuned(4.5, 1, False)}))
+    assert text.startswith("the best rate of each batch size")
+    assert len(failed(claims({**found, 128: tuned(1.0, 1, True)}))) == 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [synchronous_sgd, communication_patterns])
+@pytest.mark.parametrize(
+    "module",
+    [
+        synchronous_sgd,
+        communication_patterns,
+        megatron_collectives,
+        roofline,
+        time_to_accuracy,
+    ],
+)
 def test_quick_versions_are_accepted(module):
     assert failed(module.PAPER.run(QUICK).claims) == []

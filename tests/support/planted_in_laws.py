@@ -6,12 +6,21 @@ from support.planted_papers import Mistake, planted
 
 from experiments.gallery import communication_patterns as patterns_figure
 from experiments.gallery import descent_rates
+from experiments.gallery import megatron_collectives as megatron_figure
+from experiments.gallery import roofline as roofline_figure
 from experiments.gallery import synchronous_sgd as sgd_figure
+from experiments.gallery import time_to_accuracy as time_figure
 from experiments.gallery.paper import Claim
 from meshpar.collectives import patterns, rings
+from meshpar.contracts import hlo_work
+from meshpar.jaxprs import flops
+from meshpar.layouts.plan import Plan
+from meshpar.layouts.scope import constrain
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.methods import pattern_costs
+from meshpar.methods import pattern_costs, roofline
+from meshpar.methods.time_to_accuracy import Cluster
+from meshpar.ops import tensor_parallel
 
 # Synchronous SGD.
 
@@ -200,4 +209,171 @@ def _with_module(module, name):
         setattr(facade, name, right)
 
 
-MISTAKES = [*SGD, *PATTERNS]
+# Megatron's collectives.
+
+
+def _whole_between_matmuls(right):
+    """The result of a column-parallel matmul is gathered on all devices."""
+
+    def column_parallel(x, *weights, matmul=None):
+        return tuple(
+            constrain(y, "batch", "length", *[None] * (y.ndim - 2))
+            for y in right(x, *weights, matmul=matmul)
+        )
+
+    return column_parallel
+
+
+def _one_by_one(right):
+    """Queries, keys and values are multiplied apart, each with its collectives."""
+
+    def column_parallel(x, *weights, matmul=None):
+        return tuple(y for w in weights for y in right(x, w, matmul=matmul))
+
+    return column_parallel
+
+
+def _plain_claims():
+    return megatron_figure.plain_claims(megatron_figure.both(megatron_figure.PLAIN))
+
+
+def _sequence_claims():
+    plain = megatron_figure.layer(megatron_figure.PLAIN, True)
+    layers = megatron_figure.both(megatron_figure.SEQUENCE)
+    return megatron_figure.sequence_claims(plain, layers)
+
+
+MEGATRON = [
+    Mistake(
+        "megatron_collectives",
+        "activations are gathered between the two matmuls",
+        planted(tensor_parallel, "column_parallel", _whole_between_matmuls),
+        "collectives of a layer: forward pass, and step",
+        _plain_claims,
+    ),
+    Mistake(
+        "megatron_collectives",
+        "the gradients of q, k and v are scattered apart",
+        planted(tensor_parallel, "column_parallel", _one_by_one),
+        "sequence parallelism: forward pass, and step",
+        _sequence_claims,
+    ),
+]
+
+# Rooflines.
+
+
+def _one_small_step():
+    return [roofline_figure.flops_claim({2: roofline_figure.on_cpu(2)})]
+
+
+ROOFLINE = [
+    Mistake(
+        "roofline",
+        "the ridge is that of a link to other chips",
+        planted(
+            roofline,
+            "ridge",
+            lambda right: lambda chip: chip.peak_flops / chip.link_bandwidth,
+        ),
+        "FLOPs per byte at the ridge",
+        roofline_figure.chip_claims,
+    ),
+    Mistake(
+        "roofline",
+        "a matmul's own rows move nothing",
+        planted(
+            roofline,
+            "matmul_rows",
+            lambda right: lambda chip, *sizes: roofline.ridge(chip),
+        ),
+        "rows from which a matmul",
+        roofline_figure.chip_claims,
+    ),
+    Mistake(
+        "roofline",
+        "a multiplication and an addition count once",
+        planted(
+            hlo_work,
+            "own_flops",
+            lambda right: lambda instruction, scope: right(instruction, scope) / 2,
+        ),
+        "FLOPs of a compiled step",
+        _one_small_step,
+    ),
+]
+
+# Time to accuracy.
+
+
+def _law_claims():
+    return time_figure.law_claims(time_figure.PLANTED)
+
+
+def _by_steps_of_one_row(right):
+    return lambda self, workers, batch, rows: rows * self.step_seconds(workers, batch)
+
+
+def _without_the_way_back(right):
+    def seconds(self, workers, batch):
+        return right(self, workers, batch) - (workers - 1) * self.latency
+
+    return seconds
+
+
+TIME = [
+    Mistake(
+        "time_to_accuracy",
+        "the messages of the gather are forgotten",
+        planted(Cluster, "step_seconds", _without_the_way_back),
+        "passes times seconds of a pass",
+        _law_claims,
+    ),
+    Mistake(
+        "time_to_accuracy",
+        "a pass has as many steps as rows",
+        planted(Cluster, "pass_seconds", _by_steps_of_one_row),
+        "passes times seconds of a pass",
+        _law_claims,
+    ),
+    Mistake(
+        "time_to_accuracy",
+        "the best number of workers counts every message once",
+        planted(
+            Cluster,
+            "best_workers",
+            lambda right: lambda self, batch: min(2**0.5 * right(self, batch), batch),
+        ),
+        "workers with the shortest step",
+        _law_claims,
+    ),
+]
+
+# Sizes of models.
+
+SIZES = [
+    Mistake(
+        "model_sizes",
+        "one of Adam's moments is not in the plan",
+        planted(
+            Plan,
+            "bytes_per_device",
+            lambda right: (
+                lambda self: (
+                    lambda found: {**found, "optimizer": found["optimizer"] / 2}
+                )(right(self))
+            ),
+        ),
+        "GB of training state with Adam",
+    ),
+    Mistake(
+        "model_sizes",
+        "a multiplication and an addition count once",
+        planted(
+            flops, "equation_flops", lambda right: lambda eqn: (right(eqn) or 0) / 2
+        ),
+        "FLOPs of training BERT-large",
+    ),
+]
+
+MISTAKES = [*SGD, *PATTERNS, *MEGATRON, *ROOFLINE, *TIME, *SIZES]
