@@ -19,11 +19,8 @@ _PASSES, _BASE, _SMALL = 6, 32, 1 / 16
 """Passes of every run; rows of the base, and its rate where noise does not matter."""
 
 _RATES = 2.0 ** np.arange(-4, 3)
-_TUNED = {
-    "LARS": (rules.lars, 2.0 ** np.arange(1, 9)),
-    "LAMB": (rules.lamb, 2.0 ** np.arange(-7, 0)),
-}
-"""{optimizer: (it, its rates)}, with warm-up over a fifth of the steps."""
+_TUNED = {"LARS": 2.0 ** np.arange(1, 9), "LAMB": 2.0 ** np.arange(-7, 0)}
+"""{optimizer: its rates}, with warm-up over a fifth of the steps."""
 
 SAME, ROOT, LINEAR, WARM = "same rate", "root", "linear", "linear, warm-up"
 SGD = "SGD, tuned"
@@ -51,6 +48,12 @@ def losses(
             state, _ = trials.step(state, rows)
         found.append(np.asarray(trials.evaluate(state, held_out)))
     return np.nan_to_num(np.mean(found, axis=0), nan=_DIVERGED).clip(max=_DIVERGED)
+
+
+def _optimizer(name: str, rate: Any, steps: Any) -> optax.GradientTransformation:
+    """LARS or LAMB with so many steps of warm-up."""
+    make = rules.lars if name == "LARS" else rules.lamb
+    return make(rules.warmed_up(rate, steps))
 
 
 def _warm(batch: int) -> float:
@@ -101,8 +104,8 @@ def by_rule(
 
 def tuned(name: str, batch: int, seeds: tuple[int, ...]) -> tuple[float, bool]:
     """(least loss of an optimizer over its grid, whether its rate is inside)."""
-    make, rates = _TUNED[name]
-    optimizer = lambda v: make(rules.warmed_up(v["rate"], v["warm"]))  # noqa: E731
+    rates = _TUNED[name]
+    optimizer = lambda v: _optimizer(name, v["rate"], v["warm"])  # noqa: E731
     values = {"rate": rates, "warm": np.full(len(rates), _warm(batch))}
     least, _, inside = _least(losses(optimizer, values, batch, seeds))
     return least, inside
@@ -133,10 +136,9 @@ def _by_hand(name: str, rate: float, batches: list[Any]) -> dict[str, np.ndarray
 def recurrence_claims() -> list[Claim]:
     """Whether LARS and LAMB with warm-up, on data=8, are the papers' recurrences."""
     batches, off = list(digits.batches(3, 64, 0)), {}
-    for name, (make, _) in _TUNED.items():
-        rate = {"LARS": 16.0, "LAMB": 0.05}[name]
+    for name, rate in {"LARS": 16.0, "LAMB": 0.05}.items():
         program = meshpar.lower(
-            digits.model(), make(rules.warmed_up(rate, 2)), "data=8", batches[0]
+            digits.model(), _optimizer(name, rate, 2), "data=8", batches[0]
         )
         state = program.init(0, digits.start(0))
         for batch in batches:
@@ -195,8 +197,8 @@ def rule_claims(
             all(most[name] > 1.5 * best for name in (SAME, ROOT, LINEAR, WARM, SGD)),
         ),
         Claim(
-            f"{' and '.join(layerwise)}, tuned, lose less than SGD for {last} rows, and "
-            "more than the base",
+            f"{' and '.join(layerwise)}, tuned, lose less than SGD for {last} rows, "
+            "and more than the base",
             "they scale to larger batches",
             ", ".join(f"{x:.3f}" for x in layerwise.values())
             + f"; SGD {most[SGD]:.3f}, base {best:.3f}",

@@ -105,7 +105,7 @@ def chip_claims() -> list[Claim]:
             "what XLA counts",
             ", ".join(f"{x:.1f}" for x in closed.values()) + " by the closed form",
             ", ".join(f"{x}" for x in tried.values()),
-            all(tried[name] == math.ceil(x) for name, x in closed.items()),
+            all(0 <= tried[name] - x < 1 for name, x in closed.items()),
         ),
         Claim(
             "a matmul with a weight of 128x128 never is, on v5e",

@@ -4,6 +4,7 @@ import pytest
 
 from experiments.gallery import (
     communication_patterns,
+    large_batches,
     megatron_collectives,
     messages,
     model_sizes,
@@ -59,6 +60,7 @@ def test_passes_at_the_edge_of_a_grid_or_that_fall_are_not_accepted():
         megatron_collectives,
         roofline,
         time_to_accuracy,
+        large_batches,
     ],
 )
 def test_quick_versions_are_accepted(module):

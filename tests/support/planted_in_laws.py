@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 from support.planted_papers import Mistake, planted
 
 from experiments.gallery import communication_patterns as patterns_figure
 from experiments.gallery import descent_rates
+from experiments.gallery import large_batches as batches_figure
 from experiments.gallery import megatron_collectives as megatron_figure
 from experiments.gallery import roofline as roofline_figure
 from experiments.gallery import synchronous_sgd as sgd_figure
@@ -18,7 +20,7 @@ from meshpar.layouts.plan import Plan
 from meshpar.layouts.scope import constrain
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.methods import pattern_costs, roofline
+from meshpar.methods import batch_rules, pattern_costs, roofline
 from meshpar.methods.time_to_accuracy import Cluster
 from meshpar.ops import tensor_parallel
 
@@ -349,6 +351,33 @@ TIME = [
     ),
 ]
 
+# Large batches.
+
+BATCHES = [
+    Mistake(
+        "large_batches",
+        "LARS scales no step",
+        planted(
+            batch_rules,
+            "lars",
+            lambda right: lambda rate: optax.sgd(rate, momentum=0.9),
+        ),
+        "3 steps on data=8, with warm-up",
+        batches_figure.recurrence_claims,
+    ),
+    Mistake(
+        "large_batches",
+        "a rate is warmed up a step late",
+        planted(
+            batch_rules,
+            "warmed_up",
+            lambda right: lambda rate, steps: lambda step: right(rate, steps)(step - 1),
+        ),
+        "3 steps on data=8, with warm-up",
+        batches_figure.recurrence_claims,
+    ),
+]
+
 # Sizes of models.
 
 SIZES = [
@@ -376,4 +405,12 @@ SIZES = [
     ),
 ]
 
-MISTAKES = [*SGD, *PATTERNS, *MEGATRON, *ROOFLINE, *TIME, *SIZES]
+MISTAKES = [
+    *SGD,
+    *PATTERNS,
+    *MEGATRON,
+    *ROOFLINE,
+    *TIME,
+    *BATCHES,
+    *SIZES,
+]
