@@ -119,7 +119,7 @@ def _exchange(topology: str, n: int) -> Rounds:
 
 
 def _reversed(rounds: Rounds) -> Rounds:
-    """What receivers got goes back to the senders, the last round first."""
+    """Rounds in reverse: receivers send back, those of the last round first."""
     for messages in reversed(list(rounds)):
         yield [(receiver, sender, parts) for sender, receiver, parts in messages]
 

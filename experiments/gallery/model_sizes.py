@@ -66,7 +66,7 @@ relative compute: the ratio of the parameters, with 0.32 billion for BERT-large.
 
 
 class Found(NamedTuple):
-    """The same numbers as computed.
+    """Computed numbers of a model.
 
     Attributes:
       billions: parameters.

@@ -136,7 +136,7 @@ def equality_claims() -> list[Claim]:
 
 
 class Rates(NamedTuple):
-    """What was measured of descents.
+    """Measured descents.
 
     Attributes:
       descents: {rate: (factor of a step, closed form)} of gradient descent.

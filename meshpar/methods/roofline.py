@@ -21,7 +21,7 @@ from meshpar.mesh.chips import Chip
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one device computes and moves.
+    """Work of one device: FLOPs and bytes.
 
     Attributes:
       flops: multiplications and additions.
