@@ -14,6 +14,8 @@ from meshpar.collectives.patterns import push as push
 from meshpar.collectives.patterns import reduce as reduce
 from meshpar.collectives.patterns import reduce_scatter as reduce_scatter
 from meshpar.collectives.patterns import scatter as scatter
+from meshpar.collectives.patterns import send as send
+from meshpar.collectives.patterns import wait as wait
 from meshpar.collectives.rings import ring_all_gather as ring_all_gather
 from meshpar.collectives.rings import ring_all_reduce as ring_all_reduce
 from meshpar.collectives.rings import ring_reduce_scatter as ring_reduce_scatter

@@ -14,6 +14,7 @@ from jax import lax
 
 from meshpar.arrays import Array
 from meshpar.errors import MeshparError
+from meshpar.mesh import order
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several, outer to inner."""
@@ -71,11 +72,7 @@ def only_from(x: Array, axis: AxisName, root: int) -> Array:
     Raises:
       MeshparError: the axis has no such device.
     """
-    if not 0 <= root < lax.axis_size(axis):
-        raise MeshparError(
-            f"root={root}: axis {axis!r} has {lax.axis_size(axis)} devices; use 0 to "
-            f"{lax.axis_size(axis) - 1}"
-        )
+    _check_device("root", root, axis)
     return jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
 
 
@@ -99,6 +96,26 @@ def gather(x: Array, axis: AxisName, root: int = 0, dim: int = 0) -> Array:
     return only_from(all_gather(x, axis, dim), axis, root)
 
 
+def send(x: Array, axis: AxisName, source: int, target: int) -> Array:
+    """Copies x[source] to device `target`, with zeros on the others [permute].
+
+    Raises:
+      MeshparError: the axis has no such device.
+    """
+    for name, device in (("source", source), ("target", target)):
+        _check_device(name, device, axis)
+    return lax.ppermute(x, axis, [(source, target)])
+
+
+def wait(first: Array, later: Array) -> Array:
+    """Returns `later` once `first` has arrived here [none].
+
+    A collective of the result thus follows the collective that made `first`. The others
+    run in any order. No gradient passes to `first`.
+    """
+    return order.after({"first": first}, later)
+
+
 def barrier(x: Array, axis: AxisName) -> Array:
     """Returns x once every device has computed its x [all_reduce of 4 bytes].
 
@@ -107,6 +124,15 @@ def barrier(x: Array, axis: AxisName) -> Array:
     """
     nans = jnp.isnan(x.ravel()[:1].astype(jnp.float32)).sum(dtype=jnp.int32)
     return jnp.where(lax.psum(nans, axis) >= 0, x, jnp.zeros_like(x))
+
+
+def _check_device(name: str, device: int, axis: AxisName) -> None:
+    """Raises MeshparError unless an axis has a device of this number."""
+    n = lax.axis_size(axis)
+    if not 0 <= device < n:
+        raise MeshparError(
+            f"{name}={device}: axis {axis!r} has {n} devices; use 0 to {n - 1}"
+        )
 
 
 def check_divides(name: str, x: Array, axis: AxisName, dim: int) -> None:

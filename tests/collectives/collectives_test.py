@@ -74,6 +74,16 @@ PATTERNS = {
         only_root(JOINED),
         {"all_gather": [N * WHOLE]},
     ),
+    "send": (
+        functools.partial(collectives.send, source=ROOT, target=5),
+        np.stack([X[ROOT] if i == 5 else ZEROS for i in range(N)]),
+        {"permute": [WHOLE]},
+    ),
+    "wait": (
+        lambda x, axis: collectives.wait(collectives.all_reduce(x, axis), x),
+        X,
+        {"all_reduce": [WHOLE]},
+    ),
     "barrier": (collectives.barrier, X, {"all_reduce": [4]}),
     "ring_all_gather": (
         collectives.ring_all_gather,
@@ -220,6 +230,7 @@ def test_rings_and_trees_of_any_size(n):
             r"shape \(8, 2\) does not have the 8 devices of axis 'x'",
         ),
         (lambda x: collectives.broadcast(x, "x", 8), "root=8: axis 'x' has 8 devices"),
+        (lambda x: collectives.send(x, "x", 0, -1), "target=-1: axis 'x' has 8"),
     ],
 )
 def test_errors(call, words):

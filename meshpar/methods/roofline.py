@@ -1,0 +1,130 @@
+"""Roofline: FLOPs per byte of memory, and the batch from which a chip computes at peak.
+
+A program of F FLOPs that moves B bytes between a chip and its memory takes at least
+max(F / peak, B / bandwidth). Its arithmetic intensity is F / B. Where that is below the
+chip's ridge, peak / bandwidth, memory decides. More rows in a batch read the weights
+once for more FLOPs, so intensity grows with the batch.
+
+Source: Williams, Waterman, Patterson, Roofline: an insightful visual performance model
+  for multicore architectures, Communications of the ACM 52(4), 2009; Austin et al., How
+  To Scale Your Model, 2025, section "Rooflines".
+"""
+
+import dataclasses
+import math
+
+from meshpar.contracts import hlo_work
+from meshpar.errors import MeshparError
+from meshpar.lowering.train_program import TrainProgram
+from meshpar.mesh.chips import Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Work of one device: FLOPs and bytes.
+
+    Attributes:
+      flops: multiplications and additions.
+      moved: bytes read from memory and written to it.
+    """
+
+    flops: float
+    moved: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.moved
+
+    def seconds(self, chip: Chip) -> float:
+        """The least time that a chip takes, if it moves bytes while it computes."""
+        return max(self.flops / chip.peak_flops, self.moved / chip.memory_bandwidth)
+
+
+def ridge(chip: Chip) -> float:
+    """FLOPs per byte from which a chip can compute at its peak."""
+    return chip.peak_flops / chip.memory_bandwidth
+
+
+def share_of_peak(chip: Chip, intensity: float) -> float:
+    """The largest share of a chip's peak that an intensity allows."""
+    return min(1.0, intensity / ridge(chip))
+
+
+def matmul(rows: float, num_in: int, num_out: int, width: int = 2) -> Work:
+    """The work of x[rows, in] w[in, out] if every number is moved once.
+
+    Args:
+      rows: of x.
+      num_in: rows of w.
+      num_out: columns of w.
+      width: bytes of a number.
+    """
+    numbers = rows * num_in + num_in * num_out + rows * num_out
+    return Work(2 * rows * num_in * num_out, width * numbers)
+
+
+def matmul_rows(chip: Chip, num_in: int, num_out: int, width: int = 2) -> float:
+    """Rows from which a matmul computes at a chip's peak; infinite if it never does.
+
+    2 R M N = ridge * width * (R M + M N + R N), solved for R: a little more than the
+    ridge for numbers of 2 bytes and a large weight.
+    """
+    per_byte = ridge(chip) * width
+    spare = 2 * num_in * num_out - per_byte * (num_in + num_out)
+    return per_byte * num_in * num_out / spare if spare > 0 else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step whose work grows linearly with the tokens of its batch.
+
+    Attributes:
+      fixed: work that does not grow: weights that are read, and their update.
+      per_token: what a token adds.
+    """
+
+    fixed: Work
+    per_token: Work
+
+    def work(self, tokens: float) -> Work:
+        """The work of a step."""
+        return Work(
+            self.fixed.flops + tokens * self.per_token.flops,
+            self.fixed.moved + tokens * self.per_token.moved,
+        )
+
+    def tokens_at(self, intensity: float) -> float:
+        """Tokens from which a step has an intensity; infinite if none has it."""
+        missing = intensity * self.fixed.moved - self.fixed.flops
+        gained = self.per_token.flops - intensity * self.per_token.moved
+        return max(0.0, missing / gained) if gained > 0 else math.inf
+
+
+def fit(works: dict[float, Work]) -> Step:
+    """The line through the works of the smallest and the largest batch.
+
+    Args:
+      works: {tokens: work of a step}.
+
+    Raises:
+      MeshparError: works of less than two batch sizes.
+    """
+    if len(works) < 2:
+        raise MeshparError(f"works of {len(works)} batch sizes: give 2 or more")
+    low, high = min(works), max(works)
+    slope = Work(
+        (works[high].flops - works[low].flops) / (high - low),
+        (works[high].moved - works[low].moved) / (high - low),
+    )
+    start = works[low]
+    fixed = Work(start.flops - low * slope.flops, start.moved - low * slope.moved)
+    return Step(fixed, slope)
+
+
+def step_work(program: TrainProgram) -> Work:
+    """The work of a compiled step on one device, with every round of its loops."""
+    found = hlo_work.work_of(
+        program.compiled.as_text(), program.compiled.cost_analysis()
+    )
+    return Work(*found)
