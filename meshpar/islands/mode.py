@@ -76,6 +76,8 @@ class Islands:
       replicas: servers that hold each range.
       ranges: parts into which the weights are cut, over the servers.
       host: "threads" of this process, or "ray".
+      own_data: whether island i trains on the i-th part of every batch, and on no
+        other; else a part goes to the island that is free next.
 
     Raises:
       MeshparError: settings that contradict each other.
@@ -101,6 +103,7 @@ class Islands:
     replicas: Annotated[int, Number(1, 2**12, "servers")] = 1
     ranges: Annotated[int, Number(1, 2**16, "ranges")] = 4
     host: Annotated[str, Choice(HOSTS)] = "threads"
+    own_data: Annotated[bool, Switch()] = False
 
     def __post_init__(self):
         check(self, "islands: ")
@@ -113,6 +116,11 @@ class Islands:
             raise MeshparError(
                 f"islands: replicas={self.replicas} on {self.servers} server(s): use "
                 "at least as many servers"
+            )
+        if self.own_data and self.warm_start:
+            raise MeshparError(
+                f"islands: warm_start={self.warm_start} with own_data: the first "
+                "island would wait for parts that others own; leave one of them out"
             )
         if self.algorithm in WEIGHTS and self.fetch not in (1, self.push):
             raise MeshparError(
@@ -145,10 +153,10 @@ class Islands:
         return ModeTraits("Islands", has_replicas=False, several_programs=False)
 
     def identity(self) -> str:
-        """The mode as text; the host and the number of servers may change."""
+        """The mode as text; the host, the servers and who owns data may change."""
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("host", "servers", "replicas", "grace")
+            if field.name not in ("host", "servers", "replicas", "grace", "own_data")
         }
         return f"islands {values}"
