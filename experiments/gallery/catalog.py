@@ -2,6 +2,7 @@
 
 from experiments.gallery import (
     experts,
+    federated,
     galvatron,
     gossip,
     gpipe,
@@ -43,6 +44,7 @@ PAPERS: dict[str, Paper] = {
         poseidon,
         local_sgd,
         gossip,
+        federated,
         staleness,
         parameter_server,
         sandblaster,
