@@ -1,6 +1,7 @@
 """The papers of the gallery, in the order of its page."""
 
 from experiments.gallery import (
+    delay_compensation,
     experts,
     federated,
     galvatron,
@@ -46,6 +47,7 @@ PAPERS: dict[str, Paper] = {
         gossip,
         federated,
         staleness,
+        delay_compensation,
         parameter_server,
         sandblaster,
         hogwild,

@@ -2,8 +2,9 @@
 
 from support.planted_papers import Mistake, planted
 
+from experiments.gallery import delay_compensation as delay_figure
 from experiments.gallery import federated as federated_figure
-from meshpar.islands import Payload, algorithms
+from meshpar.islands import Payload, algorithms, range_state, updates
 from meshpar.methods.federated import averaging, shards
 
 # Federated averaging.
@@ -41,4 +42,66 @@ FEDERATED = [
     ),
 ]
 
-MISTAKES = [*FEDERATED]
+# Damping and delay compensation.
+
+
+def _moved_the_other_way(right):
+    return lambda update, strength: right(update, -strength)
+
+
+def _one_update_staler(right):
+    """A push counts itself among the updates that it is late."""
+
+    def contribution(self, *arguments):
+        found = right(self, *arguments)
+        return found._replace(staleness=found.staleness + 1)
+
+    return contribution
+
+
+def _keeps_the_first_read(right):
+    def train(self, batch):
+        kept = self.read_N
+        metrics = right(self, batch)
+        self.read_N = kept
+        return metrics
+
+    return train
+
+
+DELAYS = [
+    Mistake(
+        "delay_compensation",
+        "the correction has the wrong sign",
+        planted(updates, "delay_compensated", _moved_the_other_way),
+        "compensated pushes equal their recurrence",
+        delay_figure.recurrence_claims,
+    ),
+    Mistake(
+        "delay_compensation",
+        "an island sends the first weights that it read along",
+        planted(algorithms.GradientIsland, "train", _keeps_the_first_read),
+        "compensated pushes equal their recurrence",
+        delay_figure.recurrence_claims,
+    ),
+    Mistake(
+        "delay_compensation",
+        "a push counts itself among the updates that it is late",
+        planted(range_state.RangeState, "_contribution", _one_update_staler),
+        "damped pushes equal their recurrence",
+        delay_figure.recurrence_claims,
+    ),
+    Mistake(
+        "delay_compensation",
+        "damping is the root of the staleness",
+        planted(
+            updates,
+            "staleness_damped",
+            lambda right: lambda update, power=1.0: right(update, power / 2),
+        ),
+        "damped pushes equal their recurrence",
+        delay_figure.recurrence_claims,
+    ),
+]
+
+MISTAKES = [*FEDERATED, *DELAYS]
