@@ -1,6 +1,7 @@
 """The papers of the gallery, in the order of its page."""
 
 from experiments.gallery import (
+    bosen,
     delay_compensation,
     experts,
     federated,
@@ -48,6 +49,7 @@ PAPERS: dict[str, Paper] = {
         federated,
         staleness,
         delay_compensation,
+        bosen,
         parameter_server,
         sandblaster,
         hogwild,

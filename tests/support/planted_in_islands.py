@@ -1,10 +1,19 @@
 """Mistakes in islands, their store, and methods of clients and servers."""
 
+import numpy as np
 from support.planted_papers import Mistake, planted
 
+from experiments.gallery import bosen as bosen_figure
 from experiments.gallery import delay_compensation as delay_figure
 from experiments.gallery import federated as federated_figure
-from meshpar.islands import Payload, algorithms, range_state, updates
+from meshpar.islands import (
+    Payload,
+    algorithms,
+    managed,
+    range_state,
+    simulated_worker,
+    updates,
+)
 from meshpar.methods.federated import averaging, shards
 
 # Federated averaging.
@@ -104,4 +113,62 @@ DELAYS = [
     ),
 ]
 
-MISTAKES = [*FEDERATED, *DELAYS]
+# Managed communication.
+
+
+def _forgets_what_waits(right):
+    def take(self, update_N, values_N):
+        found = right(self, update_N, values_N)
+        self.unsent_N[:] = 0
+        return found
+
+    return take
+
+
+def _smallest_first(right):
+    def chosen(self, values_N, count):
+        waiting = np.flatnonzero(self.unsent_N)
+        return waiting[np.argsort(np.abs(self.unsent_N[waiting]))[:count]]
+
+    return chosen
+
+
+def _one_clock_too_lazy(right):
+    def init(self, *arguments, lazy=None, **settings):
+        right(self, *arguments, lazy=None if lazy is None else lazy + 1, **settings)
+
+    return init
+
+
+BOSEN = [
+    Mistake(
+        "bosen",
+        "updates that do not fit into the budget are lost",
+        planted(managed.ManagedPushes, "take", _forgets_what_waits),
+        "a push keeps to its budget",
+        lambda: [bosen_figure.order_claim()],
+    ),
+    Mistake(
+        "bosen",
+        "the smallest updates are sent first",
+        planted(managed.ManagedPushes, "_chosen", _smallest_first),
+        "a push keeps to its budget",
+        lambda: [bosen_figure.order_claim()],
+    ),
+    Mistake(
+        "bosen",
+        "a lazy read may be one clock older than the bound",
+        planted(simulated_worker.SimulatedWorker, "__init__", _one_clock_too_lazy),
+        "eager and lazy reads keep the bound",
+        bosen_figure.read_claims,
+    ),
+    Mistake(
+        "bosen",
+        "the key of a number is not paid for",
+        lambda patch: patch.setattr(managed, "KEY_BYTES", 4),
+        "a push keeps to its budget",
+        lambda: [bosen_figure.order_claim()],
+    ),
+]
+
+MISTAKES = [*FEDERATED, *DELAYS, *BOSEN]
