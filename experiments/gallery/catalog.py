@@ -2,6 +2,7 @@
 
 from experiments.gallery import (
     bosen,
+    data_servers,
     delay_compensation,
     experts,
     federated,
@@ -51,6 +52,7 @@ PAPERS: dict[str, Paper] = {
         delay_compensation,
         bosen,
         parameter_server,
+        data_servers,
         sandblaster,
         hogwild,
         gradient_coding,

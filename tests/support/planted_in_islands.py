@@ -15,6 +15,7 @@ from meshpar.islands import (
     updates,
 )
 from meshpar.methods.federated import averaging, shards
+from meshpar.runs import samples
 
 # Federated averaging.
 
@@ -171,4 +172,58 @@ BOSEN = [
     ),
 ]
 
-MISTAKES = [*FEDERATED, *DELAYS, *BOSEN]
+# Data of many readers.
+
+
+def _forgets_the_position(right):
+    def getitem(self, i):
+        step, row = divmod(i, len(self._place.rows))
+        rows = self._place.rows
+        return self._samples[step * self._place.batch_size + int(rows[row])]
+
+    return getitem
+
+
+class _Drawn:
+    """Rows that are drawn, not shuffled."""
+
+    def __init__(self, source, seed):
+        self.source, self.seed = source, seed
+
+    def __len__(self):
+        return 2**40
+
+    def __getitem__(self, i):
+        draws = np.random.default_rng([self.seed, i])
+        return self.source[int(draws.integers(len(self.source)))]
+
+
+def _own_seeds(right):
+    def training_batches(self, place):
+        return right(self, place._replace(seed=place.seed + int(place.rows[0])))
+
+    return training_batches
+
+
+READERS = [
+    Mistake(
+        "data_servers",
+        "readers that come later begin with the first rows",
+        planted(samples._BatchRows, "__getitem__", _forgets_the_position),
+        "each row is read exactly once",
+    ),
+    Mistake(
+        "data_servers",
+        "rows are drawn with replacement",
+        planted(samples, "shuffled", lambda right: _Drawn),
+        "each row is read exactly once",
+    ),
+    Mistake(
+        "data_servers",
+        "each reader shuffles by a seed of its own",
+        planted(samples.IndexedData, "training_batches", _own_seeds),
+        "the batches are those of one reader",
+    ),
+]
+
+MISTAKES = [*FEDERATED, *DELAYS, *BOSEN, *READERS]
