@@ -6,6 +6,7 @@ from support.planted_papers import Mistake, planted
 from experiments.gallery import bosen as bosen_figure
 from experiments.gallery import delay_compensation as delay_figure
 from experiments.gallery import federated as federated_figure
+from experiments.gallery import push_sum as push_sum_figure
 from meshpar.islands import (
     Payload,
     algorithms,
@@ -14,6 +15,7 @@ from meshpar.islands import (
     simulated_worker,
     updates,
 )
+from meshpar.methods import push_sum
 from meshpar.methods.federated import averaging, shards
 from meshpar.runs import samples
 
@@ -226,4 +228,71 @@ READERS = [
     ),
 ]
 
-MISTAKES = [*FEDERATED, *DELAYS, *BOSEN, *READERS]
+# Push-sum and asynchronous gossip.
+
+
+def _weights_stay(right):
+    """The weight does not travel with the numbers."""
+
+    def mix(x, weight, matrix, axis):
+        return right(x, weight, matrix, axis)[0], weight
+
+    return mix
+
+
+def _shares_of_receivers(right):
+    """Rows sum to 1, not columns: a replica weighs what it gets."""
+
+    def out_shares(sends):
+        reached = right(sends) > 0
+        return reached / reached.sum(1, keepdims=True)
+
+    return out_shares
+
+
+def _caller_keeps_its_own(right):
+    def pairs(sends, seed=0):
+        for matrix in right(sends, seed):
+            one = np.flatnonzero(matrix.diagonal() == 0.5)[0]
+            matrix[one] = np.eye(len(matrix))[one]
+            yield matrix
+
+    return pairs
+
+
+def _pairs_of_the_ring(right):
+    return lambda sends, seed=0: right(push_sum.ring(len(sends)), seed)
+
+
+PUSH_SUM = [
+    Mistake(
+        "push_sum",
+        "the weights of push-sum stay at 1",
+        planted(push_sum, "mix", _weights_stay),
+        "the compiled program on 8 devices finds the mean",
+        push_sum_figure.device_claims,
+    ),
+    Mistake(
+        "push_sum",
+        "replicas weigh what they get equally, not what they send",
+        planted(push_sum, "out_shares", _shares_of_receivers),
+        "a round shrinks the distance",
+        lambda: push_sum_figure.rate_claims(push_sum_figure.curves_of((8,))),
+    ),
+    Mistake(
+        "push_sum",
+        "the caller of a pair keeps its own number",
+        planted(push_sum, "pairs", _caller_keeps_its_own),
+        "asynchronous gossip keeps the mean",
+        lambda: push_sum_figure.pair_claims(push_sum_figure.squares_of(300)),
+    ),
+    Mistake(
+        "push_sum",
+        "every replica calls a neighbour on the ring",
+        planted(push_sum, "pairs", _pairs_of_the_ring),
+        "a tick shrinks the mean square",
+        lambda: push_sum_figure.pair_claims(push_sum_figure.squares_of(300)),
+    ),
+]
+
+MISTAKES = [*FEDERATED, *DELAYS, *BOSEN, *READERS, *PUSH_SUM]
