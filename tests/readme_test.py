@@ -145,7 +145,9 @@ def test_the_programs_of_methods_run(capsys):
         **{"mesh": meshpar.mesh.make_mesh(layouts.parse("data=8"), jax.devices())},
         **{"gradient": lambda params, part: params * part, "params": jnp.ones(3)},
         **{"parts": np.ones((8, 3), np.float32), "alive": [0, 1, 2, 4, 5, 7]},
+        "samples": {name: np.concatenate([x] * 10) for name, x in batch.items()},
     }
+    given["labels"] = np.arange(10 * len(next(iter(batch.values())))) % 10
     *most, _ = programs(ROOT / "docs/methods.md")  # The last one is for a shard_map.
     scope: dict = {}
     for text in most:
@@ -161,6 +163,7 @@ def test_the_programs_of_methods_run(capsys):
     assert "paths.^wide/kernel$=none/expert" in layout
     assert np.isfinite(scope["losses"]).all() and capsys.readouterr().out
     np.testing.assert_allclose(scope["gradients"], 8 * np.ones(3), rtol=1e-5)
+    np.testing.assert_allclose(scope["means"], np.ones((8, 3)), rtol=1e-5)
 
 
 def test_the_schedule_of_ones_own_runs():

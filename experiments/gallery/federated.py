@@ -267,7 +267,8 @@ def _run(setting: Setting) -> Result:
             axes.bar(places, means[kind].values(), 0.15, yerr=errors, label=kind)
         axes.set_xticks(np.arange(len(names)) + 0.15, names)
         axes.set(yscale="log", ylabel=f"rounds to {target:.0%} of held-out digits")
-        axes.legend(fontsize=8)
+        box = dict(loc="lower center", bbox_to_anchor=(0.5, 1))
+        axes.legend(fontsize=8, ncols=5, **box)
 
     table = [
         (kind, case, f"{np.mean(x):.1f}", f"{np.std(x):.1f}")
