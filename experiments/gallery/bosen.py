@@ -22,7 +22,7 @@ _WHOLE = 4 * SIZE
 """Bytes of a push of all numbers."""
 
 _LARGEST, _RELATIVE, _RANDOM, _TURNS = ORDERS
-_RATES = tuple(0.0125 * 2**i for i in range(9))
+_RATES = tuple(0.003125 * 2**i for i in range(11))
 
 
 class Run(NamedTuple):
