@@ -104,10 +104,16 @@ def test_the_program_of_local_sgd_runs(capsys):
 
 
 def test_the_program_of_islands_runs():
-    scope = {"optax": optax, "gradient": np.ones(250, np.float32)}
-    (program,) = programs(ROOT / "docs/islands.md")
+    scope = {"optax": optax, "gradient": np.ones(250, np.float32), "np": np}
+    program, own_filter = programs(ROOT / "docs/islands.md")
     exec(program, scope)
     assert scope["read"].version == 0  # The first pull waits for nobody.
+    exec(own_filter, scope)
+    values = scope["own"].pull("own").values
+    wanted = np.float32([0.5, 0, 0] * 300 + [1.0] * 100) / -10
+    np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-6)
+    sent = scope["packed"](np.float32([0.5, 0, 2e-4] * 300)).data
+    assert len(sent) < 4 * 300
 
 
 def test_the_program_of_planning_runs(capsys):
