@@ -135,10 +135,16 @@ def test_the_program_of_local_sgd_runs(capsys):
 
 
 def test_the_program_of_islands_runs():
-    scope = {"optax": optax, "gradient": np.ones(250, np.float32)}
-    (program,) = programs(ROOT / "docs/islands.md")
+    scope = {"optax": optax, "gradient": np.ones(250, np.float32), "np": np}
+    program, own_filter = programs(ROOT / "docs/islands.md")
     exec(program, scope)
     assert scope["read"].version == 0  # The first pull waits for nobody.
+    exec(own_filter, scope)
+    values = scope["own"].pull("own").values
+    wanted = np.float32([0.5, 0, 0] * 300 + [1.0] * 100) / -10
+    np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-6)
+    sent = scope["packed"](np.float32([0.5, 0, 2e-4] * 300)).data
+    assert len(sent) < 4 * 300
 
 
 def test_the_program_of_planning_runs(capsys):
@@ -176,7 +182,9 @@ def test_the_programs_of_methods_run(capsys):
         **{"mesh": meshpar.mesh.make_mesh(layouts.parse("data=8"), jax.devices())},
         **{"gradient": lambda params, part: params * part, "params": jnp.ones(3)},
         **{"parts": np.ones((8, 3), np.float32), "alive": [0, 1, 2, 4, 5, 7]},
+        "samples": {name: np.concatenate([x] * 10) for name, x in batch.items()},
     }
+    given["labels"] = np.arange(10 * len(next(iter(batch.values())))) % 10
     *most, _ = programs(ROOT / "docs/methods.md")  # The last one is for a shard_map.
     scope: dict = {}
     for text in most:
@@ -192,6 +200,7 @@ def test_the_programs_of_methods_run(capsys):
     assert "paths.^wide/kernel$=none/expert" in layout
     assert np.isfinite(scope["losses"]).all() and capsys.readouterr().out
     np.testing.assert_allclose(scope["gradients"], 8 * np.ones(3), rtol=1e-5)
+    np.testing.assert_allclose(scope["means"], np.ones((8, 3)), rtol=1e-5)
 
 
 def test_the_schedule_of_ones_own_runs():

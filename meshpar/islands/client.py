@@ -26,6 +26,7 @@ class _Read(NamedTuple):
     clock: int
     keys: np.ndarray | None
     known: int
+    version: int
 
 
 class Client:
@@ -57,9 +58,10 @@ class Client:
         clock: int = 0,
         keys: np.ndarray | None = None,
         known: int = -1,
+        version: int = -1,
     ) -> list[Send]:
         """Sends a pull to the tail of a range, as `Store.pull`."""
-        return self._ask(_Read(name, worker, clock, keys, known))
+        return self._ask(_Read(name, worker, clock, keys, known, version))
 
     def handle(self, message: Any) -> tuple[Done | Values | None, list[Send]]:
         """Handles an answer; returns it if it is the first to an open request."""

@@ -31,12 +31,13 @@ class Host(abc.ABC):
 
     Args:
       workers: number of islands.
+      own_data: whether the i-th batch of a step is for island i alone.
     """
 
-    def __init__(self, workers: int):
-        self.num_workers = workers
+    def __init__(self, workers: int, own_data: bool = False):
+        self.num_workers, self._own_data = workers, own_data
         self.changed = threading.Condition()
-        self._batches: list[Any] = []
+        self._batches: list[tuple[int, Any]] = []
         self._results: list[tuple[int, Mapping[str, float]]] = []
         self._done = self._wanted = 0
         self._error: BaseException | None = None
@@ -116,14 +117,20 @@ class Host(abc.ABC):
         """Gives out one batch per island; returns metrics of the finished steps.
 
         The islands are at most one step behind: the call waits until all batches of
-        earlier calls are done, and one new one.
+        earlier calls are done, and one new one. With `own_data` nobody trains on the
+        batches of an island that has left.
 
         Raises:
           MeshparError: an island failed.
         """
         with self.changed:
-            ahead, self._wanted = self._wanted, self._wanted + len(parts)
-            self._batches.extend(parts)
+            given = [
+                (index, part)
+                for index, part in enumerate(parts)
+                if not (self._own_data and self._stopped[index])
+            ]
+            ahead, self._wanted = self._wanted, self._wanted + len(given)
+            self._batches.extend(given)
             self.changed.notify_all()
             self._wait(lambda: self._done >= ahead and self._results)
             results, self._results = self._results, []
@@ -186,10 +193,13 @@ class Host(abc.ABC):
                     continue
                 with self.changed:
                     self.waiting(index, True)
-                    self.changed.wait_for(lambda: self._batches or self._stopped[index])
+                    self.changed.wait_for(
+                        lambda: self._stopped[index] or self._for(index)
+                    )
                     if self._stopped[index]:
                         break
-                    batch = self._batches.pop(0)
+                    batch = self._for(index)[0]
+                    self._batches.remove(batch)
                     self._busy[index] = True
                 self._finish(index, batch)
         except Stopped:
@@ -203,7 +213,16 @@ class Host(abc.ABC):
                 self._error = self._error or error
             with self.changed:
                 self._stopped[index] = True
+                if self._own_data:
+                    self._wanted -= len(self._for(index))
+                    self._batches = [b for b in self._batches if b[0] != index]
                 self.waiting(index, True)
+
+    def _for(self, index: int) -> list[tuple[int, Any]]:
+        """The batches that an island may take."""
+        if not self._own_data:
+            return self._batches
+        return [batch for batch in self._batches if batch[0] == index]
 
     def _reconnect(self, index: int) -> None:
         """A new worker takes the place of one that died."""
@@ -221,11 +240,11 @@ class Host(abc.ABC):
             "train; the logs of its host say why"
         )
 
-    def _finish(self, index: int, batch: Any) -> None:
+    def _finish(self, index: int, batch: tuple[int, Any]) -> None:
         try:
-            metrics = self.train(index, batch)
+            metrics = self.train(index, batch[1])
         except WorkerDied:
-            with self.changed:  # Another island trains on it.
+            with self.changed:  # Another island trains on it, or the one in its place.
                 self._batches.insert(0, batch)
                 self.changed.notify_all()
             self._reconnect(index)

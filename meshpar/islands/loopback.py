@@ -82,11 +82,12 @@ class Loopback:
         clock: int,
         keys: np.ndarray | None,
         known: int,
+        version: int = -1,
     ) -> Values:
         """Sends a pull that need not wait."""
         self._requests += 1
         epoch = self.view.epoch
-        read = name, worker, clock, keys, known
+        read = name, worker, clock, keys, known, version
         message = Pull(_CLIENT, self._requests, epoch, *read)
         return self._ask(self.view.chains[name][-1], message)
 

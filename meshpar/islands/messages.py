@@ -107,6 +107,7 @@ class Pull(NamedTuple):
       worker: the reader; "" reads at once, without a clock (evaluation).
       keys: sorted integer keys; None for the whole range.
       known: version that the reader has; the answer to it holds no values.
+      version: the version to read, once it is there; -1 for the newest.
     """
 
     client: str
@@ -117,6 +118,7 @@ class Pull(NamedTuple):
     clock: int
     keys: np.ndarray | None = None
     known: int = -1
+    version: int = -1
 
 
 class AskView(NamedTuple):

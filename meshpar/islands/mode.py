@@ -24,6 +24,7 @@ from typing import Annotated
 from meshpar.collectives.compression import Wire
 from meshpar.errors import MeshparError
 from meshpar.islands.consistency import SSP, Consistency
+from meshpar.islands.managed import KEY_BYTES, ORDERS
 from meshpar.layouts.refusals.combination import ModeTraits
 from meshpar.settings import LARGEST, Choice, Instance, Number, Switch, check, real
 
@@ -41,6 +42,7 @@ HOSTS = ("threads", "ray")
 
 _STEPS = Number(1, 2**24, "steps")
 _QUORUM = Number(0, 2**16, "islands", "0 for the rule of the consistency")
+_BUDGET = Number(0, 2**40, "bytes", "0 for no limit")
 _MODELS = Instance(Consistency, "BSP(), SSP(s), ASP() or BoundedDelay(tau)")
 
 
@@ -76,6 +78,11 @@ class Islands:
       replicas: servers that hold each range.
       ranges: parts into which the weights are cut, over the servers.
       host: "threads" of this process, or "ray".
+      budget: bytes of a push of gradients, for keys and numbers; the largest updates go
+        first and the others wait. 0 for no limit.
+      order: which updates go first where the budget is too small for all.
+      own_data: whether island i trains on the i-th part of every batch, and on no
+        other; else a part goes to the island that is free next.
 
     Raises:
       MeshparError: settings that contradict each other.
@@ -101,6 +108,9 @@ class Islands:
     replicas: Annotated[int, Number(1, 2**12, "servers")] = 1
     ranges: Annotated[int, Number(1, 2**16, "ranges")] = 4
     host: Annotated[str, Choice(HOSTS)] = "threads"
+    budget: Annotated[int, _BUDGET] = 0
+    order: Annotated[str, Choice(ORDERS)] = "magnitude"
+    own_data: Annotated[bool, Switch()] = False
 
     def __post_init__(self):
         check(self, "islands: ")
@@ -113,6 +123,12 @@ class Islands:
             raise MeshparError(
                 f"islands: replicas={self.replicas} on {self.servers} server(s): use "
                 "at least as many servers"
+            )
+        self._check_budget()
+        if self.own_data and self.warm_start:
+            raise MeshparError(
+                f"islands: warm_start={self.warm_start} with own_data: the first "
+                "island would wait for parts that others own; leave one of them out"
             )
         if self.algorithm in WEIGHTS and self.fetch not in (1, self.push):
             raise MeshparError(
@@ -134,6 +150,21 @@ class Islands:
                 "consistency without averages (asp, or ssp:S with S > 0)"
             )
 
+    def _check_budget(self) -> None:
+        if not self.budget:
+            return
+        if self.budget < KEY_BYTES:
+            raise MeshparError(
+                f"islands: budget={self.budget}: a number and its key take {KEY_BYTES} "
+                "bytes; use as many at least, or 0 for no limit"
+            )
+        if self.algorithm not in ("downpour", "damped") or self.wire != "f32":
+            raise MeshparError(
+                f"islands: budget={self.budget} with {self.algorithm} and "
+                f"wire={self.wire}: numbers of a push can wait where they are sums of "
+                "gradients; use downpour or damped, and wire=f32"
+            )
+
     @property
     def in_rounds(self) -> bool:
         """Whether the store applies averages of pushes."""
@@ -145,10 +176,13 @@ class Islands:
         return ModeTraits("Islands", has_replicas=False, several_programs=False)
 
     def identity(self) -> str:
-        """The mode as text; the host and the number of servers may change."""
+        """The mode as text; the host, the servers and who owns data may change."""
+        left_out = {"host", "servers", "replicas", "grace", "own_data"}
+        if not self.budget:
+            left_out |= {"budget", "order"}
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("host", "servers", "replicas", "grace")
+            if field.name not in left_out
         }
         return f"islands {values}"

@@ -123,8 +123,8 @@ class Node:
         state = self._chains.replica(pull.range).state
         slowest = min(state.clocks.values(), default=-1)
 
-        def answer(values, refused=""):
-            version, request = state.version, pull.request
+        def answer(values, refused="", version=state.version):
+            request = pull.request
             found = Values(request, pull.range, version, slowest, values, refused)
             return Send(pull.client, found)
 
@@ -136,6 +136,13 @@ class Node:
                 return None
             if not state.allows(pull.clock):
                 return None
+        if pull.version > state.version:
+            return None
+        if 0 <= pull.version < state.version:
+            if (past := state.past.get(pull.version)) is None:
+                kept = f"{pull.range} is at {state.version} and keeps {len(state.past)}"
+                return answer(None, f"version {pull.version} is gone: {kept}")
+            return answer(past.copy(), version=pull.version)
         if pull.known == state.version:
             return answer(None)
         if pull.keys is None:

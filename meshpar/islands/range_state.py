@@ -45,6 +45,7 @@ class RangeState:
       clocks: {worker: pushes that it has made}, of the members.
       round: rounds that are closed.
       version: updates that are applied, `SetValues` included.
+      past: {version: values} of the newest versions, where the store keeps any.
     """
 
     def __init__(self, key_range: KeyRange, rules: Rules):
@@ -55,6 +56,8 @@ class RangeState:
         self.clocks: dict[str, int] = {}
         self.round = 0
         self.version = 0
+        self.past: dict[int, np.ndarray] = {}
+        self._keep_version()
         self._gone: set[str] = set()
         self._set: set[str] = set()
         self._cache: dict[str, np.ndarray] = {}
@@ -112,7 +115,7 @@ class RangeState:
                 self._check(None, values)
                 self.values[:] = values
                 self._set.add(name)
-                self.version += 1
+                self._next_version()
         if self._rules.in_rounds:
             self._close_complete()
 
@@ -183,7 +186,16 @@ class RangeState:
 
     def _update(self, contribution: Contribution) -> None:
         self._update_function(self.values, self.update_state, contribution)
+        self._next_version()
+
+    def _next_version(self) -> None:
         self.version += 1
+        self._keep_version()
+
+    def _keep_version(self) -> None:
+        if history := self._rules.history:
+            self.past[self.version] = self.values.copy()
+            self.past.pop(self.version - history - 1, None)
 
     def _present(self) -> set[str]:
         return {p.worker for p in self._pending if p.round <= self.round}
@@ -230,6 +242,7 @@ class RangeState:
         arrays = {"values": self.values.copy()}
         arrays |= {f"update|{k}": np.array(v) for k, v in self.update_state.items()}
         arrays |= {f"cache|{k}": np.array(v) for k, v in self._cache.items()}
+        arrays |= {f"past|{k}": v.copy() for k, v in self.past.items()}
         for i, part in enumerate(self._pending):
             payload = part.payload
             meta["pending"].append(
@@ -250,12 +263,16 @@ class RangeState:
         self.round, self.version = meta["round"], meta["version"]
         self.values = np.array(snapshot["values"], self._range.dtype)
         self.update_state, self._cache, self._pending = {}, {}, []
+        self.past = {}
         for name, array in snapshot.items():
             kind, _, rest = name.partition("|")
             if kind == "update":
                 self.update_state[rest] = np.array(array)
             elif kind == "cache":
                 self._cache[rest] = np.array(array)
+            elif kind == "past":
+                self.past[int(rest)] = np.array(array)
+        self._keep_version()
         for i, (number, worker, clock, *payload) in enumerate(meta["pending"]):
             parts = [snapshot.get(f"pending|{i}|{name}") for name in ("keys", "values")]
             restored = Payload(None, PLAIN, *payload) if payload else None

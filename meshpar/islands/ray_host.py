@@ -103,7 +103,7 @@ class RayHost(Host):
         center_N: np.ndarray,
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
-        super().__init__(mode.workers)
+        super().__init__(mode.workers, mode.own_data)
         _carry_modules()
         _check_pickles(build)
         start_ray()

@@ -41,6 +41,7 @@ class Rules:
       grace: seconds that a round waits for others once it has its quorum. The host
         measures them; with 0 the round closes at once.
       decoders: {encoding: decoder}.
+      history: older versions of its values that a range keeps for readers.
     """
 
     consistency: Consistency
@@ -48,6 +49,7 @@ class Rules:
     quorum: int | None = None
     grace: float = 0.0
     decoders: Mapping[str, Decoder] = dataclasses.field(default_factory=dict)
+    history: int = 0
 
     @property
     def in_rounds(self) -> bool:

@@ -33,6 +33,9 @@ class SimulatedWorker:
       joined: whether it is a member already, at clock 0.
       keeps: number of reads to keep; 0 for all.
       stays: whether it remains a member when it is done.
+      lazy: pulls again once what it has read may miss pushes that are older than so
+        many clocks, as the tables of SSP do; its own later pushes are not in it. By
+        default it pulls at every clock, and gets what eager SSP would push to it.
 
     Attributes:
       clock: pushes that it has made and that are answered.
@@ -54,6 +57,7 @@ class SimulatedWorker:
         joined: bool = False,
         keeps: int = 0,
         stays: bool = False,
+        lazy: int | None = None,
     ):
         self.name, self.clock, self.done, self.dead = name, 0, False, False
         self.reads: list[tuple[int, dict[str, Values]]] = []
@@ -61,7 +65,7 @@ class SimulatedWorker:
         self.spans: list[Span] = []
         self._simulator, self._steps, self._task = simulator, steps, task
         self._duration, self._retry_time, self._stays = duration, retry, stays
-        self._keeps = keeps
+        self._keeps, self._lazy = keeps, lazy
         self._client = Client(name, simulator.view)
         self._answers: list[Done | Values] = []
         self._next: Callable[[], list[Send]] = self._hello
@@ -113,6 +117,10 @@ class SimulatedWorker:
     def _pull(self) -> list[Send]:
         if self.clock >= self._steps:
             return self._finish()
+        if self._lazy is not None and self.reads:
+            read = self.reads[-1][1]
+            if self.clock - min(a.slowest for a in read.values()) <= self._lazy:
+                return self._begin(read)
 
         def pull(name):
             return self._client.pull(name, self.name, self.clock)
@@ -122,8 +130,11 @@ class SimulatedWorker:
     def _compute(self) -> list[Send]:
         if any(answer.refused for answer in self._answers):
             return self._finish()
+        return self._begin({a.range: a for a in self._answers})
+
+    def _begin(self, read: dict[str, Values]) -> list[Send]:
         self._span("wait")
-        self.reads.append((self.clock, {a.range: a for a in self._answers}))
+        self.reads.append((self.clock, read))
         if self._keeps:
             del self.reads[: -self._keeps]
         self._simulator.after(self._duration(self.name, self.clock), self._push)

@@ -41,7 +41,11 @@ from meshpar.islands.rules import Decoder, Rules
 
 
 def check_settings(
-    ranges: Sequence[KeyRange], replicas: int, quorum: int | None, grace: float
+    ranges: Sequence[KeyRange],
+    replicas: int,
+    quorum: int | None,
+    grace: float,
+    history: int = 0,
 ) -> None:
     """Raises MeshparError for settings that no store can have."""
     names = [key_range.name for key_range in ranges]
@@ -50,6 +54,8 @@ def check_settings(
     for name, value in (("replicas", replicas), ("quorum", quorum)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise MeshparError(f"{name}={value!r}: use a whole number >= 1")
+    if not isinstance(history, int) or history < 0:
+        raise MeshparError(f"history={history!r}: use a whole number >= 0")
     if grace < 0:
         raise MeshparError(f"grace={grace}: use seconds >= 0")
 
@@ -74,6 +80,7 @@ class Store:
       grace: seconds that a round stays open for other workers once it has its quorum.
         The store has no clock: its host measures them (`take_quorums`, `close`).
       decoders: {encoding: decoder} of payloads that are not plain arrays.
+      history: older versions of its values that each range keeps, for `pull_version`.
 
     Raises:
       MeshparError: settings that no store can have.
@@ -90,13 +97,19 @@ class Store:
         quorum: int | None = None,
         grace: float = 0.0,
         decoders: Mapping[str, Decoder] | None = None,
+        history: int = 0,
     ):
-        check_settings(ranges, replicas, quorum, grace)
+        check_settings(ranges, replicas, quorum, grace, history)
         if isinstance(servers, int):
             servers = [f"server {i}" for i in range(servers)]
         self.ranges = {key_range.name: key_range for key_range in ranges}
         self.rules = Rules(
-            consistency, as_update(update), quorum, grace, dict(decoders or {})
+            consistency,
+            as_update(update),
+            quorum,
+            grace,
+            dict(decoders or {}),
+            history,
         )
         self._servers = Loopback(ranges, self.rules, replicas)
         self._servers.change(joins=servers)
@@ -181,6 +194,39 @@ class Store:
         if answer.refused:
             raise MeshparError(answer.refused)
         return answer
+
+    def pull_version(
+        self, version: int | None = None
+    ) -> tuple[int, dict[str, np.ndarray]]:
+        """Reads all ranges at one version, while others train on.
+
+        In rounds (BSP, or a quorum) a version holds the same rounds in every range, so
+        that a group that only infers never sees half of a round. Otherwise versions
+        count the pushes to each range.
+
+        Args:
+          version: of all ranges; by default the newest that all of them have reached.
+
+        Returns:
+          (version, {range: values}).
+
+        Raises:
+          MeshparError: a version that a range has not reached, or does not keep.
+        """
+        reached = {name: self.state(name).version for name in self.ranges}
+        version = min(reached.values()) if version is None else version
+        if not 0 <= version <= min(reached.values()):
+            raise MeshparError(
+                f"version={version}: use 0 to {min(reached.values())}, which all "
+                "ranges have reached"
+            )
+        found = {}
+        for name in self.ranges:
+            answer = self._servers.pull(name, "", 0, None, -1, version)
+            if answer.refused:
+                raise MeshparError(f"{answer.refused}; use a larger history")
+            found[name] = np.array(answer.values)
+        return version, found
 
     def push(self, name: str, worker: str, clock: int, payload: Any) -> None:
         """Pushes an update to a range, and advances the worker's clock there.

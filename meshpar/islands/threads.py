@@ -84,7 +84,7 @@ class Threads(Host):
         center_N: np.ndarray,
         snapshot: Mapping[str, np.ndarray] | None = None,
     ):
-        super().__init__(len(programs))
+        super().__init__(len(programs), mode.own_data)
         self._mode, self._programs, self._start = mode, programs, start
         self._vector = weights_vector(programs[0])
         self._slices = self._vector.slices(mode.ranges)

@@ -6,6 +6,7 @@ The phases are data, so that a worker can be saved between any two of them.
 import collections
 import dataclasses
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from meshpar.islands.algorithms import Island
 from meshpar.islands.key_range import Slice
+from meshpar.islands.managed import ManagedPushes
 from meshpar.islands.message_bytes import payload_bytes
 from meshpar.islands.messages import Payload, Values
 from meshpar.islands.mode import Islands
@@ -75,6 +77,12 @@ class Worker:
         self._spans = collections.deque[Span](maxlen=10_000)
         self._mode, self._slices, self._endpoint = mode, slices, endpoint
         self._wire = PushEncoder(mode.wire, mode.error_feedback)
+        self._managed: ManagedPushes | None = None
+        if mode.budget:
+            seed = zlib.crc32(name.encode())
+            self._managed = ManagedPushes(
+                island.vector.size, mode.budget, mode.order, seed
+            )
         self._center_N = np.zeros(island.vector.size, np.float32)
         self._versions: dict[str, int] = {}
         self._steps, self._age = 0, 0
@@ -139,24 +147,30 @@ class Worker:
             self._pull()
         start, weight = time.monotonic(), max(self.island.weight, 1e-9)
         vector_N = self.island.contribution(self._center_N)
-        payloads = {}
-        for part in self._slices:
-            name, at = part.range.name, slice(part.start, part.stop)
-            read = None
-            if self.island.read_N is not None:
-                read = self.island.read_N[at].copy()
-            payloads[name] = self._wire.encode(
-                name,
-                vector_N[at].copy(),
-                weight=weight,
-                version=self._versions.get(name, -1),
-                read=read,
-            )
+        payloads = self._payloads(vector_N, weight)
         self._endpoint.push(self.clock, payloads)
         self._bytes["pushed"] += sum(map(payload_bytes, payloads.values()))
         self.clock += 1
         self.phase = FETCH if self._fetches() else TRAIN
         self._spent("push", start)
+
+    def _payloads(self, vector_N: np.ndarray, weight: float) -> dict[str, Payload]:
+        """{range: its part of a push [N]}, or of what the budget sends of it."""
+        keys, payloads = None, {}
+        if self._managed is not None:
+            keys, vector_N = self._managed.take(vector_N, self._center_N)
+        for part in self._slices:
+            name, at = part.range.name, slice(part.start, part.stop)
+            facts = dict(weight=weight, version=self._versions.get(name, -1))
+            if keys is not None:
+                at = slice(*np.searchsorted(keys, [part.start, part.stop]))
+                data = keys[at] - np.int32(part.start), vector_N[at].copy()
+                payloads[name] = Payload(data, **facts)
+                continue
+            if self.island.read_N is not None:
+                facts["read"] = self.island.read_N[at].copy()
+            payloads[name] = self._wire.encode(name, vector_N[at].copy(), **facts)
+        return payloads
 
     def _spent(self, kind: str, start: float) -> None:
         stop = time.monotonic()
@@ -172,6 +186,9 @@ class Worker:
         """The worker's state between two phases, as a flat dict of arrays."""
         arrays = {f"island|{k}": v for k, v in self.island.snapshot().items()}
         arrays |= {f"error|{k}": v for k, v in self._wire.errors.items()}
+        if self._managed is not None:
+            own = self._managed.snapshot()
+            arrays |= {f"managed|{k}": v for k, v in own.items()}
         phase = (FETCH, TRAIN, PUSH).index(self.phase)
         counts = np.array([self.clock, self._steps, phase], np.int64)
         names = [part.range.name for part in self._slices]
@@ -185,6 +202,10 @@ class Worker:
         own = {k.partition("|")[::2]: np.asarray(v) for k, v in snapshot.items()}
         self.island.restore({k: v for (kind, k), v in own.items() if kind == "island"})
         self._wire.errors = {k: v for (kind, k), v in own.items() if kind == "error"}
+        if self._managed is not None:
+            self._managed.restore(
+                {k: v for (kind, k), v in own.items() if kind == "managed"}
+            )
         self.clock, self._steps, phase = map(int, snapshot["counts"])
         self._center_N = np.array(snapshot["center"], np.float32)
         names = [part.range.name for part in self._slices]

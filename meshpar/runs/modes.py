@@ -135,6 +135,8 @@ class IslandsConfig:
             found["grace"] = "islands.quorum=0"
         if self.wire == "f32":
             found["error_feedback"] = "islands.wire=f32"
+        if not self.budget:
+            found["order"] = "islands.budget=0"
         return found
 
 

@@ -9,8 +9,8 @@ from meshpar.islands.host import Host, Stopped, WorkerDied
 class Dying(Host):
     """An island whose process dies at its first starts, and then trains."""
 
-    def __init__(self, deaths):
-        super().__init__(1)
+    def __init__(self, deaths, workers=1, own_data=False):
+        super().__init__(workers, own_data)
         self.deaths, self.starts = deaths, 0
 
     def connect(self, index):
@@ -73,3 +73,56 @@ def test_an_island_whose_wait_has_just_ended_is_drained_as_well():
         host.drain()
         assert host.went
     host.close()
+
+
+class Owners(Dying):
+    """Islands that note the batches they train on; island 0 loses its second one."""
+
+    def __init__(self, workers, own_data):
+        super().__init__(0, workers, own_data)
+        self.trained = [[] for _ in range(workers)]
+        self.lost = False
+
+    def prepare(self, index):
+        pass
+
+    def train(self, index, batch):
+        if batch == (0, 1) and not self.lost:
+            self.lost = True
+            raise WorkerDied
+        self.trained[index].append(batch)
+        return super().train(index, 1.0) | {"loss": 1.0}
+
+
+def trained(own_data):
+    host = Owners(2, own_data)
+    host.join(0)
+    for step in range(4):  # Island 1 is not there yet.
+        if step == 2:
+            host.join(1)
+        host.step([(0, step), (1, step)])
+    host.drain()
+    host.close()
+    return host.trained
+
+
+def test_an_island_that_owns_data_trains_on_its_own_parts_alone():
+    own, others = trained(own_data=True)
+    assert own == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert others == [(1, 2), (1, 3)]
+
+
+def test_without_owners_an_island_takes_every_part():
+    assert (1, 0) in trained(own_data=False)[0]
+
+
+def test_the_parts_of_an_island_that_leaves_are_not_waited_for():
+    host = Owners(2, own_data=True)
+    host.join(0)
+    host._stopped[1] = False  # It is there, and does nothing.
+    host.step([(0, 0), (1, 0)])
+    host._stopped[1] = True
+    host._run(1)
+    host.drain()
+    host.close()
+    assert host.trained == [[(0, 0)], []]

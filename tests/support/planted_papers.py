@@ -85,6 +85,7 @@ def planted(owner: Any, name: str, wrong: Callable[[Any], Any]) -> Callable:
 def all_mistakes() -> list[Mistake]:
     """The mistakes in the order of the gallery."""
     from support import (
+        planted_in_islands,
         planted_in_laws,
         planted_in_methods,
         planted_in_programs,
@@ -92,10 +93,11 @@ def all_mistakes() -> list[Mistake]:
     )
 
     modules = (
+        planted_in_islands,
         planted_in_laws,
         planted_in_methods,
-        planted_in_replicas,
         planted_in_programs,
+        planted_in_replicas,
     )
     found = [mistake for module in modules for mistake in module.MISTAKES]
     order = list(catalog.PAPERS)

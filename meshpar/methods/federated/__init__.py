@@ -1,0 +1,1 @@
+"""Federated averaging: clients own their rows (McMahan et al., 2017)."""
