@@ -1,7 +1,9 @@
 """The papers of the gallery, in the order of its page."""
 
 from experiments.gallery import (
+    deepspeed_inference,
     experts,
+    flexflow,
     galvatron,
     gossip,
     gpipe,
@@ -16,6 +18,7 @@ from experiments.gallery import (
     megatron,
     model_parallel,
     parameter_server,
+    pipedream,
     pipeline_bubbles,
     poseidon,
     sandblaster,
@@ -35,10 +38,13 @@ PAPERS: dict[str, Paper] = {
         host_memory,
         gpipe,
         pipeline_bubbles,
+        pipedream,
         megatron,
         model_parallel,
         experts,
+        deepspeed_inference,
         galvatron,
+        flexflow,
         legal_layouts,
         poseidon,
         local_sgd,

@@ -84,9 +84,19 @@ def planted(owner: Any, name: str, wrong: Callable[[Any], Any]) -> Callable:
 
 def all_mistakes() -> list[Mistake]:
     """The mistakes in the order of the gallery."""
-    from support import planted_in_methods, planted_in_programs, planted_in_replicas
+    from support import (
+        planted_in_methods,
+        planted_in_programs,
+        planted_in_replicas,
+        planted_in_stages,
+    )
 
-    modules = planted_in_methods, planted_in_replicas, planted_in_programs
+    modules = (
+        planted_in_methods,
+        planted_in_replicas,
+        planted_in_programs,
+        planted_in_stages,
+    )
     found = [mistake for module in modules for mistake in module.MISTAKES]
     order = list(catalog.PAPERS)
     return sorted(found, key=lambda mistake: order.index(mistake.figure))
