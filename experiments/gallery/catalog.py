@@ -5,6 +5,7 @@ from experiments.gallery import (
     experts,
     flexflow,
     galvatron,
+    geeps,
     gossip,
     gpipe,
     gradient_coding,
@@ -26,6 +27,7 @@ from experiments.gallery import (
     staleness,
     unsupervised,
     zero_memory,
+    zero_r,
 )
 from experiments.gallery.paper import Paper
 from meshpar.errors import ConfigError, nearest
@@ -35,7 +37,9 @@ PAPERS: dict[str, Paper] = {
     for module in (
         scaling,
         zero_memory,
+        zero_r,
         host_memory,
+        geeps,
         gpipe,
         pipeline_bubbles,
         pipedream,

@@ -4,9 +4,13 @@ from support.planted_papers import Mistake, planted
 
 from experiments.gallery import deepspeed_inference as inference_figure
 from experiments.gallery import flexflow as flexflow_figure
+from experiments.gallery import geeps as geeps_figure
 from experiments.gallery import pipedream as pipedream_figure
+from experiments.gallery import zero_r as zero_r_figure
 from meshpar.generation import floor as reading
 from meshpar.generation.generate import Generator
+from meshpar.layouts.layout import Layout
+from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER
 from meshpar.methods.flexflow.markov import MarkovSearch
 from meshpar.methods.flexflow.simulator import _Run
 from meshpar.methods.pipedream import order, partitioner
@@ -192,4 +196,71 @@ INFERENCE = [
     ),
 ]
 
-MISTAKES = PIPEDREAM + FLEXFLOW + INFERENCE
+# GeePS.
+
+
+def _without(part):
+    """A part of what `offload=` names stays on the chip."""
+
+    def wrong(right):
+        return property(lambda self: right.fget(self) - {part})
+
+    return wrong
+
+
+GEEPS = [
+    Mistake(
+        "geeps",
+        "what layers save stays on the chip",
+        planted(Layout, "offloaded", _without(ACTIVATIONS)),
+        "MB of 4 layers",
+        geeps_figure.quick_claims,
+    ),
+    Mistake(
+        "geeps",
+        "the momentum stays on the chip",
+        planted(Layout, "offloaded", _without(OPTIMIZER)),
+        "MB of 4 layers",
+        geeps_figure.quick_claims,
+    ),
+]
+
+# ZeRO-R.
+
+
+def _whole_stream(right):
+    """The residual stream is whole on every device of `tensor`."""
+    return property(lambda self: right.fget(self) | {"residual_length": ()})
+
+
+def _gathered_at_once(right):
+    """The weights of all layers are gathered together."""
+    return property(lambda self: min(2, right.fget(self)))
+
+
+def _checkpoints():
+    return zero_r_figure.checkpoint_claims()[0]
+
+
+def _buffers():
+    return [zero_r_figure.buffer_claim()]
+
+
+ZERO_R = [
+    Mistake(
+        "zero_r",
+        "checkpoints are whole on every device of tensor",
+        planted(Layout, "activation_rules", _whole_stream),
+        "kB of a layer's checkpoint",
+        _checkpoints,
+    ),
+    Mistake(
+        "zero_r",
+        "the weights of all layers are gathered at once",
+        planted(Layout, "zero_level", _gathered_at_once),
+        "largest collective of 12 layers",
+        _buffers,
+    ),
+]
+
+MISTAKES = PIPEDREAM + FLEXFLOW + INFERENCE + GEEPS + ZERO_R
