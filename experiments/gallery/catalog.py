@@ -1,6 +1,7 @@
 """The papers of the gallery, in the order of its page."""
 
 from experiments.gallery import (
+    decision_tree,
     deepspeed_inference,
     experts,
     flexflow,
@@ -48,6 +49,7 @@ PAPERS: dict[str, Paper] = {
         experts,
         deepspeed_inference,
         galvatron,
+        decision_tree,
         flexflow,
         legal_layouts,
         poseidon,

@@ -2,7 +2,9 @@
 
 from support.planted_papers import Mistake, planted
 
+from experiments.gallery import decision_tree as tree_figure
 from experiments.gallery import deepspeed_inference as inference_figure
+from experiments.gallery import experts as experts_figure
 from experiments.gallery import flexflow as flexflow_figure
 from experiments.gallery import geeps as geeps_figure
 from experiments.gallery import pipedream as pipedream_figure
@@ -11,6 +13,7 @@ from meshpar.generation import floor as reading
 from meshpar.generation.generate import Generator
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.offload import ACTIVATIONS, OPTIMIZER
+from meshpar.methods import decision_tree, random_second_expert
 from meshpar.methods.flexflow.markov import MarkovSearch
 from meshpar.methods.flexflow.simulator import _Run
 from meshpar.methods.pipedream import order, partitioner
@@ -263,4 +266,53 @@ ZERO_R = [
     ),
 ]
 
-MISTAKES = PIPEDREAM + FLEXFLOW + INFERENCE + GEEPS + ZERO_R
+# Decision trees, and random second experts.
+
+
+def _unpruned(right):
+    return lambda devices, prune=True: right(devices, False)
+
+
+def _in_one_order(right):
+    """Paths with the same kinds and degrees in another order are taken for one."""
+
+    def strategies(devices, prune=True):
+        found = right(devices, prune)
+        return list({(s.stages, frozenset(s.splits)): s for s in found}.values())
+
+    return strategies
+
+
+def _always_second(right):
+    return lambda logits, capacity, key=None: right(logits, capacity)
+
+
+def _tree():
+    return tree_figure.count_claims(8)
+
+
+TREES = [
+    Mistake(
+        "decision_tree",
+        "branches that mix data and sharded data parallelism are left in",
+        planted(decision_tree, "strategies", _unpruned),
+        "strategies of 8 devices",
+        _tree,
+    ),
+    Mistake(
+        "decision_tree",
+        "the order of the levels does not count",
+        planted(decision_tree, "strategies", _in_one_order),
+        "strategies of 8 devices",
+        _tree,
+    ),
+    Mistake(
+        "experts",
+        "every second expert comes along, whatever its gate",
+        planted(random_second_expert, "gating", _always_second),
+        "top-2 gating with a random second expert",
+        lambda: [experts_figure.gating_claim()],
+    ),
+]
+
+MISTAKES = PIPEDREAM + FLEXFLOW + INFERENCE + GEEPS + ZERO_R + TREES
