@@ -169,7 +169,7 @@ def live_bytes(text: str) -> tuple[int, int]:
         values[name] = (0 if is_view else sum(sizes), operands)
         order.append((name, is_view))
         if line.strip().startswith("ROOT "):
-            returned = {name, *operands}
+            returned = {name}
     last = {}
     sources = {}
     for place, (name, is_view) in enumerate(order):
