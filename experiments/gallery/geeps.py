@@ -15,8 +15,10 @@ import meshpar
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from meshpar.contracts.host_transfers import host_transfers
 
-_WIDTH, _HIDDEN, _ROWS = 1024, 4096, 4096
-_DEPTH, _DEEP, _CHIPS = 4, 8, 4
+_WIDTH, _HIDDEN, _ROWS = 1024, 8192, 8192
+_DEPTH, _DEEP, _CHIPS = 6, 10, 4
+"""Sizes of which no stack of layers fits into the 128 MiB on a chip of v5e."""
+
 _MACHINE, _MB = "v5e:2x2", 1e6
 _NONE, _ALL = "none", "optimizer+parameters+activations"
 

@@ -1,5 +1,6 @@
 """Mistakes in pipelines that never wait, and in what runs beside them."""
 
+import numpy as np
 from support.planted_papers import Mistake, planted
 
 from experiments.gallery import decision_tree as tree_figure
@@ -154,9 +155,13 @@ FLEXFLOW = [
 # DeepSpeed Inference.
 
 
-def _one_token_late(right):
-    """Prefill leaves the last token before the first generated one out of the cache."""
-    return lambda self, params, tokens, last: right(self, params, tokens, last - 1)
+def _one_place_late(right):
+    """Prefill puts every token of a prompt into the cache one place too late."""
+
+    def cached(self, params, tokens, last):
+        return right(self, params, np.roll(tokens, 1, axis=1), last)
+
+    return cached
 
 
 def _whole_weights(right):
@@ -185,8 +190,8 @@ def _speeds():
 INFERENCE = [
     Mistake(
         "deepspeed_inference",
-        "the cache lacks the token before the first generated one",
-        planted(Generator, "_cached", _one_token_late),
+        "tokens of a prompt are in the cache one place too late",
+        planted(Generator, "_cached", _one_place_late),
         "8 tokens of tensor=2",
         _quick_equality,
     ),
@@ -216,14 +221,14 @@ GEEPS = [
         "geeps",
         "what layers save stays on the chip",
         planted(Layout, "offloaded", _without(ACTIVATIONS)),
-        "MB of 4 layers",
+        "MB of 6 layers",
         geeps_figure.quick_claims,
     ),
     Mistake(
         "geeps",
         "the momentum stays on the chip",
         planted(Layout, "offloaded", _without(OPTIMIZER)),
-        "MB of 4 layers",
+        "MB of 6 layers",
         geeps_figure.quick_claims,
     ),
 ]
