@@ -203,8 +203,10 @@ def test_the_programs_of_methods_run(capsys):
     np.testing.assert_allclose(scope["means"], np.ones((8, 3)), rtol=1e-5)
 
 
-def test_the_schedule_of_ones_own_runs():
-    (program,) = programs(ROOT / "docs/pipelines.md")
+def test_pipelines_of_stages_and_a_schedule_of_ones_own_run():
+    stages, program = programs(ROOT / "docs/pipelines.md")
+    exec(stages, scope := {})
+    assert scope["trained"].held == [2, 2, 1]
     exec(program, {})
     try:
         assert schedules.make_schedule("one_at_a_time", 4, 8).num_stages == 4

@@ -90,6 +90,7 @@ def all_mistakes() -> list[Mistake]:
         planted_in_methods,
         planted_in_programs,
         planted_in_replicas,
+        planted_in_stages,
     )
 
     modules = (
@@ -98,6 +99,7 @@ def all_mistakes() -> list[Mistake]:
         planted_in_methods,
         planted_in_programs,
         planted_in_replicas,
+        planted_in_stages,
     )
     found = [mistake for module in modules for mistake in module.MISTAKES]
     order = list(catalog.PAPERS)

@@ -1,0 +1,1 @@
+"""PipeDream: asynchronous pipelines of replicated stages (Narayanan et al., 2019)."""
