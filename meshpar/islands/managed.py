@@ -31,7 +31,7 @@ class ManagedPushes:
       size: N, numbers of an update.
       budget: bytes of a push, for keys and numbers.
       order: a name in `ORDERS`.
-      seed: of the order "random".
+      seed: of the order "random", and of the number with which "round_robin" begins.
 
     Attributes:
       unsent_N: sums of the updates that wait.
@@ -84,7 +84,9 @@ class ManagedPushes:
             draws = np.random.default_rng([self._seed, self.turn])
             return draws.choice(waiting, count, replace=False)
         if self._order == "round_robin":
-            start = (self.turn - 1) * count % len(self.unsent_N)
+            size = len(self.unsent_N)
+            first = int(np.random.default_rng(self._seed).integers(size))
+            start = (first + (self.turn - 1) * count) % size
             first = np.searchsorted(waiting, start)
             return np.roll(waiting, -first)[:count]
         importance = np.abs(self.unsent_N[waiting])
