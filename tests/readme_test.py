@@ -110,6 +110,7 @@ def test_a_script_of_ones_own_runs_in_two_processes_of_ray(tmp_path):
     words = [sys.executable, "on_ray.py", sys.executable, str(tmp_path / "train.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    environment["RAY_worker_niceness"] = "0"  # Else other work would starve it.
     options = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
     done = subprocess.run(words, **options)
     assert done.returncode == 0, done.stderr
