@@ -51,6 +51,21 @@ def test_passes_at_the_edge_of_a_grid_or_that_fall_are_not_accepted():
     assert len(failed(claims({**found, 128: tuned(1.0, 1, True)}))) == 2
 
 
+def test_rules_that_hold_too_much_or_too_little_are_not_accepted():
+    claims, curve = large_batches.rule_claims, {1 / 16: 0.45, 0.5: 0.1}
+    small = {128: {"same rate": 1.3, "root": 0.8, "linear": 0.46}}
+    large = {"same rate": 0.6, "root": 2.0, "linear": 2.5, "linear, warm-up": 2.0}
+    large |= {"SGD, tuned": 0.6, "LARS": 0.3, "LAMB": 0.3}
+    assert failed(claims(curve, {512: large}, small, True)) == []
+    (text,) = failed(claims(curve, {512: large | {"LAMB": 0.7}}, small, True))
+    assert text.startswith("LARS and LAMB, tuned, lose less")
+    (text,) = failed(claims(curve, {512: large | {"linear": 0.1}}, small, True))
+    assert text.startswith("from the best rate no rule")
+    root = {128: small[128] | {"root": 0.46}}
+    (text,) = failed(claims(curve, {512: large}, root, False)[1:])
+    assert text.startswith("from a small rate the linear rule")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
