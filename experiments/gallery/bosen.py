@@ -113,7 +113,13 @@ class Best(NamedTuple):
     pushed: int
 
 
-def best_of(budget: int, order: str, clocks: int, seeds: tuple[int, ...]) -> Best:
+def best_of(
+    budget: int,
+    order: str,
+    clocks: int,
+    seeds: tuple[int, ...],
+    rates: tuple[float, ...] = _RATES,
+) -> Best:
     """Losses of a budget and an order, with the best rate."""
 
     @functools.cache
@@ -122,9 +128,9 @@ def best_of(budget: int, order: str, clocks: int, seeds: tuple[int, ...]) -> Bes
             return train(budget, order, rate, clocks, seed)
 
     # All of them: over the rates, losses of small budgets have several valleys.
-    tried = np.nan_to_num([run(rate, seeds[0]).loss for rate in _RATES], nan=np.inf)
+    tried = np.nan_to_num([run(rate, seeds[0]).loss for rate in rates], nan=np.inf)
     at = int(np.argmin(tried))
-    best = Tuned(float(tried[at]), _RATES[at], 0 < at < len(_RATES) - 1)
+    best = Tuned(float(tried[at]), rates[at], 0 < at < len(rates) - 1)
     losses = [run(best.rate, seed).loss for seed in seeds]
     return Best(best, losses, run(best.rate, seeds[0]).pushed)
 
@@ -247,15 +253,15 @@ def read_claims(clocks: int = 40, rate: float = 0.1) -> tuple[Claim, ...]:
 
 
 def _run(setting: Setting) -> Result:
-    clocks = 60
+    clocks, rates = 60, _RATES[1:-1] if setting.quick else _RATES
     budgets = (64,) if setting.quick else (32, 64, 128, 256, 512)
     found: Found = {}
     for index, budget in enumerate(budgets):
         for order in ORDERS:
             setting.progress(f"{budget} bytes, {order}", index / len(budgets))
-            best = best_of(budget, order, clocks, setting.seeds)
+            best = best_of(budget, order, clocks, setting.seeds, rates)
             found.setdefault(budget, {})[order] = best
-    found[_WHOLE] = {_LARGEST: best_of(_WHOLE, _LARGEST, clocks, setting.seeds)}
+    found[_WHOLE] = {_LARGEST: best_of(_WHOLE, _LARGEST, clocks, setting.seeds, rates)}
 
     def draw(figure: matplotlib.figure.Figure) -> None:
         axes = figure.subplots()
