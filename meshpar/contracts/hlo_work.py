@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from meshpar.contracts.hlo_text import (
     Instruction,
     parse_computations,
@@ -18,7 +20,8 @@ from meshpar.contracts.hlo_text import (
 
 _SHAPE = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
 _CONTRACTED = re.compile(r'\blhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
-_KERNEL_DIMS = re.compile(r"\bdim_labels=\w+_(\w+)->")
+_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 
 
@@ -103,15 +106,65 @@ def own_flops(instruction: Instruction, scope: Mapping[str, Instruction]) -> flo
     """
     line, opcode = instruction.line, instruction.opcode
     if opcode == "convolution":
-        kernel = _dims(scope[instruction.operands[1]])
-        features = _KERNEL_DIMS.search(line).group(1).index("o")
-        per_result = math.prod(kernel) / max(1, kernel[features])
-        return 2.0 * math.prod(_dims(instruction)) * per_result
+        return _convolution_flops(instruction, scope)
     if opcode in ("dot", "custom-call") and (found := _CONTRACTED.search(line)):
         lhs, places = _dims(scope[instruction.operands[0]]), found.group(1)
         contracted = (lhs[int(dim)] for dim in re.findall(r"\d+", places))
         return 2.0 * math.prod(_dims(instruction)) * math.prod(contracted)
     return 0.0
+
+
+def _convolution_flops(
+    instruction: Instruction, scope: Mapping[str, Instruction]
+) -> float:
+    """FLOPs of a convolution; products with padding and with holes are none.
+
+    TPUs write matmuls with several contracted dims so: most taps of their windows meet
+    padding alone.
+    """
+    labels = _LABELS.search(instruction.line).groups()
+    arrays = *(scope[name] for name in instruction.operands[:2]), instruction
+    image, kernel, result = (
+        dict(zip(own, _dims(array), strict=True))
+        for own, array in zip(labels, arrays, strict=True)
+    )
+    window = _WINDOW.search(instruction.line)
+    pairs = (field.split("=") for field in (window.group(1) if window else "").split())
+    fields = {name: values.split("x") for name, values in pairs}
+    places = sorted(label for label in result if label.isdigit())
+    met = math.prod(
+        _products(
+            image[place],
+            kernel[place],
+            result[place],
+            {name: values[index] for name, values in fields.items()},
+        )
+        for index, place in enumerate(places)
+    )
+    return 2.0 * result["b"] * result["f"] * kernel["i"] * met
+
+
+def _products(size: int, taps: int, results: int, window: Mapping[str, str]) -> int:
+    """Products along one dim of a convolution: (result, tap) on a number of the image.
+
+    Args:
+      size: of the image.
+      taps: of the kernel.
+      results: places of the kernel.
+      window: {field of HLO's window: its value in this dim}.
+    """
+    stride, holes, spread = (
+        int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    low = int(window["pad"].split("_")[0]) if "pad" in window else 0
+    ways = np.arange(results) * stride - low, np.arange(taps) * spread
+    few, many = sorted(ways, key=len)
+    found = 0
+    for start in few:
+        at = start + many
+        inside = (at >= 0) & (at <= (size - 1) * holes) & (at % holes == 0)
+        found += int(np.count_nonzero(inside))
+    return found
 
 
 def _dims(instruction: Instruction) -> tuple[int, ...]:

@@ -49,15 +49,45 @@ def test_a_program_without_loops_is_as_its_compiler_says():
     assert work_of(program.as_text(), {}) == (0.0, 0.0)
 
 
-def test_convolutions_count_positions_times_kernel():
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(window_strides=(1, 1), padding="SAME"),
+        dict(window_strides=(2, 3), padding=[(1, 2), (0, 1)]),
+        dict(window_strides=(1, 1), padding=[(-1, 3), (5, 5)]),
+        dict(window_strides=(1, 1), padding=[(3, 3), (2, 2)], lhs_dilation=(2, 3)),
+        dict(window_strides=(2, 1), padding="VALID", rhs_dilation=(2, 1)),
+        dict(window_strides=(1, 1), padding="SAME", feature_group_count=2),
+    ],
+    ids=["same", "strides", "wide", "holes", "spread", "groups"],
+)
+def test_convolutions_count_products_with_numbers_of_the_image(options):
+    """As XLA's own analysis of this program, and as ones that are added up."""
+    groups = options.get("feature_group_count", 1)
+
     def run(x, k):
         dims = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(
-            x, k, (1, 1), "SAME", dimension_numbers=dims
-        )
+        return jax.lax.conv_general_dilated(x, k, dimension_numbers=dims, **options)
 
-    text = compiled(run, (2, 8, 8, 3), (3, 3, 3, 4)).as_text()
-    assert matmul_flops(text) == 2 * (2 * 8 * 8 * 4) * (3 * 3 * 3)
+    shapes = (2, 8, 9, 4), (3, 3, 4 // groups, 6)
+    program = compiled(run, *shapes)
+    products = run(*map(jnp.ones, shapes)).sum()
+    assert matmul_flops(program.as_text()) == 2 * products
+    assert matmul_flops(program.as_text()) == program.cost_analysis()["flops"]
+
+
+def test_matmuls_that_tpus_write_as_convolutions():
+    """Taps are heads; each place of the window meets one head, the others padding."""
+    text = """
+ENTRY main (x: bf16[256,512], w: bf16[512,4,128]) -> bf16[256,4,128] {
+  %x = bf16[256,512]{1,0} parameter(0)
+  %w = bf16[512,4,128]{2,0,1} parameter(1)
+  %b = bf16[256,512,1]{1,0,2} bitcast(%x)
+  ROOT %c = bf16[256,4,128]{2,0,1} convolution(%b, %w), \
+window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_i0o->b0f
+}
+"""
+    assert matmul_flops(text) == 2 * 256 * 512 * 4 * 128
 
 
 BRANCHES = """
