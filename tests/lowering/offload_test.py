@@ -155,7 +155,7 @@ def test_an_optimizer_that_needs_all_layers_is_refused(make, message):
 def test_layers_that_the_compiler_runs_are_refused():
     with pytest.raises(LayoutError, match="no layered form"):
         lower("fsdp=2,offload=optimizer", plain_model())
-    with pytest.raises(LayoutError, match="offload=activations: that moves"):
+    with pytest.raises(LayoutError, match="offload=activations: this moves"):
         lower("fsdp=2,offload=activations", lowering="jit")
 
 

@@ -222,7 +222,7 @@ def test_models_that_a_pipeline_cannot_run_are_refused():
     with pytest.raises(LayoutError, match="but it holds int32"):
         meshpar.lower(odd, sgd, "pipe=2,microbatches=2", rows, devices=two)
     own = meshpar.from_nnx(Penalized, stages(embed), lambda m, b: 0.0)
-    with pytest.raises(LayoutError, match="evaluation_loss_fn of its own"):
+    with pytest.raises(LayoutError, match="evaluation_loss_fn is another function"):
         meshpar.lower(own, sgd, "pipe=2,microbatches=2", rows, devices=two)
 
 
