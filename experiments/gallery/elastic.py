@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.gallery.paper import Claim
 from experiments.stragglers import SIZE, Problem
 from meshpar.islands import ASP, Islands, Payload, algorithms, split
 from meshpar.islands.key_range import Contribution
@@ -161,6 +162,17 @@ def tuned(loss_of: Callable[[float], float], rates: Sequence[float]) -> Tuned:
         if lowest == best:
             return Tuned(loss(best), rates[best], len(near) == 3)
         best = lowest
+
+
+def inside_claim(found: Sequence[Tuned]) -> Claim:
+    """Whether all best rates lie inside of what was tried."""
+    return Claim(
+        "the best rate of each is neither the first nor the last that was tried",
+        "",
+        f"{sum(one.inside for one in found)} of {len(found)}, "
+        f"{min(one.rate for one in found):g} to {max(one.rate for one in found):g}",
+        all(one.inside for one in found),
+    )
 
 
 def recurrence_error(period: int = 2, clocks: int = 4, rate: float = 0.1) -> float:

@@ -7,7 +7,7 @@ import matplotlib.figure
 import numpy as np
 
 from experiments.gallery import digits
-from experiments.gallery.elastic import Tuned, tuned
+from experiments.gallery.elastic import Tuned, inside_claim, tuned
 from experiments.gallery.paper import Claim, Paper, Result, Setting
 from meshpar.methods.federated import shards as split
 from meshpar.methods.federated.averaging import FederatedAveraging, Settings
@@ -223,13 +223,7 @@ def claims_of(found: Rounds, best: Sequence[Tuned]) -> tuple[Claim, ...]:
             ratios({case: labels[_FEDSGD] / labels[case] for case in epochs}),
             all(labels[case] < labels[_FEDSGD] for case in epochs),
         ),
-        Claim(
-            "the best rate of each is neither the first nor the last that was tried",
-            "",
-            f"{sum(one.inside for one in best)} of {len(best)}, "
-            f"{min(one.rate for one in best):g} to {max(one.rate for one in best):g}",
-            all(one.inside for one in best),
-        ),
+        inside_claim(best),
     )
 
 

@@ -158,13 +158,7 @@ def period_claims(
             ),
             all(one.loss < other.loss for one, other in pairs.values()),
         ),
-        Claim(
-            "the best rate of each is neither the first nor the last that was tried",
-            "",
-            f"{sum(one.inside for one in found)} of {len(found)}, "
-            f"{min(one.rate for one in found):g} to {max(one.rate for one in found):g}",
-            all(one.inside for one in found),
-        ),
+        elastic.inside_claim(found),
     )
 
 

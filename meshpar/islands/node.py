@@ -122,8 +122,9 @@ class Node:
         """The answer to a pull; None if it has to wait."""
         state = self._chains.replica(pull.range).state
         slowest = min(state.clocks.values(), default=-1)
+        version = state.version if pull.version < 0 else pull.version
 
-        def answer(values, refused="", version=state.version):
+        def answer(values, refused=""):
             request = pull.request
             found = Values(request, pull.range, version, slowest, values, refused)
             return Send(pull.client, found)
@@ -136,21 +137,20 @@ class Node:
                 return None
             if not state.allows(pull.clock):
                 return None
-        if pull.version > state.version:
+        if version > state.version:
             return None
-        if 0 <= pull.version < state.version:
-            if (past := state.past.get(pull.version)) is None:
-                kept = f"{pull.range} is at {state.version} and keeps {len(state.past)}"
-                return answer(None, f"version {pull.version} is gone: {kept}")
-            return answer(past.copy(), version=pull.version)
-        if pull.known == state.version:
+        values = state.values_at(version)
+        if values is None:
+            kept = f"{pull.range} is at {state.version} and keeps {len(state.past)}"
+            return answer(None, f"version {version} is gone: {kept}")
+        if pull.known == version:
             return answer(None)
         if pull.keys is None:
-            return answer(state.values.copy() if self._copies else state.values)
-        keys, size = pull.keys, len(state.values)
+            return answer(values.copy() if self._copies else values)
+        keys, size = pull.keys, len(values)
         if len(keys) and not 0 <= keys.min() <= keys.max() < size:
             return answer(None, f"{pull.range}: keys outside 0 to {size - 1}")
-        return answer(state.values[keys])
+        return answer(values[keys])
 
     def _progress(self, name: str) -> list[Send]:
         """Answers the waiting requests that the new state of a range allows."""

@@ -195,7 +195,12 @@ class RangeState:
     def _keep_version(self) -> None:
         if history := self._rules.history:
             self.past[self.version] = self.values.copy()
-            self.past.pop(self.version - history - 1, None)
+            oldest = self.version - history
+            self.past = {v: x for v, x in self.past.items() if v >= oldest}
+
+    def values_at(self, version: int) -> np.ndarray | None:
+        """The values of a version that was reached; None if they are not kept."""
+        return self.values if version == self.version else self.past.get(version)
 
     def _present(self) -> set[str]:
         return {p.worker for p in self._pending if p.round <= self.round}
@@ -270,7 +275,7 @@ class RangeState:
                 self.update_state[rest] = np.array(array)
             elif kind == "cache":
                 self._cache[rest] = np.array(array)
-            elif kind == "past":
+            elif kind == "past" and self._rules.history:
                 self.past[int(rest)] = np.array(array)
         self._keep_version()
         for i, (number, worker, clock, *payload) in enumerate(meta["pending"]):

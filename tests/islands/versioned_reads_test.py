@@ -69,9 +69,24 @@ def test_versions_are_on_all_replicas_and_in_snapshots():
     made.remove_server("server 1", dead=True)
     for version in (2, 3, 4, 5):
         check(made.pull_version(version), version)
-    other = store(history=3)
-    other.restore(made.snapshot())
-    check(other.pull_version(2), 2)
+    for history, oldest in ((3, 2), (1, 4), (0, 5)):
+        other = store(history=history)
+        other.restore(made.snapshot())
+        check(other.pull_version(oldest), oldest)
+        with pytest.raises(MeshparError, match=f"version {oldest - 1} is gone"):
+            other.pull_version(oldest - 1)
+
+
+def test_a_read_of_keys_of_an_older_version():
+    made = store(history=2)
+    for clock in range(3):
+        push(made, "x", clock)
+        push(made, "y", clock)
+    keys = np.array([0, RANGES[0].size - 1])
+    answer = made._servers.pull("a", "", 0, keys, -1, 1)
+    assert answer.version == 1
+    wanted = weights(1, RANGES[0].size)[keys]
+    np.testing.assert_allclose(answer.values, wanted, rtol=0, atol=1e-6)
 
 
 def test_versions_that_are_not_kept_or_not_reached():
