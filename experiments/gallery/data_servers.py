@@ -1,4 +1,4 @@
-"""Data read by many: each row once an epoch, whoever reads, joins or dies.
+"""Reads each row once an epoch, while readers join, leave and die.
 
 A system of data servers has processes that read, shuffle and hand out batches. Here
 there are none: sample i of a run is a function of (data, seed, i), so every process

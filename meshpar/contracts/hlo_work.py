@@ -36,6 +36,11 @@ class Work(NamedTuple):
     flops: float
     moved: float
 
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.moved
+
 
 def work_of(text: str, analysis: Mapping[str, float]) -> Work:
     """The work of a compiled program.

@@ -13,32 +13,15 @@ Source: Williams, Waterman, Patterson, Roofline: an insightful visual performanc
 import dataclasses
 import math
 
-from meshpar.contracts import hlo_work
+from meshpar.contracts.hlo_work import Work, work_of
 from meshpar.errors import MeshparError
 from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.chips import Chip
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Work of one device: FLOPs and bytes.
-
-    Attributes:
-      flops: multiplications and additions.
-      moved: bytes read from memory and written to it.
-    """
-
-    flops: float
-    moved: float
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.moved
-
-    def seconds(self, chip: Chip) -> float:
-        """The least time that a chip takes, if it moves bytes while it computes."""
-        return max(self.flops / chip.peak_flops, self.moved / chip.memory_bandwidth)
+def seconds(work: Work, chip: Chip) -> float:
+    """The least time that a chip takes, if it moves bytes while it computes."""
+    return max(work.flops / chip.peak_flops, work.moved / chip.memory_bandwidth)
 
 
 def ridge(chip: Chip) -> float:
@@ -124,7 +107,5 @@ def fit(works: dict[float, Work]) -> Step:
 
 def step_work(program: TrainProgram) -> Work:
     """The work of a compiled step on one device, with every round of its loops."""
-    found = hlo_work.work_of(
-        program.compiled.as_text(), program.compiled.cost_analysis()
-    )
-    return Work(*found)
+    compiled = program.compiled
+    return work_of(compiled.as_text(), compiled.cost_analysis())

@@ -151,7 +151,10 @@ def test_the_parts_of_a_batch_have_owners():
         (lambda: split.dirichlet(np.zeros(9), 2, 0.0), "alpha=0.0: use a number above"),
         (lambda: split.by_label(np.zeros(9), 5, 2), "10 owners of 9 rows"),
         (lambda: split.batches({}, [np.arange(3)] * 3, 8), "multiple"),
-        (lambda: split.batches({}, [np.arange(0)], 8), r"owners \[0\] have no rows"),
+        (
+            lambda: split.batches({}, [np.arange(0)], 8),
+            r"1 of them without rows \(the first: \[0\]\)",
+        ),
         (lambda: Settings(fraction=1.5), "fraction=1.5"),
         (lambda: Settings(epochs=0), "epochs=0"),
     ],
@@ -162,5 +165,7 @@ def test_bad_values(call, message):
 
 
 def test_a_client_without_rows_is_refused(program, samples):
-    with pytest.raises(MeshparError, match=r"clients with \[2, 0\] rows"):
+    with pytest.raises(
+        MeshparError, match=r"2 owners, 1 of them without rows \(the first: \[1\]\)"
+    ):
         FederatedAveraging(program, samples, [np.arange(2), np.arange(0)])

@@ -165,7 +165,7 @@ PATTERNS = [
     ),
     Mistake(
         "communication_patterns",
-        "a wait waits for nothing",
+        "`wait` hands on a value before the one it waits for has arrived",
         lambda patch: patch.setattr(
             patterns_figure.collectives, "wait", lambda first, later: later
         ),

@@ -19,12 +19,11 @@ import jax
 import numpy as np
 
 from meshpar.arrays import Params
-from meshpar.errors import MeshparError
 from meshpar.islands import BSP, Islands, Payload, Store, updates
 from meshpar.islands.algorithms import make_island
 from meshpar.islands.island_program import island_program
 from meshpar.lowering.train_program import TrainProgram
-from meshpar.methods.federated.shards import Shards, passes
+from meshpar.methods.federated.shards import Shards, check_owners, passes
 from meshpar.replicated import num_rows
 from meshpar.settings import Number, check, real
 
@@ -82,11 +81,7 @@ class FederatedAveraging:
         Raises:
           MeshparError: no client, or one without rows.
         """
-        if not len(shards) or not all(len(rows) for rows in shards):
-            raise MeshparError(
-                f"clients with {[len(rows) for rows in shards]} rows: give each of "
-                "them at least one"
-            )
+        check_owners(shards)
         self.rounds = 0
         self._shards, self._settings = list(shards), settings
         self._samples = dict(samples)

@@ -24,6 +24,16 @@ def _check(rows: int, owners: int) -> None:
         raise MeshparError(f"{owners!r} owners of {rows} rows: use 1 to {rows}")
 
 
+def check_owners(shards: Shards) -> None:
+    """Raises MeshparError unless there are owners, and each of them has a row."""
+    empty = [i for i, rows in enumerate(shards) if not len(rows)]
+    if empty or not len(shards):
+        raise MeshparError(
+            f"{len(shards)} owners, {len(empty)} of them without rows (the first: "
+            f"{empty[:3]}): give at least one owner, and a row to each"
+        )
+
+
 def iid(rows: int, owners: int, seed: int = 0) -> list[np.ndarray]:
     """Shuffles the rows, and gives every owner an equal part, give or take one.
 
@@ -127,12 +137,11 @@ def batches(
     Raises:
       MeshparError: parts of unequal size, or an owner without rows.
     """
-    if not len(shards) or batch_size % len(shards) or batch_size < 1:
+    check_owners(shards)
+    if batch_size % len(shards) or batch_size < 1:
         raise MeshparError(
             f"batch_size={batch_size} for {len(shards)} owners: use a multiple of them"
         )
-    if empty := [i for i, rows in enumerate(shards) if not len(rows)]:
-        raise MeshparError(f"owners {empty} have no rows: give each of them one")
     return _batches(samples, shards, batch_size // len(shards), seed)
 
 
