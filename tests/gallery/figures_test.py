@@ -4,10 +4,11 @@ import json
 import pathlib
 import runpy
 
-import matplotlib.figure
 import numpy as np
 import pytest
-from support import tiny_stack
+from support import figures, tiny_stack
+from support.figures import failed
+from support.marks import slow
 
 from experiments.gallery import (
     catalog,
@@ -15,36 +16,29 @@ from experiments.gallery import (
     gradient_diversity,
     hyperparameter_search,
     layer_dropping,
-    scaling,
 )
-from experiments.gallery.paper import Setting
 from meshpar.methods import layer_dropping as layer_drop
 from meshpar.methods.gradient_coding import codes as coding
 from meshpar.methods.random_search import trials
 
-QUICK = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
-def failed(claims):
-    return [claim.text for claim in claims if not claim.holds]
+FAST = (
+    "scaling",
+    "zero_memory",
+    "pipeline_bubbles",
+    "gossip",
+    "poseidon",
+    "model_sizes",
+)
 
 
-def accept(paper):
-    result = paper.run(QUICK)
-    assert failed(result.claims) == []
-    result.draw(matplotlib.figure.Figure())
-    assert all(len(row) == len(result.columns) for row in result.rows)
-
-
-def test_laws_of_speedup():
-    accept(scaling.PAPER)
-
-
-@pytest.mark.slow
-def test_gradient_coding(monkeypatch):
-    monkeypatch.setattr(gradient_coding, "CODES", gradient_coding.CODES[:1])
-    accept(gradient_coding.PAPER)
+@pytest.mark.parametrize(
+    "name", [*FAST, *(slow(name) for name in catalog.PAPERS if name not in FAST)]
+)
+def test_quick_versions_are_accepted(name):
+    figures.check(name)
 
 
 def test_a_code_that_sums_wrong_parts_is_not_accepted(monkeypatch):
@@ -61,14 +55,6 @@ def test_a_code_that_sums_wrong_parts_is_not_accepted(monkeypatch):
     assert error > 1e-5
 
 
-@pytest.mark.slow
-def test_gradient_diversity(monkeypatch):
-    monkeypatch.setattr(gradient_diversity, "FOLDS", (64,))
-    monkeypatch.setattr(gradient_diversity, "RATES", 2.0 ** np.arange(-1, 1.5, 0.5))
-    monkeypatch.setattr(gradient_diversity, "RUNS", 8)
-    accept(gradient_diversity.PAPER)
-
-
 def test_advice_for_rows_that_count_their_copies_is_seen(monkeypatch):
     right = gradient_diversity.diversity
 
@@ -79,12 +65,6 @@ def test_advice_for_rows_that_count_their_copies_is_seen(monkeypatch):
 
     monkeypatch.setattr(gradient_diversity, "diversity", wrong)
     assert failed(gradient_diversity.meter_claims())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hyperparameter_search", "layer_dropping"])
-def test_quick_versions_that_compile_more(name):
-    accept(catalog.get(name))
 
 
 @pytest.mark.slow

@@ -1,24 +1,14 @@
 """Figures of the laws of steps and messages: accepted, and able to fail."""
 
 import pytest
+from support.figures import failed
 
 from experiments.gallery import (
     communication_patterns,
     large_batches,
-    megatron_collectives,
     messages,
-    model_sizes,
-    roofline,
-    synchronous_sgd,
     time_to_accuracy,
 )
-from experiments.gallery.paper import Setting
-
-QUICK = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
-
-
-def failed(claims):
-    return [claim.text for claim in claims if not claim.holds]
 
 
 def test_messages_and_what_is_no_message(monkeypatch):
@@ -35,10 +25,6 @@ def test_messages_and_what_is_no_message(monkeypatch):
     monkeypatch.setattr(messages, "rounds_of", lambda *_: iter([]))
     with pytest.raises(ValueError, match="ends with other numbers"):
         messages.simulate("broadcast", "full", 4)
-
-
-def test_sizes_of_models():
-    assert failed(model_sizes.PAPER.run(QUICK).claims) == []
 
 
 def test_passes_at_the_edge_of_a_grid_or_that_fall_are_not_accepted():
@@ -64,19 +50,3 @@ def test_rules_that_hold_too_much_or_too_little_are_not_accepted():
     root = {128: small[128] | {"root": 0.46}}
     (text,) = failed(claims(curve, {512: large}, root, False)[1:])
     assert text.startswith("from a small rate the linear rule")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "module",
-    [
-        synchronous_sgd,
-        communication_patterns,
-        megatron_collectives,
-        roofline,
-        time_to_accuracy,
-        large_batches,
-    ],
-)
-def test_quick_versions_are_accepted(module):
-    assert failed(module.PAPER.run(QUICK).claims) == []

@@ -6,20 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.gallery import model_parallel, partitioned
-from experiments.gallery.paper import Setting
 
 NETWORKS = model_parallel.small_networks()
-
-
-@pytest.fixture(scope="module")
-def result():
-    setting = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
-    return model_parallel.PAPER.run(setting)
-
-
-@pytest.mark.slow
-def test_the_figure_is_accepted(result):
-    assert [claim.text for claim in result.claims if not claim.holds] == []
 
 
 def without_talk(layers):

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
+from support.figures import failed, missed
 
 from experiments.gallery import catalog
-from experiments.gallery.paper import Claim, Setting
+from experiments.gallery.paper import Claim
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/papers/mistakes.md"
 _HEAD = """\
@@ -45,14 +46,7 @@ class Mistake(NamedTuple):
 
     def failed(self) -> list[str]:
         """The claims that do not hold."""
-        claims = self.claims() if self.claims else quick(self.figure)
-        return [claim.text for claim in claims if not claim.holds]
-
-
-def quick(name: str) -> Iterable[Claim]:
-    """The claims of a figure's quick version."""
-    setting = Setting(quick=True, seeds=(0,), progress=lambda text, share: None)
-    return catalog.get(name).run(setting).claims
+        return failed(self.claims()) if self.claims else missed(self.figure)
 
 
 def replace(
