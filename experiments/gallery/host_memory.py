@@ -1,8 +1,8 @@
 """ZeRO-Offload and GeePS: larger models on one device, with state in host memory."""
 
-import bisect
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ _NONE, _OPTIMIZER = "none", "optimizer"
 _WEIGHTS = "optimizer+parameters"
 _ALL = "optimizer+parameters+activations"
 _OFFLOADS = _NONE, _OPTIMIZER, _WEIGHTS, _ALL
-_DEPTHS, _DEEPEST = (4, 16, 32, 64), 128
+_DEPTHS = 4, 16, 32, 64
 _SEQUENCES, _LARGEST, _EQUAL = 8, 13.0, 1e-6
 """Of a batch; billions of parameters that shall fit; bound of relative errors."""
 
@@ -68,11 +68,33 @@ def peak(depth: int, offload: str) -> tuple[float, float]:
     return size / _BILLION, program.lowering.memory(program.abstract_batch).total / _GB
 
 
-def deepest(offload: str) -> int:
-    """Layers of the deepest decoder that fits."""
-    return bisect.bisect(
-        range(1, _DEEPEST), _MEMORY_GB, key=lambda depth: peak(depth, offload)[1]
-    )
+def deepest(
+    offload: str, depths: Sequence[int]
+) -> tuple[int, dict[int, tuple[float, float]]]:
+    """The deepest decoder that fits, by its neighbours; layers take about as much each.
+
+    Args:
+      offload: parts of the state in host memory.
+      depths: two or more, which are tried first.
+
+    Returns:
+      (its layers, {layers: `peak`} of all that were tried).
+    """
+    tried = {depth: peak(depth, offload) for depth in depths}
+
+    def fits(depth: int) -> bool:
+        if depth not in tried:
+            tried[depth] = peak(depth, offload)
+        return tried[depth][1] <= _MEMORY_GB
+
+    first, second = depths[:2]
+    low, high = tried[first][1], tried[second][1]
+    depth = first + int((_MEMORY_GB - low) / (high - low) * (second - first))
+    while fits(depth + 1):
+        depth += 1
+    while not fits(depth):
+        depth -= 1
+    return depth, tried
 
 
 def losses(offload: str, steps: int) -> np.ndarray:
@@ -171,18 +193,18 @@ def _compiled_claim(billions: float, compiled: float, predicted: float) -> Claim
 
 
 def _run(setting: Setting) -> Result:
-    sizes, curves = {}, {}
+    sizes, curves, memory = {}, {}, {}
+    depths = _DEPTHS[:2] if setting.quick else _DEPTHS
     for index, offload in enumerate(_OFFLOADS):
         setting.progress(f"offload={offload}", index / 8)
-        sizes[offload] = peak(deepest(offload), offload)[0]
+        depth, tried = deepest(offload, depths)
+        sizes[offload], memory[offload] = tried[depth][0], sorted(tried.values())
         curves[offload] = losses(offload, 3 if setting.quick else 10)
     claims = claims_of(sizes, curves)
     claims.append(measured_claim())
     if not setting.quick:
         setting.progress(f"compiles for {_MACHINE}", 0.5)
-        found = compiled_gb(deepest(_ALL), _ALL)
-        claims.append(_compiled_claim(sizes[_ALL], *found))
-    memory = {x: [peak(depth, x) for depth in _DEPTHS] for x in _OFFLOADS}
+        claims.append(_compiled_claim(sizes[_ALL], *compiled_gb(depth, _ALL)))
 
     def draw(figure: matplotlib.figure.Figure) -> None:
         axes = figure.subplots()
