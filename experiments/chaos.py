@@ -142,6 +142,9 @@ def main(_: Sequence[str]) -> int:
                 break
             reports.append(conductor.run_broken(left, until))
             say(chaos.line(reports[-1]))
+            if MARKDOWN.value is not None:  # A part of the table, if this is killed.
+                text = f"{chaos.markdown(reports)}\n{chaos.summary(reports, seed)}\n"
+                pathlib.Path(MARKDOWN.value).write_text(text)
         else:
             continue
         break
@@ -149,9 +152,6 @@ def main(_: Sequence[str]) -> int:
         print(json.dumps(chaos.as_dict(reports, seed)))
     else:
         chaos.print_reports(reports, seed)
-    if MARKDOWN.value is not None:
-        text = f"{chaos.markdown(reports)}\n{chaos.summary(reports, seed)}\n"
-        pathlib.Path(MARKDOWN.value).write_text(text)
     if any(report.why for report in reports):
         return 1
     shutil.rmtree(folder)

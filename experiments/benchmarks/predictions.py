@@ -58,8 +58,9 @@ class Row(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Predicted time without kernels, which compilers' estimates leave out."""
-        return self.candidate.seconds.total - self.candidate.seconds.kernels
+        """Predicted time without kernels and latency: compilers estimate neither."""
+        seconds = self.candidate.seconds
+        return seconds.total - seconds.kernels - seconds.latency
 
 
 class Predictor:

@@ -15,7 +15,7 @@ from experiments.faults.comparison import LOSS, METRICS, STATE
 from meshpar.layouts.axes import DATA, FSDP, PIPE, REPLICA, TENSOR
 from meshpar.runs.modes import ISLANDS, LOCAL_SGD
 
-STEPS = 24
+STEPS = 60
 """Steps of every run; the intervals below divide it, and each other seldom."""
 
 _SETTINGS = (

@@ -37,6 +37,7 @@ SPACES = {
     _FULL: _AXES,
 }
 """{name: axes}; options such as rematerialization are free in all of them."""
+_QUICK_SPACES = "fsdp", "data, tensor, pipe", _FULL
 
 
 def planned(axes: Sequence[str], budget: float | None = None) -> Plans | None:
@@ -209,18 +210,19 @@ def claims_of(
 
 def _run(setting: Setting) -> Result:
     budgets = _QUICK_BUDGETS_GB if setting.quick else _BUDGETS_GB
+    spaces = _QUICK_SPACES if setting.quick else tuple(SPACES)
     chosen: dict[str, dict[float, Candidate | None]] = {}
-    for index, (name, axes) in enumerate(SPACES.items()):
+    for index, name in enumerate(spaces):
         chosen[name] = {}
         for budget in budgets:
-            setting.progress(f"{name}, {budget} GB", index / (len(SPACES) + 1))
-            plans = planned(axes, budget)
+            setting.progress(f"{name}, {budget} GB", index / (len(spaces) + 1))
+            plans = planned(SPACES[name], budget)
             chosen[name][budget] = plans.best[0] if plans else None
     rates = {
         name: {b: _ROWS / c.seconds.total if c else 0.0 for b, c in by_budget.items()}
         for name, by_budget in chosen.items()
     }
-    setting.progress("tries all layouts", len(SPACES) / (len(SPACES) + 1))
+    setting.progress("tries all layouts", len(spaces) / (len(spaces) + 1))
     every = planned(_AXES)
     tried = {budget: best_of_all(every, budget) for budget in budgets}
 

@@ -14,8 +14,8 @@ from experiments.gallery.paper import Claim, Paper, Result, Setting
 from experiments.models.decoder_config import GPT2_KIND, DecoderConfig
 from experiments.models.language_model import language_model
 from meshpar.contracts import hlo_work
+from meshpar.explain import roofline
 from meshpar.mesh.chips import CHIPS, Chip
-from meshpar.methods import roofline
 
 _SIZES = 8192, 8192
 """Of the weight of the matmul."""
@@ -73,7 +73,7 @@ def on_cpu(rows: int) -> tuple[roofline.Work, float]:
         {"tokens": tokens, "targets": tokens},
         devices=jax.devices()[:1],
     )
-    work, text = roofline.step_work(program), program.compiled.as_text()
+    work, text = program.inspection.work, program.compiled.as_text()
     return work, hlo_work.matmul_flops(text)
 
 
@@ -161,8 +161,8 @@ def step_claims(works: dict[int, roofline.Work]) -> list[Claim]:
         Claim(
             f"rows of the intensity of {inner[0]} rows, by the line",
             f"{inner[0]}",
-            f"{step.tokens_at(middle):.2f}",
-            abs(step.tokens_at(middle) / inner[0] - 1) < 0.1,
+            f"{step.rows_at(middle):.2f}",
+            abs(step.rows_at(middle) / inner[0] - 1) < 0.1,
         ),
     ]
 
@@ -225,7 +225,7 @@ def _draw(works: dict[int, roofline.Work], figure: matplotlib.figure.Figure) -> 
     right.plot(
         list(works), [w.intensity for w in works.values()], "o", label="compiled"
     )
-    limit = step.per_token.intensity
+    limit = step.per_row.intensity
     right.axhline(limit, color="black", linestyle=":", label=f"limit {limit:.0f}")
     right.set(xscale="log", xlabel="rows of a step", ylabel="FLOPs per byte", ylim=0)
     right.legend(fontsize=8)

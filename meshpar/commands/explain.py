@@ -18,7 +18,7 @@ from absl import flags
 from meshpar import mesh
 from meshpar.commands import command_line, outputs
 from meshpar.commands.devices import start_devices
-from meshpar.commands.reports import explanation, page, pictures
+from meshpar.commands.reports import explanation, page, pictures, roofs, terminal
 from meshpar.errors import ConfigError
 from meshpar.explain.generation import explain_generation
 from meshpar.explain.report import explain
@@ -26,9 +26,10 @@ from meshpar.generation import Generator, generator
 from meshpar.layouts.axes import FSDP
 from meshpar.layouts.layout import Layout, parse
 from meshpar.mesh import simulate
+from meshpar.mesh.chips import chip_of
 from meshpar.runs import programs
 from meshpar.runs.catalog import FILES_ALONE, Catalog
-from meshpar.runs.config import RunConfig
+from meshpar.runs.config import RunConfig, check_setting
 from meshpar.runs.run import Run
 
 TOPOLOGY = flags.DEFINE_string(
@@ -38,6 +39,9 @@ DIFF = flags.DEFINE_string("diff", "", "A second layout to compare with.")
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of tables.")
 HTML = flags.DEFINE_string("html", "", "Write one page with pictures to this file.")
 PNG = flags.DEFINE_string("png", "", "Draw the pipeline's schedule into this file.")
+ROOFLINE = flags.DEFINE_list(
+    "roofline", None, "Batch sizes whose steps are put under the chip's roofline."
+)
 GENERATE = flags.DEFINE_bool(
     "generate", False, "Explain prefill and decoding in place of a training step."
 )
@@ -54,6 +58,33 @@ def _devices(config: RunConfig) -> tuple[Layout, list[jax.Device]]:
     devices = mesh.topology(TOPOLOGY.value)
     layout = config.layout or f"{FSDP}={len(devices)}"
     return parse(layout), devices
+
+
+def _batch_sizes(devices: Sequence[jax.Device]) -> list[int]:
+    """The batch sizes of --roofline.
+
+    Raises:
+      ConfigError: they are no batch sizes, or nothing is known about the chip.
+    """
+    if ROOFLINE.value is None:
+        return []
+    if GENERATE.value:
+        raise ConfigError("--roofline is of training steps; leave out --generate")
+    words = [word for word in ROOFLINE.value if not word.strip().isdecimal()]
+    sizes = sorted({int(word) for word in ROOFLINE.value}) if not words else []
+    if len(sizes) < 2:
+        raise ConfigError(
+            f"--roofline={','.join(ROOFLINE.value)}: give two batch sizes or more, "
+            "such as --roofline=8,16,32"
+        )
+    for size in sizes:
+        check_setting("batch_size", size)
+    if chip_of(kind := devices[0].device_kind) is None:
+        raise ConfigError(
+            f"--roofline: the rates of {kind} are not known; add a machine, such as "
+            "--topology=v5e:2x4"
+        )
+    return sizes
 
 
 def _check_pictures(layout: Layout) -> None:
@@ -120,6 +151,7 @@ def main(_: Sequence[str]) -> int:
     if DIFF.value:
         layouts.append(parse(DIFF.value))
     _check_pictures(layout)
+    sizes = _batch_sizes(devices)
     config, run = config.prepared()
     # All layouts are checked before the first is compiled.
     if GENERATE.value:
@@ -130,16 +162,19 @@ def main(_: Sequence[str]) -> int:
             programs.make_program(config, run, layout, devices) for layout in layouts
         ]
         explanations = [explain(program) for program in lowered]
+    steps = roofs.steps(config, run, layout, devices, sizes)
     if PNG.value:
         pictures.schedule_figure(explanations[0].pipeline).savefig(PNG.value)
     if HTML.value:
         command = _plan_command(len(devices))
-        page.write(HTML.value, config.recipe, explanations, command)
+        page.write(HTML.value, config.recipe, explanations, command, steps)
     if JSON.value:
         reports = [e.as_dict() for e in explanations]
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:
         explanation.print_explanations(explanations, PARAMETERS.value)
+        if steps is not None:
+            terminal.wide_console().print(roofs.table(steps))
     return 1 if any(e.violations for e in explanations) else 0
 
 

@@ -45,3 +45,8 @@ class Collective:
         """Bytes that one device sends per call of the program, over all executions."""
         sent = cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
         return sent * self.executions
+
+    def seconds(self, link: cost.Link) -> float:
+        """Seconds of all executions if nothing runs beside them."""
+        size, runs = self.payload_bytes * self.executions, self.executions
+        return cost.seconds(self.kind, size, self.group_size, link, runs)

@@ -43,3 +43,10 @@ class DeclaredCollective:
         if self.kind == "any":
             return float(self.payload_bytes)
         return cost.wire_bytes(self.kind, self.payload_bytes, self.group_size)
+
+    def seconds(self, link: cost.Link) -> float:
+        """Seconds per step if nothing runs beside it; at most, for a bound."""
+        if self.kind == "any":
+            return self.payload_bytes / link.bandwidth
+        size = self.payload_bytes
+        return cost.seconds(self.kind, size, self.group_size, link, self.count)

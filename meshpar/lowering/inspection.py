@@ -13,6 +13,7 @@ from meshpar.contracts.collective import Collective
 from meshpar.contracts.compiler_log import captured_log
 from meshpar.contracts.declared import DeclaredCollective
 from meshpar.contracts.hlo import HloModule, parse_hlo
+from meshpar.contracts.hlo_work import Work, work_of
 from meshpar.contracts.host_transfers import HostTransfer, host_transfers
 from meshpar.contracts.loop_order import order_violations
 from meshpar.contracts.step_time import Rates, StepTime, estimate
@@ -155,6 +156,11 @@ class Inspection:
     def time(self) -> StepTime | None:
         """The time of one run, as `read_time` reads it."""
         return read_time(self.compiled, self.mesh)
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """FLOPs and bytes moved of one run on one device."""
+        return work_of(self.compiled.as_text(), self.compiled.cost_analysis())
 
     @functools.cached_property
     def fingerprint(self) -> str:

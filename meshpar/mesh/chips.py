@@ -8,7 +8,10 @@ per chip and 32 GB/s for v6e; PCIe of GPUs by its generation, 4 or 5, of 16 lane
 memory and target configuration of Hopper GPUs as XLA prints them on such devices
 (`xla/tools/hlo_opt/gpu_specs`); read on 2026-11-22. Between slices 6.25 GB/s per TPU
 (the same book); between machines of GPUs one network card per GPU, of 400 Gb/s in a DGX
-H100 or H200 and of 200 Gb/s in a DGX A100 (NVIDIA's data sheets).
+H100 or H200 and of 200 Gb/s in a DGX A100 (NVIDIA's data sheets). Latencies: of TPUs 1
+microsecond per hop (the same book, section "Sharded matrices"); of NVLink and networks
+those of rings with the Simple protocol in NCCL (`src/graph/tuning.cc`, read on
+2026-11-28), and that of networks between slices of TPUs, too.
 """
 
 import dataclasses
@@ -32,9 +35,11 @@ class Chip:
       memory_bytes: size of the device's memory.
       memory_bandwidth: bytes per second between memory and compute.
       link_bandwidth: bytes per second over one link, one way (ICI or NVLink).
+      link_latency: seconds of a message without bytes over one link.
       num_links: number of links of one chip.
       slice_bandwidth: bytes per second between slices for each chip, one way: of the
         data-center network, or of a GPU's network card (`slices`).
+      slice_latency: seconds of a message without bytes between slices.
       clock_rate: cycles per second of its compute.
       host_bandwidth: bytes per second between one chip and host memory, one way (PCIe).
       torus_dims: dims of the torus that the chips form; 0 if a switch connects them.
@@ -62,6 +67,8 @@ class Chip:
     allocates_early: bool = True
     host_bandwidth: float = 15e9
     slice_bandwidth: float = 6.25e9
+    link_latency: float = 1e-6
+    slice_latency: float = 14e-6
     xla_target: str = ""
     libtpu_config: str = ""
 
@@ -75,6 +82,7 @@ def _gpu(name: str, kind: str, memory: int, bandwidth: float, **fields: Any) -> 
         memory_bytes=memory,
         memory_bandwidth=bandwidth,
         link_bandwidth=25e9,
+        link_latency=3.4e-6,
         torus_dims=0,
         tile=(1, 1),
         **fields,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
+from meshpar.contracts.cost import Link
 from meshpar.mesh.chips import GPU, Chip, chip_of
 from meshpar.mesh.slices import slice_of
 
@@ -79,9 +80,20 @@ class Machine:
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second that one device sends over the links of one collective."""
-        if self.chip.platform == GPU:
-            return self.chip.link_bandwidth * self.chip.num_links
-        return 2 * self.chip.link_bandwidth
+        return self.link().bandwidth
+
+    def link(self, between_slices: bool = False) -> Link:
+        """The links that carry a collective.
+
+        Args:
+          between_slices: whether it runs between slices, over a network.
+        """
+        chip = self.chip
+        if between_slices:
+            return Link(chip.slice_bandwidth, chip.slice_latency)
+        if chip.platform == GPU:
+            return Link(chip.link_bandwidth * chip.num_links, chip.link_latency)
+        return Link(2 * chip.link_bandwidth, chip.link_latency, ways=2)
 
 
 _EFFICIENCY = {"v5e": 1.0, "v5p": 0.85, "v6e": 0.6, "h200": 0.69, "cpu": 1.0}

@@ -6,6 +6,7 @@ plan. Memory and bytes are those of the programs, the same that `explain` reads.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ import optax
 
 from meshpar.compose import combination, lower
 from meshpar.contracts.collective import Collective
-from meshpar.contracts.hlo_work import work_of
 from meshpar.errors import LayoutError, MeshparError, shown
 from meshpar.layouts.layout import Layout
 from meshpar.layouts.plan import Plan
@@ -31,7 +31,7 @@ from meshpar.planner.candidate import Candidate
 from meshpar.planner.facts import used_names
 from meshpar.planner.seconds import Terms
 from meshpar.planner.space import layouts
-from meshpar.planner.transfers import bandwidth
+from meshpar.planner.transfers import link
 from meshpar.replicated import num_rows, row_leaves
 
 MOST_COMPILED = 48
@@ -226,14 +226,17 @@ def _seconds(program: TrainProgram, machine: Machine) -> ProgramSeconds:
     if time is not None:
         compute = time.compute_seconds
     else:
-        compiled = inspection.compiled
-        work = work_of(compiled.as_text(), compiled.cost_analysis())
+        work = inspection.work
         compute = work.flops / machine.flops
         memory = work.moved / machine.chip.memory_bandwidth
-        temporary = compiled.memory_analysis().temp_size_in_bytes
+        temporary = inspection.compiled.memory_analysis().temp_size_in_bytes
         fresh = temporary / machine.fresh_bandwidth
     if time is not None and machine.num_slices == 1:
-        transfers = time.exposed_seconds
+        # The compiler's estimate leaves the latency of messages out.
+        alone = [c for c in inspection.collectives if not c.overlapped]
+        transfers = time.exposed_seconds + sum(
+            c.seconds(machine.link()._replace(bandwidth=math.inf)) for c in alone
+        )
     else:
         transfers = _exposed(program, machine, compute + memory)
     sent = sum(collective.wire_bytes for collective in inspection.collectives)
@@ -245,8 +248,7 @@ def _exposed(program: TrainProgram, machine: Machine, beside: float) -> float:
 
     def seconds(collectives: Sequence[Collective]) -> float:
         return sum(
-            c.wire_bytes / bandwidth(program.lowering, machine, c.axes)
-            for c in collectives
+            c.seconds(link(program.lowering, machine, c.axes)) for c in collectives
         )
 
     found = program.inspection.collectives

@@ -18,15 +18,14 @@ from meshpar.lowering.runner import Runner
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.chips import GPU
 from meshpar.mesh.machine import Machine
-from meshpar.mesh.platform import platform_named, platform_of
+from meshpar.mesh.platform import platform_named
 from meshpar.ops.attention_kernels import NAMES
 from meshpar.planner.facts import Facts
 from meshpar.planner.transfers import (
     Beside,
     Traffic,
-    bandwidth,
-    exchange_bytes,
     host_seconds,
+    link,
     state_seconds,
     tensor_seconds,
 )
@@ -52,11 +51,6 @@ _GROUPED = {"forward": (1.1, 6.0), "backward": (2.5, 28.0)}
 """{pass: bytes that it moves for each byte of the rows that grouped matmuls read and
 write, and for each of the experts that ticks copy for them, whose gradients the
 backward pass adds}; fitted to qwen3-30b-a3b on v5e (docs/measured_experts.md)."""
-
-_EXPOSED_OF_RINGS = 0.25
-"""Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
-to llama2-7b on v5e (docs/measured_plans.md)."""
-
 
 _NO_TERMS = "wire_bytes", "kernels"
 
@@ -100,6 +94,7 @@ class Seconds(Terms):
       tensor: exposed transfers of activations inside layers, and between layers that
         use `tensor` in different ways.
       sends: transfers between stages.
+      latency: what messages of `state`, `tensor` and `sends` take beside their bytes.
       host: exposed transfers between device and host memory.
       wire_bytes: bytes that one device sends in all.
       kernels: part of the total that kernels written by hand take; estimates of
@@ -117,6 +112,7 @@ class Seconds(Terms):
     state: float
     tensor: float
     sends: float
+    latency: float
     host: float
     wire_bytes: float
     kernels: float
@@ -165,15 +161,13 @@ def step_seconds(
     outside += _VOCABULARY * times_tokens * traced.largest / memory_bandwidth
     update = sum(leaf.bytes_per_device for leaf in lowering.plan.parameters.values())
     update *= _UPDATE_BYTES / 4
-    sent, tensor_bytes = tensor_seconds(lowering, machine, traffic)
-    rings = platform_of(lowering.mesh).hides_ring_steps
+    state = state_seconds(lowering, machine, traffic, compute)
     state_bytes = sum(term.wire_bytes for term in traffic.all_terms)
-    sent_by_rows = exchange_bytes(lowering, traced)
-    moves = _STATE_MOVES * state_bytes
-    moves += _TENSOR_MOVES * (tensor_bytes + sent_by_rows)
+    tensor, tensor_bytes = tensor_seconds(lowering, machine, traffic, traced)
+    moves = _STATE_MOVES * state_bytes + _TENSOR_MOVES * tensor_bytes
     moves += _grouped_moves(runner, traced)
-    sent = sent * _EXPOSED_OF_RINGS if rings else sent
     sends = traffic.sends * traffic.activation_bytes / layout.tensor
+    to_stages = link(lowering, machine, (PIPE,))
     # Without a loop nothing is copied into stacks, and out of them.
     saves = passes.saves if lowering.zero.loops else 0
     return Seconds(
@@ -185,11 +179,12 @@ def step_seconds(
         saved=_SAVED * saves * traced.saved / memory_bandwidth,
         fresh=temporary / machine.fresh_bandwidth,
         moves=moves / memory_bandwidth,
-        state=state_seconds(lowering, machine, traffic, compute),
-        tensor=sent + sent_by_rows / machine.link_bandwidth,
-        sends=sends / bandwidth(lowering, machine, (PIPE,)),
+        state=state.of_bytes,
+        tensor=tensor.of_bytes,
+        sends=sends / to_stages.bandwidth,
+        latency=state.latency + tensor.latency + traffic.sends * to_stages.latency,
         host=host_seconds(lowering, machine, traffic, compute),
-        wire_bytes=state_bytes + tensor_bytes + sent_by_rows + sends,
+        wire_bytes=state_bytes + tensor_bytes + sends,
         kernels=passes.kernels,
     )
 

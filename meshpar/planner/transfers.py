@@ -15,6 +15,7 @@ from meshpar.lowering.chunked_update import state_transfers
 from meshpar.lowering.layer_trace import TracedLayer
 from meshpar.lowering.shard_map import ShardMapLowering
 from meshpar.mesh.machine import Machine
+from meshpar.mesh.platform import platform_of
 
 _TENSOR_FORWARD, _TENSOR_BACKWARD = 4, 6
 """Gathers of activations over `tensor` in a layer: Megatron's two all_gathers and two
@@ -23,6 +24,10 @@ reduce_scatters each way, and two more for the gradients of weights that read th
 _EXPOSED_OF_STEPS = 0.08
 """Of the time of gathers over `fsdp`, then `tensor`, what outlasts the compute beside
 them; fitted to llama-1b and llama2-7b on v5e and v5p (docs/measured_plans.md)."""
+
+_EXPOSED_OF_RINGS = 0.25
+"""Of the time of transfers around rings, what outlasts the matmuls beside them; fitted
+to llama2-7b on v5e (docs/measured_plans.md)."""
 
 
 class Traffic(NamedTuple):
@@ -47,6 +52,26 @@ class Traffic(NamedTuple):
         return itertools.chain(*self.terms.values())
 
 
+class Exposed(NamedTuple):
+    """Seconds of transfers that compute does not hide.
+
+    Attributes:
+      of_bytes: that their bytes take.
+      latency: that their messages take in addition.
+    """
+
+    of_bytes: float
+    latency: float
+
+    def times(self, factor: float) -> "Exposed":
+        """All seconds, multiplied."""
+        return Exposed(factor * self.of_bytes, factor * self.latency)
+
+    def plus(self, other: "Exposed") -> "Exposed":
+        """The sum of both."""
+        return Exposed(self.of_bytes + other.of_bytes, self.latency + other.latency)
+
+
 class Beside(NamedTuple):
     """Compute that may hide transfers.
 
@@ -59,19 +84,19 @@ class Beside(NamedTuple):
     use: str
 
 
-def bandwidth(
+def link(
     lowering: ShardMapLowering, machine: Machine, axes: tuple[str, ...]
-) -> float:
-    """Bytes per second of a collective, over links of a slice or between slices."""
+) -> cost.Link:
+    """The links of a collective: those of a slice, or those between slices."""
     left = machine.num_slices
     if left == 1:
-        return machine.link_bandwidth
+        return machine.link()
     for axis in in_use(SLOW_AXES, lowering.layout.sizes):
         across = math.gcd(lowering.layout.sizes[axis], left)
         if across > 1 and axis in axes:
-            return machine.chip.slice_bandwidth
+            return machine.link(between_slices=True)
         left //= across
-    return machine.link_bandwidth
+    return machine.link()
 
 
 def state_seconds(
@@ -79,20 +104,27 @@ def state_seconds(
     machine: Machine,
     traffic: Traffic,
     compute: Mapping[Beside, float],
-) -> float:
-    """Seconds of transfers of weights and gradients that compute does not hide."""
-    lasts: dict[Beside, float] = {}
-    for use, terms in traffic.terms.items():
-        for term in terms:
-            seconds = term.wire_bytes / bandwidth(lowering, machine, term.axes)
-            beside = Beside(term.beside, use)
-            lasts[beside] = lasts.get(beside, 0.0) + seconds
-    exposed = 0.0
-    for beside, seconds in lasts.items():
-        hidden = compute.get(beside, 0.0) if machine.overlaps else 0.0
-        least = _EXPOSED_OF_STEPS * seconds if beside.use == ROWS else 0.0
-        exposed += max(least, seconds - hidden)
-    return exposed
+) -> Exposed:
+    """Transfers of weights and gradients, as far as compute does not hide them."""
+
+    def exposed(with_latency: bool) -> float:
+        lasts: dict[Beside, float] = {}
+        for use, terms in traffic.terms.items():
+            for term in terms:
+                links = link(lowering, machine, term.axes)
+                if not with_latency:
+                    links = links._replace(latency=0.0)
+                beside = Beside(term.beside, use)
+                lasts[beside] = lasts.get(beside, 0.0) + term.seconds(links)
+        total = 0.0
+        for beside, seconds in lasts.items():
+            hidden = compute.get(beside, 0.0) if machine.overlaps else 0.0
+            least = _EXPOSED_OF_STEPS * seconds if beside.use == ROWS else 0.0
+            total += max(least, seconds - hidden)
+        return total
+
+    of_bytes = exposed(with_latency=False)
+    return Exposed(of_bytes, exposed(with_latency=True) - of_bytes)
 
 
 def host_seconds(
@@ -115,15 +147,34 @@ def host_seconds(
 
 
 def tensor_seconds(
-    lowering: ShardMapLowering, machine: Machine, traffic: Traffic
-) -> tuple[float, float]:
-    """(seconds, bytes) of the transfers over `tensor`, if nothing hides them.
+    lowering: ShardMapLowering, machine: Machine, traffic: Traffic, traced: TracedLayer
+) -> tuple[Exposed, float]:
+    """Transfers over `tensor`: (as far as matmuls do not hide them, bytes).
 
-    Of layers that split their features.
+    Rings of TPUs run beside matmuls. All else is exposed, as are changes between layers
+    that split rows and layers that split features.
     """
-    layout = lowering.layout
+    layout, links = lowering.layout, machine.link()
     if layout.tensor == 1:
-        return 0.0, 0.0
+        return Exposed(0.0, 0.0), 0.0
+    gathers = _gathers(lowering)
+    size = gathers * traffic.activation_bytes
+    inside = _sent("all_gather", size, layout.tensor, links, gathers)
+    rings = platform_of(lowering.mesh).hides_ring_steps
+    inside = inside.times(_EXPOSED_OF_RINGS if rings else 1.0)
+    stack = runs(layout.layers, layout.remat, lowering.model.layered.depth)
+    # And gradients back.
+    changes = 2 * sum(run.num_changes for run in stack) * layout.microbatches
+    rows = changes * traced.x
+    between = _sent("all_to_all", rows, layout.tensor, links, changes)
+    sent = cost.wire_bytes("all_gather", size, layout.tensor)
+    sent += cost.wire_bytes("all_to_all", rows, layout.tensor)
+    return inside.plus(between), sent
+
+
+def _gathers(lowering: ShardMapLowering) -> int:
+    """Gathers over `tensor` in layers that split their features, in one step."""
+    layout = lowering.layout
     own = policies(layout.layers, layout.remat, lowering.model.layered.depth)
     split = sum(count for _, count in own)
     repeated = sum(count * repeated_share(policy, 1) for policy, count in own)
@@ -133,15 +184,10 @@ def tensor_seconds(
         backward = run.name == "backward"
         times = _TENSOR_BACKWARD + again if backward else _TENSOR_FORWARD
         gathers += run.runs * run.depth * times
-    size = gathers * traffic.activation_bytes
-    sent = cost.wire_bytes("all_gather", size, layout.tensor)
-    return sent / machine.link_bandwidth, sent
+    return gathers
 
 
-def exchange_bytes(lowering: ShardMapLowering, traced: TracedLayer) -> float:
-    """Bytes sent where activations change between split rows and split features."""
-    layout = lowering.layout
-    stack = runs(layout.layers, layout.remat, lowering.model.layered.depth)
-    changes = sum(run.num_changes for run in stack)
-    size = 2 * changes * layout.microbatches * traced.x  # And gradients back.
-    return cost.wire_bytes("all_to_all", size, layout.tensor)
+def _sent(kind: str, size: float, n: int, links: cost.Link, count: float) -> Exposed:
+    """All seconds of collectives, as `cost.seconds`."""
+    of_bytes = cost.seconds(kind, size, n, links._replace(latency=0.0))
+    return Exposed(of_bytes, cost.seconds(kind, size, n, links, count) - of_bytes)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import collectives
 from meshpar.contracts import cost, parse_hlo
+from meshpar.methods import pattern_costs
 
 N, ROOT = 8, 3
 X = np.random.default_rng(0).integers(-9, 9, (N, 16, 3)).astype(np.float32)
@@ -183,6 +184,22 @@ def test_steps_are_the_permutes_of_rings_and_trees():
     assert cost.steps("all_reduce", 1) == 0
     with pytest.raises(ValueError, match="no 'tree' form"):
         cost.steps("all_to_all", N, "tree")
+
+
+def test_a_collective_takes_the_time_of_its_messages_and_of_its_bytes():
+    link = cost.Link(bandwidth=100.0, latency=2.0)
+    # Over four devices 6 messages wait for each other, and 600 of 400 bytes are sent.
+    assert cost.seconds("all_reduce", 400, 4, link) == 6 * 2 + 6
+    assert cost.seconds("all_reduce", 400, 4, link, count=3) == 3 * 6 * 2 + 6
+    both_ways = link._replace(ways=2)
+    assert cost.seconds("all_reduce", 400, 4, both_ways) == 4 * 2 + 6
+    assert cost.seconds("all_gather", 400, 5, both_ways) == 2 * 2 + 3.2
+    assert cost.seconds("permute", 400, 8, both_ways) == 2 + 4
+    assert cost.seconds("all_reduce", 400, 1, link) == 0
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        for n in (2, 3, 8):
+            messages = pattern_costs.cost(kind, pattern_costs.RING, n).messages
+            assert cost.seconds(kind, 0, n, link) == 2 * messages
 
 
 @pytest.mark.parametrize("n", [3, 5])

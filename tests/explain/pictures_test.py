@@ -1,12 +1,15 @@
 """Pictures of explanations: units that fit, labels apart, colors of the page."""
 
+import dataclasses
 import itertools
 
 import matplotlib.backends.backend_agg
 import pytest
 from support.explanations import explanation
 
-from meshpar.commands.reports import pictures
+from meshpar.commands.reports import pictures, roofs
+from meshpar.contracts.hlo_work import Work
+from meshpar.mesh.chips import CHIPS
 from meshpar.units import readable_bytes
 
 LONG = "pipe=2,data=2,fsdp=2,tensor=2,microbatches=8,remat=full,prefetch=attention/q"
@@ -54,3 +57,27 @@ def test_a_layout_that_sends_nothing_has_an_empty_plot():
     silent = explanation("data=1", 0)
     (axes,) = pictures.traffic_figure([silent]).axes
     assert not axes.patches and not axes.get_yticklabels()
+
+
+def test_a_roofline_has_each_batch_and_the_rows_that_reach_the_peak():
+    chip = dataclasses.replace(CHIPS["v5e"], peak_flops=4e12, memory_bandwidth=1e12)
+    # 2 + n FLOPs and 4 bytes: 4 FLOPs per byte, and so the peak, from 14 rows on.
+    steps = roofs.Steps(chip, {n: Work(2.0 + n, 4.0) for n in (2, 6, 30)})
+    assert [row[3:5] for row in steps.rows] == [
+        ("1.0", "25%"),
+        ("2.0", "50%"),
+        ("8.0", "100%"),
+    ]
+    assert "from 4 FLOPs per byte on" in steps.words
+    assert steps.words.endswith("gets there from 14 rows on")
+    roof, over_batch = roofs.figure(steps).axes
+    assert [text.get_text() for text in roof.texts] == ["2", "6", "30"]
+    assert [tuple(line.get_xydata()[0]) for line in roof.lines[1:]] == [
+        (1.0, 1.0),
+        (2.0, 2.0),
+        (8.0, 4.0),
+    ]
+    points = over_batch.lines[1].get_xydata()
+    assert points.tolist() == [[2, 1], [6, 2], [30, 8]]
+    never = roofs.Steps(chip, {n: Work(n, 4.0 * n) for n in (2, 6)})
+    assert never.words.endswith("gets there at no number of rows")

@@ -82,8 +82,14 @@ def test_memory_bytes_and_order_are_those_of_the_programs(name):
         work = work_of(step.as_text(), step.cost_analysis())
         assert terms["compute"] == work.flops / machine.flops
         assert terms["memory"] == work.moved / machine.chip.memory_bandwidth
-        # CPUs run transfers one after the other, over one link.
+        # CPUs run transfers one after the other, over one link. Messages go both ways
+        # round a ring: n wait for each other in an all_reduce, n / 2 in all others.
+        waits = sum(
+            c.executions * c.group_size / (1 if c.kind == "all_reduce" else 2)
+            for c in program.inspection.collectives
+        )
         sent = candidate.wire_bytes / machine.link_bandwidth
+        sent += waits * machine.chip.link_latency
         assert terms["transfers"] == pytest.approx(sent)
         seconds.append(candidate.seconds.total)
     assert seconds == sorted(seconds)
@@ -258,5 +264,12 @@ def test_between_slices_transfers_are_slow():
     vars(machine)["num_slices"] = 2
     two, one = compiled.read_candidate(program, machine).seconds, slow.seconds
     assert two.wire_bytes == one.wire_bytes and two.compute == one.compute
-    ratio = machine.link_bandwidth / machine.chip.slice_bandwidth
-    assert two.transfers == pytest.approx(ratio * one.transfers)
+    near, far = (machine.link(x)._replace(latency=0.0) for x in (False, True))
+    found = program.inspection.collectives
+    latency = two.transfers - sum(c.seconds(far) for c in found)
+    assert latency == pytest.approx(
+        sum(c.executions * 2 * 3 * machine.chip.slice_latency for c in found)
+    )
+    of_bytes = one.transfers - sum(c.executions * 4e-6 for c in found)
+    ratio = near.bandwidth / far.bandwidth
+    assert two.transfers - latency == pytest.approx(ratio * of_bytes)

@@ -68,6 +68,12 @@ EQUAL_TO_A_LOWERED_PROGRAM = (
 )
 
 
+def hops(kind, n):
+    """Messages that wait for each other where parts go both ways round a ring."""
+    one_way = 1 if kind == "permute" else n // 2
+    return 2 * one_way if kind == "all_reduce" else one_way
+
+
 @pytest.mark.parametrize("text", first(4, EQUAL_TO_A_LOWERED_PROGRAM))
 def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
     candidate = candidates.candidate(parse(text))
@@ -85,6 +91,14 @@ def test_memory_and_traffic_are_those_of_a_lowered_program(candidates, text):
         exact = [t for t in exact if not any(word in t.why for word in words)]
         wire = sum(term.wire_bytes for term in exact)
         assert candidate.wire_bytes == pytest.approx(wire, rel=0.01)
+        waits = sum(
+            term.count * hops(term.kind, term.group_size)
+            for term in exact
+            if "loss" not in term.why and "norm" not in term.why
+        )
+        latency = candidates.machine.chip.link_latency
+        # The formula counts gathers that nothing reads, too.
+        assert waits * (1 - 1e-6) <= candidate.seconds.latency / latency <= 1.03 * waits
 
 
 def test_layers_that_split_rows_move_weights_in_place_of_activations(candidates):

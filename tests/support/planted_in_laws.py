@@ -15,12 +15,13 @@ from experiments.gallery import time_to_accuracy as time_figure
 from experiments.gallery.paper import Claim
 from meshpar.collectives import patterns, rings
 from meshpar.contracts import hlo_work
+from meshpar.explain import roofline
 from meshpar.jaxprs import flops
 from meshpar.layouts.plan import Plan
 from meshpar.layouts.scope import constrain
 from meshpar.lowering.jit import JitLowering
 from meshpar.lowering.shard_map import ShardMapLowering
-from meshpar.methods import batch_rules, pattern_costs, roofline
+from meshpar.methods import batch_rules, pattern_costs
 from meshpar.methods.time_to_accuracy import Cluster
 from meshpar.ops import tensor_parallel
 

@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 
 from meshpar import html_page
-from meshpar.commands.reports import pictures
+from meshpar.commands.reports import pictures, roofs
 from meshpar.explain.report import Explanation
 from meshpar.pipeline.report import PipelineReport
 from meshpar.units import readable_bytes
@@ -70,8 +70,22 @@ def _section(e: Explanation) -> str:
     )
 
 
+def _roofline(steps: roofs.Steps | None) -> str:
+    if steps is None:
+        return ""
+    return (
+        f"<h2>Roofline</h2>{pictures.picture(roofs.figure(steps))}"
+        f"{html_page.table(roofs.TITLES, steps.rows)}"
+        f"<p>{html.escape(steps.words)}.</p>"
+    )
+
+
 def write(
-    path: str, recipe: str, explanations: Sequence[Explanation], plan_command: str
+    path: str,
+    recipe: str,
+    explanations: Sequence[Explanation],
+    plan_command: str,
+    steps: roofs.Steps | None = None,
 ) -> None:
     """Writes the page; it needs no other file.
 
@@ -80,11 +94,13 @@ def write(
       recipe: name of the model, for the title.
       explanations: one per layout.
       plan_command: plans layouts for the same model, batch and machine.
+      steps: of several batch sizes, under the first layout.
     """
     layouts = ", ".join(e.layout for e in explanations)
     body = (
         f"<h2>Memory</h2>{pictures.picture(pictures.memory_figure(explanations))}"
         f"<h2>Traffic</h2>{pictures.picture(pictures.traffic_figure(explanations))}"
+        f"{_roofline(steps)}"
         f"{''.join(map(_section, explanations))}"
         "<h2>Other layouts</h2><p>All layouts of this model, ranked: "
         f"<code>{html.escape(plan_command)}</code></p>"

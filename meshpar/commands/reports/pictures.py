@@ -29,7 +29,7 @@ _LOOK = {
     **{"axes.spines.top": False, "axes.spines.right": False},
     **{"legend.frameon": False, "font.size": 9},
 }
-_with_look = matplotlib.rc_context(_LOOK)
+with_look = matplotlib.rc_context(_LOOK)
 _PREDICTED = ("#1f6fb4", "#c2571a", "#2e8b57", "#8a63b5", "#b8860b", "#4aa3a2")
 _COMPILED, _HIDDEN, _EXPOSED = "#8b949e", "#2e8b57", "#d1495b"
 
@@ -71,7 +71,7 @@ def _label(layout: str, *lines: str) -> str:
     return "\n".join([*rows, *lines])
 
 
-@_with_look
+@with_look
 def _bars_figure(
     labels: Sequence[str], parts: Sequence[Sequence[tuple[float, str]]], title: str
 ) -> matplotlib.figure.Figure:
@@ -102,7 +102,7 @@ def _bars_figure(
     return figure
 
 
-@_with_look
+@with_look
 def _add_legend(figure: matplotlib.figure.Figure, colors: Iterable[tuple[str, str]]):
     """A legend above the plot for (name, color)."""
     handles = [matplotlib.patches.Patch(color=c, label=name) for name, c in colors]
@@ -131,7 +131,7 @@ def memory_figure(explanations: Sequence[Explanation]) -> matplotlib.figure.Figu
     return figure
 
 
-@_with_look
+@with_look
 def mesh_figure(explanation: Explanation) -> matplotlib.figure.Figure:
     """The mesh as a grid: the last axis in columns, the others in rows."""
     names = [axis for axis, size in explanation.mesh.items() if size > 1] or [DATA]
@@ -173,7 +173,7 @@ def traffic_figure(explanations: Sequence[Explanation]) -> matplotlib.figure.Fig
     return figure
 
 
-@_with_look
+@with_look
 def schedule_figure(pipeline: PipelineReport) -> matplotlib.figure.Figure:
     """The schedule as a grid of stages and ticks, coloured by microbatch.
 

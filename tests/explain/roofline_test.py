@@ -5,8 +5,8 @@ import math
 import pytest
 
 from meshpar.errors import MeshparError
+from meshpar.explain import roofline
 from meshpar.mesh.chips import CHIPS
-from meshpar.methods import roofline
 
 V5E = CHIPS["v5e"]
 
@@ -33,7 +33,7 @@ def test_a_step_is_the_line_through_two_batches():
     true = roofline.Step(roofline.Work(0, 100), roofline.Work(60, 10))
     found = roofline.fit({n: true.work(n) for n in (2, 8)})
     assert found.work(5) == true.work(5)
-    assert found.tokens_at(3) == 10 and true.work(10).intensity == 3
-    assert found.tokens_at(0) == 0 and math.isinf(found.tokens_at(6))
+    assert found.rows_at(3) == 10 and true.work(10).intensity == 3
+    assert found.rows_at(0) == 0 and math.isinf(found.rows_at(6))
     with pytest.raises(MeshparError, match="works of 1 batch sizes: give 2 or more"):
         roofline.fit({2: true.work(2)})

@@ -13,9 +13,8 @@ Source: Williams, Waterman, Patterson, Roofline: an insightful visual performanc
 import dataclasses
 import math
 
-from meshpar.contracts.hlo_work import Work, work_of
+from meshpar.contracts.hlo_work import Work
 from meshpar.errors import MeshparError
-from meshpar.lowering.train_program import TrainProgram
 from meshpar.mesh.chips import Chip
 
 
@@ -60,27 +59,27 @@ def matmul_rows(chip: Chip, num_in: int, num_out: int, width: int = 2) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step whose work grows linearly with the tokens of its batch.
+    """A training step whose work grows linearly with the rows of its batch.
 
     Attributes:
       fixed: work that does not grow: weights that are read, and their update.
-      per_token: what a token adds.
+      per_row: what a row adds.
     """
 
     fixed: Work
-    per_token: Work
+    per_row: Work
 
-    def work(self, tokens: float) -> Work:
+    def work(self, rows: float) -> Work:
         """The work of a step."""
         return Work(
-            self.fixed.flops + tokens * self.per_token.flops,
-            self.fixed.moved + tokens * self.per_token.moved,
+            self.fixed.flops + rows * self.per_row.flops,
+            self.fixed.moved + rows * self.per_row.moved,
         )
 
-    def tokens_at(self, intensity: float) -> float:
-        """Tokens from which a step has an intensity; infinite if none has it."""
+    def rows_at(self, intensity: float) -> float:
+        """Rows from which a step has an intensity; infinite if no number has it."""
         missing = intensity * self.fixed.moved - self.fixed.flops
-        gained = self.per_token.flops - intensity * self.per_token.moved
+        gained = self.per_row.flops - intensity * self.per_row.moved
         return max(0.0, missing / gained) if gained > 0 else math.inf
 
 
@@ -88,7 +87,7 @@ def fit(works: dict[float, Work]) -> Step:
     """The line through the works of the smallest and the largest batch.
 
     Args:
-      works: {tokens: work of a step}.
+      works: {rows: work of a step}.
 
     Raises:
       MeshparError: works of less than two batch sizes.
@@ -103,9 +102,3 @@ def fit(works: dict[float, Work]) -> Step:
     start = works[low]
     fixed = Work(start.flops - low * slope.flops, start.moved - low * slope.moved)
     return Step(fixed, slope)
-
-
-def step_work(program: TrainProgram) -> Work:
-    """The work of a compiled step on one device, with every round of its loops."""
-    compiled = program.compiled
-    return work_of(compiled.as_text(), compiled.cost_analysis())
