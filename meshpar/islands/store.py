@@ -16,6 +16,7 @@ actors, or under a simulated network.
 
 import collections
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,20 @@ def check_settings(
         raise MeshparError(f"history={history!r}: use a whole number >= 0")
     if grace < 0:
         raise MeshparError(f"grace={grace}: use seconds >= 0")
+
+
+def chosen_version(version: int | None, reached: int) -> int:
+    """The version to read, by default the newest that all ranges have reached.
+
+    Raises:
+      MeshparError: a version that is not there yet.
+    """
+    version = reached if version is None else version
+    if not (isinstance(version, Integral) and 0 <= version <= reached):
+        raise MeshparError(
+            f"version={version}: use 0 to {reached}, which all ranges have reached"
+        )
+    return version
 
 
 class Store:
@@ -213,14 +228,8 @@ class Store:
         Raises:
           MeshparError: a version that a range has not reached, or does not keep.
         """
-        reached = {name: self.state(name).version for name in self.ranges}
-        version = min(reached.values()) if version is None else version
-        if not 0 <= version <= min(reached.values()):
-            raise MeshparError(
-                f"version={version}: use 0 to {min(reached.values())}, which all "
-                "ranges have reached"
-            )
-        found = {}
+        reached = min(self.state(name).version for name in self.ranges)
+        version, found = chosen_version(version, reached), {}
         for name in self.ranges:
             answer = self._servers.pull(name, "", 0, None, -1, version)
             if answer.refused:

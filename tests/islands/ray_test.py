@@ -15,10 +15,10 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(timeout, *cases):
+def run(timeout, *cases, script="killed_in_ray.py"):
     """The words and the errors of a process that ran these cases in one Ray."""
     pytest.importorskip("ray", reason='needs pip install -e ".[islands]"')
-    script = ROOT / "tests" / "support" / "killed_in_ray.py"
+    script = ROOT / "tests" / "support" / script
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # With a cache of jax's, islands do not share compiled programs.
     environment = {k: v for k, v in os.environ.items() if k != CACHE}
@@ -87,6 +87,12 @@ def test_islands_and_servers_are_killed_and_training_goes_on():
     done = run(900, "islands")
     print(done.stdout)
     check(done, "islands")
+
+
+def test_owners_budgets_filters_and_versions_equal_plain_loops():
+    done = run(400, script="islands_in_ray.py")
+    check(done, "owners")
+    check(done, "filters")
 
 
 def test_islands_of_every_algorithm_begin_as_their_recurrence():
