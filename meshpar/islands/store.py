@@ -96,6 +96,9 @@ class Store:
         The store has no clock: its host measures them (`take_quorums`, `close`).
       decoders: {encoding: decoder} of payloads that are not plain arrays.
       history: older versions of its values that each range keeps, for `pull_version`.
+      aggregate: in rounds, whether the average of a round travels to the replicas in
+        place of its pushes. A push is then answered with its round, when the worker's
+        clock advances; until then it is on one server, and is repeated if that dies.
 
     Raises:
       MeshparError: settings that no store can have.
@@ -113,6 +116,7 @@ class Store:
         grace: float = 0.0,
         decoders: Mapping[str, Decoder] | None = None,
         history: int = 0,
+        aggregate: bool = False,
     ):
         check_settings(ranges, replicas, quorum, grace, history)
         if isinstance(servers, int):
@@ -125,6 +129,7 @@ class Store:
             grace,
             dict(decoders or {}),
             history,
+            aggregate,
         )
         self._servers = Loopback(ranges, self.rules, replicas)
         self._servers.change(joins=servers)

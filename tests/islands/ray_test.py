@@ -31,7 +31,7 @@ def run(timeout, *cases, script="killed_in_ray.py"):
     )
 
 
-CASES = ["server", "ahead", "lost", "birth", "trials_of_islands"]
+CASES = ["server", "aggregates", "ahead", "lost", "birth", "trials_of_islands"]
 IN_LINUX = ["ports", "zygote"]  # The last one kills the process that forks workers.
 
 
@@ -47,6 +47,10 @@ def check(ended, case):
 
 def test_a_server_is_killed_and_no_answered_push_is_lost(ended):
     check(ended, "server")
+
+
+def test_a_server_is_killed_and_no_aggregate_is_lost_or_doubled(ended):
+    check(ended, "aggregates")
 
 
 def test_a_checkpoint_does_not_wait_for_an_island_that_waits_for_others(ended):
