@@ -33,7 +33,7 @@ def test_entries_that_wait_are_sent_later_also_after_a_checkpoint():
     filters = Without(every=3), push_filters.Zlib()
     mode = dataclasses.replace(DROP, filters=filters, error_feedback=True)
     program = chosen_pushes.fresh(dropping(), mode)
-    program = chosen_pushes.check(program, loop(7, without(3)), resumes_at=5)
+    program = chosen_pushes.check(program, loop(7, without(3)), resumes_at=4)
     program.close()
 
 
